@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # 2 processes: the tests start servers and trainers of their own.
 WORKERS ?= 2
 
-.PHONY: venv demo test test-full test-stores lint bench clean
+.PHONY: venv demo test test-full test-matrix test-stores lint bench clean
 
 venv: $(VENV)/.ready
 
@@ -21,12 +21,16 @@ demo: venv
 
 # All that CI runs, or some of it: make test T=tests/cache/test_rows.py, make test T="tests/cache -k parity"
 test: venv
-	$(BIN)/python -m pytest -q -m "not full" $(or $(T),-n $(WORKERS) --dist worksteal)
+	$(BIN)/python -m pytest -q -rs -m "not full" $(or $(T),-n $(WORKERS) --dist worksteal)
 
 # Every grid. A run that was broken off goes on where it stopped: --stepwise remembers the first test that has not passed.
 test-full: venv
-	$(BIN)/python -m pytest -q --stepwise
+	$(BIN)/python -m pytest -q -rs --stepwise
 	$(MAKE) test-stores
+
+# The suite, and the tests that act on running work, again and again, also on a machine that is slow or busy; goes on where it stopped. Hours.
+test-matrix: venv
+	$(BIN)/python tests/matrix.py --workers $(WORKERS)
 
 # The store's tests on every server that can be had, or on those named: make test-stores SERVERS=redis-server
 SERVERS ?= $(shell $(BIN)/python -c 'from foreload.cache.client.servers import available; print(*available())')

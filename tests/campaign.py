@@ -35,7 +35,6 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/trainer")]
 
-from campaign_forks import Forked, Forks  # noqa: E402
 from campaign_plan import (  # noqa: E402
     DISK_FAULTS,
     LANES,
@@ -50,7 +49,13 @@ from campaign_plan import (  # noqa: E402
     Plan,
 )
 from campaign_servers import Servers  # noqa: E402
+
+from foreload.trainer.compute import numerics  # noqa: E402
+
+# Before torch is imported, here and in the process that forks.
+numerics.set_environment()
 from command_line import Remains, free_port  # noqa: E402
+from forking import FORKER, ForkedCommand  # noqa: E402
 from tls import write_certificates  # noqa: E402
 
 from foreload.cache.client.local import LocalStores  # noqa: E402
@@ -84,7 +89,7 @@ class Violation(Exception):
 class Started:
     """A `foreload` command in a process of its own. out, err: the files to which it prints; began: by time.monotonic()."""
 
-    process: subprocess.Popen[bytes] | Forked
+    process: subprocess.Popen[bytes] | ForkedCommand
     out: Path
     err: Path
     began: float
@@ -104,8 +109,8 @@ class Started:
 class Episode:
     """Runs a plan. Raises Violation."""
 
-    def __init__(self, plan: Plan, schedule: Path, digest: str, folder: Path, certificates: Path, forks: Forks | None) -> None:
-        self._forks = forks
+    def __init__(self, plan: Plan, schedule: Path, digest: str, folder: Path, certificates: Path, forked: bool) -> None:
+        self._forked = forked
         self.plan, self._schedule, self._digest, self._folder = plan, schedule, digest, folder
         self.run = folder / "run"
         self._remains = Remains()
@@ -205,14 +210,14 @@ class Episode:
     def _command(self, *words: object) -> Started:
         place = Path(tempfile.mkdtemp(dir=self._folder, prefix="call-"))
         out, err = place / "out", place / "err"
-        if self._forks is not None:
-            err.touch()
-            forked = self._forks.start(list(map(str, words)), out, err, self._remains.environment)
-            return Started(forked, out, err, time.monotonic())
-        process = subprocess.Popen(
-            [sys.executable, "-m", "foreload.trainer.cli", *map(str, words)],
-            env=self._environment, stdin=subprocess.DEVNULL, stdout=out.open("wb"), stderr=err.open("wb"), start_new_session=True,
-        )  # fmt: skip
+        with out.open("wb") as to_out, err.open("wb") as to_err:
+            if self._forked:
+                forked = FORKER.command(list(map(str, words)), self._environment, self._remains.name, to_out, to_err)
+                return Started(forked, out, err, time.monotonic())
+            process = subprocess.Popen(
+                [sys.executable, "-m", "foreload.trainer.cli", *map(str, words)],
+                env=self._environment, stdin=subprocess.DEVNULL, stdout=to_out, stderr=to_err, start_new_session=True,
+            )  # fmt: skip
         return Started(process, out, err, time.monotonic())
 
     def _await(self, call: Started) -> int:
@@ -466,7 +471,7 @@ class Episode:
 
     def _processes(self) -> list[psutil.Process]:
         """All of the episode that are alive, but servers where commands are forked."""
-        return self._remains.processes() + ([] if self._forks is None else self._forks.processes())
+        return self._remains.processes() + (FORKER.processes() if self._forked else [])
 
     def _workers(self) -> list[psutil.Process]:
         return [
@@ -668,7 +673,6 @@ def campaign(
     forked: bool = False,
 ) -> Result:
     """Play episodes for so long (or one), one after the other; their folders stay where something may not be. forked: as the command line has it."""
-    forks = Forks() if forked else None
     folder = Path(tempfile.mkdtemp(prefix="flc"))
     result = Result()
     deadline = time.monotonic() + 60 * minutes
@@ -683,7 +687,7 @@ def campaign(
             undisturbed[plan.members] = _undisturbed(folder, plan.members)
         place = folder / str(number)
         place.mkdir()
-        episode = Episode(plan, *undisturbed[plan.members], place, certificates, forks)
+        episode = Episode(plan, *undisturbed[plan.members], place, certificates, forked)
         try:
             ending = episode.play()
         except Violation as error:
@@ -704,8 +708,7 @@ def campaign(
         number += 1
         if only is not None or time.monotonic() >= deadline:
             break
-    if forks is not None:
-        forks.close()
+    FORKER.close()
     if not result.violations:
         shutil.rmtree(folder, ignore_errors=True)
     return result

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
-from forker import FORKER
+from forking import COMMAND_LINE, FORKER, ForkedCommand
 
-from foreload.trainer.cli import main
+from foreload.trainer import cli
 from foreload.trainer.cluster.control import training_status
 
 if TYPE_CHECKING:
-    from forked_command import ForkedPopen
+    from injection import AnyFault
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_SECONDS = 180
@@ -77,6 +77,11 @@ class Remains:
         assert not commands, (commands, err)
         assert not files, (files, err)
 
+    def wait_for_python(self) -> None:
+        """Wait until none of the processes is alive but stores' servers."""
+        left = [process for process in self.processes() if _runs_python(process)]
+        psutil.wait_procs(left, timeout=DEADLINE_SECONDS)
+
     def kill(self) -> None:
         """End every process at once."""
         alive = self.processes()
@@ -90,42 +95,75 @@ class Remains:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
-class Command:
-    """A `foreload` command (or another module's) started in a process, and process group, of its own.
+def main(arguments: Sequence[str]) -> int:
+    """`foreload.trainer.cli.main` in this process, which forks the keeper and the trainers of a training."""
+    return cli.main(arguments, FORKER)
 
-    terminal: the path of one, to be its controlling terminal and to print to. within: a command line that starts what follows it, as in another
-    namespace. environment: further variables; None for one that it is not to inherit.
+
+class Command:
+    """A `foreload` command (or another module's) in a process, and process group, of its own. None of it may be left at its `end`.
+
+    It is forked from a process that has imported everything, unless `anew` is set, for what must start as a user starts it, or libraries would read
+    other settings as they are imported, or one of the arguments after `anew` is given.
     """
 
     def __init__(
         self,
         *arguments: object,
-        module: str = "foreload.trainer.cli",
+        faults: Sequence[AnyFault] = (),
+        may_kill: bool = True,
+        anew: bool = False,
+        module: str = COMMAND_LINE,
         terminal: str | None = None,
         within: Sequence[str] = (),
         **environment: str | None,
     ) -> None:
+        """faults, may_kill: what is injected into a training (`injection.Injector`); terminal: the path of one, to be its controlling terminal and to
+        print to; within: a command line that starts what follows it, as in another namespace; environment: further variables, None for one that it
+        does not inherit.
+        """
         self.remains = Remains()
-        variables = os.environ | {"PYTHONPATH": str(ROOT)} | self.remains.environment | environment
-        # The first terminal that the leader of a session opens is its controlling one.
-        at_terminal = ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', terminal] if terminal is not None else []
-        self.process: subprocess.Popen[str] | ForkedPopen = subprocess.Popen(
-            [*at_terminal, *within, sys.executable, "-m", module, *map(str, arguments)],
-            env={name: value for name, value in variables.items() if value is not None},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self._texts: tuple[str, str] | None = None
+        words = [str(argument) for argument in arguments]
+        variables = os.environ | {"PYTHONPATH": str(ROOT)} | self.remains.environment
+        # Files, not pipes, so that what it has said so far can be read at any time.
+        self._output = Path(tempfile.mkdtemp(prefix="said"))
+        self.process: subprocess.Popen[bytes] | ForkedCommand
+        with open(self._output / "out", "wb") as out, open(self._output / "err", "wb") as err:
+            if not (anew or terminal or within or environment or module != COMMAND_LINE) and FORKER.can_fork(words):
+                self.process = FORKER.command(words, variables, self.remains.name, out, err, faults, may_kill)
+                return
+            assert not faults, "faults are injected into forked commands only"
+            assert may_kill
+            # The first terminal that the leader of a session opens is its controlling one.
+            at_terminal = ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', terminal] if terminal is not None else []
+            self.process = subprocess.Popen(
+                [*at_terminal, *within, sys.executable, "-m", module, *words],
+                env={name: value for name, value in (variables | environment).items() if value is not None},
+                stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def said(self) -> str:
+        """What it has written to stderr so far."""
+        return self._text("err") if self._texts is None else self._texts[1]
+
+    def _text(self, name: str) -> str:
+        return (self._output / name).read_text(encoding="utf-8")
 
     def until(self, satisfied: Callable[[], bool]) -> None:
-        """Wait for something that the command brings about."""
+        """Wait for something that the command brings about, and that stays true."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not satisfied():
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline
+            # The command may have ended just after it was looked at.
+            assert self.process.poll() is None or satisfied(), (self.process.poll(), self.said)
+            assert time.monotonic() < deadline, self.said
             time.sleep(0.01)
+
+    def stand(self) -> None:
+        """Wait until it stands still, as a CallFault or a LauncherFault with SIGSTOP has it."""
+        process = psutil.Process(self.process.pid)
+        self.until(lambda: process.status() == psutil.STATUS_STOPPED)
 
     def interrupt(self, satisfied: Callable[[], bool], number: int = signal.SIGINT) -> None:
         """Once something has come about, do what Ctrl-C in a terminal does: a signal to the whole process group."""
@@ -134,24 +172,51 @@ class Command:
 
     @property
     def workers(self) -> list[psutil.Process]:
-        """The trainers' processes, in order."""
+        """The trainers' processes that are alive, in order."""
+        if isinstance(self.process, ForkedCommand):
+            alive = {process.pid: process for process in self.remains.processes()}
+            return [alive[pid] for _, (pid, _) in sorted(self.process.trainers().items()) if pid in alive]
         workers = [process for process in self.remains.processes() if "foreload.trainer.cluster.worker" in process.cmdline()]
         return sorted(workers, key=lambda process: int(process.environ()["FORELOAD_TRAINER"]))
 
-    def clear(self) -> None:
-        """Let nothing be left, whatever became of it."""
-        self.remains.remove()
-        self.process.communicate()
+    @property
+    def statuses(self) -> dict[int, int | None]:
+        """The exit status of each trainer of a forked command that has ended, by number."""
+        assert isinstance(self.process, ForkedCommand)
+        return {trainer: status for trainer, (_, status) in self.process.trainers().items()}
 
-    def end(self) -> tuple[int, str, str]:
-        """Exit status, output and errors; asserts that neither a process nor a temporary file is left."""
+    def clear(self) -> None:
+        """Leave nothing of it, whatever it did."""
+        self.remains.remove()
+        self.process.wait(timeout=DEADLINE_SECONDS)
+        shutil.rmtree(self._output, ignore_errors=True)
+        if isinstance(self.process, ForkedCommand):
+            self.process.close()
+
+    def communicate(self) -> tuple[str, str]:
+        """Wait until it has ended, and all that it started but servers of its own; return its output and errors."""
         try:
-            out, err = self.process.communicate(timeout=DEADLINE_SECONDS)
+            self.process.wait(timeout=DEADLINE_SECONDS)
         except subprocess.TimeoutExpired:
             self.clear()
             raise
+        if self._texts is None:
+            self.remains.wait_for_python()
+            self._texts = self._text("out"), self._text("err")
+            shutil.rmtree(self._output)
+        return self._texts
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit status, output and errors; asserts that neither a process nor a temporary file is left."""
+        out, err = self.communicate()
         self.remains.check(err)
         return self.process.wait(), out, err
+
+
+def refused_apart(*arguments: object, **environment: str) -> str:
+    """Run a command that must be refused in a process of its own, where nothing of it can hide; returns the line that says why."""
+    status, _, err = Command(*arguments, **environment).end()
+    return error_of(status, err)
 
 
 def run_here(*arguments: object, **environment: str) -> tuple[int, str, str]:
@@ -173,6 +238,13 @@ def run_here(*arguments: object, **environment: str) -> tuple[int, str, str]:
         time.sleep(0.05)
     assert not left, ([process.pid for process in left], err.getvalue())
     return status, out.getvalue(), err.getvalue()
+
+
+def _runs_python(process: psutil.Process) -> bool:
+    try:
+        return "python" in Path(process.exe()).name
+    except (psutil.Error, OSError):
+        return False
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
@@ -278,7 +350,7 @@ def write_log(
 
 @dataclass(frozen=True)
 class Clicks:
-    """A log, its feature file, and its schedule: 2 epochs of 108 steps in 2 lanes, evaluation after each, in several segments."""
+    """A log, its feature file, and its schedule: 2 epochs of 108 steps in 2 lanes, evaluation after each, in segments of some 10 steps."""
 
     log: Path
     features: Path
@@ -295,7 +367,7 @@ class Clicks:
         """What `foreload prepare` is given, the source aside; further: other values, by flag, None for a flag that is left out."""
         values: dict[str, object] = {
             "format": "csv", "features": self.features, "batch_size": 10, "lanes": 2, "slots": 40, "epochs": 2,
-            "eval_fraction": CLICKS_HELD_OUT / CLICKS_ROWS, "segment_bytes": 16000, "out": out,
+            "eval_fraction": CLICKS_HELD_OUT / CLICKS_ROWS, "segment_bytes": 3000, "out": out,
         }  # fmt: skip
         given = {name: value for name, value in (values | further).items() if value is not None}
         return [word for name, value in given.items() for word in ("--" + name.replace("_", "-"), value)]

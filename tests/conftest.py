@@ -21,8 +21,8 @@ from foreload.trainer.compute import numerics
 
 if TYPE_CHECKING:
     from command_line import Clicks, Command
+    from held import Hold
     from tls import TlsServer
-    from warm import Warm
 
     from foreload.cache.client.local import LocalStores
     from foreload.cache.client.store import Store
@@ -40,6 +40,16 @@ settings.register_profile(
 settings.load_profile("deterministic")
 
 
+_OF_RUNNING_WORK = {"Command", "Hold", "held", "stop_after", "launched", "interrupted_when"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that act on running work, by what their modules use."""
+    for item in items:
+        if isinstance(item, pytest.Function) and _OF_RUNNING_WORK & vars(item.module).keys():
+            item.add_marker("running")
+
+
 @pytest.fixture(scope="session")
 def data() -> Path:
     """The folder with criteo/ and talkingdata/, named by FORELOAD_DATA; tests that need it are skipped where it is not set."""
@@ -50,15 +60,13 @@ def data() -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forked_trainers() -> Iterator[None]:
-    """Keeper and trainers of runs that tests train in their own process are forked."""
-    from forker import FORKER
+def processes() -> Iterator[None]:
+    """Trainings in this process take longer if that is asked for; the process that forks others ends with the session."""
+    from forking import FORKER
+    from injection import slow_steps
 
-    from foreload.trainer.commands.train import train
-
-    before, train.__defaults__ = train.__defaults__, (None, FORKER)
+    slow_steps()
     yield
-    train.__defaults__ = before
     FORKER.close()
 
 
@@ -75,15 +83,6 @@ def cases_on_path() -> Iterator[None]:
     sys.path.insert(0, folder)
     yield
     sys.path.remove(folder)
-
-
-@pytest.fixture(scope="session")
-def warm() -> Iterator[Warm]:
-    """Trains in processes forked from one that has imported everything; one training at a time."""
-    from warm import Warm
-
-    with Warm() as process:
-        yield process
 
 
 @pytest.fixture(scope="session")
@@ -156,22 +155,41 @@ def urls(three: LocalStores) -> Sequence[str]:
 
 @pytest.fixture
 def launched() -> Iterator[Callable[..., Command]]:
-    """Starts `foreload` with these arguments; keywords are as Command has them. None of it is left afterwards.
-
-    It is forked where there is no keyword; anew=True: it is not, for what must be as a user starts it.
-    """
+    """Starts `foreload` with these arguments, as Command takes them. None of it is left afterwards."""
     from command_line import Command
-    from forked_command import ForkedCommand
 
     started: list[Command] = []
 
-    def launch(*arguments: str, anew: bool = False, **how: Any) -> Command:
-        started.append(Command(*arguments, **how) if anew or how else ForkedCommand(*arguments))
+    def launch(*arguments: object, **how: Any) -> Command:
+        started.append(Command(*arguments, **how))
         return started[-1]
 
     yield launch
     for one in started:
         one.clear()
+
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Iterator[Hold]:
+    """Starts `foreload train` and holds it: hold(words, through=10, ...) takes what Command takes, and gives a HeldRun that has trained `through`.
+
+    The second word is the schedule. wait=False: return as soon as it is started. Nothing of the run is left afterwards.
+    """
+    from held import holding
+
+    with holding(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file: while it exists, each step of trainings that are started takes a second longer. For what a held run cannot show (`hold`)."""
+    from injection import SLOWER
+
+    file = tmp_path / "slow"
+    file.touch()
+    monkeypatch.setenv(SLOWER, f"1:{file}")
+    return file
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import DEADLINE_SECONDS, ROOT, done, reached, write_features, write_log
+from held import held
 
 import foreload
 from foreload.api import client
@@ -58,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def schedule(folder: Path) -> foreload.Schedule:
     return foreload.prepare(
         folder / "clicks.csv", features=folder / "clicks.toml", out=folder / "clicks", batch_size=64, lanes=2, epochs=2,
-        eval_fraction=HELD_OUT / ROWS,
+        eval_fraction=HELD_OUT / ROWS, segment_bytes=16000,
     )  # fmt: skip
 
 
@@ -173,7 +174,7 @@ def test_a_run_tells_what_its_files_do(run: foreload.Run) -> None:
     assert again.summary == run.summary
 
 
-def test_a_run_that_trains_is_not_read(long_schedule: foreload.Schedule, tmp_path: Path) -> None:
+def test_a_run_that_trains_is_not_read(schedule: foreload.Schedule, tmp_path: Path) -> None:
     refusals: list[str] = []
 
     def ask() -> None:
@@ -184,8 +185,8 @@ def test_a_run_that_trains_is_not_read(long_schedule: foreload.Schedule, tmp_pat
             except RunError as error:
                 refusals.append(str(error))
 
-    with interrupted_when(reached(tmp_path / "busy", 3), before=ask):
-        foreload.train(long_schedule, run=tmp_path / "busy", store="local:1", dim=2)
+    with held(schedule.path, tmp_path / "held", 10) as copy, interrupted_when(reached(tmp_path / "busy", copy.step), before=ask):
+        foreload.train(copy.path, run=tmp_path / "busy", store="local:1", dim=2, follow=True)
     assert len(refusals) == 3
     assert all("is being trained or read right now" in line for line in refusals)
 
@@ -237,20 +238,14 @@ def test_a_class_of_ones_own_is_trained_by_its_file(
         foreload.train(schedule, run=tmp_path / "no", store="local:1", model=type("Object", (), {})())
 
 
-@pytest.fixture(scope="module")
-def long_schedule(folder: Path) -> foreload.Schedule:
-    """One that takes long enough to be interrupted."""
-    return foreload.prepare(
-        folder / "clicks.csv", features=folder / "clicks.toml", out=folder / "long", batch_size=8, lanes=1, epochs=30
-    )
-
-
-def test_ctrl_c_stops_cleanly_and_the_run_can_be_read(long_schedule: foreload.Schedule, tmp_path: Path) -> None:
-    with interrupted_when(reached(tmp_path / "stopped", 3)):
-        foreload.train(long_schedule, run=tmp_path / "stopped", store="local:1", dim=2)
+def test_ctrl_c_stops_cleanly_and_the_run_can_be_read(schedule: foreload.Schedule, tmp_path: Path) -> None:
+    with held(schedule.path, tmp_path / "held", 10) as copy:
+        with interrupted_when(reached(tmp_path / "stopped", copy.step)):
+            foreload.train(copy.path, run=tmp_path / "stopped", store="local:1", dim=2, follow=True)
+        copy.release()
     stopped = foreload.open_run(tmp_path / "stopped")
     assert stopped.state == "stopped"
-    assert stopped.summary.last_step >= 3
+    assert stopped.summary.last_step == copy.step
     assert len(stopped.digest()) == 64
 
 
@@ -276,13 +271,14 @@ def test_a_process_forked_from_the_caller_has_a_fork_server_of_its_own(run: fore
 
 
 @pytest.fixture
-def owner(long_schedule: foreload.Schedule, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that trains a run in tmp_path."""
-    program = f"import foreload; foreload.train({str(long_schedule.path)!r}, run='run', store='local:1', dim=2)"
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    yield process
-    process.kill()
-    process.wait()
+def owner(schedule: foreload.Schedule, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that trains a run in tmp_path, held at a step."""
+    with held(schedule.path, tmp_path / "held", 10) as copy:
+        program = f"import foreload; foreload.train({str(copy.path)!r}, run='run', store='local:1', dim=2, follow=True)"
+        process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        yield process
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.full

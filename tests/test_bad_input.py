@@ -15,18 +15,20 @@ from command_line import (
     COLUMNS,
     SMALL,
     Clicks,
+    Command,
     click_columns,
     done,
     error_of,
     fill,
     flip,
-    reached,
     refused,
+    refused_apart,
     run_here,
     write_features,
     write_log,
 )
-from forked_command import ForkedCommand, refused_apart
+from held import Hold
+from injection import CallFault
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.beam import run as beam_run
@@ -199,16 +201,20 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_read(small_disk:
     assert [path.name for path in (small_disk / "out").iterdir()] == ["failed.json"]
 
 
+STAGES = {"pieces": "foreload.pipelines.beam.read:write_piece", "compile": "foreload.pipelines.compiler.output:write_segment"}
+"""Of `prepare`, the function that it is about to call the first time: samples that were read, and a segment that was compiled, are written."""
+
+
 @pytest.mark.parametrize(("stage", "leave_bytes"), [("pieces", 0), ("compile", 100_000)])
 def test_a_disk_that_gets_full_while_preparing_is_told_and_leaves_no_schedule(
     clicks: Clicks, tmp_path: Path, small_disk: Path, stage: str, leave_bytes: int
 ) -> None:
     out = small_disk / "out"
     log = write_log(tmp_path / "log.csv", 30_000)
-    command = ForkedCommand("prepare", log, *clicks.options(out))
-    # Pieces are written first; the header when compiling begins.
-    command.until((out / ".work" / "pieces").exists if stage == "pieces" else (out / "header.json").exists)
+    command = Command("prepare", log, *clicks.options(out), faults=[CallFault(STAGES[stage])])
+    command.stand()
     fill(small_disk, leave_bytes)
+    command.process.send_signal(signal.SIGCONT)
     status, _, err = command.end()
     assert "the disk is full" in error_of(status, err)
     (small_disk / "ballast").unlink()
@@ -219,34 +225,33 @@ def test_a_disk_that_gets_full_while_preparing_is_told_and_leaves_no_schedule(
         assert checksum_of(out) == checksum_of(clicks.schedule)
 
 
-def test_a_disk_that_gets_full_while_training_is_waited_for(clicks: Clicks, tmp_path: Path, small_disk: Path) -> None:
+def test_a_disk_that_gets_full_while_training_is_waited_for(clicks: Clicks, tmp_path: Path, small_disk: Path, hold: Hold) -> None:
     run = small_disk / "run"
     # The rows are elsewhere: local stores without room to save would be left running, for they hold the only copy.
     with LocalStores(1, tmp_path / "stores") as stores:
-        command = ForkedCommand("train", clicks.schedule, "--run", run, "--store", stores.urls[0], *SMALL)
-        command.until(reached(run, 3))
+        command = hold(["train", clicks.schedule, "--run", run, "--store", stores.urls[0], *SMALL])
         fill(small_disk, 0)
+        command.schedule.release()
         # It goes on to its end without metrics, and then waits for room for the dense part, which is nowhere else.
-        said = iter(command.process.stderr or ())
-        lines = [next(line for line in said if "it is tried again until there is some" in line)]
+        command.until(lambda: "it is tried again until there is some" in command.said)
         (small_disk / "ballast").unlink()
-        lines += said
-        assert command.end()[0] == 0, lines
-        assert re.search(r"dense-\d+\.safetensors: cannot be written, the disk is full", lines[0])
+        status, _, err = command.end()
+        assert status == 0, err
+        assert re.search(r"dense-\d+\.safetensors: cannot be written, the disk is full", err)
         done("digest", run)
 
 
 @pytest.mark.full
-def test_a_disk_without_room_for_the_rows_of_a_local_store(clicks: Clicks, small_disk: Path) -> None:
+def test_a_disk_without_room_for_the_rows_of_a_local_store(clicks: Clicks, small_disk: Path, hold: Hold) -> None:
     run = small_disk / "run"
     wide = ("--dim", 256, "--model-options", "bottom=8-256", "top=8-1")
-    command = ForkedCommand("train", clicks.schedule, "--run", run, "--store", "local:1", *wide)
+    command = hold(["train", clicks.schedule, "--run", run, "--store", "local:1", *wide], 100)
     try:
-        command.until(reached(run, 100))
         # Room for the dense part, and not for some hundred rows of 256 columns.
         fill(small_disk, 200_000)
         command.interrupt(lambda: True)
-        _, err = command.process.communicate()
+        _, err = command.communicate()
+        command.schedule.release()
         assert command.process.returncode == 2, err
         assert "store local: shard 0 " in err
         assert "could not save its rows" in err
@@ -278,14 +283,12 @@ def test_a_prepare_that_is_stopped_leaves_no_schedule_and_can_be_called_again(
 ) -> None:
     out = tmp_path / "out"
     log = write_log(tmp_path / "log.csv", 60_000)
-    command = ForkedCommand("prepare", log, *clicks.options(out))
-
-    def reading() -> bool:
-        return (out / ".work" / "pieces").exists()
-
-    command.interrupt(reading if stage == "pieces" else (out / "header.json").exists, number)
+    command = Command("prepare", log, *clicks.options(out), faults=[CallFault(STAGES[stage])])
+    command.stand()
+    os.killpg(command.process.pid, number)
+    command.process.send_signal(signal.SIGCONT)
     if number == signal.SIGKILL:
-        command.process.communicate()
+        command.communicate()
         assert command.remains.processes() == []
         command.remains.remove()
     else:
@@ -314,13 +317,13 @@ def test_a_prepare_that_is_stopped_before_its_pipeline_runs_leaves_nothing(
 
 
 def test_a_training_that_is_stopped_goes_on_with_its_own_settings_only_and_to_the_same_model(
-    clicks: Clicks, undisturbed: Path, tmp_path: Path
+    clicks: Clicks, undisturbed: Path, tmp_path: Path, hold: Hold
 ) -> None:
     run = tmp_path / "run"
     start = ("train", clicks.schedule, "--run", run)
-    command = ForkedCommand(*start, "--store", "local:2", "--trainers", 2, *SMALL)
-    command.interrupt(reached(run, 5))
-    status, _, err = command.end()
+    command = hold([*start, "--store", "local:2", "--trainers", 2, *SMALL])
+    command.interrupt(command.waits)
+    status, _, err = command.stopped()
     assert status == 130, err
     assert "--resume" in err.splitlines()[-1]
     assert "Traceback" not in err

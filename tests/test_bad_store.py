@@ -11,8 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from command_line import SMALL, Clicks, done, error_of, free_port, reached, refused, run_here
-from forked_command import ForkedCommand, refused_apart
+from command_line import SMALL, Clicks, Command, done, error_of, free_port, refused, refused_apart, run_here
+from held import Hold
 from tls import TlsServer
 
 from foreload.cache.client.local import LocalStores
@@ -93,11 +93,10 @@ def test_a_store_that_does_not_answer_is_said_to_be_waited_for(
 
 
 def test_a_store_that_dies_while_training_ends_the_run_as_one_that_never_stopped_cleanly(
-    clicks: Clicks, tmp_path: Path, server: Server
+    clicks: Clicks, tmp_path: Path, server: Server, hold: Hold
 ) -> None:
     run = tmp_path / "run"
-    command = ForkedCommand(*train(clicks, run, server.url, "--trainers", 2))
-    command.until(reached(run, 3))
+    command = hold(train(clicks, run, server.url, "--trainers", 2))
     os.kill(server.stores.pids[0] or 0, signal.SIGKILL)
     status, _, err = command.end()
     assert f"store {server.url}: " in error_of(status, err)
@@ -109,7 +108,7 @@ def test_a_store_that_dies_while_training_ends_the_run_as_one_that_never_stopped
 
 
 def test_a_store_that_gets_full_while_training_is_told_and_nothing_is_deleted(
-    clicks: Clicks, tmp_path: Path, server: Server
+    clicks: Clicks, tmp_path: Path, server: Server, hold: Hold
 ) -> None:
     run = tmp_path / "run"
     wide = (
@@ -125,8 +124,7 @@ def test_a_store_that_gets_full_while_training_is_told_and_nothing_is_deleted(
         "top=8-1",
         "bottom=128",
     )
-    command = ForkedCommand(*wide)
-    command.until(reached(run, 4))
+    command = hold(wide)
     # The forecast before step 1 knows of no limit yet; from now on there is room for nothing more.
     with Store(server.stores.urls) as store:
         server.command("CONFIG", "SET", "maxmemory", int(store.info(0)["used_memory"]))
@@ -152,7 +150,9 @@ def test_a_store_that_would_evict_rows_is_refused(clicks: Clicks, tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
-def test_a_wrong_password_is_refused_and_no_password_is_shown_or_kept(clicks: Clicks, tmp_path: Path, server: Server) -> None:
+def test_a_wrong_password_is_refused_and_no_password_is_shown_or_kept(
+    clicks: Clicks, tmp_path: Path, server: Server, hold: Hold
+) -> None:
     server.command("ACL", "SETUSER", "ann", "on", f">{PASSWORD}", "~*", "+@all")
     server.command("CONFIG", "SET", "requirepass", PASSWORD)
     try:
@@ -176,9 +176,9 @@ def test_a_wrong_password_is_refused_and_no_password_is_shown_or_kept(clicks: Cl
         texts.append(refused(*train(clicks, run, f"{good},{good}")))
         texts.append(refused(*train(clicks, run, f"local:{good}")))
 
-        command = ForkedCommand(*train(clicks, run, good, "--trainers", 2))
-        command.interrupt(reached(run, 3))
-        status, out, err = command.end()
+        command = hold(train(clicks, run, good, "--trainers", 2))
+        command.interrupt(command.waits)
+        status, out, err = command.stopped()
         assert status == 130, err
         texts += [out, err]
         # The run remembers the address; the password is asked for again.
@@ -189,7 +189,7 @@ def test_a_wrong_password_is_refused_and_no_password_is_shown_or_kept(clicks: Cl
         texts.append(refused("digest", run, "--store", f"redis://ann:wr0ng@{address}"))
         digest = done("digest", run, "--store", good)
         assert digest.strip() == json.loads((run / "summary.json").read_text())["digest"]
-        status, out, err = ForkedCommand("stores", "status", run).end()
+        status, out, err = Command("stores", "status", run).end()
         assert (status, "down" in out) == (2, True)
         texts += [out, err]
 
@@ -245,13 +245,15 @@ def test_a_namespace_that_is_another_runs_is_refused_and_given_up_by_overwrite_o
 
 
 @pytest.mark.full
-def test_a_run_goes_on_with_its_own_store_shards_in_their_order_only(clicks: Clicks, tmp_path: Path, server: Server) -> None:
+def test_a_run_goes_on_with_its_own_store_shards_in_their_order_only(
+    clicks: Clicks, tmp_path: Path, server: Server, hold: Hold
+) -> None:
     run = tmp_path / "run"
     other = Server(tmp_path / "other")
     with other.stores:
-        command = ForkedCommand(*train(clicks, run, f"{server.url},{other.url}"))
-        command.interrupt(reached(run, 3))
-        assert command.end()[0] == 130
+        command = hold(train(clicks, run, f"{server.url},{other.url}"))
+        command.interrupt(command.waits)
+        assert command.stopped()[0] == 130
         resume = ("train", clicks.schedule, "--run", run, "--resume", "--store")
         assert "is shard 1 of 2 of namespace run, not 0 of 2" in refused(*resume, f"{other.url},{server.url}")
         assert f"what the run was started with, {server.url},{other.url}; got {server.url}" in refused(*resume, server.url)

@@ -7,13 +7,18 @@ import errno
 import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from foreload.pipelines.base import exit_status
 from foreload.pipelines.base.files import is_full
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import ForeloadError
+from foreload.trainer.cluster.processes import ChildProcess, StartProcess
 from foreload.trainer.command_line import checkpoints, models, resources, stores, training
 from foreload.trainer.command_line.shared import Command, Parser, check_json
+
+if TYPE_CHECKING:
+    from foreload.trainer.cluster.faults import RunObserver
 
 ABOUT = """\
 Trains click models whose embedding tables live in Redis. The order of the data is known before training begins, so `prepare` compiles it into a
@@ -28,15 +33,19 @@ a first training, which needs nothing but this package:
 `foreload COMMAND --help` explains each command."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, start_process: StartProcess = ChildProcess, observer: RunObserver | None = None
+) -> int:
     """Run a command; returns 0, 2 after one line that says what is wrong, or 128 + the number of the signal that stopped it.
 
     3: more store shards are lost than parity covers, so rows are gone. 4: `scrub` found a stripe that it cannot repair.
+
+    start_process: how a training starts its keeper and its trainers. observer: of `foreload train`; drills have their own.
     """
-    return exit_status.note(_run(arguments))
+    return exit_status.note(_run(arguments, start_process, observer))
 
 
-def _run(arguments: Sequence[str] | None) -> int:
+def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer: RunObserver | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with Interrupts() as interrupts:
@@ -48,6 +57,7 @@ def _run(arguments: Sequence[str] | None) -> int:
                 return 0
             parsed = parser().parse_args(given)
             check_json(getattr(parsed, "json", None))
+            parsed.start_process, parsed.observer = start_process, observer
             command: Command = parsed.command
             return command(parsed)
     except ForeloadError as error:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from command_line import Command
+from injection import AnyFault
 from small_job import summary, synthetic_schedule
-from warm import AnyFault, Training, Warm
 
 from foreload.trainer.checkpoints.best import BEST
 from foreload.trainer.checkpoints.format import Checkpoint
@@ -33,15 +34,14 @@ class Case:
     schedule: Path
     digest: str
     checkpoint: Path
-    warm: Warm
 
-    def begin(self, run: Path, *further: object, faults: Sequence[AnyFault] = ()) -> Training:
+    def begin(self, run: Path, *further: object, faults: Sequence[AnyFault] = ()) -> Command:
         """Start training in other processes."""
-        return self.warm.begin(arguments(self.schedule, run, *map(str, further), "--digest"), run.with_suffix(".err"), faults)
+        return Command(*arguments(self.schedule, run, *map(str, further), "--digest"), faults=faults)
 
     def train(self, run: Path, *further: object, faults: Sequence[AnyFault] = (), status: int = 0) -> str:
         """Train; returns what was told on stderr."""
-        ended, err = self.begin(run, *further, faults=faults).end()
+        ended, _, err = self.begin(run, *further, faults=faults).end()
         assert ended == status, err
         assert "Traceback" not in err
         return err
@@ -49,7 +49,7 @@ class Case:
     def check_goes_on(self, checkpoint: Path, run: Path, *further: object) -> None:
         """Assert that a run made of a checkpoint ends with the bits of the undisturbed one."""
         train = ["train", str(self.schedule), "--from", str(checkpoint), "--run", str(run), "--digest", *map(str, further)]
-        ended, err = self.warm.begin(train, run.with_suffix(".err")).end()
+        ended, _, err = Command(*train).end()
         assert ended == 0, err
         assert summary(run)["digest"] == self.digest
 
@@ -64,10 +64,10 @@ def saved(folder: Path) -> list[Checkpoint]:
     return there
 
 
-def live_case(folder: Path, warm: Warm) -> Case:
+def live_case(folder: Path) -> Case:
     """The schedule, and the digest of a run, made in a folder."""
     schedule = synthetic_schedule(folder, 5700, lanes=4, slots=500, further="--eval-fraction 0.1 --epochs 2")
-    undisturbed = Case(schedule, "", folder, warm)
+    undisturbed = Case(schedule, "", folder)
     save = ("--checkpoint-every", EPOCH, "--checkpoint", folder, "--checkpoint-policy", "full")
     undisturbed.train(folder / "run", "--store", "local:1", "--trainers", 1, *save)
-    return Case(schedule, str(summary(folder / "run")["digest"]), folder / f"step-{EPOCH - 1}", warm)
+    return Case(schedule, str(summary(folder / "run")["digest"]), folder / f"step-{EPOCH - 1}")

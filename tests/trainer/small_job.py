@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from command_line import SMALL, free_port
+from command_line import SMALL, free_port, main
 
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.fence import read_epochs
 from foreload.cache.protocol.namespace import lane_key
 from foreload.cache.rows.fields import PARITY_BIT
 from foreload.pipelines import prepare
-from foreload.trainer.cli import main
 from foreload.trainer.compute.reports import StepReport
 from foreload.trainer.run.directory import Run
 
@@ -22,12 +21,14 @@ BATCH = 128
 
 
 def synthetic_schedule(folder: Path, rows: int, lanes: int = 2, slots: int = 900, further: str = "") -> Path:
-    """Prepare so many made-up clicks in batches of BATCH, with so few slots that rows come back from the store; returns the schedule's folder.
+    """Prepare so many synthetic clicks in batches of BATCH, with so few slots that rows come back from the store; returns the schedule's folder.
 
-    further: options of `foreload prepare`.
+    further: options of `foreload prepare`. Segments are small, so that a run can be held at most steps (`held`).
     """
     out = folder / "clicks"
     options = f"--format synthetic --rows {rows} --batch-size {BATCH} --lanes {lanes} --slots {slots} --out {out}"
+    if "--segment-bytes" not in further:
+        options += " --segment-bytes 100KB"
     prepare.run([*options.split(), *further.split()])
     return out
 

@@ -7,11 +7,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from command_line import done
+from command_line import Command, done
 from live_runs import saved
 from small_job import arguments, summary, synthetic_schedule
 from test_early_stopping import stops_at, told
-from warm import Warm
 
 from foreload.trainer.cluster.faults import TrainerFault
 from foreload.trainer.run.directory import CHECKPOINTS
@@ -45,7 +44,7 @@ def plain(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dic
     [(1, None), (2, 0), pytest.param(2, 1, marks=pytest.mark.full), pytest.param(2, None, marks=pytest.mark.full)],
 )
 def test_every_best_evaluation_has_its_checkpoint_whoever_dies_while_training_waits(
-    schedule: Path, plain: tuple[dict[int, float], int, str], warm: Warm, tmp_path: Path, trainers: int, died: int | None
+    schedule: Path, plain: tuple[dict[int, float], int, str], tmp_path: Path, trainers: int, died: int | None
 ) -> None:
     losses, best, digest = plain
     run = tmp_path / "run"
@@ -56,7 +55,7 @@ def test_every_best_evaluation_has_its_checkpoint_whoever_dies_while_training_wa
     keep = ("--keep-best", "log_loss", "--checkpoint-every", "1000", "--keep", "99", "--stop-early", f"log_loss:{PATIENCE}")
     place = ("--store", "local:1", "--trainers", str(trainers), "--peer-timeout", "60", "--no-restart")
     faults = [] if died is None else [TrainerFault(died, "best waited for", steps[1], signal.SIGKILL)]
-    status, err = warm.begin(arguments(schedule, run, *place, *keep), run.with_suffix(".err"), faults).end()
+    status, _, err = Command(*arguments(schedule, run, *place, *keep), faults=faults).end()
     assert status == 0, err
     assert ("lost" in err) == (died is not None)
     assert "warning: the evaluation" not in err

@@ -7,18 +7,17 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from command_line import done, refused, run_here
+from command_line import Command, done, refused
+from held import standing
+from injection import CAN_JOIN, AnyFault, LauncherFault
 from live_runs import EPOCH, EVERY, Case, live_case, saved
 from small_job import summary
-from warm import CAN_JOIN, AnyFault, CheckpointFault, Training, Warm
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.base.at_work import at_work
 from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint
 from foreload.trainer.checkpoints.writable import LOCK
-from foreload.trainer.cluster.control import training_status
 from foreload.trainer.cluster.faults import Fault, TrainerFault
 from foreload.trainer.run.directory import CHECKPOINTS
 
@@ -29,8 +28,8 @@ LAUNCHER_POINTS = {"begun": 1, "manifest written": 1, "published": 2, "old ones 
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Case:
-    return live_case(tmp_path_factory.mktemp("faults"), warm)
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return live_case(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.mark.parametrize(
@@ -43,12 +42,12 @@ def test_a_launcher_that_is_killed_amid_a_checkpoint_leaves_the_one_before(
     run = tmp_path / "run"
     place = ("--store", ",".join(servers.urls), "--trainers", 2, "--namespace", f"killed-{point.replace(' ', '-')}")
     save = ("--checkpoint-every", EVERY, "--keep", 1, "--checkpoint-policy", "full")
-    begun = case.begin(run, *place, *save, faults=[CheckpointFault(point, 2)])
-    status, err = begun.end()
+    begun = case.begin(run, *place, *save, faults=[LauncherFault(point, 2)])
+    status, _, err = begun.end()
     assert status == -signal.SIGKILL, err
-    # The others come to rest by themselves.
-    begun.until(lambda: run_here("digest", run)[0] == 0)
-    assert "its launcher was killed; stopped after step" in begun.told
+    # The others have stopped by themselves.
+    done("digest", run)
+    assert "its launcher was killed; stopped after step" in begun.said
     there = sorted((Checkpoint.open(path) for path in (run / CHECKPOINTS).glob("step-*")), key=lambda one: one.contents.step)
     assert len(there) == left
     newest = there[-1]
@@ -62,8 +61,8 @@ def test_a_launcher_that_is_killed_amid_a_checkpoint_leaves_the_one_before(
 
 LOST: dict[str, tuple[list[AnyFault], tuple[str, ...]]] = {
     "before it": ([Fault(20, 1, signal.SIGKILL)], ("--no-restart",)),
-    "amid it": ([CheckpointFault("begun", 1, 1)], ("--no-restart",)),
-    "amid it, and rebuilt": ([CheckpointFault("begun", 1, 2)], ()),
+    "amid it": ([LauncherFault("begun", 1, 1)], ("--no-restart",)),
+    "amid it, and rebuilt": ([LauncherFault("begun", 1, 2)], ()),
     "and being rebuilt": ([Fault(EPOCH - 6, 0, signal.SIGKILL)], ()),
 }
 
@@ -84,30 +83,13 @@ def test_of_a_store_shard_that_is_lost_it_is_the_same_byte_for_byte(case: Case, 
             assert (there[0].path / path.name).read_bytes() == path.read_bytes()
 
 
-def stopped(run: Path, trainer: int) -> psutil.Process | None:
-    """The process of a trainer, once it stands still."""
-    status = training_status(run) if run.exists() else None
-    if status is None or trainer not in status.trainers:
-        return None
-    process = psutil.Process(status.trainers[trainer])
-    return process if process.status() == psutil.STATUS_STOPPED else None
-
-
-def stands(begun: Training, run: Path, trainer: int) -> psutil.Process:
-    """Wait until a trainer stands still amid a checkpoint; its process."""
-    begun.until(lambda: stopped(run, trainer) is not None)
-    process = stopped(run, trainer)
-    assert process is not None
-    return process
-
-
 AMID = TrainerFault(1, "checkpoint file written", 12, signal.SIGSTOP)
-SAVE = ("--checkpoint-every", EVERY, "--keep", 9, "--peer-timeout", 60)
+SAVE = ("--checkpoint-every", EVERY, "--keep", 9, "--peer-timeout", 600)
 
 
-def finish(case: Case, begun: Training, run: Path) -> str:
+def finish(case: Case, begun: Command, run: Path) -> str:
     """Wait for the end; assert that nothing happened to the model, and that every checkpoint is whole. Returns stderr."""
-    status, err = begun.end()
+    status, _, err = begun.end()
     assert status == 0, err
     assert "Traceback" not in err
     told = summary(run)
@@ -122,9 +104,9 @@ def finish(case: Case, begun: Training, run: Path) -> str:
 def test_trainers_join_or_leave_amid_one(case: Case, tmp_path: Path, begin: int, scale: int) -> None:
     run = tmp_path / "run"
     begun = case.begin(run, "--store", "local:3", "--trainers", begin, *SAVE, faults=[AMID])
-    process = stands(begun, run, 1)
+    process = standing(begun, run, 1)
     done("scale", run, scale, "--no-wait")
-    begun.until(lambda: all(CAN_JOIN.format(trainer) in begun.told for trainer in range(begin, scale)))
+    begun.until(lambda: all(CAN_JOIN.format(trainer) in begun.said for trainer in range(begin, scale)))
     process.resume()
     finish(case, begun, run)
     assert summary(run)["trainers"] == scale
@@ -137,7 +119,7 @@ def test_a_server_is_replaced_amid_one(case: Case, tmp_path: Path, servers: Loca
         begun = case.begin(
             run, "--store", ",".join(servers.urls), "--trainers", 2, *SAVE, "--namespace", "replaced", faults=[AMID]
         )
-        process = stands(begun, run, 1)
+        process = standing(begun, run, 1)
         done("stores", "replace", run, 1, spare.urls[0])
         process.resume()
         err = finish(case, begun, run)
@@ -147,17 +129,17 @@ def test_a_server_is_replaced_amid_one(case: Case, tmp_path: Path, servers: Loca
 
 def test_none_is_deleted_amid_an_increment_and_one_whose_base_has_gone_is_told(case: Case, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    save = ("--checkpoint-every", EVERY, "--keep", 9, "--peer-timeout", 60, "--checkpoint-policy", "consecutive")
+    save = ("--checkpoint-every", EVERY, "--keep", 9, "--peer-timeout", 600, "--checkpoint-policy", "consecutive")
     amid = TrainerFault(1, "checkpoint file written", 2 * EVERY + 5, signal.SIGSTOP)
     begun = case.begin(run, "--store", "local:1", "--trainers", 2, *save, faults=[amid])
-    process = stands(begun, run, 1)
+    process = standing(begun, run, 1)
     there = sorted((run / CHECKPOINTS).glob("step-*"), key=lambda path: int(path.name[5:]))
     for path in there:
         assert "another checkpoint is being saved in" in refused("checkpoint", "delete", path, "--with-increments")
     # By whoever asks nobody.
     shutil.rmtree(there[-1])
     process.resume()
-    status, err = begun.end()
+    status, _, err = begun.end()
     assert status == 0, err
     told = summary(run)
     assert told["digest"] == case.digest
@@ -201,13 +183,13 @@ def test_where_another_saves_one_it_is_waited_for(case: Case, tmp_path: Path) ->
     run, folder = tmp_path / "run", tmp_path / "saved"
     folder.mkdir()
     stand = TrainerFault(1, "rows applied", 2 * EVERY, signal.SIGSTOP)
-    save = ("--checkpoint-every", "0.1s", "--checkpoint", folder, "--peer-timeout", 60)
+    save = ("--checkpoint-every", "0.1s", "--checkpoint", folder, "--peer-timeout", 600)
     with at_work(folder / LOCK):
         begun = case.begin(run, "--store", "local:1", "--trainers", 2, *save, faults=[stand])
-        process = stands(begun, run, 1)
+        process = standing(begun, run, 1)
         assert saved(folder) == []
     process.resume()
-    status, err = begun.end()
+    status, _, err = begun.end()
     assert status == 0, err
     told = summary(run)
     assert told["digest"] == case.digest

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, product
 from pathlib import Path
 
 import pytest
-from command_line import done
+from command_line import Command, done
 from grids import Case, pairs_of, pairwise
-from growing import growing, manifests, publish_rest
+from held import Hold
 from small_job import summary, synthetic_schedule
 from training import Trained, job_in_memory, train
-from warm import Training, Warm
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.format import Checkpoint
-from foreload.trainer.cluster.control import training_status
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
 
@@ -64,7 +62,6 @@ class Trainings:
     """Schedules by their slots, what was trained on each, and the digests of one training that nothing happened to."""
 
     folder: Path
-    warm: Warm
     urls: list[str]
     made: dict[str, Path] = field(default_factory=dict)
 
@@ -106,55 +103,29 @@ class Trainings:
         self.end(run, self.begin(run, self.after("many", "many"), "--resume", *place))
         return str(summary(run)["digest"])
 
-    def begin(self, run: Path, *further: object) -> Training:
-        return self.warm.begin(["train", *further, "--run", run, "--digest"], run.with_suffix(".err"))
+    def begin(self, run: Path, *further: object) -> Command:
+        return Command("train", *further, "--run", run, "--digest")
 
-    def end(self, run: Path, training: Training) -> str:
+    def end(self, run: Path, training: Command) -> str:
         """Wait for it; returns the digest."""
-        status, err = training.end()
+        status, _, err = training.end()
         assert status == 0, err
         assert "Traceback" not in err
         return str(summary(run)["digest"])
 
 
 @pytest.fixture(scope="module")
-def trainings(tmp_path_factory: pytest.TempPathFactory, warm: Warm, one_thread: None) -> Iterator[Trainings]:
+def trainings(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterator[Trainings]:
     folder = tmp_path_factory.mktemp("grid")
     with LocalStores(1, folder / "servers") as servers:
-        yield Trainings(folder, warm, list(servers.urls))
-
-
-def follow(begin: Callable[[Path], Training], run: Path, schedule: Path, path: Path, saved: Path) -> Training:
-    """Train a schedule of which a further segment comes whenever all is trained, up to where a checkpoint is saved; then all comes."""
-    first = 2
-    with growing(schedule, path, first) as followed:
-        training = begin(followed)
-        published = [first]
-
-        def there() -> bool:
-            told, last = training_status(run), Schedule(schedule).segment(published[0] - 1)
-            assert last is not None
-            if told is not None and told.step >= last.first + len(last.samples) - 1 and last.kind == "train":
-                assert published[0] < len(manifests(schedule)) - 1
-                publish(published[0])
-            elif last.kind == "evaluate":
-                publish(published[0])
-            return bool(saved.is_dir() and list(saved.glob("step-*")))
-
-        def publish(index: int) -> None:
-            (followed / manifests(schedule)[index].name).write_bytes(manifests(schedule)[index].read_bytes())
-            published[0] += 1
-
-        training.until(there)
-        publish_rest(schedule, followed)
-    return training
+        yield Trainings(folder, list(servers.urls))
 
 
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=() if place == 4 else pytest.mark.full, id=str(place)) for place, case in enumerate(GRID)],
 )
-def test_it_goes_on_anywhere_to_the_same_bits(trainings: Trainings, tmp_path: Path, case: Case) -> None:
+def test_it_goes_on_anywhere_to_the_same_bits(trainings: Trainings, tmp_path: Path, case: Case, hold: Hold) -> None:
     ends = [
         ("--store", f"local:{case[f'{end} shards']}", "--parity", case[f"{end} parity"], "--trainers", case[f"{end} trainers"])
         for end in ("from", "to")
@@ -163,9 +134,9 @@ def test_it_goes_on_anywhere_to_the_same_bits(trainings: Trainings, tmp_path: Pa
     run, saved, schedule = tmp_path / "run", tmp_path / "saved", trainings.schedule(few)
     options = (*FLAGS, *ends[0], "--checkpoint-every", EVERY[place], "--keep", 20, "--checkpoint", saved)
     if place == "while it follows":
-        training = follow(
-            lambda path: trainings.begin(run, path, *options, "--follow"), run, schedule, tmp_path / "growing", saved
-        )
+        # The rest comes once a checkpoint is saved.
+        training = hold(["train", schedule, "--run", run, "--digest", *options], 5)
+        training.train_until(lambda _: bool(list(saved.glob("step-*"))))
     else:
         training = trainings.begin(run, schedule, *options)
     assert trainings.end(run, training) == trainings.digests[LAST]

@@ -14,9 +14,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, SMALL, Clicks, Remains, done, fill, flip, refused, run_here, write_log
+from command_line import ROOT, SMALL, Clicks, Command, Remains, done, fill, flip, refused, run_here, write_log
+from held import stop_after
 from small_job import summary
-from warm import Warm
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
@@ -51,34 +51,28 @@ class Case:
     checkpoint: Path
     digest: str
     whole: str
-    warm: Warm
 
     def train(self, out: Path, *further: object, faults: Sequence[TrainerFault] = ()) -> str:
         """Train in other processes to the end; returns the digest."""
-        arguments = ["train", "--run", out, "--digest", *further]
-        status, err = self.warm.begin(arguments, out.with_suffix(".err"), faults).end()
+        status, _, err = Command("train", "--run", out, "--digest", *further, faults=faults).end()
         assert status == 0, err
         return str(summary(out)["digest"])
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[Case]:
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     """54 steps of 20 samples in each of two epochs, in two lanes, few of whose rows fit into the slots; 2+1 on three servers."""
     folder = tmp_path_factory.mktemp("checkpoints")
     clicks = Clicks.prepare(folder, batch_size=20, slots=70)
     run, whole = folder / "run", folder / "whole"
     small = (clicks.schedule, *SMALL, "--row-optimizer", "adagrad", "--trainers", 1)
     with LocalStores(3, folder / "servers") as servers:
-        stop = TrainerFault(0, "rows applied", STOPPED_AT, signal.SIGTERM)
-        status, err = warm.begin(
-            ["train", *small, "--run", run, "--store", ",".join(servers.urls)], folder / "run.err", [stop]
-        ).end()
-        assert Run.open(run).saved_status().state == "stopped", (status, err)
+        stop_after(STOPPED_AT, ["train", *small, "--run", run, "--store", ",".join(servers.urls)], folder)
         done("checkpoint", "save", run)
         (checkpoint,) = (path for path in (run / CHECKPOINTS).iterdir() if path.is_dir())
-        made = Case(clicks, run, servers, checkpoint, done("digest", run), "", warm)
+        made = Case(clicks, run, servers, checkpoint, done("digest", run), "")
         digest = made.train(whole, *small, "--store", "local:1")
-        yield Case(clicks, run, servers, checkpoint, made.digest, digest, warm)
+        yield Case(clicks, run, servers, checkpoint, made.digest, digest)
 
 
 def folders(folder: Path) -> list[str]:

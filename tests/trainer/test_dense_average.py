@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import small_terms
 import torch
-from command_line import SMALL
+from command_line import SMALL, main
 from safetensors.torch import load_file
 from small_job import summary
 from training import Trained, train
@@ -19,7 +19,6 @@ from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cli import main
 from foreload.trainer.commands.evaluate import evaluated
 from foreload.trainer.compute import dense_average
 from foreload.trainer.compute.dense_optimizers import build_dense_optimizer

@@ -10,12 +10,11 @@ from typing import Any
 import matplotlib.image
 import numpy as np
 import pytest
-from command_line import SMALL
+from command_line import SMALL, main
 from small_job import BATCH, summary, synthetic_schedule, train_undisturbed
 from test_timeline import steady
 
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cli import main
 from foreload.trainer.commands import drill
 from foreload.trainer.commands.drill import Drill
 from foreload.trainer.commands.scale_drill import Change, account_changes

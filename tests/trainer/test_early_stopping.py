@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import small_terms
-from command_line import done, refused
+from command_line import Command, done, refused
 from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 from test_eval_every import EVALUATED, EVERY
 from training import Trained, train
-from warm import Warm
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
@@ -115,7 +114,7 @@ def told(run: Path) -> dict[int, float]:
     return {line["step"]: line["log_loss"] for line in lines if line["kind"] == "evaluation"}
 
 
-def test_a_run_is_stopped_early_whoever_dies_and_goes_on_only_if_told_so(tmp_path: Path, warm: Warm) -> None:
+def test_a_run_is_stopped_early_whoever_dies_and_goes_on_only_if_told_so(tmp_path: Path) -> None:
     schedule = synthetic_schedule(tmp_path, 2300, further="--eval-fraction 0.1 --eval-every 3 --epochs 3 --values 300")
     whole = train_undisturbed(schedule, tmp_path)
     losses = told(whole)
@@ -125,7 +124,7 @@ def test_a_run_is_stopped_early_whoever_dies_and_goes_on_only_if_told_so(tmp_pat
     assert step < max(losses)
     further = ["--store", "local:1", "--trainers", "2", "--peer-timeout", "60", "--no-restart", "--stop-early", "log_loss:2"]
     faults = [TrainerFault(0, "evaluating", step, signal.SIGKILL)]
-    status, err = warm.begin(arguments(schedule, run, *further), run.with_suffix(".err"), faults).end()
+    status, _, err = Command(*arguments(schedule, run, *further), faults=faults).end()
     assert status == 0, err
     assert f"stopped early after step {step}: log_loss has not been better than" in err
     assert "trainer 0: lost" in err

@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from command_line import Command, reached
+from command_line import main
+from held import Hold
 from small_job import arguments, synthetic_schedule
 
 from foreload.pipelines.errors import SettingError
-from foreload.trainer.cli import main
 from foreload.trainer.run import event_log
 from foreload.trainer.run.directory import EVENTS
 from foreload.trainer.run.event_log import (
@@ -88,12 +88,11 @@ def test_every_kind_and_its_fields_are_documented() -> None:
 
 
 @pytest.mark.full
-def test_events_are_kept_over_resumes_and_refusals_are_among_them(tmp_path: Path, launched: type[Command]) -> None:
+def test_events_are_kept_over_resumes_and_refusals_are_among_them(tmp_path: Path, hold: Hold) -> None:
     schedule, run = synthetic_schedule(tmp_path, 12_000), tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:1"))
-    job.until(reached(run, 5))
+    job = hold(arguments(schedule, run, "--store", "local:1"), 5)
     job.process.terminate()
-    assert job.end()[0] == 143
+    assert job.stopped()[0] == 143
     assert main(arguments(schedule, run, "--resume", "--lr", "0.77", "--store", "local:1")) == 2
     with (run / EVENTS).open("a") as torn:
         torn.write('{"time": "2026')

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import Command, done, error_of, reached
-from growing import growing, publish_rest
+from command_line import Command, done, error_of, main, reached
+from held import held, standing
 from small_job import arguments, summary, train_undisturbed
 
 from foreload.pipelines import prepare
@@ -16,9 +17,8 @@ from foreload.pipelines.base.files import write_json
 from foreload.pipelines.schedule.format import (
     FAILED,
 )
-from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cli import main
 from foreload.trainer.cluster.control import training_status
+from foreload.trainer.cluster.faults import TrainerFault
 from foreload.trainer.run.directory import Run
 
 LAST_STEP = 59
@@ -58,10 +58,11 @@ def test_a_follower_trains_what_is_published_and_waits_for_the_rest(
     schedule: Path, undisturbed: object, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
     run = tmp_path / "run"
-    with growing(schedule, tmp_path / "growing", 2) as followed:
+    with held(schedule, tmp_path / "held", 9) as copy:
+        followed = copy.path
         job = launched(*arguments(followed, run, "--store", "local:1", "--trainers", "2", "--follow", "--digest"))
-        job.until(reached(run, 5))
-        publish_rest(schedule, followed)
+        job.until(reached(run, copy.step))
+        copy.release()
         status, _, err = job.end()
     assert status == 0, err
     assert summary(run)["digest"] == undisturbed
@@ -73,8 +74,9 @@ def test_a_follower_that_waits_heeds_ctrl_c_and_goes_on_later(
     schedule: Path, undisturbed: object, tmp_path: Path, launched: Callable[..., Command], trainers: str
 ) -> None:
     run = tmp_path / "run"
-    with growing(schedule, tmp_path / "growing", 2) as followed:
-        last = last_step(schedule, 2)
+    with held(schedule, tmp_path / "held", 9) as copy:
+        followed = copy.path
+        last = copy.step
         job = launched(*arguments(followed, run, "--store", "local:1", "--trainers", trainers, "--follow"))
         job.interrupt(reached(run, last))
         status, _, err = job.end()
@@ -96,8 +98,9 @@ def test_a_trainer_joins_while_a_segment_is_waited_for(
         told = training_status(run)
         return told is not None and told.members == (0, 1)
 
-    with growing(schedule, tmp_path / "growing", 2) as followed:
-        last = last_step(schedule, 2)
+    with held(schedule, tmp_path / "held", 9) as copy:
+        followed = copy.path
+        last = copy.step
         wanted = () if stopped else ("--digest",)
         job = launched(*arguments(followed, run, "--store", "local:1", "--follow", *wanted))
         job.until(reached(run, last))
@@ -106,7 +109,7 @@ def test_a_trainer_joins_while_a_segment_is_waited_for(
         if stopped:
             job.interrupt(joined)
         else:
-            publish_rest(schedule, followed)
+            copy.release()
         status, _, err = job.end()
     assert status == (130 if stopped else 0), err
     if stopped:
@@ -116,23 +119,16 @@ def test_a_trainer_joins_while_a_segment_is_waited_for(
     assert summary(run)["digest"] == undisturbed
 
 
-def last_step(schedule: Path, segments: int) -> int:
-    """The last training step of the first segments, which are of the first epoch."""
-    last = Schedule(schedule).segment(segments - 1)
-    assert last is not None
-    assert last.kind == "train"
-    return last.first + len(last.samples) - 1
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["killed", "failed", "removed"])
 def test_a_follower_stops_where_nobody_prepares_any_more_and_goes_on_when_it_is_prepared_again(
     schedule: Path, undisturbed: object, tmp_path: Path, launched: Callable[..., Command], how: str
 ) -> None:
     run = tmp_path / "run"
-    last = last_step(schedule, 2)
-    with growing(schedule, tmp_path / "growing", 2) as followed:
+    with held(schedule, tmp_path / "held", 9) as copy:
+        followed = copy.path
         job = launched(*arguments(followed, run, "--store", "local:1", "--trainers", "2", "--follow"))
+        last = copy.step
         job.until(reached(run, last))
         if how == "failed":
             write_json(followed / FAILED, {"error": "clicks.csv, line 7: label: must be 0 or 1"})
@@ -158,18 +154,17 @@ def test_a_schedule_that_is_removed_or_replaced_under_a_training_is_used_no_more
 ) -> None:
     run, used = tmp_path / "run", tmp_path / "used"
     shutil.copytree(schedule, used)
-    job = launched(*arguments(used, run, "--store", "local:1", "--trainers", "2", "--digest"))
-    job.until(lambda: (told := training_status(run)) is not None and told.state == "training")
-    # Suspended, so that it has not trained to its end before the folder is another.
-    for trainer in job.workers:
-        trainer.suspend()
+    # One trainer stands still in a step, and the other waits for it, until the folder is another.
+    stand = TrainerFault(1, "exchanged", 3, signal.SIGSTOP)
+    words = arguments(used, run, "--store", "local:1", "--trainers", "2", "--peer-timeout", "600", "--digest")
+    job = launched(*words, faults=[stand])
+    trainer = standing(job, run, 1)
     if how == "removed":
         shutil.rmtree(used)
     else:
         seed = "1" if how == "prepared from other data" else "0"
         prepare.run([*OPTIONS.split(), "--seed", seed, "--out", str(used), "--overwrite"])
-    for trainer in job.workers:
-        trainer.resume()
+    trainer.resume()
     status, _, err = job.end()
     if how == "prepared anew":
         assert status == 0, err

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import Clicks
+from command_line import Clicks, main
 from small_job import arguments
 
-from foreload.trainer.cli import main
 from foreload.trainer.errors import HistoryError
 from foreload.trainer.resources import history
 from foreload.trainer.resources.history import COLUMNS, Profile, add, of_steps, read

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from command_line import DEADLINE_SECONDS, Command, free_port, reached, refused
-from growing import GrowingRun, growing
+from command_line import DEADLINE_SECONDS, Command, free_port, main, refused
+from held import Hold, check_end
 from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 
 from foreload.pipelines.base.job_token import new_token
-from foreload.trainer.cli import main
 from foreload.trainer.cluster.messages import TermLeft
 from foreload.trainer.cluster.terms import first_term, next_term
 from foreload.trainer.run.directory import Run
@@ -52,11 +51,12 @@ def servers(urls: Sequence[str]) -> list[str]:
 class Job:
     """A coordinator and hosts that join it, as processes of this machine."""
 
-    def __init__(self, launched: Callable[..., Command], schedule: Path, run: Path, *further: str) -> None:
-        self.launched, self.schedule, self.run = launched, schedule, run
+    def __init__(self, launched: Callable[..., Command], hold: Hold, schedule: Path, run: Path, *further: str) -> None:
+        self.launched = launched
         self.place = f"127.0.0.1:{free_port()}"
         given = arguments(schedule, run, "--coordinator", self.place, "--digest", "--peer-timeout", "30", *further)
-        self.coordinator = launched(*given, FORELOAD_JOB_TOKEN=TOKEN)
+        through = 10 if "--resume" not in further else Run.open(run).saved_status().step + 10
+        self.coordinator = hold(given, through, wait=False, FORELOAD_JOB_TOKEN=TOKEN)
 
     def join(self, *further: str, **environment: str) -> Command:
         return self.launched("join", self.place, *further, **({"FORELOAD_JOB_TOKEN": TOKEN} | environment))
@@ -70,12 +70,12 @@ class Job:
     ],
 )
 def test_a_host_is_lost_and_the_other_goes_on(
-    schedule: Path, undisturbed: str, servers: list[str], tmp_path: Path, launched: Callable[..., Command], who: str
+    schedule: Path, undisturbed: str, servers: list[str], tmp_path: Path, launched: Callable[..., Command], hold: Hold, who: str
 ) -> None:
     run = tmp_path / "run"
-    job = Job(launched, schedule, run, *servers, "--trainers", "2", "--copies", "2", "--no-restart")
+    job = Job(launched, hold, schedule, run, *servers, "--trainers", "2", "--copies", "2", "--no-restart")
     guest = job.join()
-    job.coordinator.until(reached(run, 10))
+    job.coordinator.until(job.coordinator.waits)
     (guest if who == "guest" else job.coordinator).workers[0].kill()
     status, _, err = job.coordinator.end()
     assert status == 0, err
@@ -97,18 +97,18 @@ def test_a_host_is_lost_and_the_other_goes_on(
 
 @pytest.mark.full
 def test_a_stop_and_a_resume_over_hosts(
-    schedule: Path, undisturbed: str, servers: list[str], tmp_path: Path, launched: Callable[..., Command]
+    schedule: Path, undisturbed: str, servers: list[str], tmp_path: Path, launched: Callable[..., Command], hold: Hold
 ) -> None:
     run = tmp_path / "run"
-    job = Job(launched, schedule, run, *servers, "--trainers", "3", "--copies", "2", "--local-trainers", "1")
+    job = Job(launched, hold, schedule, run, *servers, "--trainers", "3", "--copies", "2", "--local-trainers", "1")
     guests = [job.join() for _ in range(2)]
-    job.coordinator.until(reached(run, 20))
+    job.coordinator.until(job.coordinator.waits)
     job.coordinator.process.terminate()
-    assert job.coordinator.end()[0] == 143
+    assert job.coordinator.stopped()[0] == 143
     assert [guest.end()[0] for guest in guests] == [0, 0]
-    job = Job(launched, schedule, run, *servers, "--resume", "--trainers", "2", "--copies", "2")
+    job = Job(launched, hold, schedule, run, *servers, "--resume", "--trainers", "2", "--copies", "2")
     guest = job.join()
-    job.coordinator.until(reached(run, Run.open(run).saved_status().step + 10))
+    job.coordinator.until(job.coordinator.waits)
     guest.workers[0].kill()
     status, _, err = job.coordinator.end()
     assert status == 0, err
@@ -118,40 +118,40 @@ def test_a_stop_and_a_resume_over_hosts(
 
 @pytest.mark.full
 def test_hosts_join_and_leave_while_others_train(
-    schedule: Path, undisturbed: str, servers: list[str], tmp_path: Path, launched: Callable[..., Command]
+    schedule: Path, undisturbed: str, servers: list[str], tmp_path: Path, launched: Callable[..., Command], hold: Hold
 ) -> None:
     run, copy = tmp_path / "run", tmp_path / "copy"
-    with growing(schedule, tmp_path / "growing", 3) as followed:
-        copy.symlink_to(followed)
-        job = Job(launched, followed, run, *servers, "--follow")
-        training = GrowingRun(job.coordinator, run, schedule, followed, 3)
-        guest = job.join("--schedule", str(copy))
-        training.members(0, 1)
-        training.hosting(0, 1)
-        guest.process.send_signal(signal.SIGINT)
-        training.hosting(0)
-        assert guest.end()[0] == 0
-        training.end(undisturbed, trainers=1)
+    job = Job(launched, hold, schedule, run, *servers)
+    training = job.coordinator
+    training.until(training.waits)
+    copy.symlink_to(training.schedule.path)
+    guest = job.join("--schedule", str(copy))
+    training.members(0, 1)
+    training.hosting(0, 1)
+    guest.process.send_signal(signal.SIGINT)
+    training.hosting(0)
+    assert guest.end()[0] == 0
+    check_end(training, undisturbed, trainers=1)
     kinds = [event["kind"] for event in read_events(run)]
     assert kinds.count("trainer-joined") == kinds.count("trainer-left") == 1
 
 
 @pytest.mark.full
 def test_trainers_on_two_hosts_whose_launcher_is_killed_stop_and_go_on_exactly(
-    schedule: Path, undisturbed: str, servers: list[str], tmp_path: Path, launched: Callable[..., Command]
+    schedule: Path, undisturbed: str, servers: list[str], tmp_path: Path, launched: Callable[..., Command], hold: Hold
 ) -> None:
     run = tmp_path / "run"
-    job = Job(launched, schedule, run, *servers, "--trainers", "2")
+    job = Job(launched, hold, schedule, run, *servers, "--trainers", "2")
     guest = job.join()
-    job.coordinator.until(reached(run, 10))
+    job.coordinator.until(job.coordinator.waits)
     job.coordinator.process.kill()
-    _, err = job.coordinator.process.communicate(timeout=DEADLINE_SECONDS)
+    _, err = job.coordinator.communicate()
     assert not psutil.wait_procs(job.coordinator.remains.processes(), timeout=DEADLINE_SECONDS)[1]
     assert "its launcher was killed; stopped after step " in err
     assert guest.end()[0] == 0
     saved = Run.open(run).saved_status()
     assert (saved.state, saved.totals["steps"]) == ("stopped", saved.step + 1)
-    job = Job(launched, schedule, run, *servers, "--resume", "--trainers", "2")
+    job = Job(launched, hold, schedule, run, *servers, "--resume", "--trainers", "2")
     guest = job.join()
     assert job.coordinator.end()[0] == 0
     assert guest.end()[0] == 0
@@ -159,7 +159,7 @@ def test_trainers_on_two_hosts_whose_launcher_is_killed_stop_and_go_on_exactly(
 
 
 def test_who_has_another_token_is_refused_and_harms_nothing(
-    schedule: Path, servers: list[str], tmp_path: Path, launched: Callable[..., Command]
+    schedule: Path, servers: list[str], tmp_path: Path, launched: Callable[..., Command], hold: Hold
 ) -> None:
     run = tmp_path / "run"
     place = f"127.0.0.1:{free_port()}"

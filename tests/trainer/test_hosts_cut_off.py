@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import Command, reached
+from command_line import Command, main
+from held import Hold
 from small_job import arguments, summary, synthetic_schedule
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.base.job_token import new_token
-from foreload.trainer.cli import main
 from foreload.trainer.run.event_log import read_events
 
 TOKEN = new_token()
@@ -84,7 +84,7 @@ def hosts() -> Iterator[Hosts]:
 @pytest.mark.full
 @pytest.mark.parametrize("parity", ["2+1", "off"])
 def test_a_host_that_is_cut_off_is_lost_and_the_other_goes_on(
-    hosts: Hosts, tmp_path: Path, launched: Callable[..., Command], parity: str
+    hosts: Hosts, tmp_path: Path, launched: Callable[..., Command], hold: Hold, parity: str
 ) -> None:
     schedule = synthetic_schedule(tmp_path, 8500, lanes=4, slots=500, further="--eval-fraction 0.1 --epochs 2")
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
@@ -104,12 +104,12 @@ def test_a_host_that_is_cut_off_is_lost_and_the_other_goes_on(
             "3",
         ]
         given = arguments(schedule, run, *further, "--coordinator", place, "--digest", "--no-restart")
-        coordinator = launched(*given, within=hosts.within(0), FORELOAD_JOB_TOKEN=TOKEN)
+        coordinator = hold(given, 15, wait=False, within=hosts.within(0), FORELOAD_JOB_TOKEN=TOKEN)
         hidden = f'mkdir -p "{run}" && mount -t tmpfs none "{run}" && exec "$@"'
         guest = launched(
             "join", place, within=[*hosts.within(1), "unshare", "--mount", "sh", "-c", hidden, "sh"], FORELOAD_JOB_TOKEN=TOKEN
         )
-        coordinator.until(reached(run, 15))
+        coordinator.until(coordinator.waits)
         hosts.cut_off()
         status, _, err = coordinator.end()
         assert status == 0, err

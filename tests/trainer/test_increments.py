@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,10 +13,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from command_line import CLICKS_ROWS, SMALL, Clicks, done, flip, refused, run_here, write_log
-from growing import growing
+from command_line import CLICKS_ROWS, SMALL, Clicks, Command, done, flip, refused, run_here, write_log
+from held import held, stop_after
 from small_job import summary
-from warm import Warm
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.rows.layout import RowLayout
@@ -34,7 +32,6 @@ from foreload.trainer.checkpoints.reader import digest_of
 from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows, write_file, write_rows
 from foreload.trainer.checkpoints.writable import LOCK
 from foreload.trainer.checkpoints.writer import save
-from foreload.trainer.cluster.faults import TrainerFault
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.saved_run import open_saved
 
@@ -52,7 +49,6 @@ class Case:
     run: Path
     saved: Path
     digests: dict[int, str]
-    warm: Warm
 
     @property
     def steps(self) -> list[int]:
@@ -65,8 +61,7 @@ class Case:
     def restored(self, checkpoint: Path, run: Path, *schedule: Path) -> str:
         """Make a run of a checkpoint and train it to the end, on another schedule if one is given; returns its digest."""
         where = ["--store", "local:3", "--parity", "2+1", "--trainers", 1]
-        call = ["train", *schedule, "--from", checkpoint, "--run", run, *where, "--digest"]
-        status, err = self.warm.begin(call, run.with_suffix(".err")).end()
+        status, _, err = Command("train", *schedule, "--from", checkpoint, "--run", run, *where, "--digest").end()
         assert status == 0, err
         return str(summary(run)["digest"])
 
@@ -81,21 +76,24 @@ KINDS: dict[str, tuple[object, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[Case]:
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     folder = tmp_path_factory.mktemp("increments")
     clicks = Clicks.prepare(folder, batch_size=20, slots=70)
     run, saved, digests = folder / "run", folder / "saved", {}
     with LocalStores(3, folder / "servers") as servers:
         store = ("--store", ",".join(servers.urls), "--trainers", 1)
-        call: tuple[object, ...] = (clicks.schedule, *SMALL, "--row-optimizer", "rowwise_adagrad", *store)
+        call: tuple[object, ...] = (*SMALL, "--row-optimizer", "rowwise_adagrad", *store)
         for stop in (*STOPS, None):
-            faults = [] if stop is None else [TrainerFault(0, "rows applied", stop, signal.SIGTERM)]
-            warm.begin(["train", "--run", run, *call], folder / "run.err", faults).end()
+            words = ["train", clicks.schedule, "--run", run, *call]
+            if stop is None:
+                done(*words)
+            else:
+                stop_after(stop, words, folder)
             digests[Run.open(run).saved_status().step] = done("digest", run).strip()
             for policy, options in KINDS.items():
                 done("checkpoint", "save", run, "--to", saved / policy, *options)
             call = ("--resume", *store)
-        yield Case(clicks, run, saved, digests, warm)
+        yield Case(clicks, run, saved, digests)
 
 
 def rows_of(checkpoint: Path) -> dict[tuple[int, int], CheckpointRows]:
@@ -187,8 +185,9 @@ def test_the_schedule_may_have_other_slots_if_its_rows_are_the_same(case: Case, 
     assert f"its rows are not those that schedule {other} has trained after step" in refused("train", other, *call)
     longer = prepared("longer", case.clicks.log, epochs=3)
     assert f"schedule {longer}: does not continue {case.clicks.schedule}" in refused("train", longer, *call)
-    with growing(many, tmp_path / "growing", 3) as grows:
-        assert f"other --slots than schedule {grows} has, which is to be complete" in refused("train", grows, "--follow", *call)
+    with held(many, tmp_path / "growing", 10) as grows:
+        line = refused("train", grows.path, "--follow", *call)
+        assert f"other --slots than schedule {grows.path} has, which is to be complete" in line
     # Of one that does not say by what schedules are compared.
     older = shutil.copytree(case.checkpoint("full", 1), tmp_path / "older")
     told = told_of(older)
@@ -202,8 +201,7 @@ def test_an_increment_may_begin_in_the_schedule_before(case: Case, tmp_path: Pat
     more, run = tmp_path / "more", tmp_path / "run"
     done("prepare", write_log(tmp_path / "more.csv", 4000), "--after", case.clicks.schedule, "--out", more)
     call = ["train", more, "--from", case.checkpoint("default", 2), "--run", run, "--store", "local:1", "--trainers", 1]
-    case.warm.begin(call, tmp_path / "err", [TrainerFault(0, "rows applied", case.steps[2] + 3, signal.SIGTERM)]).end()
-    step = Run.open(run).saved_status().step
+    step = stop_after(case.steps[2] + 3, call, tmp_path)
     assert case.steps[2] < step < Schedule(more).header.end_step - 1
     folder = shutil.copytree(case.saved / "full", tmp_path / "saved")
     for number in range(2):

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from command_line import reached
+from command_line import Command
+from held import Hold
 from small_job import arguments, summary, synthetic_schedule, train_undisturbed
-from warm import Warm
 
 from foreload.trainer.cluster.control import AskStop, Stopping, ask
 from foreload.trainer.cluster.facts import Term
@@ -56,7 +56,6 @@ def killed(trainer: int, point: str, step: int) -> TrainerFault:
 
 
 def check_faults(
-    warm: Warm,
     schedule: Path,
     undisturbed: str,
     run: Path,
@@ -68,7 +67,7 @@ def check_faults(
     further = ["--store", store, "--trainers", str(TRAINERS), "--copies", str(copies), "--peer-timeout", "60", "--digest"]
     if all(isinstance(fault, TrainerFault) for fault in faults):
         further.append("--no-restart")  # else store shards are started again, and so are trainers
-    status, err = warm.begin(arguments(schedule, run, *further), run.with_suffix(".err"), faults).end()
+    status, _, err = Command(*arguments(schedule, run, *further), faults=faults).end()
     assert status == 0, err
     lost = [int(trainer) for trainer in re.findall(r"trainer (\d): lost \(was killed by SIGKILL\)", err)]
     of_trainers = [fault for fault in faults if isinstance(fault, TrainerFault)]
@@ -160,77 +159,73 @@ def _covered(cases: Sequence[object], first: int) -> list[object]:
 
 @pytest.mark.parametrize(("store", "faults"), _covered(ONE_BY_ONE, 1))
 def test_trainers_are_killed_one_after_the_other(
-    warm: Warm, schedule: Path, undisturbed: str, tmp_path: Path, store: str, faults: list[TrainerFault]
+    schedule: Path, undisturbed: str, tmp_path: Path, store: str, faults: list[TrainerFault]
 ) -> None:
-    check_faults(warm, schedule, undisturbed, tmp_path / "run", faults, store, copies=2)
+    check_faults(schedule, undisturbed, tmp_path / "run", faults, store, copies=2)
     assert Run.open(tmp_path / "run").saved_status().term == 1 + len(faults)
 
 
 @pytest.mark.parametrize(("store", "faults"), _covered(AT_THE_END, 0))
 def test_trainers_are_killed_at_the_end(
-    warm: Warm, schedule: Path, undisturbed: str, tmp_path: Path, store: str, faults: list[TrainerFault]
+    schedule: Path, undisturbed: str, tmp_path: Path, store: str, faults: list[TrainerFault]
 ) -> None:
-    check_faults(warm, schedule, undisturbed, tmp_path / "run", faults, store, copies=4)
+    check_faults(schedule, undisturbed, tmp_path / "run", faults, store, copies=4)
 
 
 @pytest.mark.parametrize(("store", "point"), _covered(TAKEOVERS, 1))
 def test_who_takes_lanes_over_is_killed_meanwhile(
-    warm: Warm, schedule: Path, undisturbed: str, tmp_path: Path, store: str, point: str
+    schedule: Path, undisturbed: str, tmp_path: Path, store: str, point: str
 ) -> None:
     gone = 2
     faults = [killed(gone, "gradients sent", 20), killed(successor(gone, 3), point, 0)]
-    check_faults(warm, schedule, undisturbed, tmp_path / "run", faults, store, copies=3)
+    check_faults(schedule, undisturbed, tmp_path / "run", faults, store, copies=3)
 
 
 @pytest.mark.full
-def test_a_trainer_is_killed_while_a_shard_is_rebuilt(warm: Warm, schedule: Path, undisturbed: str, tmp_path: Path) -> None:
+def test_a_trainer_is_killed_while_a_shard_is_rebuilt(schedule: Path, undisturbed: str, tmp_path: Path) -> None:
     faults: list[Fault | TrainerFault] = [Fault(20, 1, signal.SIGKILL), killed(2, "rows rebuilt", 20), killed(0, "committed", 60)]
-    err = check_faults(warm, schedule, undisturbed, tmp_path / "run", faults, PARITY, copies=2)
+    err = check_faults(schedule, undisturbed, tmp_path / "run", faults, PARITY, copies=2)
     assert "store shard 1: is whole again" in err
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("point", ["committed", "parity leaves", "data leaves"])
-def test_a_trainer_and_a_shard_are_killed_in_the_same_step(
-    warm: Warm, schedule: Path, undisturbed: str, tmp_path: Path, point: str
-) -> None:
+def test_a_trainer_and_a_shard_are_killed_in_the_same_step(schedule: Path, undisturbed: str, tmp_path: Path, point: str) -> None:
     faults: list[Fault | TrainerFault] = [Fault(20, 1, signal.SIGKILL), killed(0, point, 22), killed(2, point, 50)]
-    err = check_faults(warm, schedule, undisturbed, tmp_path / "run", faults, PARITY, copies=2)
+    err = check_faults(schedule, undisturbed, tmp_path / "run", faults, PARITY, copies=2)
     assert "store shard 1: is whole again" in err
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("point", ["committed", "exchanged", "data leaves"])
 def test_two_that_have_a_lane_are_killed_in_the_same_step_and_a_third_has_it(
-    warm: Warm, schedule: Path, undisturbed: str, tmp_path: Path, point: str
+    schedule: Path, undisturbed: str, tmp_path: Path, point: str
 ) -> None:
-    check_faults(warm, schedule, undisturbed, tmp_path / "run", [killed(0, point, 20), killed(1, point, 20)], PARITY, copies=3)
+    check_faults(schedule, undisturbed, tmp_path / "run", [killed(0, point, 20), killed(1, point, 20)], PARITY, copies=3)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("store", [PLAIN, PARITY])
 def test_where_all_that_have_a_lane_are_killed_the_run_ends_and_a_resume_begins_where_rows_were_saved_last(
-    warm: Warm, schedule: Path, undisturbed: str, tmp_path: Path, store: str
+    schedule: Path, undisturbed: str, tmp_path: Path, store: str, hold: Hold
 ) -> None:
     run = tmp_path / "run"
     command = arguments(schedule, run, "--store", store, "--trainers", str(TRAINERS), "--copies", "2", "--digest")
     both = [killed(0, "committed", 20), killed(1, "committed", 20)]
-    status, err = warm.begin(command, tmp_path / "first", both).end()
+    status, _, err = Command(*command, faults=both).end()
     assert status == 3
     assert "trainer 0, 1: lost, and with it the last steps of lane 0, 1, of which no other trainer has a complete copy" in err
     # Nothing was saved before.
-    job = warm.begin([*command, "--resume"], tmp_path / "second")
-    job.until(reached(run, 30))
+    job = hold([*command, "--resume"], 30)
     assert ask(run, AskStop()) == Stopping()
-    status, err = job.end()
+    status, _, err = job.stopped()
     assert status == 0, err
     assert "resumed from the beginning: the run was broken off since" in err
-    stopped = Run.open(run).saved_status().step
-    status, err = warm.begin(
-        [*command, "--resume"], tmp_path / "third", [killed(2, "committed", 70), killed(3, "committed", 70)]
-    ).end()
+    stopped = job.step
+    both = [killed(2, "committed", 70), killed(3, "committed", 70)]
+    status, _, err = Command(*command, "--resume", faults=both).end()
     assert status == 3, err
-    status, err = warm.begin([*command, "--resume"], tmp_path / "fourth").end()
+    status, _, err = Command(*command, "--resume").end()
     assert status == 0, err
     assert f"resumed after step {stopped}: the run was broken off since" in err
     assert summary(run)["digest"] == undisturbed

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
-from command_line import Command, reached
+from held import Hold
 from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 
 from foreload.trainer.commands import status
@@ -44,20 +42,22 @@ def test_the_others_go_on_and_the_model_is_that_of_an_undisturbed_run(
     schedule: Path,
     undisturbed: str,
     tmp_path: Path,
-    launched: Callable[..., Command],
+    hold: Hold,
     trainers: int,
     gone: list[int],
     store: str,
 ) -> None:
     run = tmp_path / "run"
     further = ["--store", store, "--trainers", str(trainers), "--copies", "2", "--digest", "--no-restart"]
-    job = launched(*arguments(schedule, run, *further))
-    workers: list[psutil.Process] = []
+    job = hold(arguments(schedule, run, *further))
+    workers = job.workers
     for count, trainer in enumerate(gone):
-        job.until(reached(run, 10 + 40 * count))
-        job.until(lambda: status.run(str(run))["survives"])
-        workers = workers or job.workers
+        if count:
+            job.advance(40)
+        # Copies are filled while it trains.
+        job.train_until(lambda reported: status.run(str(run))["survives"])
         workers[trainer].kill()
+        job.until(lambda lost=trainer: f"trainer {lost}: lost" in job.said)  # type: ignore[misc]
     ended, _, err = job.end()
     assert ended == 0, err
     lost = re.findall(r"trainer (\d): lost \(was killed by SIGKILL\); training goes on after step (\d+)", err)
@@ -80,11 +80,10 @@ def test_the_others_go_on_and_the_model_is_that_of_an_undisturbed_run(
 
 @pytest.mark.full
 def test_the_leader_that_is_asked_to_leave_hands_its_lanes_over(
-    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command]
+    schedule: Path, undisturbed: str, tmp_path: Path, hold: Hold
 ) -> None:
     run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:3", "--trainers", "2", "--copies", "2", "--digest"))
-    job.until(reached(run, 10))
+    job = hold(arguments(schedule, run, "--store", "local:3", "--trainers", "2", "--copies", "2", "--digest"), 10)
     job.workers[0].terminate()
     status, _, err = job.end()
     assert status == 0, err
@@ -95,12 +94,9 @@ def test_the_leader_that_is_asked_to_leave_hands_its_lanes_over(
 
 
 @pytest.mark.full
-def test_a_lane_that_nobody_else_has_is_lost_with_its_trainer(
-    schedule: Path, tmp_path: Path, launched: Callable[..., Command]
-) -> None:
+def test_a_lane_that_nobody_else_has_is_lost_with_its_trainer(schedule: Path, tmp_path: Path, hold: Hold) -> None:
     run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:1", "--trainers", "3", "--copies", "2", "--no-restart"))
-    job.until(reached(run, 5))
+    job = hold(arguments(schedule, run, "--store", "local:1", "--trainers", "3", "--copies", "2", "--no-restart"), 5)
     for worker in job.workers[:2]:
         worker.kill()
     ended, _, err = job.end()

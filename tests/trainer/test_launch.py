@@ -17,12 +17,12 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
-from command_line import DEADLINE_SECONDS, Command, free_port, reached
-from forked_command import refused_apart
+from command_line import DEADLINE_SECONDS, Command, free_port, main, reached, refused_apart
+from held import Hold, held
+from injection import STARTED, LauncherFault
 from small_job import arguments, scheduler_environment, summary, synthetic_schedule, train_undisturbed
 
 from foreload.cache.client.local import LocalStores
-from foreload.trainer.cli import main
 from foreload.trainer.compute.numerics import ENVIRONMENTS, fingerprint
 from foreload.trainer.run import reach
 from foreload.trainer.run.directory import STORES, Run
@@ -77,19 +77,18 @@ def test_a_run_leaves_what_the_commands_then_read(
 
 
 def test_ctrl_c_stops_after_a_step_and_resuming_gives_the_same_model(
-    schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
+    schedule: Path, undisturbed: Path, tmp_path: Path, hold: Hold, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    first = launched(*arguments(schedule, run, "--store", "local:2", "--trainers", "2"), anew=True)
-    first.until(reached(run, 5))
+    first = hold(arguments(schedule, run, "--store", "local:2", "--trainers", "2"), anew=True)
     # As a terminal does it: to the launcher. Trainers have a session of their own.
     first.process.send_signal(signal.SIGINT)
-    status, _, err = first.end()
+    status, _, err = first.stopped()
     assert status == 130, err
     assert "--resume" in err
     saved = Run.open(run).saved_status()
     assert saved.state == "stopped"
-    assert saved.step >= 5
+    assert saved.step == first.step
     # What stopped there can be read, too.
     assert main(["evaluate", str(run)]) == 0
     capsys.readouterr()
@@ -103,22 +102,15 @@ def test_ctrl_c_stops_after_a_step_and_resuming_gives_the_same_model(
 
 @pytest.mark.full
 def test_a_terminal_that_closes_stops_the_run_as_ctrl_c_does(
-    schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command]
+    schedule: Path, undisturbed: Path, tmp_path: Path, hold: Hold
 ) -> None:
     run = tmp_path / "run"
     ours, theirs = pty.openpty()
-    job = launched(*arguments(schedule, run, "--store", "local:2", "--trainers", "2"), terminal=os.ttyname(theirs))
-    os.set_blocking(ours, False)
-
-    def watched() -> bool:
-        with contextlib.suppress(BlockingIOError):
-            os.read(ours, 1 << 16)
-        return reached(run, 5)()
-
-    job.until(watched)
+    # What it prints before it is held fits into the terminal's buffer, so nobody has to read it.
+    job = hold(arguments(schedule, run, "--store", "local:2", "--trainers", "2"), terminal=os.ttyname(theirs))
     os.close(theirs)
     os.close(ours)
-    assert job.end()[0] == 128 + signal.SIGHUP
+    assert job.stopped()[0] == 128 + signal.SIGHUP
     assert Run.open(run).saved_status().state == "stopped"
     assert main(["train", str(schedule), "--run", str(run), "--resume", "--digest"]) == 0
     assert summary(run)["digest"] == summary(undisturbed)["digest"]
@@ -126,13 +118,12 @@ def test_a_terminal_that_closes_stops_the_run_as_ctrl_c_does(
 
 @pytest.mark.full
 def test_a_run_that_goes_on_in_other_numerics_says_since_when(
-    schedule: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
+    schedule: Path, tmp_path: Path, launched: Callable[..., Command], hold: Hold, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    first = launched(*arguments(schedule, run, "--store", "local:1"))
-    first.until(reached(run, 5))
+    first = hold(arguments(schedule, run, "--store", "local:1"), 5)
     first.process.send_signal(signal.SIGINT)
-    assert first.end()[0] == 130
+    assert first.stopped()[0] == 130
     begun = Run.open(run).manifest
     since = Run.open(run).saved_status().step + 1
 
@@ -156,11 +147,10 @@ def test_a_run_that_goes_on_in_other_numerics_says_since_when(
 
 
 def test_a_trainer_that_dies_ends_the_job_with_one_line_and_no_process_left(
-    schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
+    schedule: Path, undisturbed: Path, tmp_path: Path, hold: Hold, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:1", "--trainers", "2", "--copies", "1"))
-    job.until(reached(run, 3))
+    job = hold(arguments(schedule, run, "--store", "local:1", "--trainers", "2", "--copies", "1"), 3)
     job.workers[1].kill()
     status, _, err = job.end()
     assert status == 2
@@ -197,19 +187,17 @@ def test_whatever_is_killed_resuming_goes_on_from_the_last_clean_stop_or_says_ho
     schedule: Path,
     undisturbed: Path,
     tmp_path: Path,
-    launched: Callable[..., Command],
+    hold: Hold,
     capsys: pytest.CaptureFixture[str],
     but_servers: bool,
 ) -> None:
     run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:2"))
-    job.until(reached(run, 3))
+    job = hold(arguments(schedule, run, "--store", "local:2"), 3)
     job.process.send_signal(signal.SIGTERM)
-    assert job.end()[0] == 143
+    assert job.stopped()[0] == 143
     saved = Run.open(run).saved_status()
-    job = launched("train", str(schedule), "--run", str(run), "--resume")
     # Rows have been written back since.
-    job.until(reached(run, saved.step + 20))
+    job = hold(["train", str(schedule), "--run", str(run), "--resume"], saved.step + 20)
     servers = servers_of(run)
     kill(*(process for process in job.remains.processes() if process not in servers), *(() if but_servers else servers))
     if but_servers:
@@ -234,15 +222,14 @@ def test_trainers_whose_launcher_is_killed_stop_cleanly_and_resuming_gives_the_s
     schedule: Path,
     undisturbed: Path,
     tmp_path: Path,
-    launched: Callable[..., Command],
+    hold: Hold,
     capsys: pytest.CaptureFixture[str],
     trainers: int,
 ) -> None:
     run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:2", "--trainers", str(trainers)), anew=True)
-    job.until(reached(run, 5))
+    job = hold(arguments(schedule, run, "--store", "local:2", "--trainers", str(trainers)), anew=True)
     job.process.kill()
-    _, err = job.process.communicate(timeout=DEADLINE_SECONDS)
+    _, err = job.communicate()
     left = psutil.wait_procs(job.remains.processes(), timeout=DEADLINE_SECONDS)[1]
     assert not left
     assert "Traceback" not in err
@@ -262,10 +249,9 @@ def test_trainers_whose_launcher_is_killed_before_they_begin_leave(
     schedule: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
     run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:1", "--trainers", "2"))
-    job.until(lambda: bool(job.workers))
-    job.process.kill()
-    job.process.communicate(timeout=DEADLINE_SECONDS)
+    job = launched(*arguments(schedule, run, "--store", "local:1", "--trainers", "2"), faults=[LauncherFault(STARTED, 2)])
+    job.communicate()
+    assert job.process.returncode == -signal.SIGKILL
     assert not psutil.wait_procs(job.remains.processes(), timeout=DEADLINE_SECONDS)[1]
     # It never began; the server that was left is of no use to anyone.
     assert main(arguments(schedule, run, "--store", "local:1")) == 0
@@ -286,11 +272,10 @@ def test_of_two_calls_at_once_one_trains_and_the_other_is_refused(
 
 
 def test_a_run_in_training_is_left_alone_by_every_other_command(
-    schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
+    schedule: Path, undisturbed: Path, tmp_path: Path, hold: Hold, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:1", "--digest"))
-    job.until(reached(run, 3))
+    job = hold(arguments(schedule, run, "--store", "local:1", "--digest"), 3)
     for command in (
         arguments(schedule, run, "--store", "local:1", "--overwrite"),
         ["train", str(schedule), "--run", str(run), "--resume"],
@@ -311,20 +296,22 @@ def test_rows_that_cannot_be_saved_stay_where_they_are_and_are_used_from_there(
     schedule: Path,
     undisturbed: Path,
     tmp_path: Path,
-    launched: Callable[..., Command],
+    hold: Hold,
     capsys: pytest.CaptureFixture[str],
     stopped: bool,
 ) -> None:
     """stopped: by Ctrl-C; else it ends."""
     run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:2", "--digest"))
-    job.until(reached(run, 3))
+    job = hold(arguments(schedule, run, "--store", "local:2", "--digest"), 3)
     # A folder in the place of the file: the rename at the end of the save fails, for root too.
     in_the_way = run / "stores" / "shard-1.rdb"
     (in_the_way / "x").mkdir(parents=True)
     if stopped:
         job.process.send_signal(signal.SIGINT)
-    _, err = job.process.communicate()
+    else:
+        job.schedule.release()
+    _, err = job.communicate()
+    job.schedule.release()
     assert job.process.returncode == 2
     (server,) = servers_of(run)
     assert f"store local: shard 1 (process {server.pid}) could not save its rows" in err
@@ -388,10 +375,13 @@ def test_torchrun_trains_with_the_processor_s_instructions_that_the_call_names(
 def test_ctrl_c_under_torchrun_stops_all_trainers_after_the_same_step(
     schedule: Path, undisturbed: Path, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
-    command = arguments(schedule, tmp_path / "run", "--store", "local:1")
-    job = launched(*under_torchrun(*command), module="torch.distributed.run")
-    job.interrupt(reached(tmp_path / "run", 5))
-    _, _, err = job.end()
+    run = tmp_path / "run"
+    with held(schedule, tmp_path / "held", 10) as copy:
+        command = arguments(copy.path, run, "--store", "local:1", "--follow")
+        job = launched(*under_torchrun(*command), module="torch.distributed.run")
+        job.interrupt(reached(run, copy.step))
+        _, _, err = job.end()
+        copy.release()
     assert "go on with: foreload train" in err
     assert Run.open(tmp_path / "run").saved_status().state == "stopped"
     assert main(["train", str(schedule), "--run", str(tmp_path / "run"), "--resume", "--digest"]) == 0
@@ -404,11 +394,8 @@ def test_a_schedulers_trainer_that_waits_for_others_says_so_and_heeds_ctrl_c(
 ) -> None:
     meeting = scheduler_environment()
     job = launched(*arguments(schedule, tmp_path / "run", "--store", "local:1"), RANK=rank, **meeting)
-    assert job.process.stderr is not None
     waits = f"foreload: trainer {rank} of 2 waits at 127.0.0.1:{meeting['MASTER_PORT']} until all have come"
-    while not (line := job.process.stderr.readline()).startswith(waits):
-        assert line, "it has ended"
-    job.interrupt(lambda: True)
+    job.interrupt(lambda: waits in job.said)
     status, _, err = job.end()
     assert status == 130
     assert "Traceback" not in err

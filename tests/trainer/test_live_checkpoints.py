@@ -8,12 +8,11 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
-import psutil
 import pytest
-from command_line import done, fill, flip, refused
+from command_line import Command, done, fill, flip, refused
+from held import standing, stop_after
 from live_runs import EVERY, Case, arguments, live_case, saved
 from small_job import summary
-from warm import Warm
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
@@ -25,7 +24,6 @@ from foreload.trainer.cluster.control import (
     AskCheckpoint,
     CheckpointBegun,
     ask,
-    training_status,
 )
 from foreload.trainer.cluster.facts import CheckpointAt
 from foreload.trainer.cluster.faults import CHECKPOINT_POINTS, TrainerFault
@@ -35,8 +33,8 @@ from foreload.trainer.run.directory import CHECKPOINTS, Run
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Case:
-    return live_case(tmp_path_factory.mktemp("live"), warm)
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return live_case(tmp_path_factory.mktemp("live"))
 
 
 DEATHS = ((0, "checkpoint taken"), (1, "checkpoint file written"))
@@ -79,11 +77,9 @@ def test_what_is_saved_while_it_trains_goes_on_anywhere(
 
 def test_it_is_what_a_clean_stop_there_leaves(case: Case, tmp_path: Path) -> None:
     place = ("--store", "local:3", "--trainers", 1)
-    stop = TrainerFault(0, "rows applied", 40, signal.SIGTERM)
-    train = arguments(case.schedule, tmp_path / "stopped", *map(str, place))
-    case.warm.begin(train, tmp_path / "stopped.err", [stop]).end()
+    # Not an epoch's end.
+    stop_after(44, arguments(case.schedule, tmp_path / "stopped", *map(str, place)), tmp_path)
     status = Run.open(tmp_path / "stopped").saved_status()
-    assert status.state == "stopped"
     # The first multiple is that very step.
     case.train(tmp_path / "run", *place, "--checkpoint-every", status.step + 1)
     (one,) = saved(tmp_path / "run" / CHECKPOINTS)
@@ -119,7 +115,7 @@ def test_a_run_all_of_whose_trainers_died_goes_on_from_its_newest_checkpoint(cas
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     faults = [TrainerFault(trainer, "rows applied", 55, signal.SIGKILL) for trainer in (0, 1)]
     save = ("--checkpoint-every", EVERY, "--checkpoint", elsewhere)
-    status, err = case.begin(run, "--store", "local:3", "--trainers", 2, *save, "--no-restart", faults=faults).end()
+    status, _, err = case.begin(run, "--store", "local:3", "--trainers", 2, *save, "--no-restart", faults=faults).end()
     assert status, err  # 3, or 2 where the second one still saw that the first was lost
     newest = saved(elsewhere)[-1]
     goes_on = f"--resume goes on from checkpoint {newest.path}"
@@ -147,13 +143,13 @@ def test_where_servers_have_no_rows_of_the_last_clean_stop_the_newest_checkpoint
     case: Case, tmp_path: Path, servers: LocalStores
 ) -> None:
     run, place = tmp_path / "run", ("--store", ",".join(map(str, servers.urls)), "--parity", "off", "--trainers", 1)
-    stopped = TrainerFault(0, "rows applied", 45, signal.SIGTERM)
-    case.train(run, *place, "--namespace", "twice", "--checkpoint-every", EVERY, faults=(stopped,))
+    further = ("--namespace", "twice", "--checkpoint-every", EVERY)
+    stop_after(45, arguments(case.schedule, run, *map(str, (*place, *further))), tmp_path)
     newest, stop = saved(run / CHECKPOINTS)[-1], Run.open(run).saved_status()
     assert newest.contents.step < stop.step
     died = TrainerFault(0, "rows applied", stop.step + 15, signal.SIGKILL)
     train = arguments(case.schedule, run, "--resume", *map(str, place))
-    case.warm.begin(train, tmp_path / "err", [died]).end()
+    Command(*train, faults=[died]).end()
     manifest = Run.open(run).manifest
     with Store(servers.urls, timedelta(seconds=10)) as store:
         # Another run has the name: its rows are not touched.
@@ -178,15 +174,6 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(case: 
     assert not list((small_disk / "saved").glob("*step*"))
 
 
-def stopped(run: Path) -> psutil.Process | None:
-    """The process of trainer 1, once it stands still."""
-    status = training_status(run) if run.exists() else None
-    if status is None or 1 not in status.trainers:
-        return None
-    process = psutil.Process(status.trainers[1])
-    return process if process.status() == psutil.STATUS_STOPPED else None
-
-
 @pytest.mark.parametrize("name", ["file", "file/below", "long" * 80])
 def test_a_folder_in_which_none_can_be_written_is_told_in_a_line(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
@@ -197,16 +184,14 @@ def test_a_folder_in_which_none_can_be_written_is_told_in_a_line(tmp_path: Path,
 def test_one_can_be_asked_for_while_it_trains(case: Case, tmp_path: Path) -> None:
     run = tmp_path / "run"
     stands = TrainerFault(1, "rows applied", 5, signal.SIGSTOP)
-    train = arguments(case.schedule, run, "--store", "local:3", "--trainers", "2", "--peer-timeout", "60", "--digest")
-    begun = case.warm.begin(train, tmp_path / "err", [stands])
-    begun.until(lambda: stopped(run) is not None)
+    train = arguments(case.schedule, run, "--store", "local:3", "--trainers", "2", "--peer-timeout", "600", "--digest")
+    begun = Command(*train, faults=[stands])
+    process = standing(begun, run, 1)
     assert "--bits: is for a run that rests" in refused("checkpoint", "save", run, "--bits", 8)
     asked = ask(run, AskCheckpoint(str(tmp_path / "asked")))
     assert isinstance(asked, CheckpointBegun)
-    process = stopped(run)
-    assert process is not None
     process.resume()
-    status, err = begun.end()
+    status, _, err = begun.end()
     assert status == 0, err
     assert summary(run)["digest"] == case.digest
     (one,) = saved(tmp_path / "asked")

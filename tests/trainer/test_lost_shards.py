@@ -15,7 +15,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from command_line import Command, error_of, free_port, reached
+from command_line import Command, error_of, free_port, main
+from held import Hold, stop_after
 from small_job import BATCH, arguments, rows_of, scheduler_environment, summary, synthetic_schedule, train_undisturbed
 
 from foreload.cache.client.local import LocalStores
@@ -27,7 +28,6 @@ from foreload.cache.protocol.shard_table import ShardSnapshot, ShardState, Shard
 from foreload.cache.rows.layout import decode_rows
 from foreload.pipelines.planning.sizing import TRAILER_BYTES
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cli import main
 from foreload.trainer.cluster.control import AskReplace, Replacing
 from foreload.trainer.cluster.coordinator_link import CoordinatorLink
 from foreload.trainer.cluster.faults import RunObserver
@@ -107,15 +107,13 @@ def test_a_dead_server_is_started_again_and_rebuilt(
     schedule: Path,
     undisturbed: str,
     tmp_path: Path,
-    launched: Callable[..., Command],
+    hold: Hold,
     trainers: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:3", "--trainers", trainers, "--digest"))
-    job.until(reached(run, 10))
+    job = hold(arguments(schedule, run, "--store", "local:3", "--trainers", trainers, "--digest"), 10)
     send(run, 1, signal.SIGKILL)
-    job.until(reached(run, 15))
     status, _, err = job.end()
     assert status == 0, err
     check_repaired(run, err, undisturbed, capsys)
@@ -130,7 +128,7 @@ def test_a_server_that_is_back_at_once_without_its_last_rows_is_noticed_and_rebu
     schedule: Path,
     undisturbed: str,
     tmp_path: Path,
-    launched: Callable[..., Command],
+    hold: Hold,
     snapshot: bool,
     trainers: str,
     capsys: pytest.CaptureFixture[str],
@@ -139,12 +137,11 @@ def test_a_server_that_is_back_at_once_without_its_last_rows_is_noticed_and_rebu
     with contextlib.ExitStack() as servers:
         stores = [servers.enter_context(LocalStores(1, tmp_path / str(shard))) for shard in range(3)]
         urls = [url for store in stores for url in store.urls]
-        job = launched(*arguments(schedule, run, "--store", ",".join(urls), "--trainers", trainers, "--digest"))
-        job.until(reached(run, 10))
+        job = hold(arguments(schedule, run, "--store", ",".join(urls), "--trainers", trainers, "--digest"), 10)
         if snapshot:
             with Store([urls[1]]) as store:
                 assert store.command(0, "SAVE") == "OK"
-        job.until(reached(run, 25))
+        job.advance(10)
         assert (tmp_path / "1" / "shard-0.rdb").exists() == snapshot
         # Whoever comes back to the server finds the other one there already, and steps are left to rebuild it in.
         for worker in job.workers:
@@ -183,11 +180,10 @@ def test_a_shard_that_dies_when_one_trainer_is_done_is_rebuilt_by_all(
 
 @pytest.mark.full
 def test_a_run_ends_though_the_server_of_a_lost_shard_is_stopped(
-    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
+    schedule: Path, undisturbed: str, tmp_path: Path, hold: Hold, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:3", "--no-restart", "--store-timeout", "0.5", "--digest"))
-    job.until(reached(run, 10))
+    job = hold(arguments(schedule, run, "--store", "local:3", "--no-restart", "--store-timeout", "0.5", "--digest"), 10)
     send(run, 1, signal.SIGSTOP)
     status, _, err = job.end()
     assert status == 0, err
@@ -206,15 +202,14 @@ def test_a_run_ends_though_the_server_of_a_lost_shard_is_stopped(
 
 @pytest.mark.full
 def test_a_run_ends_without_a_server_for_its_lost_shard_and_goes_on_from_there(
-    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
+    schedule: Path, undisturbed: str, tmp_path: Path, hold: Hold, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:3", "--no-restart"))
-    job.until(reached(run, 10))
+    job = hold(arguments(schedule, run, "--store", "local:3", "--no-restart"), 10)
     send(run, 2, signal.SIGKILL)
-    job.until(reached(run, 20))
+    job.advance(10)
     job.process.send_signal(signal.SIGINT)
-    status, _, err = job.end()
+    status, _, err = job.stopped()
     assert status == 130, err
     assert "warning: store shard 2 is lost" in err
     assert Run.open(run).saved_status().lost == [2]
@@ -226,18 +221,17 @@ def test_a_run_ends_without_a_server_for_its_lost_shard_and_goes_on_from_there(
 
 
 def test_a_spare_takes_the_place_of_a_lost_shard(
-    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
+    schedule: Path, undisturbed: str, tmp_path: Path, hold: Hold, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     with LocalStores(5, tmp_path / "stores") as servers:
         store, spare = ",".join(servers.urls[:3]), servers.urls[3]
-        job = launched(*arguments(schedule, run, "--store", store, "--spare", spare, "--digest"))
-        job.until(reached(run, 10))
+        job = hold(arguments(schedule, run, "--store", store, "--spare", spare, "--digest"), 10)
         pid = servers.pids[0]
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         servers._processes[0].wait()
-        job.until(reached(run, 25))
+        job.advance(10)
         capsys.readouterr()
         assert main(["stores", "replace", str(run), servers.urls[1], servers.urls[4]]) == 0
         assert servers.urls[4] in capsys.readouterr().out
@@ -252,14 +246,13 @@ def test_a_spare_takes_the_place_of_a_lost_shard(
 
 @pytest.mark.full
 def test_a_spare_that_is_of_no_use_is_named_and_the_next_one_used(
-    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command]
+    schedule: Path, undisturbed: str, tmp_path: Path, hold: Hold
 ) -> None:
     run = tmp_path / "run"
     with LocalStores(5, tmp_path / "stores") as servers:
         taken, good = servers.urls[3], servers.urls[4]
         store_urls, spares = ",".join(servers.urls[:3]), f"{taken},{good}"
-        job = launched(*arguments(schedule, run, "--store", store_urls, "--spare", spares, "--digest"))
-        job.until(reached(run, 10))
+        job = hold(arguments(schedule, run, "--store", store_urls, "--spare", spares, "--digest"), 10)
         # It was of use when training began.
         with Store([taken]) as store:
             claim(store, "run", {"run": "another"}, "new")
@@ -324,7 +317,7 @@ def servers_of_no_use(url: str, in_use: str) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.full
 def test_a_server_of_no_use_is_refused_before_it_is_needed_and_a_healthy_shard_kept(
-    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
+    schedule: Path, undisturbed: str, tmp_path: Path, hold: Hold, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     with LocalStores(4, tmp_path / "stores") as servers:
@@ -337,8 +330,7 @@ def test_a_server_of_no_use_is_refused_before_it_is_needed_and_a_healthy_shard_k
             assert not run.exists()
         assert main(arguments(schedule, run, *named, "--spare", servers.urls[3], "--parity", "off")) == 2
         assert "--spare: needs parity" in capsys.readouterr().err
-        job = launched(*arguments(schedule, run, *named, "--digest"))
-        job.until(reached(run, 10))
+        job = hold(arguments(schedule, run, *named, "--digest"), 10)
         # It trains on in its own time; meanwhile it is asked, and goes on as before.
         (trainer,) = job.workers
         trainer.suspend()
@@ -431,11 +423,10 @@ def test_a_shard_is_whole_when_every_trainer_says_so_and_only_a_server_in_use_is
 
 @pytest.mark.parametrize("trainers", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_more_losses_than_parity_covers_end_the_run_with_their_own_status_and_leave_what_survived(
-    schedule: Path, undisturbed_run: Path, tmp_path: Path, launched: Callable[..., Command], trainers: int
+    schedule: Path, undisturbed_run: Path, tmp_path: Path, hold: Hold, trainers: int
 ) -> None:
     run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:3", "--trainers", str(trainers), "--no-restart"))
-    job.until(reached(run, 40))
+    job = hold(arguments(schedule, run, "--store", "local:3", "--trainers", str(trainers), "--no-restart"), 40)
     stores = LocalStores.find(run / STORES)
     assert stores is not None
     before = rows_on(run, stores.urls, 2)
@@ -473,17 +464,16 @@ def test_more_losses_than_parity_covers_end_the_run_with_their_own_status_and_le
 
 @pytest.mark.full
 def test_after_too_many_losses_a_run_goes_on_from_its_last_clean_stop(
-    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
+    schedule: Path,
+    undisturbed: str,
+    tmp_path: Path,
+    launched: Callable[..., Command],
+    hold: Hold,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:3"))
-    job.until(reached(run, 10))
-    job.process.send_signal(signal.SIGINT)
-    status, _, err = job.end()
-    assert status == 130, err
-    stopped = Run.open(run).saved_status().step
-    job = launched("train", str(schedule), "--run", str(run), "--resume")
-    job.until(reached(run, stopped + 10))
+    stopped = stop_after(10, arguments(schedule, run, "--store", "local:3"), tmp_path)
+    job = hold(["train", str(schedule), "--run", str(run), "--resume"], stopped + 10)
     stores = LocalStores.find(run / STORES)
     assert stores is not None
     for pid in stores.pids[:2]:
@@ -510,25 +500,21 @@ def test_a_server_that_is_emptied_under_its_connections_is_rebuilt(
     schedule: Path,
     undisturbed: str,
     tmp_path: Path,
-    launched: Callable[..., Command],
+    hold: Hold,
     step: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:3", "--digest"))
-    job.until(reached(run, step))
+    job = hold(arguments(schedule, run, "--store", "local:3", "--digest"), step)
     flush(run, 1)
     status, _, err = job.end()
     assert status == 0, err
     check_repaired(run, err, undisturbed, capsys)
 
 
-def test_without_parity_a_server_that_is_emptied_stops_the_training(
-    schedule: Path, tmp_path: Path, launched: Callable[..., Command]
-) -> None:
+def test_without_parity_a_server_that_is_emptied_stops_the_training(schedule: Path, tmp_path: Path, hold: Hold) -> None:
     run = tmp_path / "run"
-    job = launched(*arguments(schedule, run, "--store", "local:3", "--parity", "off"))
-    job.until(reached(run, 20))
+    job = hold(arguments(schedule, run, "--store", "local:3", "--parity", "off"), 20)
     flush(run, 1)
     status, _, err = job.end()
     line = error_of(status, err)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from command_line import Command, done, refused
+from held import stop_after
 from object_store import BUCKET, KEYS, Done, ObjectStore
 from small_job import summary, synthetic_schedule
-from warm import Warm
 
 from foreload.cache.client.local import LocalStores
 from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint
@@ -33,17 +32,19 @@ class Case:
 
     schedule: Path
     digest: str
-    warm: Warm
     store: ObjectStore
 
     def train(self, run: Path, *further: object, faults: tuple[TrainerFault, ...] = (), status: int = 0) -> str:
         """Train in other processes; returns what was told on stderr."""
-        arguments = ["train", self.schedule, "--run", run, "--digest", *further]
-        ended, err = self.warm.begin(arguments, run.with_suffix(".err"), faults).end()
+        ended, _, err = Command("train", self.schedule, "--run", run, "--digest", *further, faults=faults).end()
         assert ended == status, err
         assert "Traceback" not in err
         assert KEYS["AWS_SECRET_ACCESS_KEY"] not in err
         return err
+
+    def stop_after(self, step: int, run: Path, folder: Path) -> None:
+        """Train with one trainer, and stop after a step."""
+        stop_after(step, ["train", self.schedule, "--run", run, *MODEL, "--store", "local:1"], folder)
 
     def check_goes_on(self, checkpoint: str, run: Path) -> None:
         """Assert that a run made of a checkpoint ends with the bits of the undisturbed one."""
@@ -73,10 +74,9 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     with ObjectStore() as store, pytest.MonkeyPatch.context() as patch:
         for name, value in store.environment.items():
             patch.setenv(name, value)
-        with Warm() as warm:
-            undisturbed = Case(schedule, "", warm, store)
-            undisturbed.train(folder / "run", *MODEL, "--store", "local:1", "--trainers", 1)
-            yield Case(schedule, str(summary(folder / "run")["digest"]), warm, store)
+        undisturbed = Case(schedule, "", store)
+        undisturbed.train(folder / "run", *MODEL, "--store", "local:1", "--trainers", 1)
+        yield Case(schedule, str(summary(folder / "run")["digest"]), store)
 
 
 @pytest.fixture(autouse=True)
@@ -147,8 +147,7 @@ def test_what_is_saved_while_it_trains_goes_on_from_there(case: Case, tmp_path: 
 @pytest.mark.full
 def test_a_run_that_rests_is_saved_read_compacted_and_deleted(case: Case, tmp_path: Path) -> None:
     run, folder = tmp_path / "run", url(tmp_path)
-    stop = TrainerFault(0, "rows applied", 12, signal.SIGTERM)
-    case.train(run, *MODEL, "--store", "local:1", "--trainers", 1, faults=(stop,))
+    case.stop_after(12, run, tmp_path)
     # Some of what is asked is refused at first, and some is answered by half.
     count, done_to = itertools.count(1), dict[int, Done]({0: "503", 1: "cut"})
     case.store.disturb = lambda method, path: done_to.get(next(count) % 40)
@@ -177,8 +176,7 @@ def test_a_run_that_rests_is_saved_read_compacted_and_deleted(case: Case, tmp_pa
 @pytest.mark.full
 def test_a_flipped_byte_is_named(case: Case, tmp_path: Path) -> None:
     run, folder = tmp_path / "run", url(tmp_path)
-    stop = TrainerFault(0, "rows applied", 3, signal.SIGTERM)
-    case.train(run, *MODEL, "--store", "local:1", "--trainers", 1, faults=(stop,))
+    case.stop_after(3, run, tmp_path)
     done("checkpoint", "save", run, "--to", folder)
     (one,) = case.check_whole(folder)
     file = one.contents.rows[3].name
@@ -235,8 +233,7 @@ def test_training_goes_on_where_it_does_not_answer_and_the_next_one_is_saved(cas
 @pytest.mark.parametrize("held", ["/rows-", "/dense", MANIFEST])
 def test_where_all_are_killed_the_newest_whole_one_counts(case: Case, tmp_path: Path, held: str) -> None:
     run, folder = tmp_path / "run", url(tmp_path)
-    stop = TrainerFault(0, "rows applied", 8, signal.SIGTERM)
-    case.train(run, *MODEL, "--store", "local:1", "--trainers", 1, faults=(stop,))
+    case.stop_after(8, run, tmp_path)
     done("checkpoint", "save", run, "--to", folder)
     (before,) = case.check_whole(folder)
     case.store.seen.clear()
@@ -261,8 +258,7 @@ def test_where_all_are_killed_the_newest_whole_one_counts(case: Case, tmp_path: 
 @pytest.mark.full
 def test_ctrl_c_amid_an_upload_ends_soon(case: Case, tmp_path: Path) -> None:
     run, folder = tmp_path / "run", url(tmp_path)
-    stop = TrainerFault(0, "rows applied", 8, signal.SIGTERM)
-    case.train(run, *MODEL, "--store", "local:1", "--trainers", 1, faults=(stop,))
+    case.stop_after(8, run, tmp_path)
     case.store.seen.clear()
     case.store.disturb = lambda method, path: "held" if method == "PUT" and "/rows-" in path else None
     command = Command("checkpoint", "save", run, "--to", folder)

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import DEADLINE_SECONDS, SMALL, Clicks, Command
+from command_line import DEADLINE_SECONDS, SMALL, Clicks, Command, main
 
 from foreload.pipelines.base.memory import total_bytes
 from foreload.pipelines.compiler.other_slots import LaneUses
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cli import main
 from foreload.trainer.commands.plan import slot_counts
 from foreload.trainer.resources import history
 from foreload.trainer.resources.choices import GIB, Choice, choose, front

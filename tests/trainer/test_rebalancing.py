@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import Command
+from command_line import main
+from held import Hold
 from small_job import arguments, summary, synthetic_schedule
 from test_changed_terms import until_done
 from test_membership import Coordinator
 
-from foreload.trainer.cli import main
-from foreload.trainer.cluster.control import training_status
 from foreload.trainer.cluster.membership import Membership
 from foreload.trainer.cluster.rebalancing import GAIN, WINDOW, WINDOWS, Rebalancing, better_hosts
 from foreload.trainer.cluster.terms import Change, first_term
@@ -110,7 +108,7 @@ class Model(DLRM):
 
 
 @pytest.mark.full  # a trainer is slow for a quarter of a minute
-def test_a_slow_trainer_keeps_a_lane_and_the_model_is_the_same(tmp_path: Path, launched: Callable[..., Command]) -> None:
+def test_a_slow_trainer_keeps_a_lane_and_the_model_is_the_same(tmp_path: Path, hold: Hold) -> None:
     schedule = synthetic_schedule(tmp_path, 3000 * 64, lanes=4, slots=500, further="--batch-size 64")
     slow = tmp_path / "slow"
     (tmp_path / "slow_model.py").write_text(SLOW_MODEL.format(slow=slow))
@@ -118,13 +116,9 @@ def test_a_slow_trainer_keeps_a_lane_and_the_model_is_the_same(tmp_path: Path, l
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
     assert main(arguments(schedule, undisturbed, "--store", "local:1", "--digest", *model)) == 0
     slow.touch()
-    job = launched(*arguments(schedule, run, "--store", "local:1", "--trainers", "2", "--rebalance", "--digest", *model))
-
-    def given_away() -> bool:
-        told = training_status(run)
-        return told is not None and tuple(told.lanes) == (0, 0, 1, 0)
-
-    job.until(given_away)
+    # Segment after segment is published until the lane has moved, however many steps that takes on this machine.
+    job = hold(arguments(schedule, run, "--store", "local:1", "--trainers", "2", "--rebalance", "--digest", *model))
+    job.train_until(lambda reported: tuple(reported.lanes) == (0, 0, 1, 0))
     slow.unlink()
     status, _, err = job.end()
     assert status == 0, err

@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import Clicks, done, refused
+from command_line import Clicks, done, main, refused
 from small_job import arguments, summary
 
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cli import main
 from foreload.trainer.pages.report import leave_report
 from foreload.trainer.pages.run_figures import read_run
 from foreload.trainer.pages.run_page import run_page

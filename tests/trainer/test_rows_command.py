@@ -8,7 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from command_line import SMALL, Clicks, Command, done, reached, refused, run_here
+from command_line import SMALL, Clicks, done, refused, run_here
+from held import Hold
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
@@ -112,11 +113,10 @@ def test_what_another_run_has_taken_stays(clicks: Clicks, tmp_path: Path) -> Non
         done("digest", second)
 
 
-def test_a_run_that_trains_is_not_deleted_and_its_local_servers_go_with_it(clicks: Clicks, tmp_path: Path) -> None:
+def test_a_run_that_trains_is_not_deleted_and_its_local_servers_go_with_it(clicks: Clicks, tmp_path: Path, hold: Hold) -> None:
     run = tmp_path / "run"
-    command = Command("train", clicks.schedule, "--run", run, "--store", "local:2", *SMALL)
+    command = hold(["train", clicks.schedule, "--run", run, "--store", "local:2", *SMALL], anew=True)
     try:
-        command.until(reached(run, 3))
         assert "is being trained; stop it with Ctrl-C first" in refused("delete", run)
         # All but the servers.
         trainers = [

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import Command, done, refused
-from growing import GrowingRun, growing, publish_rest
+from command_line import done, main, refused
+from held import HeldRun, Hold, check_end
 from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 
-from foreload.trainer.cli import main
 from foreload.trainer.run.event_log import read_events
 
 STEPS = 120
@@ -36,20 +35,17 @@ def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> str
     return str(summary(run)["digest"])
 
 
-Begin = Callable[..., GrowingRun]
+Begin = Callable[..., HeldRun]
 
 
 @pytest.fixture
-def begin(schedule: Path, tmp_path: Path, launched: Callable[..., Command]) -> Iterator[Begin]:
+def begin(schedule: Path, tmp_path: Path, hold: Hold) -> Begin:
     """Begins a run, given what stands on its command line beside the schedule."""
-    with growing(schedule, tmp_path / "growing", 3) as followed:
 
-        def begun(*further: str) -> GrowingRun:
-            run = tmp_path / "run"
-            job = launched(*arguments(followed, run, "--follow", "--peer-timeout", "60", "--digest", *further), anew=True)
-            return GrowingRun(job, run, schedule, followed, 3)
+    def begun(*further: str) -> HeldRun:
+        return hold(arguments(schedule, tmp_path / "run", "--peer-timeout", "60", "--digest", *further), 12, anew=True)
 
-        yield begun
+    return begun
 
 
 @pytest.mark.parametrize(
@@ -70,7 +66,7 @@ def test_scaling_up_and_down_changes_nothing(begin: Begin, undisturbed: str, fur
         done("scale", run.path, number, "--no-wait")
         run.hosting(*range(number))
     assert "done: 1 trainer" in done("scale", run.path, 1)
-    run.end(undisturbed, trainers=1)
+    check_end(run, undisturbed, trainers=1)
     kinds = [event["kind"] for event in read_events(run.path)]
     assert kinds.count("trainer-joined") == kinds.count("trainer-left") == 3
     assert "is not being trained" in refused("scale", run.path, 2)
@@ -79,10 +75,10 @@ def test_scaling_up_and_down_changes_nothing(begin: Begin, undisturbed: str, fur
 @pytest.mark.full
 def test_a_killed_trainer_is_replaced(begin: Begin, undisturbed: str) -> None:
     run = begin("--store", "local:3", "--trainers", "2", "--copies", "2")
-    run.job.workers[0].kill()
+    run.workers[0].kill()
     run.members(1, 2)
     run.hosting(1, 2)
-    err = run.end(undisturbed, trainers=2)
+    err = check_end(run, undisturbed, trainers=2)
     assert "trainer 0: lost (was killed by SIGKILL)" in err
     assert "trainer 2: joined after step" in err
 
@@ -90,9 +86,9 @@ def test_a_killed_trainer_is_replaced(begin: Begin, undisturbed: str) -> None:
 @pytest.mark.full
 def test_one_that_is_asked_to_leave_hands_its_lanes_over(begin: Begin, undisturbed: str) -> None:
     run = begin("--store", "local:1", "--trainers", "3")
-    run.job.workers[0].send_signal(signal.SIGTERM)
+    run.workers[0].send_signal(signal.SIGTERM)
     run.hosting(1, 2)
-    err = run.end(undisturbed, trainers=2)
+    err = check_end(run, undisturbed, trainers=2)
     assert "trainer 0: left after step" in err
     assert "lost" not in err
 
@@ -102,11 +98,11 @@ def test_the_only_trainer_that_is_asked_to_leave_stops_cleanly(
     begin: Begin, schedule: Path, undisturbed: str, tmp_path: Path
 ) -> None:
     run = begin("--store", "local:1")
-    run.job.workers[0].send_signal(signal.SIGTERM)
-    run.job.process.wait()
+    run.workers[0].send_signal(signal.SIGTERM)
+    run.process.wait()
     assert summary(run.path)["state"] == "stopped"
-    publish_rest(schedule, tmp_path / "growing")
-    assert main(arguments(tmp_path / "growing", run.path, "--resume", "--trainers", "2", "--digest")) == 0
+    run.schedule.release()
+    assert main(arguments(run.schedule.path, run.path, "--resume", "--trainers", "2", "--digest")) == 0
     assert summary(run.path)["digest"] == undisturbed
 
 
@@ -116,14 +112,14 @@ def test_the_only_trainer_that_is_asked_to_leave_stops_cleanly(
 def test_one_that_is_killed_while_it_joins_is_not_missed(begin: Begin, undisturbed: str, copies: str, when: str) -> None:
     run = begin("--store", "local:1", "--trainers", "2", "--copies", copies)
     done("scale", run.path, 3, "--no-wait")
-    run.job.until(lambda: any(run.joining))
+    run.until(lambda: any(run.joining))
     if when == "as a member":
         run.members(0, 1, 2)
     next(run.joining).kill()
     # Another one is started.
     run.members(0, 1, 3)
     run.hosting(0, 1, 3)
-    err = run.end(undisturbed, trainers=3)
+    err = check_end(run, undisturbed, trainers=3)
     told = "did not join: it was killed by SIGKILL" if when == "as it starts" else r"lost \(was killed by SIGKILL\)"
     assert re.search(f"trainer 2: {told}", err), err
 
@@ -133,7 +129,7 @@ def test_a_trainer_is_killed_while_another_joins(begin: Begin, undisturbed: str)
     run = begin("--store", "local:3", "--trainers", "2", "--copies", "2")
     done("scale", run.path, 3, "--no-wait")
     run.members(0, 1, 2)
-    run.job.workers[0].kill()
+    run.workers[0].kill()
     run.members(1, 2, 3)
     run.hosting(1, 2, 3)
-    assert "trainer 0: lost (was killed by SIGKILL)" in run.end(undisturbed, trainers=3)
+    assert "trainer 0: lost (was killed by SIGKILL)" in check_end(run, undisturbed, trainers=3)

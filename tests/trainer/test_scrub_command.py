@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Command, reached
+from command_line import Command, main, reached
+from held import Hold
 from small_job import BATCH, arguments, rows_of, summary, synthetic_schedule, train_undisturbed
 
 from foreload.cache.client.local import LocalStores
@@ -18,7 +19,6 @@ from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.marker import Marker
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cli import main
 from foreload.trainer.cluster.control import AskScrub, AskScrubbed, Refused, ScrubBegun, ScrubProgress, ask
 from foreload.trainer.command_line.stores import DAMAGED
 from foreload.trainer.run.directory import SCRUB, STORES
@@ -104,14 +104,13 @@ def test_a_damaged_row_is_named_left_alone_and_has_an_exit_status_of_its_own(
 
 @pytest.mark.full
 def test_a_run_that_stopped_early_is_clean_and_so_is_one_without_a_shard(
-    schedule: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
+    schedule: Path, tmp_path: Path, hold: Hold, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, json_path = tmp_path / "run", tmp_path / "report.json"
     with LocalStores(3, tmp_path / "stores") as stores:
-        job = launched(*arguments(schedule, run, "--store", ",".join(stores.urls)))
-        job.until(reached(run, 30))
+        job = hold(arguments(schedule, run, "--store", ",".join(stores.urls)), 30)
         job.process.send_signal(signal.SIGINT)
-        status, _, err = job.end()
+        status, _, err = job.stopped()
         assert status == 130, err
         status, _, report = asked(["scrub", str(run)], capsys, json_path)
         assert (status, report["stripes_repaired"], report["lost_shards"]) == (0, 0, [])
@@ -131,13 +130,13 @@ def test_a_run_that_stopped_early_is_clean_and_so_is_one_without_a_shard(
 
 @pytest.mark.full
 def test_a_run_that_was_killed_is_brought_to_its_last_batch_and_is_clean(
-    schedule: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
+    schedule: Path, tmp_path: Path, hold: Hold, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, json_path = tmp_path / "run", tmp_path / "report.json"
     with LocalStores(3, tmp_path / "stores") as stores:
-        job = launched(*arguments(schedule, run, "--store", ",".join(stores.urls), "--trainers", "2"))
-        job.until(reached(run, 30))
+        job = hold(arguments(schedule, run, "--store", ",".join(stores.urls), "--trainers", "2"), 30)
         job.remains.kill()
+        job.schedule.release()
         status, _, report = asked(["scrub", str(run)], capsys, json_path)
         assert (status, report["stripes_repaired"], report["stripes_damaged"]) == (0, 0, 0)
         assert report["stripes"] > 0
@@ -155,11 +154,17 @@ def test_a_run_that_was_killed_is_brought_to_its_last_batch_and_is_clean(
 
 @pytest.mark.parametrize("trainers", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_a_run_is_scrubbed_and_told_of_while_it_trains(
-    schedule: Path, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str], trainers: str
+    schedule: Path,
+    tmp_path: Path,
+    launched: Callable[..., Command],
+    slow: Path,
+    capsys: pytest.CaptureFixture[str],
+    trainers: str,
 ) -> None:
     run, json_path = tmp_path / "run", tmp_path / "report.json"
+    # Its schedule is whole: else what its rows are, and will need, is not known.
     job = launched(*arguments(schedule, run, "--store", "local:3", "--trainers", trainers))
-    job.until(reached(run, 40))
+    job.until(reached(run, 3))
     status, out, report = asked(["stores", "status", str(run)], capsys, json_path)
     assert status == 0, out
     assert report["state"] == "training"
@@ -182,13 +187,12 @@ def test_a_run_is_scrubbed_and_told_of_while_it_trains(
 @pytest.mark.full
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_trainer_that_is_lost_amid_a_scrub_ends_that_alone(
-    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command], killed: int
+    schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command], slow: Path, killed: int
 ) -> None:
     run = tmp_path / "run"
-    job = launched(
-        *arguments(schedule, run, "--store", "local:3", "--trainers", "2", "--no-restart", "--peer-timeout", "60", "--digest")
-    )
-    job.until(reached(run, 40))
+    words = ("--store", "local:3", "--trainers", "2", "--no-restart", "--peer-timeout", "600", "--digest")
+    job = launched(*arguments(schedule, run, *words))
+    job.until(reached(run, 3))
     # While one stands still no lane is scrubbed to its end.
     worker = job.workers[killed]
     worker.suspend()
@@ -203,6 +207,7 @@ def test_a_trainer_that_is_lost_amid_a_scrub_ends_that_alone(
     job.until(lambda: ask(run, AskScrubbed()) == Refused("its trainers, or their lanes, changed meanwhile; scrub it again"))
     shutil.rmtree(run / SCRUB)
     assert main(["scrub", str(run)]) == 0
+    slow.unlink()
     status, _, err = job.end()
     assert status == 0, err
     assert f"trainer {killed}: lost (was killed by SIGKILL)" in err

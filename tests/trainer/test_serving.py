@@ -17,16 +17,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from command_line import ROOT, SMALL, Clicks, Remains, click_columns, done, fill, flip, refused, run_here
+from held import stop_after
 from hypothesis import given
 from hypothesis import strategies as st
-from warm import Warm
 
 from foreload import ServedRows
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.files import write_sealed
-from foreload.trainer.cluster.faults import TrainerFault
 from foreload.trainer.errors import ExportError
 from foreload.trainer.run.directory import CHECKPOINTS
 from foreload.trainer.serving import folder, redis_keys, standalone
@@ -67,7 +66,7 @@ def small_groups() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory, warm: Warm, small_groups: None) -> Case:
+def case(tmp_path_factory: pytest.TempPathFactory, small_groups: None) -> Case:
     home = tmp_path_factory.mktemp("serving")
     clicks = Clicks.prepare(home, batch_size=20, slots=70)
     models: list[Path] = []
@@ -75,10 +74,11 @@ def case(tmp_path_factory: pytest.TempPathFactory, warm: Warm, small_groups: Non
     for number, (stop, store) in enumerate(zip((*STOPS, None), shards, strict=True)):
         run = home / f"run-{number}"
         source = ("--from", models[-1]) if models else SMALL
-        faults = [] if stop is None else [TrainerFault(0, "rows applied", stop, signal.SIGTERM)]
-        further = (*source, "--run", run, "--store", *store, "--trainers", 1)
-        status, err = warm.begin(["train", clicks.schedule, *further], run.with_suffix(".err"), faults).end()
-        assert status == 0, err
+        words = ["train", clicks.schedule, *source, "--run", run, "--store", *store, "--trainers", 1]
+        if stop is None:
+            done(*words)
+        else:
+            stop_after(stop, words, home)
         done("checkpoint", "save", run, "--to", home / "saved")
         (model,) = set((home / "saved").glob("step-*")) - set(models)
         models.append(model)

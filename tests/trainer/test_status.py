@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from command_line import main
 
 from foreload.cache.protocol.shard_table import ShardSnapshot, ShardStatus
-from foreload.trainer.cli import main
 from foreload.trainer.cluster.control import ControlSocket, CopyStatus, RunStatus
 from foreload.trainer.cluster.facts import Term
 from foreload.trainer.cluster.lane_copies import LaneCopies

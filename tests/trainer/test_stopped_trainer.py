@@ -11,16 +11,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from command_line import reached
+from command_line import Command, main, reached
 from small_job import arguments, summary, synthetic_schedule
-from warm import Warm
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.fence import read_epochs
 from foreload.cache.protocol.namespace import lane_key
-from foreload.trainer.cli import main
 from foreload.trainer.cluster.control import training_status
 from foreload.trainer.cluster.faults import TrainerFault
 from foreload.trainer.run.directory import Run
@@ -87,7 +85,6 @@ def undisturbed(
     ],
 )
 def test_what_it_still_writes_is_refused_it_stops_and_a_further_death_is_survived(
-    warm: Warm,
     schedule: Path,
     servers: LocalStores,
     undisturbed: Callable[[str], tuple[str, list[dict[bytes, bytes]]]],
@@ -101,19 +98,18 @@ def test_what_it_still_writes_is_refused_it_stops_and_a_further_death_is_survive
     refused = refusals(servers)
     # The second has copies of lanes that the first had. It stands still until it is killed, so that training does not end before the first is heard.
     faults = [TrainerFault(1, point, 10, signal.SIGSTOP), TrainerFault(2, point, 60, signal.SIGSTOP)]
-    job = warm.begin(
-        arguments(schedule, run, *further, "--peer-timeout", "3", "--digest"), tmp_path / "err", faults, may_kill=False
-    )
+    words = arguments(schedule, run, *further, "--peer-timeout", "3", "--digest")
+    job = Command(*words, faults=faults, may_kill=False)
     # Others have its lanes, and train.
     job.until(reached(run, 20))
-    assert "trainer 1: lost (it is silent)" in job.told
+    assert "trainer 1: lost (it is silent)" in job.said
     job.until(lambda: training_status(run) is not None)
     told = training_status(run)
     assert told is not None
     os.kill(told.trainers[1], signal.SIGCONT)
-    job.until(lambda: "trainer 1: was lost, and has stopped now" in job.told)
+    job.until(lambda: "trainer 1: was lost, and has stopped now" in job.said)
     os.kill(told.trainers[2], signal.SIGKILL)
-    status, err = job.end()
+    status, _, err = job.end()
     assert status == 0, err
     assert "trainer 2: lost (" in err
     assert "Traceback" not in err

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import DEADLINE_SECONDS, reached
-from small_job import BATCH, summary, synthetic_schedule
-from warm import AnyFault, Training, Warm
+from command_line import Command, main
+from held import HeldRun, Hold, standing, stop_after
+from small_job import BATCH, arguments, summary, synthetic_schedule
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.namespace import claim, owner
 from foreload.cache.protocol.shard_table import ShardSnapshot, ShardStatus
-from foreload.trainer.cli import main
-from foreload.trainer.cluster.control import AskStop, Stopping, ask, training_status
 from foreload.trainer.cluster.faults import RunObserver, TrainerFault
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.commands import store_moves, stores
@@ -30,8 +27,6 @@ from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.store_moves import ShardChange
 
 POINTS = ("rows to move read", "rows copied", "rows moved")
-MODEL = ("--dim", "4", "--lr", "0.05", "--model-options", "bottom=256-256-4", "top=256-256-1")
-"""Its dense part is large, so that steps take a while, and rows can move meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +35,14 @@ class Case:
 
     schedule: Path
     digest: str
-    warm: Warm
 
-    def begin(self, run: Path, *further: object, faults: Sequence[AnyFault] = ()) -> Training:
-        """Start training in other processes."""
-        train = ["train", str(self.schedule), "--run", str(run), *MODEL, "--digest", *map(str, further)]
-        return self.warm.begin(train, run.with_suffix(".err"), faults)
+    def words(self, run: Path, *further: object) -> list[str]:
+        """The command that trains."""
+        return arguments(self.schedule, run, "--digest", *map(str, further))
 
-    def begin_again(self, run: Path) -> Training:
-        """Go on with a run, in other processes."""
-        return self.warm.begin(["train", "--run", str(run), "--resume", "--digest", "--trainers", "2"], run.with_suffix(".err"))
+    def go_on(self, run: Path) -> list[str]:
+        """The command that goes on with a run."""
+        return ["train", str(self.schedule), "--run", str(run), "--resume", "--digest", "--trainers", "2"]
 
     def check(self, run: Path, live: Sequence[int], protected: bool) -> None:
         """Assert that a run at its end has the bits of the undisturbed one, on these store shards, each with what it must have."""
@@ -70,30 +63,28 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Case:
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("case")
     schedule = synthetic_schedule(folder, 100 * BATCH, lanes=4, slots=600)
     run = folder / "run"
-    status, err = Case(schedule, "", warm).begin(run, "--store", "local:1", "--trainers", 1).end()
+    status, _, err = Command(*Case(schedule, "").words(run, "--store", "local:1", "--trainers", 1)).end()
     assert status == 0, err
-    return Case(schedule, str(summary(run)["digest"]), warm)
+    return Case(schedule, str(summary(run)["digest"]))
 
 
 def asked(*arguments: object) -> None:
-    """Have a command done; a run that ends right now is asked again when it rests."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while main(["stores", *map(str, arguments)]) != 0:
-        assert time.monotonic() < deadline
+    """Have a command of `foreload stores` done."""
+    assert main(["stores", *map(str, arguments)]) == 0
 
 
-def ended(training: Training, *arguments: object) -> str:
-    """Wait for the end of a training during which this was asked; returns what it said. What came too late for it is done then."""
-    status, err = training.end()
+def ended(training: HeldRun, *moved: str) -> str:
+    """Let a training go on to its end; returns what it said. moved: the changes of store shards that it was asked for, all of them complete."""
+    status, _, err = training.end()
     assert status == 0, err
-    run = Path(str(arguments[1]))
-    assert ("not all rows have moved" in err) == Run.open(run).placement.migrating
-    if Run.open(run).placement.migrating:
-        asked(*arguments)
+    assert "not all rows have moved" not in err
+    assert not Run.open(training.path).placement.migrating
+    kinds = [event["kind"] for event in read_events(training.path) if event["kind"].startswith("rows-")]
+    assert kinds == ["rows-move", "rows-moved"] * len(moved)
     return err
 
 
@@ -112,24 +103,13 @@ def all_moved(run: Path, version: int) -> Callable[[], bool]:
     return satisfied
 
 
-def amid(run: Path) -> Callable[[], bool]:
-    """Whether the rows of a run that trains move right now."""
-
-    def satisfied() -> bool:
-        status = training_status(run)
-        return status is not None and 0.0 < status.shards.migrated < 1.0
-
-    return satisfied
-
-
 def test_from_one_server_of_its_own_to_four_to_three_without_parity(
-    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str], hold: Hold
 ) -> None:
     run = tmp_path / "run"
-    stopped_amid(case, run, 10, "--store", "local:1")
+    stop_after(10, case.words(run, "--store", "local:1", "--trainers", 2), tmp_path)
     # Rows that an earlier call wrote move, too.
-    training = case.begin_again(run)
-    training.until(reached(run, 20))
+    training = hold(case.go_on(run), 20)
     asked("add", run, "local", "local", "local")
     assert "shard 1, 2, 3 joins: rows move" in capsys.readouterr().out
     # One at a time.
@@ -137,10 +117,9 @@ def test_from_one_server_of_its_own_to_four_to_three_without_parity(
     assert "its rows are on their way to other store shards already" in capsys.readouterr().err
     training.until(all_moved(run, 1))
     asked("remove", run, "0")
-    err = ended(training, "remove", run, "0")
+    training.until(all_moved(run, 2))
+    err = ended(training, "added", "removed")
     assert "shard 1 joins, shard 2 joins, shard 3 joins; rows move while training goes on" in err
-    kinds = [event["kind"] for event in read_events(run) if event["kind"].startswith("rows-")]
-    assert kinds == ["rows-move", "rows-moved"] * 2
     case.check(run, [1, 2, 3], protected=False)
     for wrong, why in (("7", "no store shard of the run is 7"), ("redis://127.0.0.1:1", "no store shard of the run is redis")):
         assert main(["stores", "remove", str(run), wrong]) == 2
@@ -148,12 +127,13 @@ def test_from_one_server_of_its_own_to_four_to_three_without_parity(
     assert not (run / STORES / "shard-0.rdb").exists()
 
 
-def test_from_three_servers_to_five_to_four_with_parity(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_three_servers_to_five_to_four_with_parity(
+    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str], hold: Hold
+) -> None:
     run = tmp_path / "run"
     with LocalStores(6, tmp_path / "stores") as servers:
         urls = servers.urls
-        training = case.begin(run, "--store", ",".join(urls[:3]), "--trainers", 2)
-        training.until(reached(run, 10))
+        training = hold(case.words(run, "--store", ",".join(urls[:3]), "--trainers", 2))
         with Store([urls[5]]) as other:
             claim(other, "run", {"run": "another"}, "new")
         for wrong, why in (
@@ -167,35 +147,50 @@ def test_from_three_servers_to_five_to_four_with_parity(case: Case, tmp_path: Pa
             line = capsys.readouterr().err
             assert line.startswith("foreload: error: stores add: ")
             assert why in line
-        with Store([urls[4]]) as small:
-            small.command(0, "CONFIG", "SET", "maxmemory", int(small.info(0)["used_memory"]) + 300_000)
-            assert main(["stores", "add", str(run), urls[3], urls[4]]) == 2
-            assert "its maxmemory must be at least what it needs once the rows have moved" in capsys.readouterr().err
-            assert owner(small, "run", 0) is None
-            small.command(0, "CONFIG", "SET", "maxmemory", 0)
         asked("add", run, urls[3], urls[4])
         training.until(all_moved(run, 1))
         assert main(["stores", "status", str(run)]) == 0
         asked("remove", run, urls[1])
-        ended(training, "remove", run, urls[1])
+        training.until(all_moved(run, 2))
+        ended(training, "added", "removed")
         assert Run.open(run).manifest.store_urls == (urls[0], "", *urls[2:5])
         with Store([urls[1]]) as left:
             assert owner(left, "run", 0) is None
         case.check(run, [0, 2, 3, 4], protected=True)
 
 
+def test_a_server_without_memory_for_the_rows_is_refused(
+    case: Case, tmp_path: Path, launched: Callable[..., Command], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    with LocalStores(4, tmp_path / "stores") as servers:
+        # Not held by its schedule: what the rows will need is known of a whole schedule only.
+        words = case.words(run, "--store", ",".join(servers.urls[:3]), "--trainers", 2, "--peer-timeout", 600)
+        job = launched(*words, faults=[TrainerFault(1, "exchanged", 10, signal.SIGSTOP)])
+        trainer = standing(job, run, 1)
+        with Store([servers.urls[3]]) as small:
+            small.command(0, "CONFIG", "SET", "maxmemory", int(small.info(0)["used_memory"]) + 300_000)
+            assert main(["stores", "add", str(run), servers.urls[3]]) == 2
+            assert "its maxmemory must be at least what it needs once the rows have moved" in capsys.readouterr().err
+            assert owner(small, "run", 0) is None
+        trainer.resume()
+        status, _, err = job.end()
+        assert status == 0, err
+        case.check(run, [0, 1, 2], protected=True)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("trainer", [0, 1])
 @pytest.mark.parametrize("change", ["add", "remove"])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_trainer_that_dies_amid_a_move(case: Case, tmp_path: Path, point: str, change: str, trainer: int) -> None:
+def test_a_trainer_that_dies_amid_a_move(case: Case, tmp_path: Path, point: str, change: str, trainer: int, hold: Hold) -> None:
     run = tmp_path / "run"
-    parity = ("--store", "local:4", "--trainers", 2, "--copies", 2)
-    training = case.begin(run, *parity, faults=[TrainerFault(trainer, point, 1, signal.SIGKILL)])
-    training.until(reached(run, 10))
+    words = case.words(run, "--store", "local:4", "--trainers", 2, "--copies", 2)
+    training = hold(words, faults=[TrainerFault(trainer, point, 1, signal.SIGKILL)])
     asked(*(("add", run, "local") if change == "add" else ("remove", run, 1)))
-    status, err = training.end()
-    assert status == 0, err
+    training.until(lambda: f"trainer {trainer}: lost" in training.said)
+    training.until(all_moved(run, 1))
+    err = ended(training, change)
     assert f"trainer {trainer}: lost" in err
     case.check(run, [0, 1, 2, 3, 4] if change == "add" else [0, 2, 3], protected=True)
 
@@ -203,20 +198,21 @@ def test_a_trainer_that_dies_amid_a_move(case: Case, tmp_path: Path, point: str,
 @pytest.mark.full
 @pytest.mark.parametrize("shard", range(5))
 @pytest.mark.parametrize("change", ["add", "remove"])
-def test_a_shard_that_dies_amid_a_move(case: Case, tmp_path: Path, change: str, shard: int) -> None:
+def test_a_shard_that_dies_amid_a_move(case: Case, tmp_path: Path, change: str, shard: int, hold: Hold) -> None:
     run = tmp_path / "run"
-    training = case.begin(run, "--store", "local:4", "--trainers", 2)
-    training.until(reached(run, 10))
+    words = case.words(run, "--store", "local:4", "--trainers", 2, "--peer-timeout", 600)
+    training = hold(words, faults=[TrainerFault(1, "rows copied", 1, signal.SIGSTOP)])
     asked(*(("add", run, "local") if change == "add" else ("move", run, 1, "local")))
-    training.until(amid(run))
+    trainer = standing(training, run, 1)
     local = LocalStores.find(run / STORES)
     assert local is not None
     pid = local.pids[shard]
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    status, err = training.end()
-    assert status == 0, err
-    assert f"store shard {shard}: is whole again" in err
+    trainer.resume()
+    training.until(lambda: f"store shard {shard}: is whole again" in training.said)
+    training.until(all_moved(run, 1))
+    ended(training, change)
     case.check(run, [0, 1, 2, 3, 4] if change == "add" else [0, 2, 3, 4], protected=True)
 
 
@@ -235,15 +231,6 @@ def test_all_has_moved_only_once_trainers_have_told_of_all_their_lanes(tmp_path:
     assert shards.all_moved([0], 1)
 
 
-def stopped_amid(case: Case, run: Path, steps: int, *store: object) -> None:
-    """Have a run of two trainers stop after so many steps, or a few more."""
-    training = case.begin(run, *store, "--trainers", 2)
-    training.until(reached(run, steps))
-    assert ask(run, AskStop()) == Stopping()
-    status, err = training.end()
-    assert status == 0, err
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("parity", ["off", "2+1"])
 def test_a_run_that_rests_moves_and_goes_on(
@@ -251,7 +238,7 @@ def test_a_run_that_rests_moves_and_goes_on(
 ) -> None:
     run = tmp_path / "run"
     protected = parity != "off"
-    stopped_amid(case, run, 40, "--store", "local:3", "--parity", parity)
+    stop_after(40, case.words(run, "--store", "local:3", "--parity", parity, "--trainers", 2), tmp_path)
     before = Run.open(run).saved_status()
     # Broken off before all has settled, the same command goes on; another one is refused.
     with monkeypatch.context() as broken:
@@ -270,6 +257,6 @@ def test_a_run_that_rests_moves_and_goes_on(
     case.check_at_rest(run, [2, 3, 4], protected)
     after = Run.open(run).saved_status()
     assert (after.state, after.step, after.batches) == (before.state, before.step, before.batches)
-    status, err = case.begin_again(run).end()
+    status, _, err = Command(*case.go_on(run)).end()
     assert status == 0, err
     case.check(run, [2, 3, 4], protected)

@@ -178,7 +178,7 @@ def _train(parsed: argparse.Namespace) -> int:
     job = job_of(parsed)
     from foreload.trainer.commands.train import train
 
-    ending = train(job)
+    ending = train(job, parsed.observer, parsed.start_process)
     if ending is None:
         return 0
     tell(parsed, ending.summary, _summary_text(ending.summary))
@@ -242,7 +242,7 @@ def _drill_trainer(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import lost_trainer
 
     plan = lost_trainer.TrainerDrill(parsed.at, parsed.trainer, parsed.stop, parsed.check, make)
-    summary = lost_trainer.run(job, plan)
+    summary = lost_trainer.run(job, plan, parsed.start_process)
     return tell(parsed, summary, lost_trainer.text(summary))
 
 
@@ -253,7 +253,7 @@ def _drill_scale(parsed: argparse.Namespace) -> int:
     if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", parsed.to):
         raise SettingError(f"--to: must be numbers of trainers with commas between, such as 1,2,1; got {parsed.to}")
     numbers = tuple(int(number) for number in parsed.to.split(","))
-    summary = scale_drill.run(job, scale_drill.ScaleDrill(numbers, parsed.check, make))
+    summary = scale_drill.run(job, scale_drill.ScaleDrill(numbers, parsed.check, make), parsed.start_process)
     return tell(parsed, summary, scale_drill.text(summary))
 
 
@@ -262,5 +262,5 @@ def _drill(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import drill
 
     plan = drill.Drill(parsed.at, parsed.shard, parsed.stop, parsed.down, parsed.check, make)
-    summary = drill.run(job, plan)
+    summary = drill.run(job, plan, parsed.start_process)
     return tell(parsed, summary, drill.text(summary))

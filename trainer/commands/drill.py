@@ -20,6 +20,7 @@ from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.faults import Fault, RunObserver
 from foreload.trainer.cluster.messages import EvaluationEnded, FaultInjected, ShardsTold, StepEnded, TrainerEvent
+from foreload.trainer.cluster.processes import ChildProcess, StartProcess
 from foreload.trainer.commands.train import train
 from foreload.trainer.errors import TrainerError
 from foreload.trainer.run.directory import DRILL, STORES, SUMMARY, check_free
@@ -116,7 +117,7 @@ class LostShard(RunObserver):
         return Moments(self._injected_at, min(self._lost.values(), default=None), min(self._back.values(), default=None), whole)
 
 
-def run(job: TrainJob, drill: Drill) -> dict[str, Any]:
+def run(job: TrainJob, drill: Drill, start_process: StartProcess = ChildProcess) -> dict[str, Any]:
     """Train with the fault; returns the run's summary with the drill's figures in "drill".
 
     Raises SettingError for what cannot be drilled, TrainerError where the model is not the undisturbed one, and what training raises.
@@ -131,7 +132,7 @@ def run(job: TrainJob, drill: Drill) -> dict[str, Any]:
         down = 1.0 + (job.store_silence.total_seconds() if drill.stop else 0.0)
     observer = LostShard(fault, Path(job.run) / STORES, down)
     try:
-        ending = train(replace(job, digest=job.digest or drill.check), observer)
+        ending = train(replace(job, digest=job.digest or drill.check), observer, start_process)
     finally:
         observer.release()
     assert ending is not None
@@ -150,7 +151,7 @@ def run(job: TrainJob, drill: Drill) -> dict[str, Any]:
     }
     summary = ending.summary | {"drill": figures}
     figures["picture"] = draw(Path(job.run) / DRILL, timeline, moments, figures)
-    conclude(job, drill.check, ending, summary)
+    conclude(job, drill.check, ending, summary, start_process)
     return summary
 
 
@@ -162,13 +163,13 @@ def make_schedule(job: TrainJob, lanes: int = 2) -> None:
         prepare.run([*MADE_UP.split(), "--lanes", str(lanes), "--seed", str(job.seed), "--out", job.schedule])
 
 
-def conclude(job: TrainJob, check: bool, ending: Ending, summary: dict[str, Any]) -> None:
+def conclude(job: TrainJob, check: bool, ending: Ending, summary: dict[str, Any], start_process: StartProcess) -> None:
     """Train again, undisturbed, where that is wanted, and write the summary with what came out. Raises TrainerError where the model is another one,
     KeyboardInterrupt where a signal stopped the drill.
     """
     figures = summary["drill"]
     if check and not ending.stopped:
-        figures["digest_undisturbed"] = _undisturbed(job)
+        figures["digest_undisturbed"] = _undisturbed(job, start_process)
     write_json(Path(job.run) / SUMMARY, summary)
     if ending.signal_number is not None:
         raise KeyboardInterrupt
@@ -224,7 +225,7 @@ def choose_fault(job: TrainJob, drill: Drill, schedule: Schedule) -> Fault:
     return Fault(step, shard, signal.SIGSTOP if drill.stop else signal.SIGKILL)
 
 
-def _undisturbed(job: TrainJob) -> str:
+def _undisturbed(job: TrainJob, start_process: StartProcess) -> str:
     """The digest of the same training without a fault."""
     sys.stderr.write("drill: training again, undisturbed\n")
     with tempfile.TemporaryDirectory(prefix="foreload-") as folder:
@@ -232,7 +233,7 @@ def _undisturbed(job: TrainJob) -> str:
         if job.store.local is None:
             # Nothing of it is left on servers that are not its own, and the model is the same with any store.
             plain = replace(plain, store=Servers.parse("--store", "local:1"), parity=None, spare=None)
-        ending = train(plain)
+        ending = train(plain, None, start_process)
         assert ending is not None
         if ending.stopped:
             raise KeyboardInterrupt

@@ -25,6 +25,7 @@ from foreload.trainer.cluster.messages import (
     TrainerEvent,
     TrainerFaultInjected,
 )
+from foreload.trainer.cluster.processes import ChildProcess, StartProcess
 from foreload.trainer.commands.drill import check_whole, choose_step, conclude, make_schedule, milliseconds, plot
 from foreload.trainer.commands.train import train
 from foreload.trainer.errors import TrainerError
@@ -127,7 +128,7 @@ class LostTrainer(RunObserver):
         return sum(copy.slots for trainer, lane, copy in told if trainer != self._trainer and (trainer, lane) not in self._had)
 
 
-def run(job: TrainJob, drill: TrainerDrill) -> dict[str, Any]:
+def run(job: TrainJob, drill: TrainerDrill, start_process: StartProcess = ChildProcess) -> dict[str, Any]:
     """Train with the fault; returns the run's summary with the drill's figures in "drill".
 
     Raises SettingError for what cannot be drilled, TrainerError where the model is not the undisturbed one, and what training raises.
@@ -139,7 +140,7 @@ def run(job: TrainJob, drill: TrainerDrill) -> dict[str, Any]:
     schedule = Schedule(job.schedule)
     fault = choose_fault(job, drill, schedule)
     observer = LostTrainer(fault)
-    ending = train(replace(job, digest=job.digest or drill.check), observer)
+    ending = train(replace(job, digest=job.digest or drill.check), observer, start_process)
     assert ending is not None
     moments = observer.moments
     if moments is None:
@@ -165,7 +166,7 @@ def run(job: TrainJob, drill: TrainerDrill) -> dict[str, Any]:
     }
     summary = ending.summary | {"drill": figures}
     figures["picture"] = _draw(Path(job.run) / DRILL, timeline, moments, figures)
-    conclude(job, drill.check, ending, summary)
+    conclude(job, drill.check, ending, summary, start_process)
     return summary
 
 

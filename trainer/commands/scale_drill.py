@@ -17,6 +17,7 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.control import AskScale, AskScaled, Refused, ask
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.messages import EvaluationEnded, StepEnded, TrainerEvent
+from foreload.trainer.cluster.processes import ChildProcess, StartProcess
 from foreload.trainer.commands.drill import check_whole, conclude, make_schedule, milliseconds, plot
 from foreload.trainer.commands.train import train
 from foreload.trainer.errors import TrainerError
@@ -110,7 +111,7 @@ class Scaler(RunObserver):
             time.sleep(_PAUSE.total_seconds())
 
 
-def run(job: TrainJob, drill: ScaleDrill) -> dict[str, Any]:
+def run(job: TrainJob, drill: ScaleDrill, start_process: StartProcess = ChildProcess) -> dict[str, Any]:
     """Train with these changes; returns the run's summary with the drill's figures in "drill".
 
     Raises SettingError for what cannot be drilled, TrainerError where the model is not the undisturbed one or a change did not come about, and what
@@ -136,7 +137,7 @@ def run(job: TrainJob, drill: ScaleDrill) -> dict[str, Any]:
     changes = [Change(*pair, header.first_step + apart * (place + 1) - 1) for place, pair in enumerate(pairs)]
     observer = Scaler(Path(job.run), changes)
     try:
-        ending = train(replace(job, trainers=drill.numbers[0], digest=job.digest or drill.check), observer)
+        ending = train(replace(job, trainers=drill.numbers[0], digest=job.digest or drill.check), observer, start_process)
     finally:
         observer.end()
     assert ending is not None
@@ -144,7 +145,7 @@ def run(job: TrainJob, drill: ScaleDrill) -> dict[str, Any]:
     figures = account_changes(timeline, changes)
     summary = ending.summary | {"drill": figures}
     figures["picture"] = _draw(Path(job.run) / DRILL, timeline, changes, figures)
-    conclude(replace(job, trainers=drill.numbers[0]), drill.check, ending, summary)
+    conclude(replace(job, trainers=drill.numbers[0]), drill.check, ending, summary, start_process)
     for change in changes:
         if change.done is None:
             why = change.failed or f"training stopped after step {ending.step}, before it was to begin"

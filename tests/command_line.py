@@ -213,7 +213,7 @@ class Command:
         return self.process.wait(), out, err
 
 
-def refused_apart(*arguments: object, **environment: str) -> str:
+def refused_apart(*arguments: object, **environment: Any) -> str:
     """Run a command that must be refused in a process of its own, where nothing of it can hide; returns the line that says why."""
     status, _, err = Command(*arguments, **environment).end()
     return error_of(status, err)

@@ -123,9 +123,9 @@ def slow_steps() -> None:
 
     boundary = TrainingStep.boundary
 
-    def delayed(step: TrainingStep) -> None:
+    def delayed(self: TrainingStep) -> None:
         if not file or os.path.exists(file):
             time.sleep(float(seconds))
-        boundary(step)
+        boundary(self)
 
     TrainingStep.boundary = delayed  # type: ignore[method-assign]

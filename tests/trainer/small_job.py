@@ -45,7 +45,7 @@ def train_undisturbed(schedule: Path, folder: Path) -> Path:
     return run
 
 
-def scheduler_environment(trainers: int = 2) -> dict[str, str]:
+def scheduler_environment(trainers: int = 2) -> dict[str, Any]:
     """What a scheduler sets for each of its trainers, but for RANK: how many they are, and where they meet."""
     return {"WORLD_SIZE": str(trainers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 

@@ -133,10 +133,11 @@ def test_it_goes_on_anywhere_to_the_same_bits(trainings: Trainings, tmp_path: Pa
     place, few, slots = str(case["place"]), str(case["from slots"]), str(case["to slots"])
     run, saved, schedule = tmp_path / "run", tmp_path / "saved", trainings.schedule(few)
     options = (*FLAGS, *ends[0], "--checkpoint-every", EVERY[place], "--keep", 20, "--checkpoint", saved)
+    training: Command
     if place == "while it follows":
-        # The rest comes once a checkpoint is saved.
-        training = hold(["train", schedule, "--run", run, "--digest", *options], 5)
-        training.train_until(lambda _: bool(list(saved.glob("step-*"))))
+        # The rest is published once a checkpoint is saved.
+        training = follows = hold(["train", schedule, "--run", run, "--digest", *options], 5)
+        follows.train_until(lambda _: bool(list(saved.glob("step-*"))))
     else:
         training = trainings.begin(run, schedule, *options)
     assert trainings.end(run, training) == trainings.digests[LAST]

@@ -102,11 +102,11 @@ class ForkedCommand:
 
     def trainers(self) -> dict[int, tuple[int, int | None]]:
         """The trainers that it has started, by number: the process, and its exit status if the command has ended."""
-        found: dict[int, tuple[int, int | None]] = {}
+        started: dict[int, tuple[int, int | None]] = {}
         for line in self._trainers.read_text().splitlines():
             trainer, pid, status = line.split()
-            found[int(trainer)] = (int(pid), None if status == "None" else int(status))
-        return found
+            started[int(trainer)] = (int(pid), None if status == "None" else int(status))
+        return started
 
     def close(self) -> None:
         """Delete the file that the trainers are noted in."""
@@ -196,13 +196,13 @@ class Forker:
 
     def processes(self) -> list[psutil.Process]:
         """All processes that were forked and have not ended, commands and their keepers and trainers included."""
-        found = []
+        alive = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 own = self._process is not None and process.pid == self._process.pid
                 if not own and self._token in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    alive.append(process)
+        return alive
 
     def close(self) -> None:
         """End the process that forks, and the keepers and trainers of launchers in this process."""

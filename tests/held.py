@@ -176,18 +176,18 @@ def standing(job: Command, run: Path, trainer: int) -> psutil.Process:
 
     It stands until the test resumes it.
     """
-    found: list[psutil.Process] = []
+    stopped: list[psutil.Process] = []
 
     def stands() -> bool:
         status = training_status(run) if run.exists() else None
         if status is not None and trainer in status.trainers:
             process = psutil.Process(status.trainers[trainer])
             if process.status() == psutil.STATUS_STOPPED:
-                found.append(process)
-        return bool(found)
+                stopped.append(process)
+        return bool(stopped)
 
     job.until(stands)
-    return found[0]
+    return stopped[0]
 
 
 @contextmanager

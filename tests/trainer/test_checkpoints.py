@@ -96,9 +96,8 @@ def test_a_checkpoint_has_all_of_the_run_and_is_listed_verified_and_deleted(case
     with at_work(tmp_path / LOCK):
         assert "another checkpoint is being saved" in refused("checkpoint", "save", case.run, "--to", tmp_path)
     for folder in (case.run, case.checkpoint.parent, again.parent):
-        assert f"{case.checkpoint.name}: after step {step} of {case.clicks.schedule}, stopped; " in done(
-            "checkpoint", "list", folder
-        )
+        trained_on = Run.open(case.run).manifest.stages[-1].path
+        assert f"{case.checkpoint.name}: after step {step} of {trained_on}, stopped; " in done("checkpoint", "list", folder)
     assert done("checkpoint", "verify", again).strip().endswith("every file is as it was saved")
     assert done("checkpoint", "delete", again).strip() == f"deleted  {again}"
     assert folders(again.parent) == []
@@ -195,7 +194,8 @@ def test_what_cannot_be_is_refused_before_anything_is_made(case: Case, tmp_path:
     assert "needs at least 3 store shards" in refused("train", schedule, *base, "--parity", "2+1")
     other = tmp_path / "other"
     done("prepare", case.clicks.log, *case.clicks.options(other, batch_size=30))
-    assert f"does not continue {schedule}" in refused("train", other, *base)
+    trained_on = Run.open(case.run).manifest.stages[-1].path
+    assert f"does not continue {trained_on}" in refused("train", other, *base)
     assert "must be what the run was started with, 1; got 2" in refused("train", schedule, *base, "--threads", 2)
     assert not new.exists()
     # Nor is a run, or the checkpoint itself, deleted for it.

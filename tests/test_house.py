@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("pipelines", "cache", "trainer", "benchmarks")
-TEST_FOLDERS = ("tests", "tests/cache", "tests/pipelines", "tests/trainer")
+TEST_FOLDERS = ("tests", "tests/cache", "tests/pipelines", "tests/trainer", "tests/training")
 """Tests whose names, too, are looked at."""
 MOST_LINES, MOST_FUNCTION_LINES = 400, 60
 
@@ -252,7 +252,7 @@ def test_public_names_say_what_they_are_for(folder: str) -> None:
 def test_locals_say_what_they_hold() -> None:
     """No variable is called `found`, in the folders that have none."""
     clean = [path for path in _files() if path.relative_to(ROOT).parts[0] in ("pipelines", "benchmarks")]
-    clean += [path for path in _test_files() if path.parent.name in ("tests", "trainer")]
+    clean += [path for path in _test_files() if path.parent.name in ("tests", "trainer", "training")]
     named = {
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in clean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from training import Trained, job_in_memory
 
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.compute.program import Trainer
 from foreload.trainer.models import load_model
 from foreload.trainer.run.job import TrainJob
 
@@ -91,3 +93,13 @@ def assert_same(outcome: Trained, undisturbed: Trained) -> None:
     assert [(e.step, e.epoch, e.auc, e.log_loss) for e in outcome.evaluations] == [
         (e.step, e.epoch, e.auc, e.log_loss) for e in undisturbed.evaluations
     ]
+
+
+def seeding(slots: int) -> Callable[[int, Trainer], None]:
+    """Return what has copies that are seeded while training goes on get so many slots after each step, as `break_it` of `train`."""
+
+    def seed_slowly(number: int, trainer: Trainer) -> None:
+        if trainer.commits is not None:
+            trainer.commits._replication.seeding.stretch = slots
+
+    return seed_slowly

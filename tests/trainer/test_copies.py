@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import small_terms
 from small_terms import LANES, STEPS, assert_same
-from training import Term, Trained, train
+from training import Trained, train
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.cluster.terms import Change
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,7 +56,9 @@ def test_copies_are_seeded_where_a_stopped_training_goes_on(
 
 
 def test_copies_follow_lanes_that_move_between_terms(schedule: Schedule, servers: LocalStores, undisturbed: Trained) -> None:
-    terms = (Term((0, 0, 1, 1), 3), Term((1, 2, 0, 0), 13), Term((0, 1, 2, 3)))
-    outcome = _train(schedule, servers, terms=terms, copies=2)
+    hosts = (0, 0, 1, 1), (1, 2, 0, 0), (0, 1, 2, 3)
+    changes = {3: Change(joining=(2,), targets=hosts[1]), 13: Change(joining=(3,), targets=hosts[2])}
+    outcome = _train(schedule, servers, trainers=2, changes=changes, copies=2)
     assert_same(outcome, undisturbed)
+    assert set(hosts) <= {term.hosts for term in outcome.terms}
     assert outcome.compared > (STEPS - 4) * LANES

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import small_terms
-from dying import Death, train_with_deaths
 from small_terms import assert_same
-from training import Trained, train
+from training import Death, Trained, train
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.reader import Schedule
@@ -87,6 +86,6 @@ def test_a_stop_around_an_evaluation_is_gone_on_from(
 
 @pytest.mark.parametrize("trainer", [0, 1])
 def test_a_trainer_dies_in_an_evaluation(schedule: Schedule, servers: LocalStores, undisturbed: Trained, trainer: int) -> None:
-    outcome, terms = train_with_deaths(small_terms.job(), schedule, servers.urls, 2, (Death(trainer, "evaluating", 9),))
-    assert len(terms) == 2
+    outcome = train(small_terms.job(), schedule, servers.urls, 2, copies=2, deaths=[Death(trainer, "evaluating", 9)])
+    assert len(outcome.terms) == 2
     assert_same(outcome, undisturbed)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import small_terms
 from command_line import done, refused
-from dying import Death, train_with_deaths
-from training import Trained, train
+from training import Death, Trained, train
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
@@ -123,8 +122,8 @@ def test_more_epochs_have_the_same_sets(tmp_path: Path, schedule: Schedule, serv
 
 
 def test_a_trainer_dies_in_an_evaluation(schedule: Schedule, servers: LocalStores, undisturbed: Trained) -> None:
-    outcome, terms = train_with_deaths(small_terms.job(), schedule, servers.urls, 2, (Death(0, "evaluating", 3),))
-    assert len(terms) == 2
+    outcome = train(small_terms.job(), schedule, servers.urls, 2, copies=2, deaths=[Death(0, "evaluating", 3)])
+    assert len(outcome.terms) == 2
     small_terms.assert_same(outcome, undisturbed)
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import small_terms
-from dying import LAST_WRITE_BACK, LAST_WRITTEN, Death, StatedTerm, train_with_deaths
 from small_terms import assert_same
-from training import Trained, train
+from training import Death, Trained, train
 
 from foreload.cache.client import frames, resp
 from foreload.cache.client.local import LocalStores
@@ -17,7 +16,6 @@ from foreload.cache.protocol import batch_log
 from foreload.cache.protocol.rehearsal import rehearse_takeover
 from foreload.cache.rows import layout
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.compute.seeding import Seeding
 
 POINTS = (
     *("before fetch", "rows staged", "exchanged", "early rows sent", "forward done", "replicated", "gradients sent", "committed"),
@@ -32,7 +30,7 @@ CACHE_POINTS = {
     (1, 0): ("fetch leaves", "data leaves", "data acknowledged"),
     (2, 1): ("batch logged", "parity leaves", "parity acknowledged", "data leaves", "data acknowledged"),
 }
-ENDS = (LAST_WRITE_BACK, LAST_WRITTEN)
+ENDS = ("last write-back", "last rows written")
 
 
 def _cases() -> Iterator[tuple[int, int, str, int, tuple[int, int]]]:
@@ -66,19 +64,17 @@ def undisturbed(schedule: Schedule, servers: LocalStores, one_thread: None) -> d
     return {code: train(small_terms.job(), schedule, servers.urls, parity=code) for code in CODES}
 
 
-def _lose(
-    schedule: Schedule, stores: LocalStores, trainers: int, *deaths: Death, **rest: Any
-) -> tuple[Trained, list[StatedTerm]]:
-    return train_with_deaths(small_terms.job(), schedule, stores.urls, trainers, deaths, **rest)
+def _lose(schedule: Schedule, stores: LocalStores, trainers: int, *deaths: Death, copies: int = 2, **rest: Any) -> Trained:
+    return train(small_terms.job(), schedule, stores.urls, trainers, copies=copies, deaths=deaths, **rest)
 
 
 @pytest.mark.parametrize("point", POINTS[::3])
 def test_a_term_that_ends_without_a_loss_is_rolled_back_and_run_again(
     schedule: Schedule, servers: LocalStores, undisturbed: dict[tuple[int, int], Trained], point: str
 ) -> None:
-    outcome, terms = _lose(schedule, servers, 2, Death(0, point, 7, dies=False))
+    outcome = _lose(schedule, servers, 2, Death(0, point, 7, dies=False))
     assert_same(outcome, undisturbed[1, 0])
-    assert [term.step for term in terms[1:]] in ([5], [6], [7])
+    assert [term.committed for term in outcome.terms[1:]] in ([5], [6], [7])
 
 
 def _check_a_death(
@@ -91,12 +87,12 @@ def _check_a_death(
     step: int,
     code: tuple[int, int],
 ) -> None:
-    outcome, terms = _lose(schedule, servers, trainers, Death(trainer, point, step), parity=code)
+    outcome = _lose(schedule, servers, trainers, Death(trainer, point, step), parity=code)
     assert_same(outcome, undisturbed[code])
     assert outcome.stored == undisturbed[code].stored
     # A traffic's point may come after the last one of its trainer, and at the end of a segment no rows go early.
-    assert len(terms) == 2 or point in (*CACHE_POINTS[code], "early rows sent")
-    assert len(terms) == 1 or trainer not in terms[-1].hosts
+    assert len(outcome.terms) == 2 or point in (*CACHE_POINTS[code], "early rows sent")
+    assert len(outcome.terms) == 1 or trainer not in outcome.terms[-1].hosts
 
 
 @pytest.mark.parametrize("case", COVERING, ids=str)
@@ -116,19 +112,14 @@ def test_each_trainer_dies_at_every_point(
 
 @pytest.mark.parametrize("code", CODES)
 def test_two_die_one_after_the_other(
-    schedule: Schedule,
-    servers: LocalStores,
-    undisturbed: dict[tuple[int, int], Trained],
-    monkeypatch: pytest.MonkeyPatch,
-    code: tuple[int, int],
+    schedule: Schedule, servers: LocalStores, undisturbed: dict[tuple[int, int], Trained], code: tuple[int, int]
 ) -> None:
     """The second held the only copies of lanes of which others are seeded meanwhile, a few slots after each step."""
-    monkeypatch.setattr(Seeding, "stretch", 5)
     deaths = (Death(1, "gradients sent", 2), Death(3, "rows applied", 16))
-    outcome, terms = _lose(schedule, servers, 4, *deaths, parity=code)
+    outcome = _lose(schedule, servers, 4, *deaths, parity=code, break_it=small_terms.seeding(5))
     assert_same(outcome, undisturbed[code])
     assert outcome.stored == undisturbed[code].stored
-    assert set(terms[-1].hosts) == {0, 2}
+    assert set(outcome.terms[-1].hosts) == {0, 2}
 
 
 @pytest.mark.parametrize("point", ["exchanged", "rows applied"])
@@ -136,7 +127,7 @@ def test_two_that_die_together_are_survived_with_three_copies(
     schedule: Schedule, servers: LocalStores, undisturbed: dict[tuple[int, int], Trained], point: str
 ) -> None:
     deaths = (Death(0, point, 6), Death(2, point, 6))
-    outcome, _ = _lose(schedule, servers, 4, *deaths, copies=3)
+    outcome = _lose(schedule, servers, 4, *deaths, copies=3)
     assert_same(outcome, undisturbed[1, 0])
     assert outcome.stored == undisturbed[1, 0].stored
 
@@ -147,10 +138,10 @@ def test_who_took_lanes_over_dies_before_the_next_step(
 ) -> None:
     """The step to go on from is the same in both terms; lanes that nobody wrote a row of in between have a third owner."""
     deaths = (Death(1, "rows applied", 6), Death(0, "before fetch", 6, term=2))
-    outcome, terms = _lose(schedule, servers, 4, *deaths, copies=3, parity=code)
+    outcome = _lose(schedule, servers, 4, *deaths, copies=3, parity=code)
     assert_same(outcome, undisturbed[code])
     assert outcome.stored == undisturbed[code].stored
-    assert [term.step for term in terms] == [-1, 5, 5]
+    assert [term.committed for term in outcome.terms] == [-1, 5, 5]
 
 
 TAKEOVERS = [
@@ -174,10 +165,10 @@ def test_who_takes_lanes_over_dies_on_the_way(
     point: str,
 ) -> None:
     deaths = (Death(dead, "rows applied", 6), Death(None, point, 0, term=2))
-    outcome, terms = _lose(schedule, servers, 4, *deaths, copies=3, parity=code)
+    outcome = _lose(schedule, servers, 4, *deaths, copies=3, parity=code)
     assert_same(outcome, undisturbed[code])
     assert outcome.stored == undisturbed[code].stored
-    assert len(terms[-1].members) == 2
+    assert len(outcome.terms[-1].members) == 2
 
 
 @pytest.mark.parametrize(
@@ -185,18 +176,18 @@ def test_who_takes_lanes_over_dies_on_the_way(
     [
         ("dense part applied", 8, (1, 0)),
         ("committed", 8, (2, 1)),
-        (LAST_WRITE_BACK, -1, (1, 0)),
-        (LAST_WRITTEN, -1, (2, 1)),
+        ("last write-back", -1, (1, 0)),
+        ("last rows written", -1, (2, 1)),
     ],
 )
 def test_a_trainer_dies_as_training_stops(
     schedule: Schedule, servers: LocalStores, point: str, step: int, code: tuple[int, int]
 ) -> None:
     stopped = train(small_terms.job(), schedule, servers.urls, parity=code, stop_after=lambda step: step == 8)
-    outcome, terms = _lose(schedule, servers, 3, Death(1, point, step), parity=code, stop_after=lambda step: step == 8)
+    outcome = _lose(schedule, servers, 3, Death(1, point, step), parity=code, stop_after=lambda step: step == 8)
     assert_same(outcome, stopped)
     assert outcome.stored == stopped.stored
-    assert (outcome.stopped_at, len(terms)) == (8, 2)
+    assert (outcome.stopped_at, len(outcome.terms)) == (8, 2)
 
 
 @pytest.mark.parametrize("code", CODES)

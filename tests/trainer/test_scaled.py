@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import small_terms
-from dying import Death
-from scaled import train_scaled
 from small_terms import assert_same
-from training import Trained, train
+from training import Death, Trained, train
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.facts import Term
-from foreload.trainer.compute.seeding import Seeding
+from foreload.trainer.cluster.terms import Change
 
 CODES = ((1, 0), (2, 1))
+JOINS = Change(joining=(1,)), Change(joining=(2, 3))
+LEAVES = Change(leaving=(2, 3)), Change(leaving=(1,))
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,15 +37,15 @@ def _scale(
     stores: LocalStores,
     undisturbed: dict[tuple[int, int], Trained],
     trainers: int,
-    changes: dict[int, int],
+    changes: dict[int, Change],
     **rest: Any,
 ) -> list[Term]:
-    outcome, terms = train_scaled(small_terms.job(), schedule, stores.urls, trainers, changes, **rest)
-    print("\n".join(map(str, terms)))
+    outcome = train(small_terms.job(), schedule, stores.urls, trainers, changes=changes, **rest)
+    print("\n".join(map(str, outcome.terms)))
     expected = undisturbed[rest.get("parity", (1, 0))]
     assert_same(outcome, expected)
     assert outcome.stored == expected.stored
-    return terms
+    return outcome.terms
 
 
 def _hosting(terms: list[Term]) -> list[int]:
@@ -59,9 +59,9 @@ def _hosting(terms: list[Term]) -> list[int]:
 @pytest.mark.parametrize(
     ("first", "changes", "hosting"),
     [
-        pytest.param(1, {0: 2, 10: 4}, [1, 2, 4], id="up"),
-        pytest.param(4, {0: 2, 11: 1}, [4, 2, 1], id="down"),
-        pytest.param(1, {0: 2, 5: 4, 10: 2, 16: 1}, None, id="before what was begun is done"),
+        pytest.param(1, {1: JOINS[0], 11: JOINS[1]}, [1, 2, 4], id="up"),
+        pytest.param(4, {1: LEAVES[0], 12: LEAVES[1]}, [4, 2, 1], id="down"),
+        pytest.param(1, {1: JOINS[0], 6: JOINS[1], 11: LEAVES[0], 17: LEAVES[1]}, None, id="before what was begun is done"),
     ],
 )
 def test_scaling_changes_nothing(
@@ -69,7 +69,7 @@ def test_scaling_changes_nothing(
     servers: LocalStores,
     undisturbed: dict[tuple[int, int], Trained],
     first: int,
-    changes: dict[int, int],
+    changes: dict[int, Change],
     hosting: list[int] | None,
     copies: int,
     code: tuple[int, int],
@@ -80,14 +80,10 @@ def test_scaling_changes_nothing(
 
 @pytest.mark.parametrize("code", CODES)
 def test_copies_are_seeded_bit_by_bit_before_lanes_move(
-    schedule: Schedule,
-    servers: LocalStores,
-    undisturbed: dict[tuple[int, int], Trained],
-    monkeypatch: pytest.MonkeyPatch,
-    code: tuple[int, int],
+    schedule: Schedule, servers: LocalStores, undisturbed: dict[tuple[int, int], Trained], code: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(Seeding, "stretch", 9)
-    terms = _scale(schedule, servers, undisturbed, 2, {1: 3}, copies=2, parity=code)
+    changes = {2: Change(joining=(2,))}
+    terms = _scale(schedule, servers, undisturbed, 2, changes, copies=2, parity=code, break_it=small_terms.seeding(9))
     assert _hosting(terms) == [2, 3]
     joined, moved = (next(term for term in terms if len(set(term.hosts)) == count) for count in (2, 3))
     assert moved.committed > joined.committed + 4
@@ -105,7 +101,8 @@ def test_a_trainer_dies_while_one_joins(
     schedule: Schedule, servers: LocalStores, undisturbed: dict[tuple[int, int], Trained], death: Death, code: tuple[int, int]
 ) -> None:
     first = 1 if death.trainer == 1 else 2
-    terms = _scale(schedule, servers, undisturbed, first, {0: first + 1}, copies=2, parity=code, deaths=[death])
+    changes = {1: Change(joining=(first,))}
+    terms = _scale(schedule, servers, undisturbed, first, changes, copies=2, parity=code, deaths=[death])
     assert death.trainer not in terms[-1].members
 
 
@@ -113,6 +110,7 @@ def test_a_trainer_dies_while_one_joins(
 def test_one_that_joins_and_dies_before_it_hosts_a_lane_is_not_missed(
     schedule: Schedule, servers: LocalStores, undisturbed: dict[tuple[int, int], Trained], copies: int
 ) -> None:
-    terms = _scale(schedule, servers, undisturbed, 2, {2: 3}, copies=copies, deaths=[Death(2, "before fetch", -1)])
+    changes = {3: Change(joining=(2,))}
+    terms = _scale(schedule, servers, undisturbed, 2, changes, copies=copies, deaths=[Death(2, "before fetch", -1)])
     assert terms[-1].hosts == terms[0].hosts
-    assert terms[-1].members == (0, 1)
+    assert set(terms[-1].members) == {0, 1}

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import small_terms
 from small_terms import LANES, assert_same
-from training import Term, Trained, train
+from training import Trained, train
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.facts import contiguous_lanes
+from foreload.trainer.cluster.terms import Change
 from foreload.trainer.compute.choose_kernels import kernels_for
 from foreload.trainer.compute.program import Trainer
 from foreload.trainer.compute.term_session import TermSession
@@ -27,8 +28,9 @@ LAST_STEPS = {
     "before an evaluation": 11,
     "after one": 12,
     "the last step but one": 22,
+    "the last step": 23,
 }
-"""After which step the first of two terms ends."""
+"""After which step the first term ends."""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,25 +40,28 @@ def schedule(tmp_path_factory: pytest.TempPathFactory) -> Schedule:
     return small_terms.schedule(tmp_path_factory.mktemp("terms"))
 
 
-def _train(schedule: Schedule, stores: LocalStores, *terms: Term, **rest: Any) -> Trained:
-    return train(small_terms.job(), schedule, stores.urls, terms=terms, **rest)
+def _train(schedule: Schedule, stores: LocalStores, **rest: Any) -> Trained:
+    return train(small_terms.job(), schedule, stores.urls, **rest)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(schedule: Schedule, servers: LocalStores, one_thread: None) -> Trained:
     """One trainer, one term."""
-    outcome = _train(schedule, servers, Term(ONE))
+    outcome = _train(schedule, servers)
     assert [e.step for e in outcome.evaluations] == [11, 23]
     return outcome
 
 
-MAPS = (ONE, FOUR, CROSSED, THREE)
-CHANGES = [(before, after) for before, after in itertools.product(MAPS, MAPS) if before != after]
-# Every map is left and entered, every place of a change stands with and without parity.
+def _change(before: tuple[int, ...], after: tuple[int, ...]) -> Change:
+    """Return the change by which lanes hosted as in `before` get hosted as in `after`."""
+    joining, leaving = sorted(set(after) - set(before)), sorted(set(before) - set(after))
+    return Change(tuple(joining), tuple(leaving), after)
+
+
+CHANGES = [(before, after) for before, after in itertools.product((ONE, FOUR), (ONE, FOUR, CROSSED, THREE)) if before != after]
+# Every change, and every place with and without parity.
 COVERING = [
-    (CHANGES[(3 * i + 5 * j) % len(CHANGES)], last, parity)
-    for i, last in enumerate(LAST_STEPS)
-    for j, parity in enumerate(PARITY)
+    (CHANGES[(i + 3 * j) % len(CHANGES)], last, parity) for i, last in enumerate(LAST_STEPS) for j, parity in enumerate(PARITY)
 ]
 GRID = [
     pytest.param(*change, last, parity, marks=() if (change, last, parity) in COVERING else pytest.mark.full)
@@ -74,23 +79,43 @@ def test_lanes_that_move_between_two_terms_change_nothing(
     last: str,
     parity: tuple[int, int],
 ) -> None:
-    assert_same(_train(schedule, servers, Term(before, LAST_STEPS[last]), Term(after), parity=parity), undisturbed)
+    """Four trainers have copies of all lanes, so these move at once; one has none, so copies are made first."""
+    step, trainers = LAST_STEPS[last], len(set(before))
+    changes = {step: _change(before, after)}
+    outcome = _train(schedule, servers, trainers=trainers, copies=trainers, changes=changes, parity=parity)
+    assert_same(outcome, undisturbed)
+    hosts = [term.hosts for term in outcome.terms]
+    assert outcome.terms[1].committed == step
+    if before == FOUR:
+        assert hosts == [before, after]
+    elif step < 22:
+        # After a later step there is no time to make copies.
+        assert hosts == [before, before, after]
 
 
 @pytest.mark.parametrize("parity", PARITY)
 def test_a_term_after_every_few_steps_changes_nothing(
     schedule: Schedule, servers: LocalStores, undisturbed: Trained, parity: tuple[int, int]
 ) -> None:
-    """Trainers join, leave and come back; a lane returns to who had it."""
-    terms = [Term(hosts, last) for hosts, last in zip(itertools.cycle(MAPS), (0, 1, 4, 8, 11, 15, 16))]
-    assert_same(_train(schedule, servers, *terms, Term(FOUR), parity=parity), undisturbed)
+    """Lanes go round between three trainers, and return to who had them."""
+    maps = (0, 0, 1, 2), (2, 0, 1, 0), (1, 1, 0, 2)
+    steps = (0, 1, 4, 8, 11, 15, 16)
+    hosts = list(itertools.islice(itertools.cycle(maps), len(steps) + 1))
+    changes = {step: Change(targets=targets) for step, targets in zip(steps, hosts[1:], strict=True)}
+    outcome = _train(schedule, servers, trainers=3, copies=3, changes=changes, parity=parity)
+    assert_same(outcome, undisturbed)
+    assert [term.hosts for term in outcome.terms] == hosts
+    assert [term.committed for term in outcome.terms] == [-1, *steps]
 
 
 def test_a_stop_in_a_later_term_is_gone_on_from(schedule: Schedule, servers: LocalStores, undisturbed: Trained) -> None:
-    stopped = _train(schedule, servers, Term(CROSSED, 3), Term(THREE), stop_after=lambda step: step == 8)
-    assert stopped.stopped_at == 8
+    job, changes = small_terms.job(), {3: _change(FOUR, CROSSED)}
+    stopped = train(job, schedule, servers.urls, 4, copies=4, changes=changes, stop_after=lambda step: step == 8)
+    assert (stopped.stopped_at, [term.hosts for term in stopped.terms]) == (8, [FOUR, CROSSED])
     assert stopped.digest != undisturbed.digest
-    assert [step.loss for step in stopped.steps] == [step.loss for step in undisturbed.steps[:9]]
+    resumed = train(job, schedule, servers.urls, 3, resume=stopped)
+    assert [step.loss for step in stopped.steps + resumed.steps] == [step.loss for step in undisturbed.steps]
+    assert resumed.digest == undisturbed.digest
 
 
 def test_no_message_is_left_over_where_training_stops_within_a_segment(schedule: Schedule, servers: LocalStores) -> None:
@@ -100,7 +125,7 @@ def test_no_message_is_left_over_where_training_stops_within_a_segment(schedule:
         assert isinstance(trainer.session.transport, LocalTransport)
         transports.append(trainer.session.transport)
 
-    _train(schedule, servers, Term(FOUR), stop_after=lambda step: step == 5, break_it=keep)
+    _train(schedule, servers, trainers=4, stop_after=lambda step: step == 5, break_it=keep)
     assert len(transports) == 4
     assert not transports[0].hub.messages
 

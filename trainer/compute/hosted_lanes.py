@@ -79,17 +79,6 @@ class HostedLanes:
         self._handed[plan.lane] = plan.released_boundary
         self._arrivals[plan.lane] = np.full(partition.slots, -1, np.int32)
 
-    def close_lane(self, lane: int, step: int) -> int:
-        """Write back what a lane holds after training step `step`, and host it no more: it rests, and anyone may take it over.
-
-        Returns the number of its last write-back batch, at which the next owner begins. The other lanes go on. Raises CacheError.
-        """
-        partition = self.partitions[lane]
-        self._hand_over(lane, self._boundary_after(step + 1), partition.end(partition.occupied()), at_stop=True)
-        batch = self.traffic.release_lane(lane)
-        self._forget(lane)
-        return batch
-
     def give_away(self, lane: int) -> LaneCopy:
         """Host a lane no more, whose next owner has a copy of it: what was handed over is written back, what sits in slots stays, as another copy.
 
@@ -98,17 +87,8 @@ class HostedLanes:
         self.traffic.flush()
         released, _ = self.traffic.released(lane)
         batch = self.traffic.release_lane(lane)
-        partition, given = self._forget(lane)
-        return LaneCopy.of_owner(lane, partition, given, (released, batch))
-
-    def _forget(self, lane: int) -> tuple[Partition, np.ndarray]:
-        """Drop a lane whose traffic has ended; returns its partition and the ordinals given."""
         del self._arrivals[lane], self._handed[lane]
-        return self.partitions.pop(lane), self.given.pop(lane)
-
-    def _boundary_after(self, boundary: int) -> int:
-        """The first boundary, from this one on, that was not passed: that of a step that was broken off is passed already."""
-        return max(boundary, self._boundary + 1)
+        return LaneCopy.of_owner(lane, self.partitions.pop(lane), self.given.pop(lane), (released, batch))
 
     def weights(self) -> dict[int, Tensor]:
         """Lane -> float32 [slots, W]: the partitions themselves, no copies."""
@@ -204,7 +184,8 @@ class HostedLanes:
         apart.
         """
         count = 0
-        boundary = self._boundary_after(boundary)
+        # The boundary of a step that was aborted has been passed already.
+        boundary = max(boundary, self._boundary + 1)
         for lane, partition in self.partitions.items():
             ended = self._end(lane, boundary, partition.occupied(), at_stop=at_stop)
             self._hand_over(lane, boundary, ended, at_stop)

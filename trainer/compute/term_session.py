@@ -68,7 +68,3 @@ class TermSession:
     def barrier(self) -> None:
         """Return after every trainer of the term has called this. Raises PeerLost."""
         self.transport.barrier()
-
-    def close(self) -> None:
-        """Leave the term. What is under way between the trainers is dropped; those that still wait for this one see PeerLost."""
-        self.transport.close()

@@ -1,11 +1,11 @@
-"""Putting a trainer together: the parts that outlive terms, lanes that are opened and closed, and a term that is joined.
+"""Putting a trainer together: the parts that outlive terms, the lanes that it opens, and the term that it joins.
 
 `foreload.trainer.compute.program.Trainer` runs what comes of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -201,41 +201,33 @@ def free_partitions(parts: TrainerParts, lanes: Sequence[int], with_base: bool) 
     }
 
 
-def _take_lanes(
-    stored: StoredRows, ownership: Ownership, partitions: Mapping[int, Partition], start: Start, position: Position
-) -> None:
-    """Fence lanes that were closed, and fill their slots with the rows that sat there then, read back from the store."""
+def open_lanes(parts: TrainerParts, access: StoreAccess, lanes: Sequence[int], start: Start, position: Position) -> HostedLanes:
+    """Take over the lanes of a run that has not begun or was stopped, and begin their traffic.
+
+    From then on no earlier owner can write them. The rows that sat in their slots are read back from the store.
+
+    Args:
+        start: where the run stopped.
+        position: the schedule's position after that step.
+
+    Raises:
+        CacheError: the store refuses or loses something.
+    """
+    stored = StoredRows(access.store, access.placement, parts.layouts, access.namespace)
+    partitions = free_partitions(parts, lanes, with_base=access.placement.r > 0)
     given = np.array([state.ordinals for state in position.lanes], np.int64)
     stored.stripes = _written_stripes(stored.placement, lambda: given)
-    take_over(stored, ownership, {lane: start.last_batches[lane] for lane in partitions})
+    take_over(stored, access.ownership, {lane: start.last_batches[lane] for lane in lanes})
     for lane, partition in partitions.items():
         slots, who = position.lanes[lane].slots, position.lanes[lane].occupants
         rows = read_rows(stored, Expected(*who.columns(), lane))
         # -1: no write-back of this schedule is to be waited for.
         partition.admit(Arrivals(*who.columns(), slots, np.full(len(slots), -1, np.int32)), rows)
-
-
-def _host(
-    parts: TrainerParts, hosted: HostedLanes, partitions: Mapping[int, Partition], start: Start, position: Position
-) -> None:
-    """Put lanes that were taken over among the hosted ones, and begin their traffic."""
-    for lane, partition in partitions.items():
-        # What was given an ordinal was trained, and so written back when the lane was closed.
-        written = np.array(position.lanes[lane].ordinals, np.int64)
-        plan = _plan(parts.schedule, position, lane)
-        hosted.add(partition, LanePlan(lane, plan, start.last_batches[lane], start.step, written), position.lanes[lane].ordinals)
-
-
-def open_lanes(parts: TrainerParts, access: StoreAccess, lanes: Sequence[int], start: Start, position: Position) -> HostedLanes:
-    """Take over lanes that were closed after the step that `start` tells, and begin their traffic. position: of the schedule after that step.
-
-    From here on this trainer alone may write them, until they are closed. Raises CacheError.
-    """
-    stored = StoredRows(access.store, access.placement, parts.layouts, access.namespace)
-    partitions = free_partitions(parts, lanes, with_base=access.placement.r > 0)
-    _take_lanes(stored, access.ownership, partitions, start, position)
     hosted = _with_traffic(parts, access, stored)
-    _host(parts, hosted, partitions, start, position)
+    for lane, partition in partitions.items():
+        # Every row that has an ordinal was trained, and written back when the run stopped.
+        plan = LanePlan(lane, _plan(parts.schedule, position, lane), start.last_batches[lane], start.step, given[lane].copy())
+        hosted.add(partition, plan, given[lane])
     return hosted
 
 
@@ -261,18 +253,6 @@ def _with_traffic(parts: TrainerParts, access: StoreAccess, stored: StoredRows) 
     return HostedLanes(stored, traffic)
 
 
-def open_further_lanes(
-    parts: TrainerParts, access: StoreAccess, hosted: HostedLanes, lanes: Sequence[int], start: Start, position: Position
-) -> None:
-    """Open further lanes on the traffic that serves the hosted ones, between two of its rounds. Raises CacheError; where that comes of taking over,
-    the traffic has ended.
-    """
-    if lanes:
-        partitions = free_partitions(parts, lanes, with_base=access.placement.r > 0)
-        hosted.traffic.between_rounds(lambda: _take_lanes(hosted.stored, access.ownership, partitions, start, position))
-        _host(parts, hosted, partitions, start, position)
-
-
 def join_term(
     parts: TrainerParts, transport: Transport, lane_map: Sequence[int], copy_map: Sequence[Sequence[int]] = ()
 ) -> TermSession:
@@ -280,20 +260,13 @@ def join_term(
     return TermSession(transport, lane_map, parts.kernels, parts.rules.width, copy_map)
 
 
-def begin_term(
-    parts: TrainerParts, access: StoreAccess, session: TermSession, start: Start, hosted: HostedLanes | None = None
-) -> tuple[Trainer, Iterator[Event]]:
-    """Who trains the lanes that a term gives this trainer, and the program from there on. start: after which step that is, and of each lane.
+def begin_term(parts: TrainerParts, access: StoreAccess, session: TermSession, start: Start) -> tuple[Trainer, Iterator[Event]]:
+    """Open the lanes that the first term of a call gives this trainer.
 
-    hosted: the trainer's lanes in the term before, of which it has closed those that go to others; the rest stay as they are, and what this
-    term gives it beside them is opened. None: it had none yet. Raises CacheError.
+    Returns the trainer for that term, and the events of the schedule after `start`. Raises CacheError.
     """
     position = state_after(parts.schedule, start.step)
-    if hosted is None:
-        hosted = open_lanes(parts, access, session.hosted, start, position)
-    else:
-        further = [lane for lane in session.hosted if lane not in hosted.partitions]
-        open_further_lanes(parts, access, hosted, further, start, position)
+    hosted = open_lanes(parts, access, session.hosted, start, position)
     commits = _commits(parts, hosted, session, start, position)
     return Trainer(parts, hosted, session, start.step, commits), remaining(parts.schedule, position)
 

@@ -108,8 +108,8 @@ def continue_term(
     copies: dict[int, LaneCopy],
     step: int,
     seeded: Collection[tuple[int, int]],
-    stopping: bool = False,
-    last_owner_dead: bool = True,
+    stopping: bool,
+    last_owner_dead: bool,
 ) -> tuple[Trainer, Iterator[Event]]:
     """Who trains in a further term, and the program from there on. Lanes, copies and dense part are those after `step`, the last committed.
 

@@ -27,10 +27,9 @@ from foreload.cache.client.store import Store  # noqa: E402
 from foreload.cache.parity.placement import Placement  # noqa: E402
 from foreload.cache.protocol.batch_log import FileLog  # noqa: E402
 from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
-from foreload.trainer.cluster.facts import contiguous_lanes  # noqa: E402
+from foreload.trainer.cluster.terms import first_term  # noqa: E402
 from foreload.trainer.compute.exchange import REPLICA  # noqa: E402
 from foreload.trainer.compute.reports import StepReport  # noqa: E402
-from foreload.trainer.compute.term_session import spread_copies  # noqa: E402
 from foreload.trainer.compute.transport import GlooTransport  # noqa: E402
 from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term  # noqa: E402
 from foreload.trainer.run.job import TrainJob  # noqa: E402
@@ -77,7 +76,7 @@ def main() -> None:
     dense = DenseModel.build(training, schedule)
     rendezvous = dist.TCPStore("127.0.0.1", spec.port, None, spec.rank == 0, SILENCE)
     transport = GlooTransport(rendezvous, 0, spec.rank, range(spec.ranks), SILENCE)
-    lane_map = contiguous_lanes(schedule.header.lanes, spec.ranks)
+    term = first_term(1, range(spec.ranks), schedule.header.lanes, spec.copies, schedule.header.first_step - 1)
     interleaved = InterleavedRuns()
 
     def on_step(report: StepReport) -> None:
@@ -91,7 +90,7 @@ def main() -> None:
         parts = dense.parts(training, schedule)
         log = FileLog(Path(spec.log)) if spec.log else None
         access = StoreAccess(store, Placement.spread(SHARDS, *(PARITY if spec.log else (1, 0))), training.run_namespace, log)
-        session = join_term(parts, transport, lane_map, spread_copies(lane_map, spec.copies))
+        session = join_term(parts, transport, term.lane_map, term.copy_map)
         trainer, events = begin_term(parts, access, session, Start(schedule.header.first_step - 1, last_batches(schedule)))
         with trainer.lanes.traffic:
             ready()

@@ -28,10 +28,9 @@ from foreload.cache.client.store import Store  # noqa: E402
 from foreload.cache.parity.placement import Placement  # noqa: E402
 from foreload.cache.protocol.batch_log import FileLog  # noqa: E402
 from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
-from foreload.trainer.cluster.facts import contiguous_lanes  # noqa: E402
+from foreload.trainer.cluster.terms import first_term  # noqa: E402
 from foreload.trainer.compute import clock  # noqa: E402
 from foreload.trainer.compute.reports import StepReport  # noqa: E402
-from foreload.trainer.compute.term_session import spread_copies  # noqa: E402
 from foreload.trainer.compute.transport import GlooTransport  # noqa: E402
 from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term  # noqa: E402
 from foreload.trainer.run.job import TrainJob  # noqa: E402
@@ -72,7 +71,7 @@ def main() -> None:
     dense = DenseModel.build(training, schedule)
     rendezvous = dist.TCPStore("127.0.0.1", spec.port, None, spec.rank == 0, SILENCE)
     transport = GlooTransport(rendezvous, 0, spec.rank, range(spec.ranks), SILENCE)
-    lane_map = contiguous_lanes(schedule.header.lanes, spec.ranks)
+    term = first_term(1, range(spec.ranks), schedule.header.lanes, spec.copies, schedule.header.first_step - 1)
     interleaved = InterleavedRuns()
     # The module's own name for the clocks, so that nothing else is touched.
     without = SimpleNamespace(perf_counter=time.perf_counter, process_time=lambda: 0.0, thread_time=lambda: 0.0)
@@ -87,7 +86,7 @@ def main() -> None:
         parts = dense.parts(training, schedule)
         placement = Placement.spread(len(spec.urls), *spec.parity)
         access = StoreAccess(store, placement, training.run_namespace, FileLog(Path(spec.log)) if spec.log else None)
-        session = join_term(parts, transport, lane_map, spread_copies(lane_map, spec.copies))
+        session = join_term(parts, transport, term.lane_map, term.copy_map)
         start = Start(schedule.header.first_step - 1, (0,) * schedule.header.lanes)
         trainer, events = begin_term(parts, access, session, start)
         with trainer.lanes.traffic:

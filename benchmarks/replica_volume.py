@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +12,8 @@ import numpy as np
 
 from comparison import tell
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.facts import contiguous_lanes
-from foreload.trainer.compute.term_session import spread_copies
+from foreload.trainer.cluster.facts import Term
+from foreload.trainer.cluster.terms import first_term
 from workload import BATCH, DIM, ROOT, SEED, SLOTS
 
 LANES = 4
@@ -50,15 +49,14 @@ def schedule_of(folder: Path, placement: str, steps: int) -> Schedule:
     return Schedule(out)
 
 
-def rows_of_replicas(schedule: Schedule, lane_map: Sequence[int], copies: int) -> tuple[int, int, int]:
+def rows_of_replicas(schedule: Schedule, term: Term) -> tuple[int, int, int]:
     """Over all steps but the last: copies of lanes that were told of a step, rows changed, and of these those that are sent with their weights."""
-    masks = [sum(1 << lane for lane, host in enumerate(lane_map) if host == rank) for rank in range(max(lane_map) + 1)]
-    holders = spread_copies(lane_map, copies)
+    masks = [sum(1 << lane for lane in term.lanes_of(trainer)) for trainer in term.members]
     parts = changed = with_weights = 0
     for event in schedule.events():
         if event.kind != "train" or event.step + 1 == schedule.header.end_step:
             continue
-        for lane, ranks in enumerate(holders):
+        for lane, ranks in enumerate(term.copy_map):
             following = schedule.lane(event, lane).next_users
             parts, changed = parts + len(ranks), changed + len(ranks) * following.size
             with_weights += sum(int(np.count_nonzero((following & np.uint64(masks[rank])) == 0)) for rank in ranks)
@@ -71,7 +69,7 @@ def volumes(folder: Path, steps: int, copies: int = 2) -> list[Volume]:
     for placement in PLACEMENTS:
         schedule = schedule_of(folder, placement, steps)
         for trainers in (2, 4):
-            parts, changed, sent = rows_of_replicas(schedule, contiguous_lanes(LANES, trainers), copies)
+            parts, changed, sent = rows_of_replicas(schedule, first_term(1, range(trainers), LANES, copies, -1))
             for optimizer, state in STATE_BYTES.items():
                 of_step = (HEAD_BYTES * parts + 4 * DIM * sent + state * changed) / (steps - 1)
                 full = (HEAD_BYTES * parts + (4 * DIM + state) * changed) / (steps - 1)

@@ -13,7 +13,7 @@ from command_line import Clicks
 from foreload.pipelines.compiler.other_slots import LaneUses, count_moves, lane_uses
 from foreload.pipelines.errors import SlotsError
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.compute.term_session import spread_copies
+from foreload.trainer.cluster.facts import contiguous_lanes
 from foreload.trainer.resources.features import lane_map, step_counts, with_slots
 from foreload.trainer.resources.least_squares import non_negative_fit
 from foreload.trainer.resources.step_model import Load, Observation, Setup, StepModel, loads_of
@@ -68,11 +68,8 @@ def test_rows_of_a_schedule_before_are_fetched_when_they_first_arrive() -> None:
 
 
 @pytest.mark.parametrize("trainers", [1, 2, 3])
-def test_lanes_and_copies_are_where_training_has_them(trainers: int) -> None:
-    hosts = lane_map(4, trainers).tolist()
-    assert hosts == [lane * trainers // 4 for lane in range(4)]
-    for lane, holders in enumerate(spread_copies(hosts, 2)):
-        assert holders == (() if trainers == 1 else ((hosts[lane] + 1 + lane % (trainers - 1)) % trainers,))
+def test_lanes_are_where_training_has_them(trainers: int) -> None:
+    assert lane_map(4, trainers).tolist() == contiguous_lanes(4, trainers)
 
 
 def test_the_fit_is_the_best_without_negative_terms() -> None:

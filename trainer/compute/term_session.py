@@ -9,19 +9,6 @@ from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.transport import Transport
 
 
-def spread_copies(lane_map: Sequence[int], copies: int) -> tuple[tuple[int, ...], ...]:
-    """Of each lane the ranks that hold copies of it, so that `copies` trainers have it with its owner, or all where there are fewer.
-
-    lane_map: of each lane the rank that hosts it. The lanes of one owner go to different others in turn.
-    """
-    world = len(set(lane_map))
-    others = min(copies, world) - 1
-    return tuple(
-        tuple((host + 1 + (lane + k) % (world - 1)) % world for k in range(others)) if others > 0 else ()
-        for lane, host in enumerate(lane_map)
-    )
-
-
 class TermSession:
     """The group of a term's trainers, who of them hosts which lane, and the exchange between them.
 

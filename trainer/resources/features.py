@@ -13,6 +13,7 @@ import numpy as np
 
 from foreload.pipelines.compiler.other_slots import LaneUses, count_moves
 from foreload.pipelines.schedule.reader import MappedLists, Schedule
+from foreload.trainer.compute.succession import next_copies
 
 MASKED_STEPS = 64  # in which it is counted who uses whose rows
 _FLOAT = 4
@@ -138,6 +139,7 @@ def _exchanged(masks: Sequence[Sequence[np.ndarray]], lanes: int, trainers: int)
     hosts = lane_map(lanes, trainers)
     bits = np.uint64(1) << np.arange(lanes, dtype=np.uint64)
     of_trainer = [np.bitwise_or.reduce(bits[hosts == trainer]) for trainer in range(trainers)]
+    holders = next_copies(hosts.tolist(), [()] * lanes, range(trainers), copies=2)
     out = back = replicas = used = 0
     for step in masks:
         for lane, (users, following, counts) in enumerate(step):
@@ -147,8 +149,6 @@ def _exchanged(masks: Sequence[Sequence[np.ndarray]], lanes: int, trainers: int)
                     continue
                 out += int(counts[(users & of_trainer[trainer]) != 0].sum())
                 back += sum(int(counts[(users & bits[other]) != 0].sum()) for other in np.flatnonzero(hosts == trainer))
-            if trainers > 1:
-                # As copies are spread: the lanes of one owner go to the others in turn.
-                holder = (hosts[lane] + 1 + lane % (trainers - 1)) % trainers
+            for holder in holders[lane]:
                 replicas += int(counts[(following & of_trainer[holder]) == 0].sum())
     return Exchanged(out / max(used, 1), back / max(used, 1), replicas / max(used, 1))

@@ -35,7 +35,6 @@ from foreload.trainer.cluster.processes import (
     ProcessStart,
     StartedProcess,
     TrainerStart,
-    program_path,
 )
 from foreload.trainer.compute import numerics
 
@@ -181,7 +180,7 @@ class Forker:
     def _begin(self) -> None:
         self._control, theirs = socket.socketpair()
         here = Path(__file__).parent
-        paths = os.pathsep.join((program_path(), str(here), str(here / "trainer")))
+        paths = os.pathsep.join((str(here.parent), str(here), str(here / "trainer")))
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "forking", str(theirs.fileno()), self._token],

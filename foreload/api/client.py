@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreload.pipelines.base.forking import THREADLESS
+from foreload.pipelines.base.own_process import command_of
 from foreload.pipelines.base.socket_messages import Message, receive, send
 from foreload.pipelines.errors import SettingError, error_of
-from foreload.trainer.cluster.processes import program_path
 from foreload.trainer.compute.numerics import environment
 
 # Variables that a process, or a library, reads when it is loaded: a fork server keeps those of its start, so other values need another server.
@@ -190,13 +190,11 @@ class _Server:
     def __init__(self, numerics: Numerics) -> None:
         self.running = 0
         self._control, theirs = socket.socketpair()
-        variables = (
-            os.environ | environment(numerics.cpu_capability, numerics.threads) | {"PYTHONPATH": program_path()} | THREADLESS
-        )
+        variables = os.environ | environment(numerics.cpu_capability, numerics.threads) | THREADLESS
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "foreload.api.fork_server", str(theirs.fileno())],
-                env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+                command_of("foreload.api.fork_server", str(theirs.fileno())), env=variables,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
                 pass_fds=[theirs.fileno()],
             )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """The fork server: a process that imports what training needs once, under a job's numerics, and forks one process for each call.
 
-Started by `foreload.api.client` as `python -m foreload.api.fork_server DESCRIPTOR`, of a socket on which requests come. It ends with its owner: when
+Started by `foreload.api.client` with the descriptor of a socket on which requests come. It ends with its owner: when
 that closes the socket, or dies, whatever still runs here is asked for a clean stop, waited for, and nothing is left.
 """
 
@@ -108,7 +108,3 @@ def main() -> int:
         control.set_inheritable(False)
         ForkServer(control).run()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -85,7 +85,3 @@ def main() -> int:
     # Returns when the last trainer is gone, which needs the store until then.
     os.read(trainers, 1)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,16 +8,14 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Protocol
 
-import foreload
 from foreload.pipelines.base.job_token import TOKEN_VARIABLE
+from foreload.pipelines.base.own_process import command_of
 
 WORKER, KEEPER = "foreload.trainer.cluster.worker", "foreload.trainer.cluster.keeper"
 _STORES, _RENDEZVOUS, _ADDRESS = "FORELOAD_STORES", "FORELOAD_RENDEZVOUS", "FORELOAD_ADDRESS"
@@ -126,8 +124,7 @@ class ChildProcess:
 
     def __init__(self, start: ProcessStart) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", start.module, *start.arguments, *map(str, start.descriptors)],
-            env=os.environ | {"PYTHONPATH": program_path()} | start.environment,
+            command_of(start.module, *start.arguments, *map(str, start.descriptors)), env=os.environ | start.environment,
             stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=start.descriptors,
         )  # fmt: skip
 
@@ -166,9 +163,3 @@ def pause(processes: Iterable[StartedProcess], at_most: timedelta) -> None:
             time.sleep(at_most.total_seconds())
             return
         watched.poll(1000 * at_most.total_seconds())
-
-
-def program_path() -> str:
-    """PYTHONPATH for a process that is to import the same foreload as this one."""
-    root = str(Path(foreload.__file__).absolute().parent.parent)
-    return os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)

@@ -1,6 +1,6 @@
 """A trainer process: it joins a job, trains its lanes, and leaves rows and dense part where the next one finds them.
 
-Started by the launcher as `python -m foreload.trainer.cluster.worker`, or forked and told to run `main`; a scheduler's process calls `work` itself.
+The launcher starts it (`own_process`), or has a forked process run `main`; a scheduler's process calls `work` itself.
 What it is told comes over the rendezvous store, passwords in its environment.
 """
 
@@ -18,7 +18,6 @@ from datetime import timedelta
 from typing import Any
 
 from foreload.cache.errors import RowsLost
-from foreload.pipelines.base import exit_status
 from foreload.pipelines.base.files import is_full
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import ForeloadError
@@ -122,7 +121,3 @@ def work(
 
 def _lost_rows(error: RowsLost) -> LostRows:
     return LostRows(tuple(error.shards), error.covered, None if error.rows is None else dict(error.rows))
-
-
-if __name__ == "__main__":
-    sys.exit(exit_status.note(main()))

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from foreload.pipelines.base.own_process import command_of
 from foreload.trainer.errors import RunError, TrainerError
 from foreload.trainer.resources.history import Profile, read
 from foreload.trainer.run.directory import locked
@@ -52,7 +53,7 @@ def probe(one: Probe, settings: Sequence[str], tell: Callable[[str], None]) -> P
     tell(f"runs a moment of it: {one}")
     with _folder() as (folder, lock):
         history, run = folder / "history.sqlite", folder / "run"
-        command = [sys.executable, "-m", "foreload.trainer.cli", "train", *settings, "--run", str(run), "--history", str(history)]
+        command = command_of("foreload.trainer.cli", "train", *settings, "--run", str(run), "--history", str(history))
         command += ["--store", f"local:{one.shards}", "--trainers", str(one.trainers), "--parity", one.parity]
         with open(folder / "said", "w+b") as said:
             # It has the lock as well, for as long as it uses the folder.

@@ -1,0 +1,39 @@
+"""Starting a process that runs a module of this foreload, wherever it is installed.
+
+Run as a file, this module is the start of that process: it imports foreload by its location. No folder has to be on Python's path for that. One that
+is there comes before the standard library and the installed packages, and the folder of a checkout holds `trainer`, `cache` and `pipelines`, which
+would hide modules of these names that the user's model imports.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+
+_FOLDER = Path(__file__).absolute().parents[2]  # that of the package foreload
+
+
+def command_of(module: str, *arguments: str) -> list[str]:
+    """Return the command line of a process that calls `main` of a module of foreload, and exits with the status that it returns.
+
+    The process has sys.argv as `python -m module` sets it.
+    """
+    return [sys.executable, "-P", str(_FOLDER / "pipelines/base/own_process.py"), module, *arguments]
+
+
+def _main() -> int:
+    spec = importlib.util.spec_from_file_location("foreload", _FOLDER / "__init__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["foreload"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["foreload"])
+    del sys.argv[0]
+    from foreload.pipelines.base import exit_status
+
+    return exit_status.note(importlib.import_module(sys.argv[0]).main())
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -86,13 +86,16 @@ def _train(values: dict[str, Any], leave: Callable[[], None]) -> Iterator[Part]:
 def _evaluate(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.commands import evaluate
 
-    yield evaluate.run(values["run"], values["store"], values["schedule"]), b""
+    yield evaluate.run(values["run"], values["store"], values["schedule"], values["accept_model"]), b""
 
 
 def _export(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.commands import export
 
-    yield export.run(values["run"], values["store"], values["out"], values["since"], values["of_schedule"]), b""
+    yield (
+        export.run(values["run"], values["store"], values["out"], values["since"], values["of_schedule"], values["accept_model"]),
+        b"",
+    )
 
 
 def _export_torch(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
@@ -100,7 +103,10 @@ def _export_torch(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Par
     from foreload.trainer.serving.torch_folder import TorchOptions
 
     options = TorchOptions(**values["options"])
-    yield export_torch.run(values["run"], values["store"], values["out"], options, values["of_schedule"]), b""
+    yield (
+        export_torch.run(values["run"], values["store"], values["out"], options, values["of_schedule"], values["accept_model"]),
+        b"",
+    )
 
 
 def _apply(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
@@ -132,7 +138,9 @@ def _predict(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.commands import predict
 
     records = predict.Records(tuple(values["sources"]), values["format"], values["steps_of"])
-    with predict.run(values["run"], values["store"], records, values["of_schedule"], values["logits"]) as predictions:
+    with predict.run(
+        values["run"], values["store"], records, values["of_schedule"], values["logits"], values["accept_model"]
+    ) as predictions:
         for batch in predictions.batches:
             yield {"shape": batch.shape}, batch.tobytes()
 

@@ -42,16 +42,16 @@ class Schedule:
 class Run(Model):
     """A run on disk, taken wherever a path to one is. Nothing is read before it is asked for; every call reads anew.
 
-    store: URLs of its store shards, needed only where they hold a password that FORELOAD_STORE_PASSWORD does not give. Every method may raise a
-    ForeloadError.
+    store: URLs of its store shards, needed only where they hold a password that FORELOAD_STORE_PASSWORD does not give. accept_model: evaluate,
+    predict and export also with other code of the model than it was trained with. Every method may raise a ForeloadError.
     """
 
     _manifest = "manifest.json"
     path: Path
 
-    def __init__(self, path: AnyPath, store: str | None = None) -> None:
+    def __init__(self, path: AnyPath, store: str | None = None, accept_model: bool = False) -> None:
         super().__init__(path)
-        self._store = store
+        self._store, self._accept_model = store, accept_model
 
     @property
     def summary(self) -> TrainSummary:
@@ -110,12 +110,14 @@ class Checkpoint(Model):
     """A checkpoint in a folder, or under a URL, taken wherever a path to one is; it is asked without a store. Every call verifies its files.
 
     schedule: where the schedule is now that it was trained on, needed only for raw values, and where there are vocabularies, if it was moved.
+    accept_model: as Run has it.
     """
 
     _manifest = "checkpoint.json"
 
-    def __init__(self, path: AnyPath, schedule: AnyPath | None = None) -> None:
+    def __init__(self, path: AnyPath, schedule: AnyPath | None = None, accept_model: bool = False) -> None:
         super().__init__(path)
+        self._accept_model = accept_model
         if "://" in os.fspath(path):
             from foreload.trainer.run.storage import place
 
@@ -137,9 +139,9 @@ class Checkpoint(Model):
         )
 
 
-def open_checkpoint(checkpoint: AnyPath, *, schedule: AnyPath | None = None) -> Checkpoint:
-    """The checkpoint in a folder, or under a URL. schedule: as Checkpoint has it. Raises CheckpointError where there is none."""
-    opened = Checkpoint(checkpoint, schedule)
+def open_checkpoint(checkpoint: AnyPath, *, schedule: AnyPath | None = None, accept_model: bool = False) -> Checkpoint:
+    """The checkpoint in a folder, or under a URL. schedule, accept_model: as Checkpoint has them. Raises CheckpointError where there is none."""
+    opened = Checkpoint(checkpoint, schedule, accept_model)
     opened._numerics()
     return opened
 
@@ -154,9 +156,9 @@ def apply(export: AnyPath, to: AnyPath, *, key: str | None = None, keep: int = 0
     return Applied.of(client.result("apply", values, None, progress))
 
 
-def open_run(run: AnyPath, *, store: str | None = None) -> Run:
-    """The run in a folder. store: as Run has it. Raises RunError where there is none."""
-    opened = Run(run, store)
+def open_run(run: AnyPath, *, store: str | None = None, accept_model: bool = False) -> Run:
+    """The run in a folder. store, accept_model: as Run has them. Raises RunError where there is none."""
+    opened = Run(run, store, accept_model)
     opened._numerics()  # reads the manifest, which only a run has
     return opened
 

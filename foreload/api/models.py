@@ -32,6 +32,7 @@ class Model:
         self.path: AnyFolder = Path(path)
         self._store: str | None = None
         self._schedule: str | None = None
+        self._accept_model = False
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -135,7 +136,13 @@ class Model:
         return client.result(name, self._named(values), self._numerics(), progress)
 
     def _named(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {"run": str(self.path), "store": self._store, "of_schedule": self._schedule, **values}
+        return {
+            "run": str(self.path),
+            "store": self._store,
+            "of_schedule": self._schedule,
+            "accept_model": self._accept_model,
+            **values,
+        }
 
     def _numerics(self) -> Numerics:
         """Those that it is trained under. Raises RunError where the folder has no manifest."""

@@ -87,6 +87,7 @@ class TrainSummary(_Result):
     store_traffic: Mapping[str, float] = field(default_factory=dict)
     store_shards: tuple[Mapping[str, Any], ...] = ()
     mixed_numerics: tuple[Mapping[str, Any], ...] = ()
+    mixed_code: tuple[Mapping[str, Any], ...] = ()
     rates: tuple[Mapping[str, Any], ...] = ()
     inexact: Mapping[str, Any] | None = None
     stopped_early: Mapping[str, Any] | None = None

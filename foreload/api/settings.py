@@ -92,6 +92,7 @@ class TrainSettings(TypedDict, total=False):
     resume: bool
     from_checkpoint: Path
     accept_numerics: bool
+    accept_model: bool
     overwrite: bool
     allow_nan: bool
     digest: bool

@@ -13,6 +13,8 @@ from foreload.pipelines.base.files import is_full, put_in_place, remove_path, re
 from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint, Contents
 from foreload.trainer.checkpoints.writable import clear_left_overs, draft_name, folder_of, holding, removed
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
+from foreload.trainer.run.directory import CODE
+from foreload.trainer.run.manifest import write_code
 from foreload.trainer.run.storage import AnyFolder, ObjectPath, holds
 
 DISCARD_SECONDS = 5.0
@@ -70,6 +72,8 @@ class Draft:
         place = self.folder / folder_of(contents.step)
         try:
             check_absent(self.folder, contents.step)
+            # For people: the manifest has it, too.
+            write_code(self.path / CODE, contents.run.code)
             contents.write(self.path)
             on_manifest()
             put_in_place(self.path, place, durable=True)

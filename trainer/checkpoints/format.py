@@ -20,6 +20,7 @@ from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.base.files import sealed, unsealed
 from foreload.trainer.checkpoints.row_files import EXACT_BITS, CheckpointRows, FileEntry, OpenRows, RowFile
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
+from foreload.trainer.run.directory import CODE
 from foreload.trainer.run.manifest import Inexact, Manifest
 from foreload.trainer.run.storage import AnyFolder, chunks, holds, place, write_whole
 
@@ -276,6 +277,11 @@ class Checkpoint:
             return rows.part(first, end)
         except (pa.ArrowException, KeyError, ValueError) as error:
             raise _damaged(self.place, file.name, str(error)) from error
+
+    @property
+    def code_copy(self) -> str:
+        """Where a copy of the model's code is, for messages: in files of its own, or, in an object store, in the manifest."""
+        return str(self.place / (CODE if self.is_local else MANIFEST))
 
     @property
     def is_local(self) -> bool:

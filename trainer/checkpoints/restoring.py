@@ -75,6 +75,8 @@ def restored_manifest(
     stages = run.stages
     if len(going_on.stages) == len(stages):
         stages = going_on.stages  # the last schedule, where it is now
+    if goes_on:
+        going_on = going_on.with_code(made.code, contents.step + 1)
     return Manifest(
         run_id=made.run_id,
         job=made.job,
@@ -87,6 +89,8 @@ def restored_manifest(
         mixed_numerics=contents.run.mixed_numerics,
         rates=going_on.rates,
         watched=going_on.watched,
+        code=going_on.code,
+        mixed_code=going_on.mixed_code,
         inexact=_restored_once_more(contents.inexact),
     )
 

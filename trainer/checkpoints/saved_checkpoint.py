@@ -23,6 +23,7 @@ from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import CHECKPOINTS, KEPT
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Manifest
+from foreload.trainer.run.model_code import check_code, code_of, note_code
 from foreload.trainer.run.model_rows import ModelRows
 from foreload.trainer.run.saved_model import SavedModel, check_fitting, initial_rows
 from foreload.trainer.run.saved_run import open_saved
@@ -31,10 +32,14 @@ from foreload.trainer.run.storage import place
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint, its files, where they are local, verified: a SavedModel. schedule_path: where its schedule is now; None: where it was."""
+    """A checkpoint, its files, where they are local, verified: a SavedModel. schedule_path: where its schedule is now; None: where it was.
+
+    accept_model: its model may be run with other code than it was trained with.
+    """
 
     checkpoint: Checkpoint
     schedule_path: str | None = None
+    accept_model: bool = False
 
     @property
     def name(self) -> str:
@@ -93,6 +98,13 @@ class SavedCheckpoint:
         raise RunError(
             f"{self.name}: needs the schedule that it was trained on for this: {why}; say where it is now: --schedule, or SCHEDULE of evaluate"
         )
+
+    def check_code(self) -> None:
+        """See SavedModel."""
+        if self.accept_model:
+            note_code(None, self.name, self.manifest, code_of(self.job))
+        else:
+            check_code(self.name, self.manifest, self.job, self.checkpoint.code_copy)
 
     def rows(self, since: int | None = None) -> Iterator[ModelRows]:
         """See SavedModel."""
@@ -165,11 +177,12 @@ def names_checkpoint(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def open_model(path: str, store: str | None, schedule: str | None = None) -> Iterator[SavedModel]:
+def open_model(path: str, store: str | None, schedule: str | None = None, accept_model: bool = False) -> Iterator[SavedModel]:
     """The model of the run, or the checkpoint, in a folder.
 
-    store: as for `open_saved`, for a run; schedule: where the schedule of a checkpoint is now. Raises CheckpointError where a file of a checkpoint is
-    damaged, and what `open_saved` raises.
+    store: as for `open_saved`, for a run; accept_model: likewise; schedule: where the schedule of a checkpoint is now.
+
+    Raises CheckpointError where a file of a checkpoint is damaged, and what `open_saved` raises.
     """
     if names_checkpoint(path):
         if store is not None:
@@ -178,9 +191,9 @@ def open_model(path: str, store: str | None, schedule: str | None = None) -> Ite
         checkpoint = Checkpoint.open(path)
         if checkpoint.is_local:
             checkpoint.verify()  # others are compared as they are fetched
-        yield SavedCheckpoint(checkpoint, schedule)
+        yield SavedCheckpoint(checkpoint, schedule, accept_model)
         return
-    with open_saved(path, store) as saved:
+    with open_saved(path, store, accept_model) as saved:
         if schedule is not None:
             raise RunError(f"--schedule: is for checkpoints; run {path} keeps what its model is read by; leave it out")
         yield saved

@@ -10,7 +10,7 @@ from foreload.trainer.cluster.run_folder import run_facts
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.manifest import Manifest, Status
+from foreload.trainer.run.manifest import Manifest, Status, code_sums
 from foreload.trainer.run.report import Totals
 
 
@@ -40,4 +40,5 @@ def launch_spec(
         totals=Totals(**start.totals),  # type: ignore[arg-type]
         hosts=run_facts(run, manifest) if over_hosts else None,
         watched=manifest.watched,
+        code=code_sums(manifest.code),
     )

@@ -55,6 +55,7 @@ from foreload.trainer.run.kept import keep_schedule, open_schedule
 from foreload.trainer.run.manifest import Manifest, Status, new_manifest, rates_text
 from foreload.trainer.run.memory_check import check_fit
 from foreload.trainer.run.metric_choice import check_metric
+from foreload.trainer.run.model_code import check_code, code_of, note_code
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_trainable, resumed
@@ -231,13 +232,15 @@ class Launcher:
         check_free(path, self._job.overwrite)
         urls = () if count else parse_urls(str(self._job.store))
         placement = Placement.spread(self._job.store.count, *self._job.code(self._job.store.count))
-        manifest = new_manifest(self._job, schedule, tuple(url.plain for url in urls), count)
+        manifest = new_manifest(self._job, schedule, tuple(url.plain for url in urls), count, code_of(self._job))
         if checkpoint is not None:
             if checkpoint.place.resolve().is_relative_to(path.resolve()):
                 raise CheckpointError(
                     f"--from: {checkpoint.place} lies in the folder of --run, which is made anew; give --run another folder, or move the checkpoint; "
                     "a run that was broken off goes on from it with --resume"
                 )
+            if goes_on and not self._job.accept_model:
+                check_code(f"checkpoint {checkpoint.place}", checkpoint.contents.run, self._job, checkpoint.code_copy)
             manifest = restored_manifest(checkpoint, self._job, schedule, manifest, goes_on)
             with progress_bar(checkpoint.total_bytes, "B") as bar:
                 check_restorable(checkpoint, self._job, model, bar.update)
@@ -252,6 +255,7 @@ class Launcher:
             local = LocalStores(count, path / STORES) if count else None
             with self._events.failures():
                 if checkpoint is not None:
+                    note_code(self._events, f"checkpoint {checkpoint.place}", checkpoint.contents.run, manifest.code)
                     self._job = restore(self._job, run, checkpoint, start, local)
                 yield _NewRun(run, start, local, lock, checkpoint is not None)
 
@@ -272,6 +276,7 @@ class Launcher:
         manifest, step = resumed(run, self._job, schedule)
         if manifest.rates != run.manifest.rates:
             sys.stderr.write(f"{rates_text(manifest.rates)}\n")
+        note_code(self._events, f"run {run.path}", run.manifest, manifest.code)
         self._job = replace(self._job, namespace=manifest.namespace)
         before = run.saved_status()
         start = replace(before, state="training", step=step, term=before.term + 1)

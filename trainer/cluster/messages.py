@@ -36,7 +36,8 @@ class LaunchSpec:
     first_term: the one that it begins with. start_step: the last step trained before; last_batches: of each lane, the number of its last write-back
     batch. fingerprint: what each trainer's numerics must be; None: those of the first trainer. resumes: there is a dense part, and a schedule's
     prefix, to go on from. faults: as RunObserver has them. totals: of the run before this call. hosts: where trainers are on several
-    hosts, and only some have the run's folder. watched: as in Manifest.
+    hosts, and only some have the run's folder. watched: as in Manifest. code: of the model, the checksums of the files by name, which each trainer's
+    must have.
     """
 
     job: dict[str, Any]
@@ -52,6 +53,7 @@ class LaunchSpec:
     totals: Totals = field(default_factory=Totals)
     hosts: RunFacts | None = None
     watched: Watched | None = None
+    code: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

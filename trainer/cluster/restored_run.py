@@ -26,7 +26,7 @@ from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
-from foreload.trainer.run.resume import check_place
+from foreload.trainer.run.resume import check_code_of_run, check_place
 from foreload.trainer.run.servers import asked, plain, servers_of, with_servers
 
 
@@ -37,6 +37,7 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
     Its rows on the store are deleted, under the same name. Killed before the end, it is still broken off, and the same call can be made again.
     """
     check_place(run, job)
+    check_code_of_run(run, job)
     manifest, count, placement = run.manifest, run.manifest.local_stores, run.placement
     checkpoint = _newest(run, job, before.step)
     # What local stores have saved is of that stop in any case.

@@ -53,6 +53,7 @@ from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_
 from foreload.trainer.run.directory import LOG, Run
 from foreload.trainer.run.early_stopping import EarlyStopping
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.model_code import check_same_code
 from foreload.trainer.run.next_term import continue_term, segment_after
 from foreload.trainer.run.report import Totals
 from foreload.trainer.run.servers import asked
@@ -114,6 +115,7 @@ class TrainerProcess:
         self._folder = folder = self._open_folder()
         folder.check_schedule(schedule, spec.resumes)
         self._dense = dense = DenseModel.build(job, schedule)
+        check_same_code(f"trainer {self._trainer}", spec.code, job)
         if spec.resumes and not self._terms.joins:
             folder.load_dense(dense, spec.start_step)
         rehearse(self._link.placement, takeover=self._terms.survives or self._terms.joins)

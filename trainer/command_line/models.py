@@ -7,10 +7,10 @@ from typing import Any
 
 from foreload.pipelines.base.settings import add_arguments, given, settings_of
 from foreload.pipelines.errors import SettingError
-from foreload.trainer.command_line.shared import add_command, add_json, add_plain, add_schedule, tell
+from foreload.trainer.command_line.shared import add_accept_model, add_command, add_json, add_plain, add_schedule, tell
 from foreload.trainer.compute import numerics
 from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.manifest import inexact_text, rates_text
+from foreload.trainer.run.manifest import code_text, inexact_text, rates_text
 from foreload.trainer.run.metric_text import metric_lines
 
 _OF_MODELS = ("model_folder", "dim", "model_options", "seed", "loss")
@@ -26,6 +26,7 @@ def add_to(commands: Any) -> None:
         or_checkpoint=True,
     )  # fmt: skip
     evaluate.add_argument("schedule", nargs="?", metavar="SCHEDULE", help="evaluate on this one instead of the run's own")
+    add_accept_model(evaluate)
     _add_predict(commands)
     lookup = add_command(
         commands, "lookup", _lookup, "rows of a run's model by raw value",
@@ -78,6 +79,7 @@ def _add_export(commands: Any) -> None:
     )
     _add_torch(export)
     add_schedule(export)
+    add_accept_model(export)
     export.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist")
 
 
@@ -154,6 +156,7 @@ def _add_predict(commands: Any) -> None:
         "--logits", action="store_true", help="write logits instead of probabilities; a column score is called logit then"
     )
     add_schedule(predict)
+    add_accept_model(predict)
 
 
 def _check_model(parsed: argparse.Namespace) -> int:
@@ -170,7 +173,7 @@ def _check_model(parsed: argparse.Namespace) -> int:
 def _evaluate(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import evaluate
 
-    metrics = evaluate.run(parsed.run, parsed.store, parsed.schedule)
+    metrics = evaluate.run(parsed.run, parsed.store, parsed.schedule, parsed.accept_model)
     lines = []
     for name, told in metrics.get("sets", {"": metrics}).items():
         lines += [f"{name}: {line}" if name else line for line in metric_lines(told, "   ")]
@@ -183,7 +186,7 @@ def _predict(parsed: argparse.Namespace) -> int:
 
     predict.check_out(parsed.out)
     records = predict.Records(tuple(parsed.sources), parsed.format, parsed.steps_of)
-    with predict.run(parsed.run, parsed.store, records, parsed.schedule, parsed.logits) as predictions:
+    with predict.run(parsed.run, parsed.store, records, parsed.schedule, parsed.logits, parsed.accept_model) as predictions:
         written = predict.write(parsed.out, predictions)
     return tell(parsed, written, f"{parsed.out}: {written['records']:,} {'logits' if parsed.logits else 'scores'}")
 
@@ -215,7 +218,7 @@ def _export(parsed: argparse.Namespace) -> int:
         raise SettingError(
             "--format: must be torch with --onnx, --dense, --most-rows, --rows-at and --key; got parquet; add --format torch"
         )
-    about = export.run(path, parsed.store, parsed.out, parsed.since, parsed.schedule)
+    about = export.run(path, parsed.store, parsed.out, parsed.since, parsed.schedule, parsed.accept_model)
     rows = sum(table["rows"] for table in about["tables"])
     if "since" in about:
         whole = sum(table["whole_rows"] for table in about["tables"])
@@ -233,7 +236,7 @@ def _export_torch(parsed: argparse.Namespace, path: str) -> int:
     if parsed.since is not None:
         raise SettingError("--since: is for --format parquet; a model to be served is whole")
     options = TorchOptions(parsed.dense == "program", parsed.onnx, parsed.most_rows, parsed.rows_at, parsed.key)
-    about = export_torch.run(path, parsed.store, parsed.out, options, parsed.schedule)
+    about = export_torch.run(path, parsed.store, parsed.out, options, parsed.schedule, parsed.accept_model)
     rows = sum(table["rows"] for table in about["tables"])
     text = (
         f"{parsed.out}: {rows:,} rows of {len(about['tables'])} tables, and the dense part, after step {about['step']}; "
@@ -260,6 +263,8 @@ def _digest(parsed: argparse.Namespace) -> int:
         lines.append(numerics.mixed_text(answer["mixed_numerics"]))
     if answer["rates"]:
         lines.append(rates_text(answer["rates"]))
+    if answer["mixed_code"]:
+        lines.append(code_text(answer["mixed_code"]))
     if answer["inexact"]:
         lines.append(inexact_text(answer["inexact"]))
     return tell(parsed, answer, "\n".join(lines))

@@ -49,6 +49,15 @@ def add_schedule(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_accept_model(command: argparse.ArgumentParser) -> None:
+    """The flag --accept-model of a command that runs a saved model, or hands it out."""
+    command.add_argument(
+        "--accept-model",
+        action="store_true",
+        help="go on although the code of the model is not what it was trained with; the run notes that",
+    )
+
+
 def add_plain(commands: Any, name: str, command: Command, help: str, description: str) -> argparse.ArgumentParser:
     """A command, to which all of its arguments are still to be added."""
     added: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description, allow_abbrev=False)

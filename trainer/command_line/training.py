@@ -13,7 +13,7 @@ from foreload.trainer.command_line.shared import add_group, add_json, add_plain,
 from foreload.trainer.compute import numerics
 from foreload.trainer.resources import shard_loads
 from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.manifest import inexact_text, rates_text
+from foreload.trainer.run.manifest import code_text, inexact_text, rates_text
 from foreload.trainer.run.metric_text import metric_lines
 
 FULL = 5
@@ -223,6 +223,8 @@ def _summary_text(summary: dict[str, Any]) -> str:
         lines.append(numerics.mixed_text(summary["mixed_numerics"]))
     if summary["rates"]:
         lines.append(rates_text(summary["rates"]))
+    if summary["mixed_code"]:
+        lines.append(code_text(summary["mixed_code"]))
     if summary["inexact"]:
         lines.append(inexact_text(summary["inexact"]))
     return "\n".join(lines)

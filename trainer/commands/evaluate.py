@@ -44,13 +44,13 @@ class Evaluated:
     outputs: Tensor
 
 
-def run(path: str, store: str | None, schedule: str | None) -> dict[str, Any]:
+def run(path: str, store: str | None, schedule: str | None, accept_model: bool = False) -> dict[str, Any]:
     """Evaluate the model of a run or a checkpoint on its own schedule, or on another one of the same features: the first evaluation
-    set's metrics, and those of each set that has a name.
+    set's metrics, and those of each set that has a name. accept_model: also with other code of the model than it was trained with.
 
     Raises RunError where that has nothing to evaluate, LossNotFinite where the model gives NaN or infinities.
     """
-    with open_model(path, store) as model:
+    with open_model(path, store, accept_model=accept_model) as model:
         used = model.schedule if schedule is None else check_fitting(model, Schedule(schedule))
         evaluation = EvaluationPass(used.header, training_loss(model.job, used.header.features))
         for one in evaluated(model, used):

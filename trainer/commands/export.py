@@ -67,15 +67,21 @@ def best_of(path: str) -> str:
     return str(best_checkpoint((noted or folders)[0]))
 
 
-def run(path: str, store: str | None, out: str, since: str | None = None, schedule: str | None = None) -> dict[str, Any]:
+def run(
+    path: str, store: str | None, out: str, since: str | None = None, schedule: str | None = None, accept_model: bool = False
+) -> dict[str, Any]:
     """Write the folder `out`, whole or not at all; returns what stands in its export.json.
 
     path: of a run, or of a checkpoint. since: a step, a checkpoint or an export: write the increment that goes on from there. schedule: where that of
-    a checkpoint is now, which is needed where there are vocabularies. Raises ExportError if `out` exists, or cannot be written.
+    a checkpoint is now, which is needed where there are vocabularies. accept_model: also where the model's code is not what it was trained with.
+
+    Raises ExportError if `out` exists, or cannot be written.
     """
     target = check_new(out)
     before = None if since is None else predecessor(since)
-    with open_model(path, store, schedule) as model:
+    with open_model(path, store, schedule, accept_model) as model:
+        if not names_checkpoint(path):
+            model.check_code()  # a checkpoint is exported without its model's code, and where that is not
         dense = dense_files(model)
         told = told_of(model)
         if before is not None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from foreload.pipelines.errors import SettingError
-from foreload.trainer.checkpoints.saved_checkpoint import open_model
+from foreload.trainer.checkpoints.saved_checkpoint import names_checkpoint, open_model
 from foreload.trainer.commands.export import dense_files, told_of
 from foreload.trainer.serving.format import DENSE_STATE, MODEL, check_new, new_folder, state_of
 from foreload.trainer.serving.torch_folder import TorchOptions, write_folder
@@ -15,14 +15,19 @@ from foreload.trainer.serving.torch_folder import TorchOptions, write_folder
 _OF_MODEL = ("step", "seed", "model", "inexact")
 
 
-def run(path: str, store: str | None, out: str, options: TorchOptions, schedule: str | None = None) -> dict[str, Any]:
+def run(
+    path: str, store: str | None, out: str, options: TorchOptions, schedule: str | None = None, accept_model: bool = False
+) -> dict[str, Any]:
     """Write the folder `out`, whole or not at all; returns what stands in its features.json.
 
-    path: of a run, or of a checkpoint. schedule: where that of a checkpoint is now. Raises SettingError, and ExportError if `out` exists, cannot be
+    path: of a run, or of a checkpoint. schedule: where that of a checkpoint is now. accept_model: also where the model's code is not what it was
+    trained with. Raises SettingError, and ExportError if `out` exists, cannot be
     written, or the model's forward cannot be traced.
     """
     target, options = check_new(out), _checked(options)
-    with open_model(path, store, schedule) as model:
+    with open_model(path, store, schedule, accept_model) as model:
+        if not names_checkpoint(path):
+            model.check_code()
         told, dense = told_of(model), dense_files(model)
         state = state_of(told, *(hashlib.sha256(dense[name]).hexdigest() for name in (MODEL, DENSE_STATE)))
         with new_folder(target) as folder:

@@ -61,16 +61,22 @@ class Predictions:
 
 @contextmanager
 def run(
-    path: str, store: str | None, records: Records, schedule: str | None = None, logits: bool = False
+    path: str,
+    store: str | None,
+    records: Records,
+    schedule: str | None = None,
+    logits: bool = False,
+    accept_model: bool = False,
 ) -> Iterator[Predictions]:
     """Of the well-formed records, in their order: of clicks the probability, or with `logits` the logit, of numbers the number; memory is bounded by
     a batch.
 
-    path: of a run, or of a checkpoint; schedule: where the schedule of a checkpoint is now.
+    path: of a run, or of a checkpoint; schedule: where the schedule of a checkpoint is now; accept_model: also with other code of the model than it
+    was trained with.
     Records that are malformed are left out, as many as --max-rejects of the schedule allows; that, and how far it is, stderr is told. Raises
     RecordError where there are more, SourceError, and RunError where they are not the evaluation's of `steps_of`.
     """
-    with open_model(path, store, schedule) as model:
+    with open_model(path, store, schedule, accept_model) as model:
         numerics.set_up(model.job.threads, cpu_capability=model.job.cpu_capability)
         labels = model.features.labels
         names = tuple(label.name for label in labels) if len(labels) > 1 else ("logit" if logits else "score",)

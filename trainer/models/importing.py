@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +20,7 @@ def load_named(setting: str, name: str, path: str, folder: str) -> Any:
     setting, name: what asked for it, and how, for the error. Raises ModelError.
     """
     module_name, _, own_name = path.partition(":")
-    folders = list(dict.fromkeys(os.path.abspath(place) for place in (folder, os.getcwd()) if place))
+    folders = search_folders(folder)
     try:
         return getattr(_imported(module_name, folders), own_name)
     except Exception as error:  # a user's module may raise anything while it is imported
@@ -30,17 +30,33 @@ def load_named(setting: str, name: str, path: str, folder: str) -> Any:
         ) from error
 
 
-def _imported(name: str, folders: Sequence[str]) -> ModuleType:
-    """A module by its name, or by the path of its file. Raises what its import does."""
-    if not name.endswith(".py"):
-        sys.path.extend(folder for folder in folders if folder not in sys.path)
-        return importlib.import_module(name)
+def search_folders(folder: str) -> list[str]:
+    """Where a user's files are looked for, in order: in `folder`, if it is not "", and in the working directory."""
+    return list(dict.fromkeys(os.path.abspath(place) for place in (folder, os.getcwd()) if place))
+
+
+def found_file(name: str, folders: Iterable[str]) -> str:
+    """The path of a file in the first of these folders that has it. Raises FileNotFoundError."""
     path = next((path for folder in folders if os.path.isfile(path := os.path.join(folder, name))), None)
     if path is None:
         raise FileNotFoundError(f"there is no file {name}")
+    return path
+
+
+def extend_path(folders: Iterable[str]) -> None:
+    """Have Python find modules in these folders, too, behind all others."""
+    sys.path.extend(folder for folder in folders if folder not in sys.path)
+
+
+def _imported(name: str, folders: Sequence[str]) -> ModuleType:
+    """A module by its name, or by the path of its file. Raises what its import does."""
+    if not name.endswith(".py"):
+        extend_path(folders)
+        return importlib.import_module(name)
+    path = found_file(name, folders)
     if path not in sys.modules:
         # A name that no other module has; what lies beside the file can be imported by it.
-        sys.path.extend(folder for folder in [os.path.dirname(path)] if folder not in sys.path)
+        extend_path([os.path.dirname(path)])
         spec = importlib.util.spec_from_file_location(path, path)
         assert spec is not None
         assert spec.loader is not None

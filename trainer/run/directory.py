@@ -3,9 +3,9 @@
 lock (empty; whoever uses the run holds it), manifest.json (what the run is), status.json (how far it is; written last, when rows and dense part
 are where it says), dense-STEP.safetensors, placement.json (placement.saved.json: as it was when local stores saved last), metrics.jsonl,
 events.jsonl, summary.json, report.html, tensorboard/, stores/ (rows of local stores),
-write-back/ (with parity, each lane's last write-back batch), kept/ (what its model is read by, of the schedule), checkpoints/ (of `foreload
-checkpoint save`), drill.png (of `foreload drill`), control.sock while it trains, token (by which other hosts join it, its
-owner's alone), scrub/ while that is scrubbed.
+write-back/ (with parity, each lane's last write-back batch), model/ (copies of the files of the user's model, as it was trained), kept/ (what its
+model is read by, of the schedule), checkpoints/ (of `foreload checkpoint save`), drill.png (of `foreload drill`), control.sock while it
+trains, token (by which other hosts join it, its owner's alone), scrub/ while that is scrubbed.
 
 A folder with a lock or a manifest is a run's, one without a status is a run that never began to train: so whatever part of it was made, or deleted,
 when its maker was killed, a new run may take its place.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -32,15 +33,16 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.ownership import stale_shards
-from foreload.pipelines.base.files import persist, remove_unfinished, write_json
+from foreload.pipelines.base.files import persist, remove_unfinished, replacing, write_json
 from foreload.trainer.errors import CheckpointError, RunError
-from foreload.trainer.run.manifest import VERSION, Manifest, Status
+from foreload.trainer.run.manifest import VERSION, Manifest, Status, code_sums, write_code
 from foreload.trainer.run.storage import AnyFolder, place
 
 MANIFEST, STATUS, PLACEMENT, SAVED_PLACEMENT = "manifest.json", "status.json", "placement.json", "placement.saved.json"
 METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL = "metrics.jsonl", "summary.json", "tensorboard", "stores", "control.sock"
 EVENTS, TOKEN, REPORT = "events.jsonl", "token", "report.html"
 LOG, DRILL, SCRUB, KEPT, CHECKPOINTS, LOCK = "write-back", "drill.png", "scrub", "kept", "checkpoints", "lock"
+CODE = "model"
 # In the order in which they are deleted: what has no status never began.
 _FILES = (
     STATUS,
@@ -59,6 +61,7 @@ _FILES = (
     LOG,
     DRILL,
     SCRUB,
+    CODE,
     TOKEN,
     LOCK,
 )
@@ -181,8 +184,16 @@ class Run:
             ) from error
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Publish the manifest, whole and on the disk."""
+        """Publish the manifest, whole and on the disk; before it, a copy of the model's code that it names."""
+        if manifest.code and not (copy := self.code_copy(manifest)).exists():
+            copy.parent.mkdir(exist_ok=True)
+            with replacing(copy) as folder:
+                write_code(folder, manifest.code)
         write_json(self.path / MANIFEST, manifest.to_dict(), durable=True)
+
+    def code_copy(self, manifest: Manifest) -> Path:
+        """Where the copy of the model's code is that a manifest names; those of code that the run was trained with before are beside it."""
+        return self.path / CODE / hashlib.sha256(json.dumps(code_sums(manifest.code)).encode()).hexdigest()[:12]
 
     @property
     def status(self) -> Status | None:

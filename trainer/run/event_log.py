@@ -1,6 +1,7 @@
 """RUN/events.jsonl: what befell a run, a line each, for what watches it and raises alarms (docs/operations.md, events.jsonl).
 
-The launcher alone appends to it, in its main thread; where that was killed, the trainer that ends the run in its place.
+The launcher alone appends to it while the run trains, in its main thread; where that was killed, the trainer that ends the run in its place. Of a
+run that rests, a command that reads its model may.
 """
 
 from __future__ import annotations
@@ -185,6 +186,13 @@ class CheckpointNotSaved(RunEvent):
     """A checkpoint that was due could not be saved; the one before stays."""
 
     kind: ClassVar = "checkpoint-not-saved"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeAccepted(RunEvent):
+    """A call was told to use other code of the model than the run was trained with. cause: which files differ."""
+
+    kind: ClassVar = "code-accepted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -246,6 +246,10 @@ class TrainJob:
         False, switch, "with --resume or --from: go on although this machine's arithmetic is not the run's; the run then says from which step on",
         _CALL, form="switch", stated=False,
     )  # fmt: skip
+    accept_model: bool = setting(
+        False, switch, "with --resume or --from: go on although the code of the model is not what the run was trained with; the run then says so",
+        _CALL, form="switch", stated=False,
+    )  # fmt: skip
     overwrite: bool = setting(
         False, switch, "delete what the run's folder and its namespace on the store hold, and start anew", _CALL, form="switch", stated=False
     )  # fmt: skip

@@ -21,8 +21,9 @@ def check_together(job: TrainJob) -> None:
         raise SettingError(
             "--resume and --from: only one of them can be given; --from makes a new run, --resume goes on with one"
         )
-    if job.accept_numerics and not (job.resume or job.from_checkpoint):
-        raise SettingError("--accept-numerics: is for a run that goes on; give it with --resume or --from, or leave it out")
+    for flag, accepts in (("--accept-numerics", job.accept_numerics), ("--accept-model", job.accept_model)):
+        if accepts and not (job.resume or job.from_checkpoint):
+            raise SettingError(f"{flag}: is for a run that goes on; give it with --resume or --from, or leave it out")
     if job.namespace is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", job.namespace):
         raise SettingError(f"--namespace: must be 1 to 64 letters, digits, dots, dashes or underscores; got {job.namespace!r}")
     if job.loss is not None and job.label_weights:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from foreload.pipelines.base.settings import settings_of, spelled
@@ -48,6 +50,43 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class CodeFile:
+    """A file of the user's model. name: in a copy of the user's folder; path: where it was loaded from; text: None where it is no text."""
+
+    name: str
+    path: str
+    sha256: str
+    text: str | None
+
+    def __post_init__(self) -> None:
+        if PurePosixPath(self.name).is_absolute() or ".." in PurePosixPath(self.name).parts:
+            raise TypeError(f"code: must name files inside a folder; got {self.name!r}")
+
+    @classmethod
+    def of(cls, name: str, path: Path) -> CodeFile:
+        """The file as it is now."""
+        data = path.read_bytes()
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            text = None
+        return cls(name, str(path), hashlib.sha256(data).hexdigest(), text)
+
+
+def code_sums(code: Sequence[CodeFile]) -> dict[str, str]:
+    """The checksums of files, by name."""
+    return {file.name: file.sha256 for file in code}
+
+
+def write_code(folder: Path, code: Sequence[CodeFile]) -> None:
+    """Write a copy of a model's files into a folder, but for those that are no text."""
+    for file in code:
+        if file.text is not None:
+            (folder / file.name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file.name).write_bytes(file.text.encode())
+
+
+@dataclass(frozen=True, slots=True)
 class Inexact:
     """That a run went on from a checkpoint with rounded weights. since: the step after which it was first so; bits: the fewest that weights had;
     restores: how often.
@@ -73,6 +112,15 @@ def rates_text(rates: Sequence[Mapping[str, Any]]) -> str:
     return f"learning rates: {'; '.join(since)}"
 
 
+def code_text(mixed_code: Sequence[Mapping[str, Any]]) -> str:
+    """A line about a run that went on with other code of its model. mixed_code: as in Manifest, two at least."""
+    since = []
+    for before, now in pairwise(mixed_code):
+        differing = {*before["code"].items()} ^ {*now["code"].items()}
+        since.append(f"from step {now['step']} on {', '.join(sorted({name for name, _ in differing}))}")
+    return f"code of the model changed: {'; '.join(since)}"
+
+
 def inexact_text(inexact: Mapping[str, Any]) -> str:
     """A line about a model that is inexact: as `dataclasses.asdict` has an Inexact."""
     return f"inexact since step {inexact['since']}: {inexact['bits']} bits a weight, restored {inexact['restores']} times"
@@ -86,6 +134,8 @@ class Manifest:
 
     fingerprint: of the numerics it was trained under last. mixed_numerics: where it went on under another one, {"step", "fingerprint"} of each
     in order, step the first under it; else empty. rates: the same where it went on with other learning rates, {"step"} and RATE_SETTINGS of each.
+    code: the files of the user's model and loss that it was trained with last; empty for a built-in one, and where an earlier version trained it.
+    mixed_code: as mixed_numerics, where it went on with other code, {"step", "code"}, the checksums by name.
     inexact: None where its model is that of the data and the settings, to the bit. watched: where it may stop early, what evaluations of its last
     schedule have been, up to where it rests or, in a checkpoint, that was saved.
     """
@@ -103,21 +153,25 @@ class Manifest:
     inexact: Inexact | None = None
     rates: tuple[dict[str, Any], ...] = ()
     watched: Watched | None = None
+    code: tuple[CodeFile, ...] = ()
+    mixed_code: tuple[dict[str, Any], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form; `watched` only where there is any."""
+        """JSON form; `watched`, `code` and `mixed_code` only where there are any."""
         told = asdict(self)
-        if self.watched is None:
-            del told["watched"]
+        for name in ("watched", "code", "mixed_code"):
+            if not getattr(self, name):
+                del told[name]
         return told
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Manifest:
         """The inverse of `to_dict`, from JSON. Raises TypeError and KeyError for what is none."""
         stages = tuple(Stage(**stage) for stage in stored["stages"])
-        listed = {name: tuple(stored.get(name, ())) for name in ("store_urls", "mixed_numerics", "rates")}
+        listed = {name: tuple(stored.get(name, ())) for name in ("store_urls", "mixed_numerics", "rates", "mixed_code")}
         further = {"inexact": Inexact.of(stored.get("inexact")), "watched": Watched.of(stored.get("watched"))}
-        return cls(**{**stored, **listed, "stages": stages, **further})
+        code = tuple(CodeFile(**file) for file in stored.get("code", ()))
+        return cls(**{**stored, **listed, "stages": stages, "code": code, **further})
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -138,6 +192,16 @@ class Manifest:
             return self
         return replace(self, job=self.job | now, rates=self._since(self.rates, step, before, now))
 
+    def with_code(self, code: tuple[CodeFile, ...], step: int) -> Manifest:
+        """This run as it goes on with other code of its model with the training step given."""
+        before, now = code_sums(self.code), code_sums(code)
+        mixed = (
+            self._since(self.mixed_code, step, {"code": before}, {"code": now})
+            if self.code and before != now
+            else self.mixed_code
+        )
+        return replace(self, code=code, mixed_code=mixed)
+
     def _since(
         self, told: tuple[dict[str, Any], ...], step: int, before: dict[str, Any], now: dict[str, Any]
     ) -> tuple[dict[str, Any], ...]:
@@ -150,11 +214,12 @@ class Manifest:
 
     @property
     def caveats(self) -> dict[str, Any]:
-        """What its model depends on besides the data and the settings, as JSON has it: "mixed_numerics" and "rates", [] without, and "inexact", None
-        without.
+        """What its model depends on besides the data and the settings, as JSON has it: "mixed_numerics", "rates" and "mixed_code", [] without, and
+        "inexact", None without.
         """
         inexact = None if self.inexact is None else asdict(self.inexact)
-        return {"mixed_numerics": list(self.mixed_numerics), "rates": list(self.rates), "inexact": inexact}
+        mixed = {"mixed_numerics": list(self.mixed_numerics), "rates": list(self.rates), "mixed_code": list(self.mixed_code)}
+        return mixed | {"inexact": inexact}
 
     @property
     def steps(self) -> int:
@@ -189,8 +254,10 @@ class Status:
     term: int = 0
 
 
-def new_manifest(job: TrainJob, schedule: Schedule, store_urls: tuple[str, ...], local_stores: int | None) -> Manifest:
-    """The manifest of a run that begins; store_urls without passwords."""
+def new_manifest(
+    job: TrainJob, schedule: Schedule, store_urls: tuple[str, ...], local_stores: int | None, code: tuple[CodeFile, ...] = ()
+) -> Manifest:
+    """The manifest of a run that begins; store_urls without passwords; code: as in Manifest."""
     return Manifest(
         run_id=secrets.token_hex(8),
         job=_saved(job, store_urls, local_stores),
@@ -199,6 +266,7 @@ def new_manifest(job: TrainJob, schedule: Schedule, store_urls: tuple[str, ...],
         store_urls=() if local_stores else store_urls,
         local_stores=local_stores,
         stages=(Stage.of(schedule),),
+        code=code,
     )
 
 

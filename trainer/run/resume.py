@@ -11,6 +11,7 @@ from foreload.trainer.run.directory import MANIFEST, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.job_values import masked
 from foreload.trainer.run.manifest import RATE_SETTINGS, Manifest, Stage, State, remembered_folder
+from foreload.trainer.run.model_code import check_code, code_of
 from foreload.trainer.run.servers import store_setting
 
 # Settings that the trained model does not depend on: a run may go on with other ones.
@@ -64,7 +65,9 @@ def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]
     """
     check_place(run, job)
     status = run.saved_status()
+    check_code_of_run(run, job)
     manifest, step = continued(f"run {run.path}", run.manifest, status.state, status.step, job, schedule)
+    manifest = manifest.with_code(code_of(job), step + 1)
     remembered = {"checkpoint": remembered_folder(job), "stop_early": job.to_dict()["stop_early"]}
     return replace(manifest, job=manifest.job | remembered), step
 
@@ -83,6 +86,12 @@ def check_place(run: Run, job: TrainJob) -> None:
     if job.parity is not None and job.code(there) != (placement.k, placement.r):
         was = f"{placement.k}+{placement.r}" if placement.r else "off"
         raise RunError(f"--parity: must be what the run was started with, {was}; got {job.parity}; leave it out")
+
+
+def check_code_of_run(run: Run, job: TrainJob) -> None:
+    """Raise ModelError where a run would go on with other code of its model, and the job does not accept that."""
+    if not job.accept_model:
+        check_code(f"run {run.path}", run.manifest, job, str(run.code_copy(run.manifest)))
 
 
 def continued(

@@ -65,6 +65,11 @@ class SavedModel(Protocol):
     def schedule(self) -> Schedule:
         """The schedule that it was trained on last, or what is kept of it. Raises RunError where that is not there."""
 
+    def check_code(self) -> None:
+        """Compare the model's code, where it is now, with what the model was trained with, before it is run. Raises ModelError where it differs,
+        unless that is accepted, of which stderr is warned.
+        """
+
     def rows(self, since: int | None = None) -> Iterator[ModelRows]:
         """Every trained row by (table, id); since: only those that a later step than that changed."""
 

@@ -26,10 +26,12 @@ from foreload.trainer.run.assembly import Start, stored_rows_at
 from foreload.trainer.run.dense_file import read_dense
 from foreload.trainer.run.digest import Digest
 from foreload.trainer.run.directory import Run, locked
+from foreload.trainer.run.event_log import EventLog
 from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.manifest import Manifest, Status
+from foreload.trainer.run.model_code import check_code, code_of, note_code
 from foreload.trainer.run.model_rows import ModelRows, model_rows
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.servers import asked, open_stores, servers_of
@@ -47,6 +49,7 @@ class SavedRun:
     schedule: Schedule
     layouts: list[RowLayout]
     stored: StoredRows
+    accept_model: bool = False
 
     @property
     def name(self) -> str:
@@ -74,6 +77,13 @@ class SavedRun:
         """Per lane the number of its last write-back batch."""
         return tuple(int(self.status.batches[str(lane)]) for lane in range(self.manifest.lanes))
 
+    def check_code(self) -> None:
+        """See SavedModel; what is accepted is noted in the run's events."""
+        if self.accept_model:
+            note_code(EventLog(self.run.path, self.step, self.status.term), self.name, self.manifest, code_of(self.job))
+        else:
+            check_code(self.name, self.manifest, self.job, str(self.run.code_copy(self.manifest)))
+
     def rows(self, since: int | None = None) -> Iterator[ModelRows]:
         """See SavedModel; checked against the schedule."""
         return model_rows(self.schedule, self.status.step, self.stored, self.last_batches, since)
@@ -96,14 +106,17 @@ class SavedRun:
         return Digest().model(self.dense(), [layout.name for layout in self.layouts], self.rows())
 
 
-def saved_run_at(run: Run, store: Store, status: Status) -> SavedRun:
-    """A run as it is at `status`, with its rows on an open store. Raises RunError where neither its schedule nor what it keeps of that is there."""
+def saved_run_at(run: Run, store: Store, status: Status, accept_model: bool = False) -> SavedRun:
+    """A run as it is at `status`, with its rows on an open store; accept_model: as for `open_saved`.
+
+    Raises RunError where neither its schedule nor what it keeps of that is there.
+    """
     manifest = run.manifest
     job, schedule = manifest.training_job, schedule_of(run)
     rows = layouts_of(job, schedule)
     at = Start(status.step, tuple(int(status.batches[str(lane)]) for lane in range(manifest.lanes)))
     stored = stored_rows_at(store, run.placement, rows, manifest.namespace, schedule, at)
-    return SavedRun(run, manifest, status, job, schedule, rows, stored)
+    return SavedRun(run, manifest, status, job, schedule, rows, stored, accept_model)
 
 
 def layouts_of(job: TrainJob, schedule: Schedule) -> list[RowLayout]:
@@ -128,10 +141,11 @@ def leave_stores(local: LocalStores, of_the_stop: bool, changed: bool) -> None:
 
 
 @contextlib.contextmanager
-def open_saved(path: str, store: str | None) -> Iterator[SavedRun]:
+def open_saved(path: str, store: str | None, accept_model: bool = False) -> Iterator[SavedRun]:
     """The run in a folder, its local stores started for as long as the context lasts.
 
-    store: URLs with passwords; those of the run, with the password of the environment, by default. Local stores to which something was written
+    store: URLs with passwords; those of the run, with the password of the environment, by default. accept_model: its model may be run with other code
+    than it was trained with. Local stores to which something was written
     are saved at the end. Raises RunError and CacheError.
     """
     torch.set_num_threads(1)
@@ -160,4 +174,4 @@ def open_saved(path: str, store: str | None) -> Iterator[SavedRun]:
         claim(opened, manifest.namespace, manifest.identity, "resume", spared)
         run.check_rows(opened, status)
         of_the_stop = True
-        yield saved_run_at(run, opened, status)
+        yield saved_run_at(run, opened, status, accept_model)

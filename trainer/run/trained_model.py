@@ -53,10 +53,12 @@ class StoreRowReader:
 
 
 def dense_module(model: SavedModel) -> nn.Module:
-    """The dense part of a model, with what it has learned, on the CPU, in evaluation mode."""
+    """The dense part of a model, with what it has learned, on the CPU, in evaluation mode. Raises ModelError."""
     job = model.job
     spec = model_spec(model.features, job.dim)
-    module = build_model(load_model(job.model, job.model_folder), spec, job.model_options, job.seed)
+    built = load_model(job.model, job.model_folder)
+    model.check_code()
+    module = build_model(built, spec, job.model_options, job.seed)
     load_parameters(module, to_serve(*model.dense()))
     return module.eval()
 

@@ -1,0 +1,76 @@
+"""The code of the user's model: what a run records of it, and how that is compared with the code that a call finds."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Mapping
+
+from foreload.trainer.errors import ModelError
+from foreload.trainer.models import MODELS
+from foreload.trainer.models.own_files import own_files
+from foreload.trainer.run.event_log import CodeAccepted, EventLog
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.manifest import CodeFile, Manifest, code_sums
+
+
+def code_of(job: TrainJob) -> tuple[CodeFile, ...]:
+    """Return the user's files behind a job's model and loss; none of a built-in model's."""
+    names = [MODELS.get(job.model, job.model), *([] if job.loss is None else [job.loss])]
+    return tuple(CodeFile.of(name, path) for name, path in own_files(names, job.model_folder).items())
+
+
+def check_code(what: str, manifest: Manifest, job: TrainJob, copy: str) -> None:
+    """Raise ModelError where the code of a job's model is not the code that a run records.
+
+    A run of an earlier version records none, and passes.
+
+    Args:
+        what: the run or checkpoint, for the message.
+        manifest: the run's.
+        job: which model and loss, and where they are looked for.
+        copy: where the recorded files are.
+    """
+    if manifest.code and (change := changed(code_sums(manifest.code), code_of(job))) is not None:
+        raise ModelError(
+            f"{what}: the code of its model is not what it was trained with: {change}; put that back, of which {copy} has a copy, or go on with "
+            "the code as it is with --accept-model"
+        )
+
+
+def check_same_code(trainer: str, recorded: Mapping[str, str], job: TrainJob) -> None:
+    """Raise ModelError where the code that a trainer finds is not the coordinator's, byte by byte.
+
+    Args:
+        trainer: for the message.
+        recorded: checksums of the coordinator's files, by name.
+        job: as for `check_code`.
+    """
+    if (change := changed(recorded, code_of(job))) is not None:
+        raise ModelError(
+            f"{trainer} on {socket.gethostname()}: the code of its model is not what the job began with: {change}; put the same files there: on the "
+            "coordinator's host RUN/model has a copy"
+        )
+
+
+def changed(recorded: Mapping[str, str], code: tuple[CodeFile, ...]) -> str | None:
+    """Say in which files code differs from recorded checksums; None where it does not."""
+    now = {file.name: file for file in code}
+    told = [f"{file.path} has other contents" for name, file in now.items() if recorded.get(name, file.sha256) != file.sha256]
+    told += [f"{file.path} was not imported then" for name, file in now.items() if name not in recorded]
+    told += [f"{name} is gone, or not imported any longer" for name in recorded if name not in now]
+    return ", ".join(told) or None
+
+
+def note_code(events: EventLog | None, what: str, manifest: Manifest, code: tuple[CodeFile, ...]) -> None:
+    """Warn that other code of the model is used than `manifest` records, which was accepted; do nothing where it is the same.
+
+    Args:
+        events: those of the run, in which that is noted, too.
+        what: the run or checkpoint, for the message.
+        code: the files that are used.
+    """
+    if manifest.code and (change := changed(code_sums(manifest.code), code)) is not None:
+        sys.stderr.write(f"foreload: warning: {what}: the code of its model is not what it was trained with: {change}\n")
+        if events is not None:
+            events.note(CodeAccepted(cause=change))

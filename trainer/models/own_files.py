@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import pkgutil
 import sysconfig
 from collections.abc import Iterable, Iterator
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path, PurePosixPath
 
 from foreload.trainer.models.importing import extend_path, found_file, search_folders
@@ -23,6 +24,8 @@ def own_files(names: Iterable[str], folder: str) -> dict[str, Path]:
 
     names, folder: as `load_named` takes them. Nothing is imported; what is not found is left out.
     """
+    # Files may have been made a moment ago.
+    importlib.invalidate_caches()
     walk = _Walk()
     for name in names:
         module = name.partition(":")[0]
@@ -119,7 +122,13 @@ def _specs(name: str) -> Iterator[ModuleSpec]:
         yield spec
         if not further or spec.submodule_search_locations is None:
             return
-        spec = PathFinder.find_spec(f"{spec.name}.{further.pop(0)}", list(spec.submodule_search_locations))
+        spec = _inside(f"{spec.name}.{further.pop(0)}", spec.submodule_search_locations)
+
+
+def _inside(name: str, places: Iterable[str]) -> ModuleSpec | None:
+    """Where a module lies, by its full name, in the folders of its package, which need not have been imported; None where it does not."""
+    finders = (pkgutil.get_importer(place) for place in places)
+    return next((spec for finder in finders if finder is not None and (spec := finder.find_spec(name)) is not None), None)
 
 
 def _location(spec: ModuleSpec | None) -> str | None:

@@ -16,6 +16,7 @@ from foreload.pipelines.errors import ForeloadError
 from foreload.trainer.cluster.processes import ChildProcess, StartProcess
 from foreload.trainer.command_line import checkpoints, models, resources, stores, training
 from foreload.trainer.command_line.shared import Command, Parser, check_json
+from foreload.trainer.run.own_exit import exits_told
 
 if TYPE_CHECKING:
     from foreload.trainer.cluster.faults import RunObserver
@@ -59,7 +60,8 @@ def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer:
             check_json(getattr(parsed, "json", None))
             parsed.start_process, parsed.observer = start_process, observer
             command: Command = parsed.command
-            return command(parsed)
+            with exits_told(f"foreload {given[0]}"):
+                return command(parsed)
     except ForeloadError as error:
         print(f"foreload: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return error.exit_status

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from foreload.pipelines.errors import ROWS_LOST, ForeloadError
 
@@ -116,8 +116,10 @@ class LanesLost(TrainerError):
     code = "lanes-lost"
     exit_status = ROWS_LOST
 
-    def __init__(self, lanes: Sequence[int], trainers: Sequence[int]) -> None:
-        named = ", ".join(map(str, trainers))
+    def __init__(self, lanes: Sequence[int], trainers: Sequence[int], how: Mapping[int, str] | None = None) -> None:
+        """how: trainers were lost, as far as that is known."""
+        known = how or {}
+        named = ", ".join(f"{trainer} ({known[trainer]})" if trainer in known else str(trainer) for trainer in trainers)
         super().__init__(
             f"trainer {named}: lost, and with it the last steps of lane {', '.join(map(str, lanes))}, of which no other trainer has a complete copy; "
             "the store is left as it is; --resume goes on from the last clean stop if its rows are still there, or says what is missing; "

@@ -18,6 +18,7 @@ from foreload.pipelines.base.forking import replace_environment
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.base.socket_messages import send
 from foreload.pipelines.errors import ForeloadError
+from foreload.trainer.run.own_exit import exits_told
 
 Part = tuple[dict[str, Any], bytes]
 """JSON values, and the bytes of an array that they describe."""
@@ -32,7 +33,7 @@ def answer(reply: socket.socket, request: Mapping[str, Any]) -> int:
     end: dict[str, Any] = {}
     try:
         os.chdir(request["folder"])
-        with Interrupts():
+        with Interrupts(), exits_told(request["call"]):
             for values, payload in CALLS[request["call"]](request["values"], reply.close):
                 send(reply, {"part": values}, payload)
     except ForeloadError as error:

@@ -187,7 +187,9 @@ def reason(failures: Sequence[Failed], silent: Mapping[int, str], term: Term) ->
 
 
 def ended_how(status: int) -> str:
-    """How a process ended."""
+    """How a process ended that had not said why: foreload's own code says so before it ends one, so no status means what it does of a command."""
     if status == HOST_GONE:
         return "its host is not reached any more"
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"exited with status {status} without a word: the model's code, or a library, called exit"

@@ -11,6 +11,7 @@ from foreload.trainer.cluster.facts import Admitted, HandedOver, Lease, StopWant
 from foreload.trainer.cluster.messages import CopiesTold, Ready, TermLeft
 from foreload.trainer.cluster.terms import NO_CHANGE, changed_term, next_term, wants_change
 from foreload.trainer.compute.succession import ONE_MACHINE, next_hosts
+from foreload.trainer.errors import LanesLost
 from foreload.trainer.run.event_log import (
     EventLog,
     LanesMoved,
@@ -204,7 +205,10 @@ class Membership:
             killed = [self._kill(trainer) for trainer in self._lost]
             for trainer, why in self._lost.items():
                 self._events.note(TrainerLost(trainer=trainer, cause=why))
-            self.term = next_term(before, standings, self._copies, all(killed), self._machines)
+            try:
+                self.term = next_term(before, standings, self._copies, all(killed), self._machines)
+            except LanesLost as error:
+                raise LanesLost(error.lanes, error.trainers, self._lost) from None
         if self.term.committed > before.committed:
             self._fruitless = 0
         self._events.step, self._events.term = self.term.committed, self.term.number

@@ -27,6 +27,7 @@ from foreload.trainer.cluster.messages import Failed, LaunchSpec, LostRows
 from foreload.trainer.cluster.processes import OnHost, TrainerStart
 from foreload.trainer.cluster.trainer_process import TrainerProcess
 from foreload.trainer.errors import PeerLost, TrainerError
+from foreload.trainer.run.own_exit import exits_told
 
 JOIN_TIMEOUT = timedelta(minutes=5)
 LAUNCHER_PAUSE = timedelta(milliseconds=200)  # between two looks whether the launcher lives, before training begins
@@ -99,10 +100,11 @@ def work(
         spec = board.read(LaunchSpec)
         # What was imported stays: a search for cycles of garbage that goes through it takes a tenth of a second, and may come in any step.
         gc.freeze()
-        TrainerProcess(
-            rendezvous, board, sender, trainer, address, spec, store_urls or spec.stores, interrupts, _ready, _leaving, connect,
-            commands, on_host,
-        ).run()  # fmt: skip
+        with exits_told(f"trainer {trainer}"):
+            TrainerProcess(
+                rendezvous, board, sender, trainer, address, spec, store_urls or spec.stores, interrupts, _ready, _leaving, connect,
+                commands, on_host,
+            ).run()  # fmt: skip
     except ForeloadError as error:
         with contextlib.suppress(PeerLost):
             sender.send(Failed(error.code, str(error), _lost_rows(error) if isinstance(error, RowsLost) else None))

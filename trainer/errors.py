@@ -14,7 +14,7 @@ class TrainerError(ForeloadError):
 
 
 class ModelError(TrainerError):
-    """A model that cannot be loaded or built, does not fit the schedule, or cannot be trained exactly."""
+    """A model that cannot be loaded or built, does not fit the schedule, cannot be trained exactly, or has other code than the run."""
 
     code = "model"
 

@@ -189,7 +189,9 @@ def test_nobody_is_waited_for_for_ever() -> None:
     job.of.see({1: "gone"}, ())
     job.leave(0, step=3)
     job.now += UNCOVERED_TIMEOUT.total_seconds() + 1
-    with pytest.raises(LanesLost, match=r"^trainer 1 \(gone\), 2 \(it does not leave the term\), 3 \(it does.*\): lost, and with it"):
+    with pytest.raises(
+        LanesLost, match=r"^trainer 1 \(gone\), 2 \(it does not leave the term\), 3 \(it does.*\): lost, and with it"
+    ):
         job.of.see({1: "gone"}, ())
 
 

@@ -92,7 +92,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
     home.forget()
 
 
-def trained(clicks: Clicks, run: str = "run", *further: object) -> Path:
+def train_model(clicks: Clicks, run: str = "run", *further: object) -> Path:
     done("train", clicks.schedule, "--run", run, *TRAINING, *further)
     return Path(run)
 
@@ -116,8 +116,8 @@ def test_the_files_of_a_model_are_those_of_its_folder_that_it_imports(tmp_path: 
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(source)
     left_out = {"models/random.py", "models/unrelated.py"}
-    found = own_files(["models/own_net.py:Net", "losses/own_loss.py:loss"], str(tmp_path))
-    assert found == {name: tmp_path / name for name in sorted(set(sources) - left_out)}
+    files = own_files(["models/own_net.py:Net", "losses/own_loss.py:loss"], str(tmp_path))
+    assert files == {name: tmp_path / name for name in sorted(set(sources) - left_out)}
     by_modules = own_files(["own_helper:Net"], str(tmp_path / "models"))
     assert list(by_modules) == [
         "own_helper.py", "own_package/__init__.py", "own_package/other.py", "own_package/sibling.py"
@@ -134,7 +134,7 @@ def test_of_installed_packages_the_models_own_counts() -> None:
 
 
 def test_other_code_is_refused_wherever_the_model_is_run_or_handed_out(home: Home, clicks: Clicks) -> None:
-    run = trained(clicks)
+    run = train_model(clicks)
     manifest = Run.open(run).manifest
     assert {file.name: file.sha256 for file in manifest.code} == home.sums
     done("checkpoint", "save", run)
@@ -173,7 +173,7 @@ def test_other_code_is_refused_wherever_the_model_is_run_or_handed_out(home: Hom
 
 
 def test_what_is_accepted_is_told_and_noted(home: Home, clicks: Clicks, tmp_path: Path) -> None:
-    run = trained(clicks)
+    run = train_model(clicks)
     before = Run.open(run).manifest
     figures = done("evaluate", run)
     home.edit()
@@ -209,7 +209,7 @@ def test_what_is_accepted_is_told_and_noted(home: Home, clicks: Clicks, tmp_path
 
 
 def test_a_checkpoint_goes_on_with_other_code_that_is_accepted(home: Home, clicks: Clicks, tmp_path: Path) -> None:
-    run = trained(clicks)
+    run = train_model(clicks)
     before = Run.open(run).manifest
     done("checkpoint", "save", run)
     (checkpoint,) = (run / "checkpoints").glob("step-*")
@@ -235,7 +235,7 @@ def test_a_checkpoint_goes_on_with_other_code_that_is_accepted(home: Home, click
 
 def test_a_loss_of_ones_own_is_code_of_the_model(home: Home, clicks: Clicks) -> None:
     home.write("loss_of_ones_own.py", LOSS)
-    run = trained(clicks, "run", "--loss", "loss_of_ones_own.py:plain")
+    run = train_model(clicks, "run", "--loss", "loss_of_ones_own.py:plain")
     home.write("loss_of_ones_own.py", LOSS + "# another line\n")
     assert f"{home.path / 'loss_of_ones_own.py'} has other contents" in refused("evaluate", run)
     (home.path / "loss_of_ones_own.py").unlink()
@@ -258,7 +258,7 @@ def test_trainers_compare_their_files_with_the_launchers(home: Home, clicks: Cli
 
 
 def test_a_run_of_an_earlier_version_goes_on(home: Home, clicks: Clicks) -> None:
-    run = trained(clicks)
+    run = train_model(clicks)
     manifest = json.loads((run / "manifest.json").read_text())
     del manifest["code"]
     (run / "manifest.json").write_text(json.dumps(manifest))
@@ -268,7 +268,7 @@ def test_a_run_of_an_earlier_version_goes_on(home: Home, clicks: Clicks) -> None
 
 @pytest.mark.parametrize("name", ["../evil.py", "/tmp/evil.py", "a/../../evil.py"])
 def test_a_file_outside_of_the_copy_is_refused(home: Home, clicks: Clicks, name: str) -> None:
-    run = trained(clicks)
+    run = train_model(clicks)
     manifest = json.loads((run / "manifest.json").read_text())
     manifest["code"][0]["name"] = name
     (run / "manifest.json").write_text(json.dumps(manifest))
@@ -277,7 +277,7 @@ def test_a_file_outside_of_the_copy_is_refused(home: Home, clicks: Clicks, name:
 
 
 def test_from_python(home: Home, clicks: Clicks) -> None:
-    run = foreload.open_run(trained(clicks))
+    run = foreload.open_run(train_model(clicks))
     figures = run.evaluate()
     home.edit()
     with pytest.raises(ModelError, match="the code of its model is not what it was trained with"):

@@ -7,6 +7,7 @@ import socket
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,6 +22,20 @@ from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import read_events
 
 TOKEN = new_token()
+OWN_NET = """
+import torch
+from sizes_of_net import HIDDEN
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, spec, *, bottom="", top=""):  # options that the tests' models are given
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(spec.dense_width + spec.width, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
+
+    def forward(self, dense, embeddings):
+        return self.net(torch.cat([dense, *embeddings.values()], 1)).squeeze(1)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +73,7 @@ class Job:
         through = 10 if "--resume" not in further else Run.open(run).saved_status().step + 10
         self.coordinator = hold(given, through, wait=False, FORELOAD_JOB_TOKEN=TOKEN)
 
-    def join(self, *further: str, **environment: str) -> Command:
+    def join(self, *further: str, **environment: Any) -> Command:
         return self.launched("join", self.place, *further, **({"FORELOAD_JOB_TOKEN": TOKEN} | environment))
 
 
@@ -134,6 +149,32 @@ def test_hosts_join_and_leave_while_others_train(
     check_end(training, undisturbed, trainers=1)
     kinds = [event["kind"] for event in read_events(run)]
     assert kinds.count("trainer-joined") == kinds.count("trainer-left") == 1
+
+
+@pytest.mark.full
+def test_a_host_whose_model_is_of_other_code_is_refused_and_the_others_train_on(
+    schedule: Path,
+    servers: list[str],
+    tmp_path: Path,
+    launched: Callable[..., Command],
+    hold: Hold,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, hidden in ((here, 4), (there, 8)):
+        folder.mkdir()
+        (folder / "sizes_of_net.py").write_text(f"HIDDEN = {hidden}\n")
+        (folder / "net.py").write_text(OWN_NET)
+    monkeypatch.chdir(here)
+    job = Job(launched, hold, schedule, tmp_path / "run", *servers, "--model", "net.py:Net")
+    job.coordinator.until(job.coordinator.waits)
+    guest = job.join("--schedule", str(job.coordinator.schedule.path), within=["sh", "-c", 'cd "$0" && exec "$@"', str(there)])
+    assert guest.end()[0] == 2
+    job.coordinator.members(0)
+    status, _, err = job.coordinator.end()
+    assert status == 0, err
+    (line,) = [line for line in err.splitlines() if "the code of its model" in line]
+    assert f"is not what the job began with: {there / 'sizes_of_net.py'} has other contents; put the same files there" in line
 
 
 @pytest.mark.full

@@ -93,7 +93,7 @@ def test_events_are_kept_over_resumes_and_refusals_are_among_them(tmp_path: Path
     job = hold(arguments(schedule, run, "--store", "local:1"), 5)
     job.process.terminate()
     assert job.stopped()[0] == 143
-    assert main(arguments(schedule, run, "--resume", "--lr", "0.77", "--store", "local:1")) == 2
+    assert main(arguments(schedule, run, "--resume", "--seed", "9", "--store", "local:1")) == 2
     with (run / EVENTS).open("a") as torn:
         torn.write('{"time": "2026')
     assert main(arguments(schedule, run, "--resume", "--store", "local:1")) == 0
@@ -103,7 +103,7 @@ def test_events_are_kept_over_resumes_and_refusals_are_among_them(tmp_path: Path
     stop, stopped, refused, resumed = events[2:6]
     assert (stop["cause"], stopped["state"], stopped["cause"]) == ("SIGTERM", "stopped", None)
     assert (refused["code"], refused["step"], refused["term"]) == ("run", stopped["step"], 1)
-    assert "--lr" in refused["cause"]
+    assert "--seed" in refused["cause"]
     assert (resumed["resumed"], resumed["term"], resumed["trainers"], resumed["copies"]) == (True, 2, 1, 1)
     assert json.loads((run / EVENTS).read_text().splitlines()[-1])["state"] == "ended"
     assert CallBegan.kind == events[0]["kind"]

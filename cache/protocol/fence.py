@@ -29,7 +29,7 @@ def epoch_key(namespace: str, lane: int) -> bytes:
     return b"{%b:%d}%b" % (namespace.encode(), lane, EPOCH)
 
 
-def _parse(stored: object) -> tuple[int, int]:
+def parse_epoch(stored: object) -> tuple[int, int]:
     """The fence epoch and the term of an epoch key's value; 0, 0 where there is none."""
     if stored is None:
         return 0, 0
@@ -45,7 +45,7 @@ def read_epochs(store: Store, shard: int, namespace: str, lanes: int) -> np.ndar
 
 def _epochs(store: Store, shard: int, namespace: str, lanes: Sequence[int]) -> list[int]:
     stored = store.commands_at_once(shard, [("GET", epoch_key(namespace, lane)) for lane in lanes])
-    return [_parse(value)[0] for value in stored]
+    return [parse_epoch(value)[0] for value in stored]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def fence_everywhere(
         failures |= failed
         epochs = {}
         for shard, (_, value) in stored.items():
-            epochs[shard], owner = _parse(value)
+            epochs[shard], owner = parse_epoch(value)
             if owner > term:
                 raise Fenced(
                     f"store {store.urls[shard]}: lane {lane} has an owner of term {owner}, this one's is {term}; it stops"

@@ -15,12 +15,8 @@ from foreload.cache.errors import (
     StoreError,
     StoreUnavailable,
 )
-from foreload.cache.protocol.namespace import (
-    NAME,
-    lane_keys,
-    owner,
-    scan,
-)
+from foreload.cache.protocol.fence import epoch_key, parse_epoch
+from foreload.cache.protocol.namespace import NAME, FolderId, is_run, lane_keys, owner, scan
 
 _LANE = re.compile(rb"\{(%b):(\d+)\}:\d+" % NAME.encode())
 _NOTE = re.compile(rb"(%b):run" % NAME.encode())
@@ -40,6 +36,25 @@ class Holding:
     lanes: int
     rows: int
     bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Who owns a run's rows by what a store shard says: the highest term in which its lanes were owned, and the run's folder, if it names one."""
+
+    term: int
+    folder: FolderId | None
+
+
+def claims(store: Store, namespace: str, identity: Mapping[str, Any], lanes: int) -> list[Claim]:
+    """What the store shards that answer, and have rows of the run with this identity, say of its owner. Raises StoreError."""
+    found = []
+    for shard in store.used:
+        note = None if shard in store.down else owner(store, namespace, shard)
+        if note is not None and is_run(note, identity):
+            stored = store.commands_at_once(shard, [("GET", epoch_key(namespace, lane)) for lane in range(lanes)])
+            found.append(Claim(max(parse_epoch(value)[1] for value in stored), FolderId.parse(note.get("folder"))))
+    return found
 
 
 def all_holdings(store: Store, shard: int) -> list[Holding]:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import socket
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from foreload.cache.client.store import Store
@@ -15,6 +19,39 @@ FORMAT = 1
 NAME = "[A-Za-z0-9_.-]{1,100}"
 _SCAN_KEYS = 1000
 EPOCH = b":epoch"  # how the key of a lane's fence epoch ends
+
+
+@dataclass(frozen=True, slots=True)
+class FolderId:
+    """Which folder a run's rows belong to: a copy of it has the same run id, and another inode."""
+
+    host: str
+    device: int
+    inode: int
+    path: str
+
+    @classmethod
+    def of(cls, path: Path) -> FolderId:
+        """The folder at a path of this host. Raises OSError."""
+        path = path.resolve()
+        status = path.stat()
+        return cls(socket.gethostname(), status.st_dev, status.st_ino, os.fspath(path))
+
+    @classmethod
+    def parse(cls, stored: object) -> FolderId | None:
+        """The folder that a run's key names; None for a key of an earlier version, which names none."""
+        try:
+            return cls(**stored)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    def is_same(self, other: FolderId) -> bool:
+        """Whether both are one folder. `mv` within a file system changes its path alone; mounting that again may change its device alone."""
+        at_one_place = self.device == other.device or self.path == other.path
+        return self.host == other.host and self.inode == other.inode and at_one_place
+
+    def __str__(self) -> str:
+        return f"{self.path} on host {self.host}"
 
 
 def check_name(namespace: str) -> None:
@@ -34,7 +71,10 @@ def run_key(namespace: str) -> bytes:
 
 
 def owner(store: Store, namespace: str, shard: int) -> dict[str, Any] | None:
-    """What `claim` noted on a store shard: {"format", "shard", "shards", "identity"}; None if the namespace is not there."""
+    """What `claim` noted on a store shard: {"format", "shard", "shards", "identity", "folder"}; None if the namespace is not there.
+
+    folder: as `FolderId.parse` reads it; earlier versions noted none.
+    """
     check_name(namespace)
     return _note(store, namespace, shard, store.command(shard, "GET", run_key(namespace)))
 
@@ -55,13 +95,18 @@ def _note(store: Store, namespace: str, shard: int, text: object) -> dict[str, A
 
 
 def claim(
-    store: Store, namespace: str, identity: Mapping[str, Any], mode: Literal["new", "resume", "overwrite"], spared: int = 0
+    store: Store,
+    namespace: str,
+    identity: Mapping[str, Any],
+    mode: Literal["new", "resume", "overwrite"],
+    spared: int = 0,
+    folder: FolderId | None = None,
 ) -> None:
     """Make the namespace this run's, on all store shards or on none.
 
     identity: what must be the same for the run to go on ("run", its id, lanes, layout ...), JSON. new: refused with NamespaceInUse if a shard
     has it for another run. overwrite: what is there is removed. resume: every shard must have it, in its place, with this identity; NamespaceInUse
-    if another run has it, RowsLost if more than `spared` shards have lost it or are down.
+    if another run has it, RowsLost if more than `spared` shards have lost it or are down. folder: the run's, noted where the namespace is new.
     """
     check_name(namespace)
     if mode == "resume":
@@ -78,8 +123,7 @@ def claim(
         remove(store, namespace)
     claimed: list[int] = []
     for shard in store.used:
-        note = {"format": FORMAT, "shard": shard, "shards": store.shards, "identity": dict(identity)}
-        text = json.dumps(note, sort_keys=True)
+        text = _text(identity, shard, store.shards, folder)
         if store.command(shard, "SET", run_key(namespace), text, "NX") is None:
             holder = None
             with contextlib.suppress(StoreError):
@@ -97,13 +141,34 @@ def claim(
         claimed.append(shard)
 
 
+def _text(identity: Mapping[str, Any], shard: int, shards: int, folder: FolderId | None) -> str:
+    """The value of a run's key."""
+    note = {"format": FORMAT, "shard": shard, "shards": shards, "identity": dict(identity)}
+    if folder is not None:
+        note["folder"] = asdict(folder)
+    return json.dumps(note, sort_keys=True)
+
+
+def name_folder(store: Store, namespace: str, identity: Mapping[str, Any], folder: FolderId) -> None:
+    """Note a run's folder on all store shards that are this run's, answer, and name none or another."""
+    asked = {shard: [("GET", run_key(namespace))] for shard in store.used if shard not in store.down}
+    answers, _ = store.ask(asked)
+    notes = {shard: _note(store, namespace, shard, text) for shard, (text,) in answers.items()}
+    store.ask(
+        {
+            shard: [("SET", run_key(namespace), _text(identity, note["shard"], note["shards"], folder))]
+            for shard, note in notes.items()
+            if note is not None and is_run(note, identity) and FolderId.parse(note.get("folder")) != folder
+        }
+    )
+
+
 def join(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, shards: int) -> bool:
     """Note on the one server of a Store that it is shard `shard` of a run's `shards`, unless it has a namespace of this name already.
 
-    Returns whether it is noted as that shard of that run then.
+    Returns whether it is noted as that shard of that run then. The next call notes the run's folder there.
     """
-    note = {"format": FORMAT, "shard": shard, "shards": shards, "identity": dict(identity)}
-    store.command(0, "SET", run_key(namespace), json.dumps(note, sort_keys=True), "NX")
+    store.command(0, "SET", run_key(namespace), _text(identity, shard, shards, None), "NX")
     # How many shards there are may be another number by now than when it was noted.
     return is_of(store, namespace, identity, shard, 0)
 

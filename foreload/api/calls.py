@@ -123,9 +123,10 @@ def _digest(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
 
 
 def _delete(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+    from foreload.trainer.cluster.run_rows import Overrule
     from foreload.trainer.commands import rows
 
-    yield rows.run(values["run"], values["store"]), b""
+    yield rows.run(values["run"], values["store"], Overrule(values["moved"], values["force"])), b""
 
 
 def _report(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:

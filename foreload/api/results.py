@@ -225,13 +225,17 @@ class Applied(_Result):
 
 @dataclass(frozen=True, slots=True)
 class Deletion(_Result):
-    """What was deleted. shards: {"url", "deleted", "why"} each, why: where one could not be reached; kept: files in the folder that are not its."""
+    """What was deleted. shards: {"url", "deleted", "why"} each, why: where one could not be reached; kept: files in the folder that are not its.
+
+    forced: what `force` overruled, in words; None where nothing.
+    """
 
     run: str
     namespace: str
     shards: tuple[Mapping[str, Any], ...]
     local_stores: int | None
     kept: tuple[str, ...]
+    forced: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,8 @@ from datetime import timedelta
 from typing import Literal
 
 from foreload.cache.client.store import Store
-from foreload.cache.protocol.namespace import claim, remove
+from foreload.cache.protocol.namespace import FolderId, claim, remove
+from foreload.trainer.cluster.run_rows import check_not_training, own_rows
 from foreload.trainer.run.directory import LOG, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Manifest, Status
@@ -25,7 +26,10 @@ def claimed(job: TrainJob, run: Run, manifest: Manifest, start: Status, urls: Se
     spared = run.placement.r if goes_on else 0
     with Store.connect(asked(urls), job.store_silence, spared) as store:
         mode: Literal["new", "resume", "overwrite"] = "resume" if goes_on else "overwrite" if job.overwrite else "new"
-        claim(store, manifest.namespace, manifest.identity, mode, spared)
+        own_rows(run, store, job.moved)
+        if mode == "overwrite":
+            check_not_training(manifest.namespace, store)
+        claim(store, manifest.namespace, manifest.identity, mode, spared, FolderId.of(run.path))
         if job.resume:
             before = run.saved_status()
             run.check_rows(store, before)

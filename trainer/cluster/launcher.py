@@ -38,6 +38,7 @@ from foreload.trainer.cluster.hosts import Hosts
 from foreload.trainer.cluster.processes import ChildProcess, StartProcess
 from foreload.trainer.cluster.profiling import Profiling
 from foreload.trainer.cluster.restored_run import restore, restore_broken_off
+from foreload.trainer.cluster.run_rows import delete_replaced
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.cluster.store_watch import StoreWatch, warn_of_machine
 from foreload.trainer.cluster.trainer_group import TrainerGroup
@@ -61,7 +62,7 @@ from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_trainable, resumed
 from foreload.trainer.run.saved_run import saved_run_at
 from foreload.trainer.run.scheduler import scheduler_address, under_scheduler
-from foreload.trainer.run.servers import asked, open_stores, servers_of
+from foreload.trainer.run.servers import asked, open_stores, servers_of, with_named
 
 _MEET_PAUSE = timedelta(seconds=1)  # between two looks whether a scheduler's trainers have all met
 _MEET_SAID = timedelta(minutes=1)  # between two lines on stderr that they are waited for
@@ -249,6 +250,7 @@ class Launcher:
             reach(urls, self._job.store_silence)
             self._check_spares(manifest, urls, placement)
         with locked(path) as lock:
+            delete_replaced(Run(path), urls, self._job.moved)
             run = Run.create(path, manifest, placement, self._job.overwrite, lock)
             start = Status("training", schedule.header.first_step - 1, {str(lane): 0 for lane in range(lanes)}, term=1)
             self._events = EventLog(run.path, start.step, start.term)
@@ -284,6 +286,7 @@ class Launcher:
             urls = parse_urls(str(self._job.store))
             if not run.placement.r:  # else one that is gone is not waited for
                 reach(urls, self._job.store_silence)
+            manifest = with_named(manifest, run.placement, str(self._job.store))
             self._check_spares(manifest, servers_of(run, str(self._job.store)), run.placement)
         return self._with_stores(run, manifest, start, schedule, open_stores(run, start))
 

@@ -12,13 +12,14 @@ from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_urls
 from foreload.cache.errors import StoreFull
 from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.namespace import claim, owner
+from foreload.cache.protocol.namespace import FolderId, claim, owner
 from foreload.cache.protocol.ownership import Ownership
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import newest_of_run, unusable
 from foreload.trainer.checkpoints.restoring import check_restorable, restore_dense, restore_rows, restored_manifest
 from foreload.trainer.cluster.claimed import claimed
+from foreload.trainer.cluster.run_rows import own_rows
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable, RunError
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.directory import LOG, PLACEMENT, STORES, Run
@@ -27,7 +28,7 @@ from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_code_of_run, check_place
-from foreload.trainer.run.servers import asked, plain, servers_of, with_servers
+from foreload.trainer.run.servers import asked, servers_of, with_named
 
 
 def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedule, model: DenseModel) -> TrainJob:
@@ -60,12 +61,13 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
     if not count:
         reach(parse_urls(str(job.store)), job.store_silence)
         # It is restored wherever --store says.
-        manifest = with_servers(manifest, placement, plain(servers_of(run, str(job.store))))
+        manifest = with_named(manifest, placement, str(job.store))
     restored = restored_manifest(checkpoint, job, schedule, manifest)
     if not count:
         with Store.connect(asked(servers_of(run, str(job.store))), job.store_silence, 0) as store:
+            own_rows(run, store, job.moved)
             # Another run may have taken the name since: its rows are not to be deleted.
-            claim(store, manifest.namespace, manifest.identity, "new")
+            claim(store, manifest.namespace, manifest.identity, "new", folder=FolderId.of(run.path))
     elif (left := LocalStores.find(run.path / STORES)) is not None:
         left.stop(save=False)
     start = replace(before, term=before.term + 1)

@@ -51,6 +51,7 @@ class RowMoves:
         # The servers of shards that are none any more, yet to be left; of an earlier call, which did not come to that, too.
         self._leaving = left_over(manifest(), self._placement)
         self._left: threading.Thread | None = None  # what leaves these servers
+        self._emptied: set[str] = set()  # servers that were left, and have nothing of the run any more
         self._shown = 0.0
 
     @property
@@ -149,7 +150,9 @@ class RowMoves:
             for shard, url in self._leaving.items():
                 if self._local is not None:
                     self._local.remove(shard)
-                elif (why := self._new.leave(url)) is not None:
+                elif (why := self._new.leave(url)) is None:
+                    self._emptied.add(url)
+                else:
                     sys.stderr.write(f"store shard {shard}: is removed, but not all of it: {why}\n")
 
         self._left = threading.Thread(target=leave, name="leave servers", daemon=True)
@@ -162,7 +165,7 @@ class RowMoves:
     def _write_servers(self) -> None:
         """Publish which servers the run has, with those that are yet to be left."""
         urls = [self._leaving.get(shard, url) for shard, url in enumerate(self._shards.plain_urls)]
-        self._write_manifest(with_servers(self._manifest(), self._placement, urls))
+        self._write_manifest(with_servers(self._manifest(), self._placement, urls, self._emptied))
 
     def finish(self, members: Collection[int]) -> None:
         """All trainers, these, have ended: settle what is through, and leave servers that nobody asks any more. The rest goes on at the next call."""

@@ -42,6 +42,15 @@ def add_command(
     return added
 
 
+def add_moved(command: argparse.ArgumentParser) -> None:
+    """The flag --moved of a command that changes or deletes a run's rows on its servers."""
+    command.add_argument(
+        "--moved",
+        action="store_true",
+        help="RUN was moved to where it is now, from another disk or host, and no other copy of it is used any more",
+    )
+
+
 def add_schedule(command: argparse.ArgumentParser) -> None:
     """The flag --schedule of a command that may need the schedule of a checkpoint."""
     command.add_argument(

@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foreload.trainer.command_line.shared import add_command, add_group, add_json, add_plain, tell
+from foreload.trainer.command_line.shared import add_command, add_group, add_json, add_moved, add_plain, tell
 
 if TYPE_CHECKING:
     from foreload.trainer.run.store_moves import Change
@@ -24,16 +24,21 @@ _SERVERS_HELP = "servers, as --store takes them"
 def add_to(commands: Any) -> None:
     """Declare the commands."""
     _add_stores(add_group(commands, "stores", "look at a run's store shards"))
-    add_command(
+    deleted = add_command(
         commands, "delete", _delete, "delete a run, its rows on the store too",
-        "Deletes a run's rows on its store shards, its local stores and its folder; asks nothing. A run that trains is refused. Where a shard "
-        "cannot be reached, it says what is left there, and exits with 2.",
+        "Deletes a run's rows on its store shards, its local stores and its folder; asks nothing. A run that trains is refused, and so is a copy of "
+        "a run's folder, whose rows are another one's. Where a shard cannot be reached, it says what is left there, and exits with 2.",
     )  # fmt: skip
-    add_command(
+    add_moved(deleted)
+    deleted.add_argument(
+        "--force", action="store_true", help="delete the rows even if they are another folder's; says whose they were"
+    )
+    scrubbed = add_command(
         commands, "scrub", _scrub, "check the parity of a run's rows, and repair them",
         "Reads every stripe of a run, also while it is trained. Repairs a row that is missing, or has a wrong id or tag, a parity row that is "
         "missing, and what several parity rows single out; names every other stripe that does not agree, leaves it alone, and exits with 4.",
     )  # fmt: skip
+    add_moved(scrubbed)
 
 
 def _add_stores(commands: Any) -> None:
@@ -67,6 +72,8 @@ def _add_stores(commands: Any) -> None:
     )  # fmt: skip
     moved.add_argument("old", metavar="OLD", help="the shard's number, or the URL of its server")
     moved.add_argument("new", metavar="NEW", help=_NEW_HELP)
+    for changed in (added, removed, moved):
+        add_moved(changed)
     listed = add_plain(
         commands, "list", _stores_list, "what runs have rows on servers",
         "Names every namespace that has rows on the servers, with its size and the run that it is of. Exits with 2 if one is down.",
@@ -75,10 +82,12 @@ def _add_stores(commands: Any) -> None:
     add_json(listed, "result")
     gone = add_plain(
         commands, "delete", _stores_delete, "delete the rows of a run whose folder is gone",
-        "Deletes a namespace from servers, whatever run it is of; asks nothing. Exits with 2 if rows are left.",
+        "Deletes a namespace from servers, whatever run it is of; asks nothing. One of a run that trains on this host is refused. Exits with 2 if "
+        "rows are left.",
     )  # fmt: skip
     gone.add_argument("urls", metavar="URL[,URL...]", help=_SERVERS_HELP)
     gone.add_argument("namespace", metavar="NAMESPACE", help="as `foreload stores list` names it")
+    gone.add_argument("--force", action="store_true", help="even if its run trains, which that ends")
     add_json(gone, "result")
 
 
@@ -151,7 +160,7 @@ def _stores_change(parsed: argparse.Namespace, change: Change, shard: str, urls:
     from foreload.trainer.commands import store_moves
     from foreload.trainer.run.store_moves import ShardChange
 
-    done = store_moves.run(parsed.run, parsed.store, ShardChange(change, shard, urls))
+    done = store_moves.run(parsed.run, parsed.store, ShardChange(change, shard, urls), parsed.moved)
     joins, leaves = (", ".join(map(str, done[which])) for which in ("joining", "leaving"))
     said = [f"shard {joins} joins"] * bool(joins) + [f"shard {leaves} leaves"] * bool(leaves)
     through = "all rows have moved" if done["moved"] == 1.0 else "rows move; foreload stores status tells how far that is"
@@ -170,13 +179,14 @@ def _stores_list(parsed: argparse.Namespace) -> int:
 def _stores_delete(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import rows
 
-    return _tell_gone(parsed, rows.deleted(parsed.urls, parsed.namespace))
+    return _tell_gone(parsed, rows.deleted(parsed.urls, parsed.namespace, parsed.force))
 
 
 def _delete(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.cluster.run_rows import Overrule
     from foreload.trainer.commands import rows
 
-    return _tell_gone(parsed, rows.run(parsed.run, parsed.store))
+    return _tell_gone(parsed, rows.run(parsed.run, parsed.store, Overrule(parsed.moved, parsed.force)))
 
 
 def _tell_gone(parsed: argparse.Namespace, deletion: dict[str, Any]) -> int:
@@ -189,7 +199,7 @@ def _tell_gone(parsed: argparse.Namespace, deletion: dict[str, Any]) -> int:
 def _scrub(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import scrub
 
-    findings = scrub.run(parsed.run, parsed.store)
+    findings = scrub.run(parsed.run, parsed.store, parsed.moved)
     lines = [
         f"{findings['stripes']:,} stripes, {findings['rows']:,} rows and {findings['parity_rows']:,} parity rows checked: "
         f"{findings['stripes_repaired']:,} stripes repaired, {findings['stripes_damaged']:,} damaged"

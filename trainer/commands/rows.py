@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from foreload.cache.client.store import Store
-from foreload.cache.client.url import StoreUrl, parse_urls
-from foreload.cache.errors import StoreUnavailable
+from foreload.cache.client.url import parse_urls
 from foreload.cache.protocol.holdings import Holding, all_holdings, holding_of
 from foreload.cache.protocol.namespace import check_name, remove
 from foreload.trainer.cluster.control import training_status
+from foreload.trainer.cluster.run_rows import Overrule, Server, check_not_training, delete_rows, reached
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import Run, locked
-
-TIMEOUT = timedelta(seconds=30)  # a server may have many keys to go through
-_CONNECT = timedelta(seconds=1)
+from foreload.trainer.run.servers import servers_had
 
 
 def listed(urls: str) -> dict[str, Any]:
@@ -26,70 +23,67 @@ def listed(urls: str) -> dict[str, Any]:
     rows: with parity rows; run: the id that the run's manifest.json has; why: where a server cannot be reached. Raises StoreError.
     """
 
-    def namespaces(store: Store) -> dict[str, Any]:
-        return {"namespaces": [_told(holding) for holding in all_holdings(store, 0)]}
-
-    return {"servers": [{"namespaces": []} | _asked(url, namespaces) for url in parse_urls(urls)]}
+    with reached(parse_urls(urls)) as servers:
+        return {"servers": [_listed(server) for server in servers]}
 
 
-def deleted(urls: str, namespace: str) -> dict[str, Any]:
+def _listed(server: Server) -> dict[str, Any]:
+    held: list[Holding] = []
+    server.ask(lambda store: held.extend(all_holdings(store, 0)))
+    return {"url": str(server.url), "namespaces": [_told(holding) for holding in held], "why": server.why}
+
+
+def deleted(urls: str, namespace: str, force: bool = False) -> dict[str, Any]:
     """Remove a namespace from servers, whatever run it is of: {"namespace", "shards": [{"url", "deleted", "why"}]}.
 
-    deleted: what was there, as `listed` has it; why: where it cannot be reached. Raises StoreError.
+    deleted: what was there, as `listed` has it; why: where it cannot be reached. force: even under a run that trains on this host. Raises RunError,
+    StoreError.
     """
     check_name(namespace)
-    return {"namespace": namespace, "shards": [_delete(url, namespace, None) for url in parse_urls(urls)]}
+    with reached(parse_urls(urls)) as servers:
+        for server in servers if not force else ():
+            server.ask(partial(check_not_training, namespace))
+        for server in servers:
+            server.ask(partial(_delete, server, namespace))
+    return {"namespace": namespace, "shards": [_entry(server) for server in servers]}
 
 
-def run(path: str, urls: str | None) -> dict[str, Any]:
-    """Delete a run: {"run", "namespace", "shards": as of `deleted`, "local_stores", "kept": the files in its folder that are not the run's}.
+def _delete(server: Server, namespace: str, store: Store) -> None:
+    server.held = holding_of(store, 0, namespace)
+    remove(store, namespace)
 
-    deleted and why are both None for a shard where another run has taken the namespace. urls: those of its servers with passwords; by default the
-    run's. Raises RunError for a run that trains, StoreError where a server refuses.
+
+def run(path: str, urls: str | None, overrule: Overrule) -> dict[str, Any]:
+    """Delete a run: {"run", "namespace", "shards", "local_stores", "kept", "forced"}.
+
+    shards: as of `deleted`, of every server that the run uses or used; deleted and why are both None where another run has taken the namespace.
+    kept: the files in its folder that are not the run's. forced: what `force` overruled, in words; else None. urls: those of its servers with
+    passwords; by default the run's. Raises RunError for a run that trains, and for a folder that does not own the rows; StoreError where a server
+    refuses.
     """
     deleted_run = Run.open(path)
     if training_status(deleted_run.path) is not None:
         raise RunError(f"run {path}: is being trained; stop it with Ctrl-C first")
-    manifest = deleted_run.manifest
-    shards = []
+    manifest, servers, forced = deleted_run.manifest, list[Server](), None
     with locked(deleted_run.path):
         local_stores = None if manifest.local_stores is None else len(deleted_run.placement.live)
-        if manifest.local_stores is None:
-            shards = [
-                _delete(url, manifest.namespace, manifest.identity)
-                for url in parse_urls(urls or ",".join(url for url in manifest.store_urls if url))
-            ]
+        if local_stores is None:
+            servers, forced = delete_rows(deleted_run, *servers_had(deleted_run, urls), overrule)
         deleted_run.delete()
     kept = sorted(item.name for item in Path(path).iterdir()) if Path(path).exists() else []
     return {
         "run": path,
         "namespace": manifest.namespace,
-        "shards": shards,
+        "shards": [_entry(server) for server in servers],
         "local_stores": local_stores,
         "kept": kept,
+        "forced": forced,
     }
 
 
-def _delete(url: StoreUrl, namespace: str, identity: dict[str, Any] | None) -> dict[str, Any]:
-    """Remove a namespace from a server; returns an entry of `deleted`'s shards. identity: of the run whose rows these must be; None for any."""
-
-    def removed(store: Store) -> dict[str, Any]:
-        holding = holding_of(store, 0, namespace)
-        if identity is not None and holding.note is not None and holding.note["identity"] != identity:
-            return {}
-        remove(store, namespace)
-        return {"deleted": _told(holding)}
-
-    return {"deleted": None} | _asked(url, removed)
-
-
-def _asked(url: StoreUrl, question: Callable[[Store], dict[str, Any]]) -> dict[str, Any]:
-    """What a server answers, beside its URL; why it cannot be reached is part of that, and no error."""
-    try:
-        with Store([url], TIMEOUT, _CONNECT) as store:
-            return {"url": str(url), "why": None} | question(store)
-    except StoreUnavailable as error:
-        return {"url": str(url), "why": str(error)}
+def _entry(server: Server) -> dict[str, Any]:
+    """A server as an entry of `deleted`'s shards."""
+    return {"url": str(server.url), "deleted": None if server.held is None else _told(server.held), "why": server.why}
 
 
 def _told(holding: Holding) -> dict[str, Any]:
@@ -124,7 +118,7 @@ def listed_text(found: dict[str, Any]) -> str:
 def deleted_text(found: dict[str, Any]) -> str:
     """What `deleted` or `run` did, a line for each server, and for the folder."""
     namespace = found["namespace"]
-    lines = []
+    lines = [f"forced  {found['forced']}"] if found.get("forced") else []
     for shard in found["shards"]:
         if shard["why"]:
             lines.append(f"left  {shard['url']}: {shard['why']}; later: foreload stores delete {shard['url']} {namespace}")

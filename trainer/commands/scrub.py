@@ -20,6 +20,7 @@ from foreload.cache.protocol.recovery import recover
 from foreload.cache.repair.scrub import Finding, Findings, scrub_table
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.control import Asks, AskScrub, AskScrubbed, Refused, RunStatus, ScrubProgress, ask, training_status
+from foreload.trainer.cluster.run_rows import own_rows
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import LOG, SCRUB, STORES, Run, locked
 from foreload.trainer.run.expected_rows import given_ordinals, table_rows, write_expected_rows
@@ -33,11 +34,11 @@ POLL = timedelta(milliseconds=300)
 _Answer = TypeVar("_Answer")
 
 
-def run(path: str, store: str | None) -> dict[str, Any]:
+def run(path: str, store: str | None, moved: bool = False) -> dict[str, Any]:
     """Scrub; returns {"stripes", "rows", "parity_rows", "stripes_repaired", "stripes_damaged", "repaired", "damaged", "lost_shards"}.
 
     repaired and damaged: {"lane", "table", "ordinals", "shards", "what"} each. The write-back batch that a broken-off run died in is finished
-    from its log first. Raises RunError and CacheError.
+    from its log first. moved: the user says that the run's folder was. Raises RunError and CacheError.
     """
     scrubbed_run = Run.open(path)
     if not scrubbed_run.placement.r:
@@ -51,18 +52,20 @@ def run(path: str, store: str | None) -> dict[str, Any]:
     local = LocalStores.find(scrubbed_run.path / STORES)
     # Where its local servers are gone, what they saved at the last clean stop is what is left.
     if status.state == "training" and (scrubbed_run.manifest.local_stores is None or (local is not None and any(local.pids))):
-        with locked(scrubbed_run.path), _broken_off(scrubbed_run, store) as (stored, schedule):
+        with locked(scrubbed_run.path), _broken_off(scrubbed_run, store, moved) as (stored, schedule):
             return _scrub(stored, schedule, None, [None] * scrubbed_run.manifest.lanes)
     with open_saved(path, store) as saved:
+        own_rows(saved.run, saved.stored.store, moved)
         return _scrub(saved.stored, saved.schedule, saved.status.step, list(saved.last_batches))
 
 
 @contextlib.contextmanager
-def _broken_off(scrubbed_run: Run, urls: str | None) -> Iterator[tuple[StoredRows, Schedule]]:
+def _broken_off(scrubbed_run: Run, urls: str | None, moved: bool) -> Iterator[tuple[StoredRows, Schedule]]:
     """The rows of a run whose trainers died, every lane's last batch finished."""
     manifest = scrubbed_run.manifest
     job, schedule = manifest.training_job, schedule_of(scrubbed_run)
     with Store.connect(asked(servers_of(scrubbed_run, urls)), job.store_silence, scrubbed_run.placement.r) as store:
+        own_rows(scrubbed_run, store, moved)
         stored = StoredRows(store, scrubbed_run.placement, layouts_of(job, schedule), manifest.namespace)
         log = FileLog(scrubbed_run.path / LOG)
         term = scrubbed_run.saved_status().term + 1

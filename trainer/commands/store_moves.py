@@ -21,6 +21,7 @@ from foreload.cache.protocol.ownership import Ownership, take_over
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.traffic import Traffic
 from foreload.trainer.cluster.control import AskMove, Refused, ask
+from foreload.trainer.cluster.run_rows import own_rows
 from foreload.trainer.errors import RunError
 from foreload.trainer.resources.seen_servers import check_room
 from foreload.trainer.run.directory import LOG, STORES, Run, locked
@@ -38,11 +39,12 @@ _PATIENCE = timedelta(milliseconds=100)  # between two looks how far it is
 _SHARES = 1000  # that the progress bar has
 
 
-def run(path: str, store: str | None, change: ShardChange) -> dict[str, Any]:
+def run(path: str, store: str | None, change: ShardChange, folder_moved: bool = False) -> dict[str, Any]:
     """Have shards added, or one removed or moved; returns {"run", "joining", "leaving", "moved"}: the numbers of shards, and how much has moved.
 
     Where the run trains, rows move while it does, and this returns as they begin to; else when all have moved. store: URLs with passwords of the
-    servers that the run has. Raises RunError and CacheError; what is broken off goes on with the same call, or with --resume.
+    servers that the run has. folder_moved: the user says that the run's folder was. Raises RunError and CacheError; what is broken off goes on with
+    the same call, or with --resume.
     """
     asked_run = Run.open(path)
     answer = ask(asked_run.path, AskMove(change.change, change.shard, change.urls), _ASK_TIMEOUT)
@@ -51,15 +53,15 @@ def run(path: str, store: str | None, change: ShardChange) -> dict[str, Any]:
     if answer is not None:
         return {"run": path, "joining": list(answer.joining), "leaving": list(answer.leaving), "moved": 0.0}
     with locked(asked_run.path) as lock:
-        before = _move_at_rest(Run.open(path, lock), store, change)
+        before = _move_at_rest(Run.open(path, lock), store, change, folder_moved)
     return {"run": path, "joining": list(before.joining), "leaving": list(before.leaving), "moved": 1.0}
 
 
-def _move_at_rest(moved: Run, store: str | None, change: ShardChange) -> Placement:
+def _move_at_rest(moved: Run, store: str | None, change: ShardChange, folder_moved: bool) -> Placement:
     """Move the rows of a run that does not train; returns the placement by which they did."""
     status = _status_of(moved)
     events = EventLog(moved.path, status.step, status.term + 1)
-    with _servers(moved, store, status) as (urls, servers):
+    with _servers(moved, store, status, folder_moved) as (urls, servers):
         if not moved.placement.migrating:
             placement = change.placement_after(moved.placement, urls)
             urls = servers.made_ready(change.urls, placement, urls)
@@ -85,7 +87,7 @@ def _move_at_rest(moved: Run, store: str | None, change: ShardChange) -> Placeme
 
 
 @contextlib.contextmanager
-def _servers(moved: Run, store: str | None, status: Status) -> Iterator[tuple[tuple[str, ...], NewServers]]:
+def _servers(moved: Run, store: str | None, status: Status, folder_moved: bool) -> Iterator[tuple[tuple[str, ...], NewServers]]:
     """The URLs of a run's shards by number, and what makes further ones ready; its local stores run meanwhile, and are saved then.
 
     Raises RunError and CacheError where a shard lacks rows: it is made whole first.
@@ -97,7 +99,8 @@ def _servers(moved: Run, store: str | None, status: Status) -> Iterator[tuple[tu
             local.start()
             stack.callback(lambda: leave_stores(local, whole, changed=True))
         urls = servers_of(moved, store)
-        with _opened(moved, urls, status):
+        with _opened(moved, urls, status) as opened:
+            own_rows(moved, opened, folder_moved)
             whole = True
         manifest, schedule = moved.manifest, schedule_of(moved)
         room = partial(check_room, manifest, schedule, layouts_of(manifest.training_job, schedule))
@@ -156,10 +159,13 @@ def _move(moved: Run, opened: Store, status: Status) -> None:
 def _leave(moved: Run, servers: NewServers) -> None:
     """Remove what a run has on servers that are none of its any more, and forget them."""
     manifest, placement = moved.manifest, moved.placement
+    emptied = []
     for shard, url in left_over(manifest, placement).items():
-        if (why := servers.leave(url)) is not None:
+        if (why := servers.leave(url)) is None:
+            emptied.append(url)
+        else:
             sys.stderr.write(f"store shard {shard}: is removed, but not all of it: {why}\n")
     if manifest.local_stores is not None:
         clear_removed(moved.path / STORES, placement.removed)
     urls = [url if shard in placement.live else "" for shard, url in enumerate(manifest.store_urls)]
-    moved.write_manifest(with_servers(manifest, placement, urls))
+    moved.write_manifest(with_servers(manifest, placement, urls, emptied))

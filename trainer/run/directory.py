@@ -213,6 +213,12 @@ class Run:
         if status.state != "training":
             self.forget_saved_placement()
 
+    @property
+    def term(self) -> int:
+        """The highest term in which this folder owned the run's lanes. It is on disk before it is on a server; the first one is 1."""
+        status = self.status
+        return 1 if status is None else status.term
+
     def raise_term(self, term: int) -> None:
         """Note that lanes are owned in a term from now on. Raises RunError where a higher one was noted, OSError."""
         status = self.saved_status()

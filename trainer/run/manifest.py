@@ -136,6 +136,7 @@ class Manifest:
     in order, step the first under it; else empty. rates: the same where it went on with other learning rates, {"step"} and RATE_SETTINGS of each.
     code: the files of the user's model and loss that it was trained with last; empty for a built-in one, and where an earlier version trained it.
     mixed_code: as mixed_numerics, where it went on with other code, {"step", "code"}, the checksums by name.
+    former_urls: servers that the run no longer uses and that may still have rows of it; `delete` and `--overwrite` ask them, too.
     inexact: None where its model is that of the data and the settings, to the bit. watched: where it may stop early, what evaluations of its last
     schedule have been, up to where it rests or, in a checkpoint, that was saved.
     """
@@ -155,11 +156,12 @@ class Manifest:
     watched: Watched | None = None
     code: tuple[CodeFile, ...] = ()
     mixed_code: tuple[dict[str, Any], ...] = ()
+    former_urls: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form; `watched`, `code` and `mixed_code` only where there are any."""
+        """JSON form; `watched`, `code`, `mixed_code` and `former_urls` only where there are any."""
         told = asdict(self)
-        for name in ("watched", "code", "mixed_code"):
+        for name in ("watched", "code", "mixed_code", "former_urls"):
             if not getattr(self, name):
                 del told[name]
         return told
@@ -168,7 +170,8 @@ class Manifest:
     def of(cls, stored: Mapping[str, Any]) -> Manifest:
         """The inverse of `to_dict`, from JSON. Raises TypeError and KeyError for what is none."""
         stages = tuple(Stage(**stage) for stage in stored["stages"])
-        listed = {name: tuple(stored.get(name, ())) for name in ("store_urls", "mixed_numerics", "rates", "mixed_code")}
+        tuples = ("store_urls", "mixed_numerics", "rates", "mixed_code", "former_urls")
+        listed = {name: tuple(stored.get(name, ())) for name in tuples}
         further = {"inexact": Inexact.of(stored.get("inexact")), "watched": Watched.of(stored.get("watched"))}
         code = tuple(CodeFile(**file) for file in stored.get("code", ()))
         return cls(**{**stored, **listed, "stages": stages, "code": code, **further})

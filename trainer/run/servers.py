@@ -10,11 +10,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from foreload.cache.client.local import LocalStores
-from foreload.cache.client.url import parse_url
+from foreload.cache.client.url import StoreUrl, parse_url
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import STORES, Run
+from foreload.trainer.run.event_log import ShardReplaced, read_events
 from foreload.trainer.run.job_values import Parity
 from foreload.trainer.run.manifest import Manifest, Status
 
@@ -83,13 +84,40 @@ def store_setting(manifest: Manifest, placement: Placement) -> str:
     return ",".join(url for url in noted(manifest, placement) if url)
 
 
-def with_servers(manifest: Manifest, placement: Placement, urls: Sequence[str]) -> Manifest:
-    """The manifest of a run whose shards are these. urls: by number, without passwords; not looked at where they are local."""
+def with_servers(manifest: Manifest, placement: Placement, urls: Sequence[str], emptied: Collection[str] = ()) -> Manifest:
+    """The manifest of a run whose shards are these. urls: by number, without passwords; not looked at where they are local.
+
+    emptied: servers that the run no longer uses, and that have nothing of it any more.
+    """
     local = None if manifest.local_stores is None else placement.shard_count
-    changed = replace(manifest, store_urls=() if local else tuple(urls), local_stores=local)
+    before = dict.fromkeys((*manifest.former_urls, *manifest.store_urls))
+    former = () if local else tuple(url for url in before if url and url not in urls and url not in emptied)
+    changed = replace(manifest, store_urls=() if local else tuple(urls), local_stores=local, former_urls=former)
     # What was right by default for another number of shards is stated from now on.
     parity = str(Parity(placement.k, placement.r))
     return replace(changed, job=manifest.job | {"store": store_setting(changed, placement), "parity": parity})
+
+
+def with_named(manifest: Manifest, placement: Placement, given: str) -> Manifest:
+    """The manifest of a run that goes on with the servers of --store, in the order of their numbers. Those that it is yet to leave stay in it."""
+    urls = by_number(plain(given.split(",")), placement.shard_count, placement.removed)
+    left = left_over(manifest, placement)
+    return with_servers(manifest, placement, [url or left.get(shard, "") for shard, url in enumerate(urls)])
+
+
+def servers_had(run: Run, given: str | None) -> tuple[list[StoreUrl], list[StoreUrl]]:
+    """Every server that may have rows of a run whose servers are not its own: those that it uses, and those that it used before.
+
+    given: as in `servers_of`. The event log has servers that runs of earlier versions used. Raises RunError.
+    """
+    manifest = run.manifest
+    used = {url.place: url for url in map(parse_url, filter(None, servers_of(run, given)))}
+    replaced = [event["url"] for event in read_events(run.path) if event.get("kind") == ShardReplaced.kind and event.get("url")]
+    urls = map(parse_url, (*filter(None, manifest.store_urls), *manifest.former_urls, *replaced))
+    # A run that goes by `given` may reach its servers at other addresses than its manifest has.
+    own = noted(manifest, run.placement) if given is not None else ()
+    former = {url.place: url for url in urls if url.place not in used and url.plain not in own}
+    return [*used.values()], [*former.values()]
 
 
 def open_stores(run: Run, status: Status) -> LocalStores | None:

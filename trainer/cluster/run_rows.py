@@ -1,0 +1,184 @@
+"""The rows that a run has on servers by URL: whether its folder owns them, and their end.
+
+A run's folder can be copied, and then two folders have one run id. The folder that owns the rows has the term of the servers, and is the one that the
+run's key on the servers names (docs/protocol.md, Whose rows they are). Rows of local stores are in the run's folder, and are its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+from foreload.cache.client.store import Store
+from foreload.cache.client.url import StoreUrl
+from foreload.cache.errors import CacheError, StoreError, StoreUnavailable
+from foreload.cache.protocol.holdings import Claim, Holding, claims, holding_of
+from foreload.cache.protocol.namespace import FolderId, is_run, name_folder, owner, remove
+from foreload.trainer.cluster.control import training_status
+from foreload.trainer.errors import RunError
+from foreload.trainer.run.directory import MANIFEST, Run
+from foreload.trainer.run.manifest import Manifest
+from foreload.trainer.run.servers import servers_had
+
+_SILENCE = timedelta(seconds=30)  # a server may have many keys to go through
+_CONNECT = timedelta(seconds=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Overrule:
+    """What a user says about the run's folder. moved: it was moved to where it is now; force: delete its rows even if they are another folder's."""
+
+    moved: bool
+    force: bool = False
+
+
+def own_rows(run: Run, store: Store, moved: bool = False) -> None:
+    """Make sure that a run's folder owns the rows on its servers, and note it there. Called before a command changes anything on them.
+
+    store: open on the run's servers. moved: the user says that the folder was moved. Raises RunError, StoreError.
+    """
+    manifest = run.manifest
+    if manifest.local_stores is None:
+        _check(run, claims(store, manifest.namespace, manifest.identity, manifest.lanes), Overrule(moved))
+        name_folder(store, manifest.namespace, manifest.identity, FolderId.of(run.path))
+
+
+def _check(run: Run, said: Sequence[Claim], overrule: Overrule) -> str | None:
+    """Raise RunError unless a run's folder owns the rows of which servers say this; returns what `force` overrules, None where nothing."""
+    here, term = FolderId.of(run.path), run.term
+    owners = {claim.folder: None for claim in said if claim.folder is not None and not claim.folder.is_same(here)}
+    where = f" ({', '.join(map(str, owners))})" if owners else ""
+    for folder in owners:
+        if _trains(folder, run.manifest.run_id):
+            raise RunError(
+                f"run {run.path}: is being trained in {folder}, and this folder is a copy of that; stop it there first"
+            )
+    highest = max((claim.term for claim in said), default=0)
+    if term < highest:
+        if overrule.force:
+            return f"the rows are of term {highest}, and this folder is of term {term}: they are those of another folder{where}"
+        raise RunError(
+            f"run {run.path}: is of term {term}, and the rows on its servers are of term {highest}: the run went on in another folder{where}, and "
+            "this is a copy from before; go on with that one, and delete this copy by hand (rm -r); if that folder is gone, "
+            "foreload delete --force deletes the rows, and train --from begins anew from a checkpoint"
+        )
+    if owners and not overrule.moved:
+        if overrule.force:
+            return f"the rows are those of another folder{where}"
+        raise RunError(
+            f"run {run.path}: the rows on its servers are those of another folder{where}; if that was moved to here, add --moved; if "
+            "this is a copy of it, go on with that one, and delete this copy by hand (rm -r)"
+        )
+    return None
+
+
+def _trains(folder: FolderId, run_id: str) -> bool:
+    """Whether a trainer of the run answers in a folder, where that is on this host."""
+    path = Path(folder.path)
+    with contextlib.suppress(OSError):
+        if (path / MANIFEST).exists() and FolderId.of(path).is_same(folder):
+            return Run(path).manifest.run_id == run_id and training_status(path) is not None
+    return False
+
+
+def check_not_training(namespace: str, store: Store) -> None:
+    """Raise RunError where a namespace is of a run that is being trained on this host: its rows are not to be deleted under it."""
+    for shard in store.used:
+        # A key of another program is no run's.
+        with contextlib.suppress(StoreError):
+            note = owner(store, namespace, shard)
+            folder = None if note is None else FolderId.parse(note.get("folder"))
+            if note is not None and folder is not None and _trains(folder, str(note["identity"].get("run"))):
+                raise RunError(
+                    f"store {store.urls[shard]}: namespace {namespace} is that of the run in {folder}, which is being trained; stop it first"
+                )
+
+
+@dataclass(slots=True)
+class Server:
+    """A server that may have rows. store: open on it; None where that failed; why: it did. held: what it had of a namespace, once deleted."""
+
+    url: StoreUrl
+    store: Store | None = None
+    why: str | None = None
+    held: Holding | None = None
+
+    def ask(self, question: Callable[[Store], None]) -> None:
+        """Ask the server something, unless it failed. That it fails now is noted."""
+        if self.store is not None:
+            try:
+                question(self.store)
+            except StoreUnavailable as error:
+                self.store, self.why = None, str(error)
+
+
+@contextlib.contextmanager
+def reached(used: Sequence[StoreUrl], former: Sequence[StoreUrl] = ()) -> Iterator[list[Server]]:
+    """Servers, open while entered, but for those that cannot be reached. former: any error of these is noted, too: they may be another program's."""
+    servers: list[Server] = []
+    with contextlib.ExitStack() as stack:
+        for urls, noted in ((used, StoreUnavailable), (former, StoreError)):
+            for url in urls:
+                server = Server(url)
+                servers.append(server)
+                try:
+                    server.store = stack.enter_context(Store([url], _SILENCE, _CONNECT))
+                except noted as error:
+                    server.why = str(error)
+        yield servers
+
+
+def delete_rows(
+    run: Run, used: Sequence[StoreUrl], former: Sequence[StoreUrl], overrule: Overrule
+) -> tuple[list[Server], str | None]:
+    """Delete a run's rows on all servers that may have any; returns what each had, or why it keeps that, and what `force` overruled.
+
+    A namespace that another run has taken since is left alone: `held` stays None. used, former: servers, with passwords; one that the run no longer
+    uses may be gone, or another program's by now. Nothing is deleted before all have been looked at. Raises RunError, StoreError.
+    """
+    manifest = run.manifest
+    said: list[Claim] = []
+    with reached(used, former) as servers:
+        for server in servers:
+            server.ask(lambda store: said.extend(claims(store, manifest.namespace, manifest.identity, manifest.lanes)))
+        forced = _check(run, said, overrule)
+        for server in servers:
+            server.ask(partial(_delete, server, manifest))
+        return servers, forced
+
+
+def _delete(server: Server, manifest: Manifest, store: Store) -> None:
+    holding = holding_of(store, 0, manifest.namespace)
+    if holding.note is None or is_run(holding.note, manifest.identity):
+        remove(store, manifest.namespace)
+        server.held = holding
+
+
+def delete_replaced(run: Run, given: Sequence[StoreUrl], moved: bool) -> None:
+    """Delete the rows of a run whose folder a new run is about to take, on every server that it had. Says on stderr where rows may be left.
+
+    given: servers with passwords. Raises RunError where the folder does not own the rows.
+    """
+    if not (run.path / MANIFEST).exists():
+        return
+    try:
+        manifest, _ = run.manifest, run.term
+        if manifest.local_stores is not None:
+            return
+        used, former = servers_had(run, None)
+    except (RunError, CacheError) as error:
+        sys.stderr.write(f"foreload: warning: which servers have rows of the old run is not known ({error})\n")
+        return
+    with_passwords = {url.place: url for url in given}
+    servers, _ = delete_rows(run, (), [with_passwords.get(url.place, url) for url in (*used, *former)], Overrule(moved))
+    for server in servers:
+        if server.why is not None:
+            sys.stderr.write(
+                f"foreload: warning: {server.why}; so rows of the old run may be left there; when it answers again: "
+                f"foreload stores delete {server.url} {manifest.namespace}\n"
+            )

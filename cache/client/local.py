@@ -73,9 +73,12 @@ class LocalStores:
 
     @classmethod
     def find(cls, directory: Path) -> LocalStores | None:
-        """The servers that were started in a directory, whether or not they still run; None if there were none."""
+        """The servers that were started in a directory, whether or not they still run; None if there were none, or the directory is a copy."""
         try:
             stored = json.loads((Path(directory) / _SERVERS).read_text(encoding="utf-8"))
+            # The sockets named in a copy are those of the original's servers.
+            if stored.get("inode", inode := Path(directory).stat().st_ino) != inode:
+                return None
             sockets = dict(enumerate(stored["sockets"]))
             removed = [shard for shard, socket in sockets.items() if socket is None]
             stores = cls(len(sockets), directory, removed=removed)
@@ -84,7 +87,7 @@ class LocalStores:
             ]
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreError(
                 f"store local: {Path(directory) / _SERVERS} is damaged ({error}); stop its servers by hand"
             ) from error
@@ -174,7 +177,8 @@ class LocalStores:
         """Note the servers where `find` looks for them."""
         sockets = {server.shard: str(server.socket) for server in self._servers}
         with replacing(self.directory / _SERVERS) as temporary:
-            temporary.write_text(json.dumps({"sockets": [sockets.get(shard) for shard in range(self.count)]}), encoding="utf-8")
+            noted = {"sockets": [sockets.get(shard) for shard in range(self.count)], "inode": self.directory.stat().st_ino}
+            temporary.write_text(json.dumps(noted), encoding="utf-8")
 
     def add(self) -> int:
         """Start one further server, empty, while the others run; returns the number of its shard. Raises StoreError where it does not start."""

@@ -123,8 +123,8 @@ def _digest(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
 
 
 def _delete(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
-    from foreload.trainer.cluster.run_rows import Overrule
     from foreload.trainer.commands import rows
+    from foreload.trainer.run.run_rows import Overrule
 
     yield rows.run(values["run"], values["store"], Overrule(values["moved"], values["force"])), b""
 

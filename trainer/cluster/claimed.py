@@ -11,10 +11,10 @@ from typing import Literal
 
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.namespace import FolderId, claim, remove
-from foreload.trainer.cluster.run_rows import check_not_training, own_rows
 from foreload.trainer.run.directory import LOG, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Manifest, Status
+from foreload.trainer.run.run_rows import check_not_training, own_rows
 from foreload.trainer.run.servers import asked
 
 

@@ -38,7 +38,6 @@ from foreload.trainer.cluster.hosts import Hosts
 from foreload.trainer.cluster.processes import ChildProcess, StartProcess
 from foreload.trainer.cluster.profiling import Profiling
 from foreload.trainer.cluster.restored_run import restore, restore_broken_off
-from foreload.trainer.cluster.run_rows import delete_replaced
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.cluster.store_watch import StoreWatch, warn_of_machine
 from foreload.trainer.cluster.trainer_group import TrainerGroup
@@ -60,6 +59,7 @@ from foreload.trainer.run.model_code import check_code, code_of, note_code
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_trainable, resumed
+from foreload.trainer.run.run_rows import delete_replaced
 from foreload.trainer.run.saved_run import saved_run_at
 from foreload.trainer.run.scheduler import scheduler_address, under_scheduler
 from foreload.trainer.run.servers import asked, open_stores, servers_of, with_named

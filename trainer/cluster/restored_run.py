@@ -19,7 +19,6 @@ from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import newest_of_run, unusable
 from foreload.trainer.checkpoints.restoring import check_restorable, restore_dense, restore_rows, restored_manifest
 from foreload.trainer.cluster.claimed import claimed
-from foreload.trainer.cluster.run_rows import own_rows
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable, RunError
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.directory import LOG, PLACEMENT, STORES, Run
@@ -28,6 +27,7 @@ from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_code_of_run, check_place
+from foreload.trainer.run.run_rows import own_rows
 from foreload.trainer.run.servers import asked, servers_of, with_named
 
 

@@ -183,8 +183,8 @@ def _stores_delete(parsed: argparse.Namespace) -> int:
 
 
 def _delete(parsed: argparse.Namespace) -> int:
-    from foreload.trainer.cluster.run_rows import Overrule
     from foreload.trainer.commands import rows
+    from foreload.trainer.run.run_rows import Overrule
 
     return _tell_gone(parsed, rows.run(parsed.run, parsed.store, Overrule(parsed.moved, parsed.force)))
 

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,12 +21,12 @@ from foreload.cache.protocol.recovery import recover
 from foreload.cache.repair.scrub import Finding, Findings, scrub_table
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.control import Asks, AskScrub, AskScrubbed, Refused, RunStatus, ScrubProgress, ask, training_status
-from foreload.trainer.cluster.run_rows import own_rows
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import LOG, SCRUB, STORES, Run, locked
 from foreload.trainer.run.expected_rows import given_ordinals, table_rows, write_expected_rows
 from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.progress_bar import progress_bar
+from foreload.trainer.run.run_rows import own_rows
 from foreload.trainer.run.saved_run import layouts_of, open_saved
 from foreload.trainer.run.servers import asked, servers_of
 
@@ -54,8 +55,7 @@ def run(path: str, store: str | None, moved: bool = False) -> dict[str, Any]:
     if status.state == "training" and (scrubbed_run.manifest.local_stores is None or (local is not None and any(local.pids))):
         with locked(scrubbed_run.path), _broken_off(scrubbed_run, store, moved) as (stored, schedule):
             return _scrub(stored, schedule, None, [None] * scrubbed_run.manifest.lanes)
-    with open_saved(path, store) as saved:
-        own_rows(saved.run, saved.stored.store, moved)
+    with open_saved(path, store, partial(own_rows, moved=moved)) as saved:
         return _scrub(saved.stored, saved.schedule, saved.status.step, list(saved.last_batches))
 
 

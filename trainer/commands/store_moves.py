@@ -21,7 +21,6 @@ from foreload.cache.protocol.ownership import Ownership, take_over
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.traffic import Traffic
 from foreload.trainer.cluster.control import AskMove, Refused, ask
-from foreload.trainer.cluster.run_rows import own_rows
 from foreload.trainer.errors import RunError
 from foreload.trainer.resources.seen_servers import check_room
 from foreload.trainer.run.directory import LOG, STORES, Run, locked
@@ -30,6 +29,7 @@ from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.progress_bar import progress_bar
+from foreload.trainer.run.run_rows import own_rows
 from foreload.trainer.run.saved_run import layouts_of, leave_stores
 from foreload.trainer.run.servers import asked, left_over, open_stores, plain, servers_of, with_servers
 from foreload.trainer.run.store_moves import NewServers, ShardChange, check_whole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,7 @@ from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.model_code import check_code, code_of, note_code
 from foreload.trainer.run.model_rows import ModelRows, model_rows
 from foreload.trainer.run.reach import reach
+from foreload.trainer.run.run_rows import check_current
 from foreload.trainer.run.servers import asked, open_stores, servers_of
 from foreload.trainer.run.trained_model import StoreRowReader
 
@@ -141,11 +142,14 @@ def leave_stores(local: LocalStores, of_the_stop: bool, changed: bool) -> None:
 
 
 @contextlib.contextmanager
-def open_saved(path: str, store: str | None, accept_model: bool = False) -> Iterator[SavedRun]:
+def open_saved(
+    path: str, store: str | None, accept_model: bool = False, own: Callable[[Run, Store], None] = check_current
+) -> Iterator[SavedRun]:
     """The run in a folder, its local stores started for as long as the context lasts.
 
     store: URLs with passwords; those of the run, with the password of the environment, by default. accept_model: its model may be run with other code
-    than it was trained with. Local stores to which something was written
+    than it was trained with. own: raises RunError unless the folder may do with the rows what the command does: by default, read them. Local stores to
+    which something was written
     are saved at the end. Raises RunError and CacheError.
     """
     torch.set_num_threads(1)
@@ -172,6 +176,7 @@ def open_saved(path: str, store: str | None, accept_model: bool = False) -> Iter
         opened = stack.enter_context(Store.connect(asked(urls), manifest.training_job.store_silence, spared))
         # Another run may have taken the name since, with rows that look the same.
         claim(opened, manifest.namespace, manifest.identity, "resume", spared)
+        own(run, opened)
         run.check_rows(opened, status)
         of_the_stop = True
         yield saved_run_at(run, opened, status, accept_model)

@@ -19,9 +19,8 @@ from foreload.cache.client.url import StoreUrl
 from foreload.cache.errors import CacheError, StoreError, StoreUnavailable
 from foreload.cache.protocol.holdings import Claim, Holding, claims, holding_of
 from foreload.cache.protocol.namespace import FolderId, is_run, name_folder, owner, remove
-from foreload.trainer.cluster.control import training_status
 from foreload.trainer.errors import RunError
-from foreload.trainer.run.directory import MANIFEST, Run
+from foreload.trainer.run.directory import MANIFEST, Run, is_held
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.servers import servers_had
 
@@ -48,26 +47,36 @@ def own_rows(run: Run, store: Store, moved: bool = False) -> None:
         name_folder(store, manifest.namespace, manifest.identity, FolderId.of(run.path))
 
 
-def _check(run: Run, said: Sequence[Claim], overrule: Overrule) -> str | None:
-    """Raise RunError unless a run's folder owns the rows of which servers say this; returns what `force` overrules, None where nothing."""
+def check_current(run: Run, store: Store) -> None:
+    """Raise RunError where the rows on a run's servers are of a later term than its folder is: then it cannot read them. Raises StoreError."""
+    if run.manifest.local_stores is None:
+        manifest = run.manifest
+        _check(run, claims(store, manifest.namespace, manifest.identity, manifest.lanes), None)
+
+
+def _check(run: Run, said: Sequence[Claim], overrule: Overrule | None) -> str | None:
+    """Raise RunError unless a run's folder owns the rows of which servers say this; returns what `force` overrules, None where nothing.
+
+    overrule: None for a reader, who may be another folder of the same term.
+    """
     here, term = FolderId.of(run.path), run.term
     owners = {claim.folder: None for claim in said if claim.folder is not None and not claim.folder.is_same(here)}
     where = f" ({', '.join(map(str, owners))})" if owners else ""
-    for folder in owners:
-        if _trains(folder, run.manifest.run_id):
+    for folder in owners if overrule is not None else ():
+        if _is_used(folder, run.manifest.run_id):
             raise RunError(
-                f"run {run.path}: is being trained in {folder}, and this folder is a copy of that; stop it there first"
+                f"run {run.path}: is being trained or read in {folder}, and this folder is a copy of that; stop that first"
             )
     highest = max((claim.term for claim in said), default=0)
     if term < highest:
-        if overrule.force:
+        if overrule is not None and overrule.force:
             return f"the rows are of term {highest}, and this folder is of term {term}: they are those of another folder{where}"
         raise RunError(
             f"run {run.path}: is of term {term}, and the rows on its servers are of term {highest}: the run went on in another folder{where}, and "
             "this is a copy from before; go on with that one, and delete this copy by hand (rm -r); if that folder is gone, "
             "foreload delete --force deletes the rows, and train --from begins anew from a checkpoint"
         )
-    if owners and not overrule.moved:
+    if owners and overrule is not None and not overrule.moved:
         if overrule.force:
             return f"the rows are those of another folder{where}"
         raise RunError(
@@ -77,12 +86,11 @@ def _check(run: Run, said: Sequence[Claim], overrule: Overrule) -> str | None:
     return None
 
 
-def _trains(folder: FolderId, run_id: str) -> bool:
-    """Whether a trainer of the run answers in a folder, where that is on this host."""
+def _is_used(folder: FolderId, run_id: str) -> bool:
+    """Whether a run is being trained or read in a folder, where that is on this host."""
     path = Path(folder.path)
-    with contextlib.suppress(OSError):
-        if (path / MANIFEST).exists() and FolderId.of(path).is_same(folder):
-            return Run(path).manifest.run_id == run_id and training_status(path) is not None
+    with contextlib.suppress(OSError, RunError):
+        return FolderId.of(path).is_same(folder) and Run(path).manifest.run_id == run_id and is_held(path)
     return False
 
 
@@ -93,9 +101,9 @@ def check_not_training(namespace: str, store: Store) -> None:
         with contextlib.suppress(StoreError):
             note = owner(store, namespace, shard)
             folder = None if note is None else FolderId.parse(note.get("folder"))
-            if note is not None and folder is not None and _trains(folder, str(note["identity"].get("run"))):
+            if note is not None and folder is not None and _is_used(folder, str(note["identity"].get("run"))):
                 raise RunError(
-                    f"store {store.urls[shard]}: namespace {namespace} is that of the run in {folder}, which is being trained; stop it first"
+                    f"store {store.urls[shard]}: namespace {namespace} is of the run in {folder}, which is being trained or read; stop that first"
                 )
 
 

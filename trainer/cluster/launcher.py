@@ -48,6 +48,7 @@ from foreload.trainer.errors import CheckpointError, ShardsLost, TrainerError
 from foreload.trainer.models import ignored_inputs
 from foreload.trainer.pages.report import leave_report
 from foreload.trainer.run.assembly import DenseModel
+from foreload.trainer.run.at_rest import rebuild_at_end
 from foreload.trainer.run.directory import STORES, SUMMARY, Run, check_free, locked
 from foreload.trainer.run.event_log import CallBegan, EventLog
 from foreload.trainer.run.job import TrainJob
@@ -69,7 +70,8 @@ _MEET_SAID = timedelta(minutes=1)  # between two lines on stderr that they are w
 
 
 def train(job: TrainJob, observer: RunObserver | None = None, start_process: StartProcess = ChildProcess) -> Ending | None:
-    """Train as the job says, in the environment that `foreload train` sets. Returns None in a process that is only one of a scheduler's trainers.
+    """Train as the job says, in the environment that `foreload train` sets. Returns None in a process that is only one of a scheduler's trainers,
+    and where the run has no step left to train, and store shards of it were rebuilt.
 
     observer: is shown every event of a trainer, and names the faults that trainers are to inject. start_process: starts keeper and trainers.
 
@@ -175,8 +177,8 @@ class Launcher:
         # A scheduler has started the other trainers itself, each as a call of `train`.
         self._spawned = range(1) if rendezvous is not None else range(job.trainers_here)
 
-    def run(self) -> Ending:
-        """Train; see `train`."""
+    def run(self) -> Ending | None:
+        """Train; see `train`. Returns None where there was no step to train."""
         schedule, model = self._look_at_job()
         self._layouts = model.layouts
         self._profiling = Profiling(self._job, schedule, model)
@@ -189,6 +191,8 @@ class Launcher:
                 with self._events.failures():
                     if before is not None and before.state == "training":
                         self._job = restore_broken_off(self._job, Run.open(path, lock), before, schedule, model)
+                    elif before is not None and rebuild_at_end(Run.open(path, lock), self._job, schedule, self._events):
+                        return None
                     return self._resume(schedule, lock)
         with self._new_run(schedule, model) as made:
             if made.rests:

@@ -179,8 +179,8 @@ class RowMoves:
             self._complete()
         elif self._placement.migrating:
             sys.stderr.write(
-                f"store shards: not all rows have moved ({said_of(self._placement)}); the same command, now that the run rests, or --resume, goes "
-                "on with that\n"
+                f"store shards: not all rows have moved ({said_of(self._placement)}); the same command, now that the run rests, or a --resume "
+                "that trains on, goes on with that\n"
             )
         if self._leaving and self._left is None:
             self._leave()

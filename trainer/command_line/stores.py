@@ -137,7 +137,10 @@ def _stores_replace(parsed: argparse.Namespace) -> int:
 
     answer = ask(Path(parsed.run), AskReplace(parsed.old, parsed.new), _REPLACE_TIMEOUT)
     if answer is None:
-        raise RunError(f"run {parsed.run}: is not being trained; name its servers to --resume, in order")
+        raise RunError(
+            f"run {parsed.run}: is not being trained; foreload train --run {parsed.run} --resume --store URL,... with the new server in the place "
+            "of the old one uses that, and rebuilds the shard there"
+        )
     if isinstance(answer, Refused):
         raise RunError(f"stores replace: {answer.error}")
     print(f"shard {answer.replacing}: {answer.by} takes its place")

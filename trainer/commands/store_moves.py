@@ -9,23 +9,16 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from foreload.cache.client.local import clear_removed
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.namespace import claim
-from foreload.cache.protocol.ownership import Ownership, take_over
-from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.traffic import Traffic
 from foreload.trainer.cluster.control import AskMove, Refused, ask
 from foreload.trainer.errors import RunError
 from foreload.trainer.resources.seen_servers import check_room
-from foreload.trainer.run.directory import LOG, STORES, Run, locked
+from foreload.trainer.run.at_rest import PATIENCE, owned_at_rest
+from foreload.trainer.run.directory import STORES, Run, locked
 from foreload.trainer.run.event_log import EventLog, RowsMove, RowsMoved
-from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.progress_bar import progress_bar
@@ -35,7 +28,7 @@ from foreload.trainer.run.servers import asked, left_over, open_stores, plain, s
 from foreload.trainer.run.store_moves import NewServers, ShardChange, check_whole
 
 _ASK_TIMEOUT = timedelta(minutes=1)  # the launcher looks at the new servers first
-_PATIENCE = timedelta(milliseconds=100)  # between two looks how far it is
+REBUILT_BY_RESUME = "foreload train --resume, with a server there, rebuilds it"
 _SHARES = 1000  # that the progress bar has
 
 
@@ -76,7 +69,7 @@ def _move_at_rest(moved: Run, store: str | None, change: ShardChange, folder_mov
                 "command, or --resume, goes on with that"
             )
         with _opened(moved, urls, status) as opened:
-            _move(moved, opened, status)
+            _move(moved, opened)
     # What local stores save goes with either placement until then.
     before = moved.placement
     moved.write_placement(before.completed())
@@ -114,7 +107,7 @@ def _status_of(moved: Run) -> Status:
         raise RunError(
             f"run {moved.path}: never stopped cleanly, so it has no rows to move; --resume it, and ask while it trains"
         )
-    check_whole(status.lost, ())
+    check_whole(status.lost, (), REBUILT_BY_RESUME)
     return status
 
 
@@ -128,32 +121,15 @@ def _opened(moved: Run, urls: tuple[str, ...], status: Status) -> Iterator[Store
         yield opened
 
 
-def _move(moved: Run, opened: Store, status: Status) -> None:
+def _move(moved: Run, opened: Store) -> None:
     """Move all rows, as the owner of every lane."""
-    manifest, placement, schedule = moved.manifest, moved.placement, schedule_of(moved)
-    layouts = layouts_of(manifest.training_job, schedule)
-    given = given_ordinals(schedule, status.step)
-    term = status.term + 1
-    moved.raise_term(term)
-    stored = StoredRows(opened, placement, layouts, manifest.namespace)
-    stored.stripes = lambda lane: placement.stripes(lane, given[lane])
-    ownership = Ownership(term, manifest.identity)
-    last = {lane: int(status.batches[str(lane)]) for lane in range(manifest.lanes)}
-    take_over(stored, ownership, last)
-    if stored.shards.lost:
-        check_whole(sorted(stored.shards.lost), ())
-    log = FileLog(moved.path / LOG) if placement.r else None
-    with Traffic(stored, 0, log=log, ownership=ownership) as traffic, progress_bar(_SHARES, "") as bar:
-        for lane, number in last.items():
-            written = np.array(given[lane], np.int64)
-            traffic.add_lane(LanePlan(lane, iter(()), number, status.step, written))
+    with owned_at_rest(moved, opened) as traffic, progress_bar(_SHARES, "") as bar:
+        check_whole(traffic.shards.lost, (), REBUILT_BY_RESUME)
         while traffic.shards.migrated < 1.0:
-            traffic.repair_shards(_PATIENCE)
+            traffic.repair_shards(PATIENCE)
             shards = traffic.shards
             bar.update(int(shards.migrated * _SHARES) - bar.n)
-            check_whole(shards.lost, ())
-    if log is not None:
-        log.close()
+            check_whole(shards.lost, (), REBUILT_BY_RESUME)
 
 
 def _leave(moved: Run, servers: NewServers) -> None:

@@ -115,16 +115,8 @@ def continued(
         )
     last, stage = manifest.stages[-1], Stage.of(schedule)
     if stage.identity == last.identity:
-        if state == "ended" and goes_on:
-            raise RunError(
-                f"{what}: is at the end of {schedule.path} already; prepare further data with `foreload prepare --after`, "
-                "and give that schedule"
-            )
-        if manifest.watched is not None and state == "stopped" and goes_on and manifest.watched.ends(job.stop_early):
-            raise RunError(
-                f"{what}: was stopped early after step {step}: {manifest.watched.why()}; to go on, give --stop-early with more patience, "
-                "or --stop-early off"
-            )
+        if goes_on and (why := why_at_end(manifest, state, step, job, schedule)) is not None:
+            raise RunError(f"{what}: {why}")
         if schedule.complete:  # else trainers find out, who wait for it
             check_same(last, schedule)
         stage = replace(stage, segments=last.segments, prefix=last.prefix)
@@ -148,6 +140,17 @@ def continued(
     # What is evaluated may be other data now.
     going_on = replace(manifest.with_rates(job, stage.first_step), stages=(*manifest.stages, stage), watched=None)
     return going_on, stage.first_step - 1
+
+
+def why_at_end(manifest: Manifest, state: State, step: int, job: TrainJob, schedule: Schedule) -> str | None:
+    """Why a run has no step left to train of a job's schedule, and what to do; None where it has some, or the schedule is another one."""
+    if schedule.identity != manifest.stages[-1].identity:
+        return None
+    if state == "ended":
+        return f"is at the end of {schedule.path} already; prepare further data with `foreload prepare --after`, and give that schedule"
+    if manifest.watched is not None and state == "stopped" and manifest.watched.ends(job.stop_early):
+        return f"was stopped early after step {step}: {manifest.watched.why()}; to go on, give --stop-early with more patience, or --stop-early off"
+    return None
 
 
 def check_same(stage: Stage, schedule: Schedule) -> None:

@@ -160,9 +160,10 @@ class NewServers:
         return None
 
 
-def check_whole(lost: Sequence[int], rebuilding: Sequence[int]) -> None:
-    """Raise RunError where rows cannot begin to move, since shards are not whole."""
+def check_whole(
+    lost: Sequence[int], rebuilding: Sequence[int], remedy: str = "have a server take its place (foreload stores replace)"
+) -> None:
+    """Raise RunError where rows cannot begin to move, since shards are not whole. remedy: for those that are lost."""
     if lost or rebuilding:
         what = f"store shard {', '.join(map(str, [*lost, *rebuilding]))} is {'lost' if lost else 'being rebuilt'}"
-        remedy = "have a server take its place (foreload stores replace)" if lost else "wait until it is whole"
-        raise RunError(f"{what}; {remedy}, and ask again")
+        raise RunError(f"{what}; {remedy if lost else 'wait until it is whole'}, and ask again")

@@ -126,7 +126,7 @@ def _delete(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.commands import rows
     from foreload.trainer.run.run_rows import Overrule
 
-    yield rows.run(values["run"], values["store"], Overrule(values["moved"], values["force"])), b""
+    yield rows.run(values["run"], values["store"], Overrule(values["folder_moved"], values["force"])), b""
 
 
 def _report(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:

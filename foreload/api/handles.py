@@ -93,12 +93,12 @@ class Run(Model):
         asked = {"out": None if out is None else os.fspath(out), "beside": None if beside is None else os.fspath(beside)}
         return Path(self._call("report", asked, False)["report"])
 
-    def delete(self, *, moved: bool = False, force: bool = False) -> Deletion:
+    def delete(self, *, folder_moved: bool = False, force: bool = False) -> Deletion:
         """Delete its rows on the store, its local stores and its folder. Refused while it trains, and for a folder that does not own the rows.
 
-        moved: the folder was moved from another disk or host; force: delete the rows even if they are another folder's.
+        folder_moved: it was moved from another disk or host; force: delete the rows even if they are another folder's.
         """
-        return Deletion.of(self._call("delete", {"moved": moved, "force": force}, False))
+        return Deletion.of(self._call("delete", {"folder_moved": folder_moved, "force": force}, False))
 
     def _job(self) -> Mapping[str, Any]:
         job: Mapping[str, Any] = self._json(self._manifest).get("job", {})

@@ -93,7 +93,7 @@ class TrainSettings(TypedDict, total=False):
     from_checkpoint: Path
     accept_numerics: bool
     accept_model: bool
-    moved: bool
+    folder_moved: bool
     overwrite: bool
     allow_nan: bool
     digest: bool

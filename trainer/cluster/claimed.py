@@ -26,7 +26,7 @@ def claimed(job: TrainJob, run: Run, manifest: Manifest, start: Status, urls: Se
     spared = run.placement.r if goes_on else 0
     with Store.connect(asked(urls), job.store_silence, spared) as store:
         mode: Literal["new", "resume", "overwrite"] = "resume" if goes_on else "overwrite" if job.overwrite else "new"
-        own_rows(run, store, job.moved)
+        own_rows(run, store, job.folder_moved)
         if mode == "overwrite":
             check_not_training(manifest.namespace, store)
         claim(store, manifest.namespace, manifest.identity, mode, spared, FolderId.of(run.path))

@@ -70,8 +70,7 @@ _MEET_SAID = timedelta(minutes=1)  # between two lines on stderr that they are w
 
 
 def train(job: TrainJob, observer: RunObserver | None = None, start_process: StartProcess = ChildProcess) -> Ending | None:
-    """Train as the job says, in the environment that `foreload train` sets. Returns None in a process that is only one of a scheduler's trainers,
-    and where the run has no step left to train, and store shards of it were rebuilt.
+    """Train as the job says, in the environment that `foreload train` sets. Returns None in a scheduler's other processes, and as `Launcher.run`.
 
     observer: is shown every event of a trainer, and names the faults that trainers are to inject. start_process: starts keeper and trainers.
 
@@ -254,7 +253,7 @@ class Launcher:
             reach(urls, self._job.store_silence)
             self._check_spares(manifest, urls, placement)
         with locked(path) as lock:
-            delete_replaced(Run(path), urls, self._job.moved)
+            delete_replaced(Run(path), urls, self._job.folder_moved)
             run = Run.create(path, manifest, placement, self._job.overwrite, lock)
             start = Status("training", schedule.header.first_step - 1, {str(lane): 0 for lane in range(lanes)}, term=1)
             self._events = EventLog(run.path, start.step, start.term)

@@ -65,7 +65,7 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
     restored = restored_manifest(checkpoint, job, schedule, manifest)
     if not count:
         with Store.connect(asked(servers_of(run, str(job.store))), job.store_silence, 0) as store:
-            own_rows(run, store, job.moved)
+            own_rows(run, store, job.folder_moved)
             # Another run may have taken the name since: its rows are not to be deleted.
             claim(store, manifest.namespace, manifest.identity, "new", folder=FolderId.of(run.path))
     elif (left := LocalStores.find(run.path / STORES)) is not None:

@@ -90,7 +90,7 @@ def _rebuild_lost(run: Run, manifest: Manifest, job: TrainJob, status: Status) -
         urls = local.urls if local is not None else servers_of(run, str(job.store))
         store = stack.enter_context(Store.connect(asked(urls), silence, placement.r))
         claim(store, manifest.namespace, manifest.identity, "resume", placement.r)
-        own_rows(run, store, job.moved)
+        own_rows(run, store, job.folder_moved)
         run.check_rows(store, status)
         batches = [int(status.batches[str(lane)]) for lane in range(manifest.lanes)]
         lost = sorted({*status.lost, *stale_shards(store, manifest.namespace, batches)} & {*placement.live})

@@ -250,9 +250,9 @@ class TrainJob:
         False, switch, "with --resume or --from: go on although the code of the model is not what the run was trained with; the run then says so",
         _CALL, form="switch", stated=False,
     )  # fmt: skip
-    moved: bool = setting(
+    folder_moved: bool = setting(
         False, switch, "the run's folder was moved to where it is now, from another disk or host, and no other copy of it is used any more", _CALL,
-        form="switch", stated=False,
+        form="switch", flag="--moved", stated=False,
     )  # fmt: skip
     overwrite: bool = setting(
         False, switch, "delete what the run's folder and its namespace on the store hold, and start anew", _CALL, form="switch", stated=False

@@ -30,9 +30,9 @@ _CONNECT = timedelta(seconds=1)
 
 @dataclass(frozen=True, slots=True)
 class Overrule:
-    """What a user says about the run's folder. moved: it was moved to where it is now; force: delete its rows even if they are another folder's."""
+    """What a user says about the run's folder. folder_moved: it was moved to where it is now; force: its rows go even if they are another folder's."""
 
-    moved: bool
+    folder_moved: bool
     force: bool = False
 
 
@@ -76,7 +76,7 @@ def _check(run: Run, said: Sequence[Claim], overrule: Overrule | None) -> str | 
             "this is a copy from before; go on with that one, and delete this copy by hand (rm -r); if that folder is gone, "
             "foreload delete --force deletes the rows, and train --from begins anew from a checkpoint"
         )
-    if owners and overrule is not None and not overrule.moved:
+    if owners and overrule is not None and not overrule.folder_moved:
         if overrule.force:
             return f"the rows are those of another folder{where}"
         raise RunError(

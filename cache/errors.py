@@ -89,6 +89,12 @@ class StoreSilent(StoreUnavailable):
     code = "store-silent"
 
 
+class ForeignKey(StoreUnavailable):
+    """A key of another type stands in the place of a lane's hash on a store shard: another program wrote it, and the lane's rows are lost there."""
+
+    code = "foreign-key"
+
+
 class StoreBusy(StoreUnavailable):
     """A store shard answers, but only that it is not ready: it runs a script, or still reads what it saved."""
 

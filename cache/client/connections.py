@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import selectors
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import numpy as np
@@ -39,7 +39,7 @@ class Connections:
     timeout: for silence of a shard that owes an answer, and takes nothing of what was sent to it, and for how long LOADING, BUSY and TRYAGAIN are
     tried again. commands, retries: counters.
     loads: what each shard's server was asked, and how long that took; any thread may read it. recent: seconds of a shard's answer, the mean over
-    its last exchanges, whoever else was asked.
+    its last exchanges, whoever else was asked. judge: says why a shard answers that a key is of another type, where that may not be a fence.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -48,6 +48,7 @@ class Connections:
         self.commands = self.retries = 0
         self.loads: dict[int, ShardLoad] = {}
         self.recent: dict[int, float] = {}
+        self.judge: Callable[[int, StoreError], StoreError] | None = None
         self._closed = ""
 
     def open(self) -> None:
@@ -133,6 +134,7 @@ class Connections:
         """All requests of the shards that were not ready; each may be repeated safely, and the parts of a read must see the same writes.
 
         A shard that refuses for any other reason is lost. Raises Fenced where the lane has another owner: then it is this one that must stop.
+        A key of another type may also be another program's: `judge` tells.
         """
         again: dict[int, list[Request]] = {}
         for shard, of_shard in requests.items():
@@ -145,7 +147,10 @@ class Connections:
                     continue
                 refusal = reply_error(self.channels[shard].url, error)
                 if isinstance(refusal, Fenced):
-                    raise refusal
+                    if self.judge is not None:
+                        refusal = self.judge(shard, refusal)
+                    if isinstance(refusal, Fenced):
+                        raise refusal
                 self.lose(shard, refusal, failures)
                 again.pop(shard, None)
                 break

@@ -131,9 +131,18 @@ def hdel(key: bytes, fields: np.ndarray) -> Request:
     return Request(head, PlainReply(), len(_FIELD_TEMPLATE), np.ascontiguousarray(fields))
 
 
+WRONG_TYPE = object()
+"""The value of the reply to a command of `plain_of_any` whose key is of another type."""
+
+
 def plain(*words: bytes | str | int) -> Request:
     """Any command, with any reply."""
     return Request(np.frombuffer(encode_command(*words), np.uint8), PlainReply())
+
+
+def plain_of_any(*words: bytes | str | int) -> Request:
+    """The same; that the key is of another type is an answer, WRONG_TYPE, and no error."""
+    return Request(np.frombuffer(encode_command(*words), np.uint8), PlainReply(of_any=True))
 
 
 @nb.njit(nogil=True, cache=True)
@@ -314,7 +323,8 @@ class PlainReply:
 
     frame_bytes = 0  # it keeps what has come itself
 
-    def __init__(self) -> None:
+    def __init__(self, of_any: bool = False) -> None:
+        self._of_any = of_any
         self.restart()
 
     def encode_into(self, row: np.ndarray) -> None:
@@ -339,6 +349,8 @@ class PlainReply:
             if stop < 0:
                 return end
             self.error, used = self._begun[1:stop].decode(errors="replace"), stop + 2
+            if self._of_any and self.error.startswith("WRONGTYPE"):
+                self.error, self.value = None, WRONG_TYPE
         else:
             reply = decode(bytes(self._begun))
             if reply is None:

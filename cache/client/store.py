@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
@@ -14,15 +14,7 @@ import numpy as np
 from foreload.cache.client.channel import Channel
 from foreload.cache.client.connections import Connections
 from foreload.cache.client.load import ShardLoad
-from foreload.cache.client.resp import (
-    HmgetReply,
-    NumberReply,
-    PlainReply,
-    Request,
-    hmget,
-    hset,
-    plain,
-)
+from foreload.cache.client.resp import HmgetReply, NumberReply, PlainReply, Request, hmget, hset, plain
 from foreload.cache.client.url import NEVER_EVICTS, StoreUrl, parse_url
 from foreload.cache.errors import (
     CommandRefused,
@@ -265,9 +257,16 @@ class Store:
         """Close a shard's connection: it keeps its number, and is used no more."""
         self._connections.channels[shard].fail(_REMOVED)
 
-    def give_up(self, shard: int, why: str) -> None:
+    def give_up(self, shard: int, why: StoreUnavailable) -> None:
         """Close a shard's connection: from now on it counts as failed in `attempt`."""
-        self._connections.channels[shard].fail(StoreUnavailable(why))
+        self._connections.channels[shard].fail(why)
+
+    def judge_wrong_type(self, judge: Callable[[int, StoreError], StoreError]) -> None:
+        """Have this called where a shard answers in `attempt` or `ask` that a key is of another type, with what that is at first taken for: Fenced.
+
+        What it returns is why the shard fails, and is raised if it is Fenced.
+        """
+        self._connections.judge = judge
 
     def _prepare(
         self, reads: Sequence[Read], writes: Sequence[Write]
@@ -300,12 +299,12 @@ class Store:
         """
         return self.commands_at_once(shard, [words])[0]
 
-    def commands_at_once(self, shard: int, commands: Sequence[Sequence[bytes | str | int]]) -> list[object]:
+    def commands_at_once(self, shard: int, commands: Sequence[Command]) -> list[object]:
         """Several commands to one shard in one go, each atomic by itself: keys of different lanes may not stand in one (CROSSSLOT in a cluster).
 
         Returns and raises as `command`.
         """
-        requests = [plain(*words) for words in commands]
+        requests = [command if isinstance(command, Request) else plain(*command) for command in commands]
         if requests:
             self._connections.perform({shard: requests})
         return [request.reply.value for request in requests if isinstance(request.reply, PlainReply)]

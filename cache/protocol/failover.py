@@ -22,6 +22,7 @@ from foreload.cache.client.store import (
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import (
     Fenced,
+    ForeignKey,
     RowsLost,
     ShardsRefuse,
     StoreBusy,
@@ -142,7 +143,7 @@ class Failover:
         """
         table = self._table
         whole = table.complete(shard)
-        self._stored.store.give_up(shard, why)
+        self._stored.store.give_up(shard, StoreUnavailable(why))
         table.lose(shard, why)
         self._seen_to.add(shard)
         times = self._refused[shard] = self._refused.get(shard, 0) + 1 if refused else 0
@@ -199,7 +200,7 @@ class Failover:
         writes: what was under way there.
         """
         why, table = str(error), self._table
-        broken = isinstance(error, StoreUnavailable) and not isinstance(error, StoreSilent | StoreBusy)
+        broken = isinstance(error, StoreUnavailable) and not isinstance(error, StoreSilent | StoreBusy | ForeignKey)
         if broken and table.complete(shard):
             try:
                 fresh = Store([table.urls[shard]], RECONNECT, RECONNECT)
@@ -244,10 +245,10 @@ class Failover:
             return None
         return self._fence(fresh, shard)
 
-    def _fence(self, fresh: Store, shard: int) -> dict[int, Found]:
-        """The same, whatever is noted there."""
+    def _fence(self, fresh: Store, shard: int, empty: bool = False) -> dict[int, Found]:
+        """The same, whatever is noted there. empty: as `fence` has it."""
         known = {lane: self._table.of(lane).epochs[shard] for lane in self._table.lanes}
-        return fence_all(fresh, 0, self._stored.namespace, list(known), self._ownership.term, known)
+        return fence_all(fresh, 0, self._stored.namespace, list(known), self._ownership.term, known, empty)
 
     def take_back(self, last_batches: Mapping[int, int]) -> None:
         """Adopt the servers of lost shards that are there again, each emptied of the lanes; no write-back batch is under way.
@@ -260,7 +261,7 @@ class Failover:
         for shard, fresh in self._probe.ready().items():
             try:
                 try:
-                    for lane, there in self._fence(fresh, shard).items():
+                    for lane, there in self._fence(fresh, shard, empty=True).items():
                         own = self._table.of(lane)
                         own.epochs[shard], own.held[shard], own.migrated[shard] = there.epoch, None, None
                         fresh.command(0, "UNLINK", self._stored.key(lane, shard))

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 
-from foreload.cache.client.resp import MARKER, MIGRATED
+from foreload.cache.client.resp import MARKER, MIGRATED, WRONG_TYPE, plain_of_any
 from foreload.cache.client.store import Store
-from foreload.cache.errors import Fenced, StoreError
+from foreload.cache.client.url import StoreUrl
+from foreload.cache.errors import Fenced, ForeignKey, StoreError
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.migrated import Migrated
 from foreload.cache.protocol.namespace import EPOCH, lane_key
@@ -22,6 +24,7 @@ from foreload.cache.protocol.namespace import EPOCH, lane_key
 _ATTEMPTS = 10
 _EPOCHS = 1 << 20  # of a term, more than its owners will ever need
 _FENCED = b"fenced"
+_LOOK = timedelta(milliseconds=200)  # for a server to say why it refuses
 
 
 def epoch_key(namespace: str, lane: int) -> bytes:
@@ -53,7 +56,8 @@ class Found:
     """What a fence found of a lane on a store shard, or `look_at` without one.
 
     epoch: the fence epoch from now on; marker: the lane's, that of batch 0 where there is none; marked: whether there is one; rows: how many rows
-    and parity rows. migrated: the last chunk of a move there, None where there was none.
+    and parity rows. migrated: the last chunk of a move there, None where there was none. foreign: another program's key stands in the place of the
+    hash; then there is no marker and no row.
     """
 
     epoch: int
@@ -61,10 +65,13 @@ class Found:
     marked: bool
     rows: int
     migrated: Migrated | None = None
+    foreign: bool = False
 
     @classmethod
     def of(cls, epoch: int, answers: Sequence[object]) -> Found:
         """From the answers to `_looks`."""
+        if WRONG_TYPE in answers:
+            return cls(epoch, Marker.parse(None), False, 0, foreign=True)
         marker, stored, fields = answers
         assert marker is None or isinstance(marker, bytes)
         assert stored is None or isinstance(stored, bytes)
@@ -78,20 +85,47 @@ def _looks(key: bytes) -> list[tuple[bytes | str, ...]]:
     return [("HGET", key, MARKER), ("HGET", key, MIGRATED), ("HLEN", key)]
 
 
-def fence(store: Store, shard: int, namespace: str, lane: int, term: int, known: int = 0) -> Found:
+def foreign_key(store: Store, shard: int, namespace: str, found: Mapping[int, Found]) -> ForeignKey | None:
+    """Why a store shard is lost on which another program's key stands in the place of a lane's hash; None where none does. found: by lane."""
+    for lane, there in found.items():
+        if there.foreign:
+            key = lane_key(namespace, lane, there.epoch).decode()
+            return ForeignKey(
+                f"store {store.urls[shard]}: the key {key} is not the hash of lane {lane}'s rows, but of another type, so another program wrote it; "
+                "the rows of this shard are lost"
+            )
+    return None
+
+
+def judge_wrong_type(url: StoreUrl, namespace: str, epochs: Mapping[int, int], refusal: StoreError) -> StoreError:
+    """Why a server answers an owner of lanes that a key is of another type: returns ForeignKey where that is another program's.
+
+    epochs: of the lanes on this server, as their owner knows them. Returns `refusal`, Fenced, where another owner has fenced any of them.
+    """
+    try:
+        with Store([url], _LOOK, _LOOK) as store:
+            found = look_at(store, 0, namespace, list(epochs))
+            fenced = any(there.epoch > epochs[lane] for lane, there in found.items())
+            return refusal if fenced else foreign_key(store, 0, namespace, found) or refusal
+    except StoreError as error:
+        return error
+
+
+def fence(store: Store, shard: int, namespace: str, lane: int, term: int, known: int = 0, empty: bool = False) -> Found:
     """Make a lane's older connections to a store shard harmless.
 
-    known: an epoch that was set there before, which must not be used again, though a server that was emptied does not remember it. Raises
+    known: an epoch that was set there before, which must not be used again, though a server that was emptied does not remember it. empty: the shard
+    is to be emptied of the lane, so another program's key is replaced; else it stays where it is. Raises
     Fenced where an owner of a higher term was there first, StoreError and StoreUnavailable as `Store.command` does.
     """
-    found, failures = fence_everywhere(store, [shard], namespace, lane, term, {shard: known})
+    found, failures = fence_everywhere(store, [shard], namespace, lane, term, {shard: known}, empty)
     if failures:
         raise failures[shard]
     return found[shard]
 
 
 def fence_everywhere(
-    store: Store, shards: Sequence[int], namespace: str, lane: int, term: int, known: Mapping[int, int]
+    store: Store, shards: Sequence[int], namespace: str, lane: int, term: int, known: Mapping[int, int], empty: bool = False
 ) -> tuple[dict[int, Found], dict[int, StoreError]]:
     """`fence` on several shards at once: what was found by shard, and why there is nothing of the others. known: by shard. Raises Fenced."""
     name = epoch_key(namespace, lane)
@@ -110,14 +144,19 @@ def fence_everywhere(
                 )
         old = {shard: lane_key(namespace, lane, epoch) for shard, epoch in epochs.items()}
         # Sent before the commands that it holds together: a server that is not ready for it would do them one by one.
-        begun, failed = store.ask({shard: [("EXISTS", old[shard]), ("MULTI",)] for shard in epochs})
+        begun, failed = store.ask({shard: [plain_of_any("HLEN", old[shard]), ("MULTI",)] for shard in epochs})
         failures |= failed
         # No owner of an earlier term can have come to such an epoch, also where a server that was emptied does not remember any.
         last = {shard: max(epochs[shard], known.get(shard, 0), term * _EPOCHS) for shard in begun}
         queued: dict[int, list[tuple[bytes | str, ...]]] = {}
+        foreign = {shard for shard, (fields, _) in begun.items() if fields is WRONG_TYPE and not empty}
         for shard, (there, _) in begun.items():
+            if shard in foreign:
+                # No older connection can write there, and nothing is the run's: only the term is noted.
+                queued[shard] = [("SET", name, b"%d %d" % (epochs[shard], term)), ("EXEC",)]
+                continue
             new = lane_key(namespace, lane, last[shard] + 1)
-            rename: list[tuple[bytes | str, ...]] = [("RENAME", old[shard], new)] if there else []
+            rename: list[tuple[bytes | str, ...]] = [("RENAME", old[shard], new)] if there and there is not WRONG_TYPE else []
             # The string stands where the hash was, and where an owner that knew the later epoch may still write.
             passed = dict.fromkeys((old[shard], lane_key(namespace, lane, known.get(shard, epochs[shard]))))
             closed: list[tuple[bytes | str, ...]] = [("SET", key, _FENCED) for key in passed]
@@ -129,7 +168,10 @@ def fence_everywhere(
             if answers[-1] is None:
                 continue  # another fence came between: look again
             assert isinstance(answers[-1], list)
-            found[shard] = Found.of(last[shard] + 1, answers[-1][-3:])
+            if shard in foreign:
+                found[shard] = Found.of(epochs[shard], [WRONG_TYPE])
+            else:
+                found[shard] = Found.of(last[shard] + 1, answers[-1][-3:])
         left = [shard for shard in left if shard not in found and shard not in failures]
         if not left:
             return found, failures
@@ -142,13 +184,21 @@ def look_at(store: Store, shard: int, namespace: str, lanes: Sequence[int]) -> d
     """What lanes have on a store shard, by lane, for who does not fence them. Raises StoreError and StoreUnavailable as `Store.command` does."""
     epochs = _epochs(store, shard, namespace, lanes)
     keys = [lane_key(namespace, lane, epoch) for lane, epoch in zip(lanes, epochs, strict=True)]
-    answers = store.commands_at_once(shard, [command for key in keys for command in _looks(key)])
+    answers = store.commands_at_once(shard, [plain_of_any(*command) for key in keys for command in _looks(key)])
+    if WRONG_TYPE in answers and _epochs(store, shard, namespace, lanes) != epochs:
+        raise Fenced(f"store {store.urls[shard]}: another owner takes the lanes of {namespace} over right now; try again")
     three = zip(answers[::3], answers[1::3], answers[2::3], strict=True)
     return {lane: Found.of(epoch, found) for lane, epoch, found in zip(lanes, epochs, three, strict=True)}
 
 
 def fence_all(
-    store: Store, shard: int, namespace: str, lanes: Sequence[int], term: int, known: Mapping[int, int] | None = None
+    store: Store,
+    shard: int,
+    namespace: str,
+    lanes: Sequence[int],
+    term: int,
+    known: Mapping[int, int] | None = None,
+    empty: bool = False,
 ) -> dict[int, Found]:
     """`fence` of several lanes."""
-    return {lane: fence(store, shard, namespace, lane, term, (known or {}).get(lane, 0)) for lane in lanes}
+    return {lane: fence(store, shard, namespace, lane, term, (known or {}).get(lane, 0), empty) for lane in lanes}

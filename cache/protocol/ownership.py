@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from foreload.cache.client.resp import MIGRATED
 from foreload.cache.client.store import Store
-from foreload.cache.errors import StoreAuth, StoreError, StoreFull
-from foreload.cache.protocol.fence import Found, fence_all, look_at
+from foreload.cache.errors import StoreAuth, StoreError, StoreFull, StoreUnavailable
+from foreload.cache.protocol.fence import Found, fence_all, foreign_key, look_at
 from foreload.cache.protocol.interrupted_migration import Taking, agreed, finish_migration, stamp_of_nothing, strangers
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import is_of
@@ -35,12 +36,14 @@ UNFENCED = Ownership()
 
 def inspect_shards(
     store: Store,
+    namespace: str,
     look: Callable[[int], Mapping[int, Found]],
     belongs: Callable[[int], bool] = lambda shard: True,
     may_lose: bool = False,
 ) -> Iterator[tuple[int, Mapping[int, Found] | None]]:
     """Each store shard with what `look` finds of its lanes; None for one that is down, or is none of the run's.
 
+    One where another program's key stands in the place of a lane's hash is given up, and counts as down.
     may_lose: one that refuses is given up, and counts as down. Raises StoreError.
     """
     for shard in store.used:
@@ -48,10 +51,13 @@ def inspect_shards(
         try:
             if shard not in store.down and belongs(shard):
                 by_lane = look(shard)
+                if (foreign := foreign_key(store, shard, namespace, by_lane)) is not None:
+                    store.give_up(shard, foreign)
+                    by_lane = None
         except (StoreFull, StoreAuth) as error:
             if not may_lose:
                 raise
-            store.give_up(shard, str(error))
+            store.give_up(shard, StoreUnavailable(str(error)))
         yield shard, by_lane
 
 
@@ -64,6 +70,7 @@ def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[in
     doubtful: dict[int, None] = {}  # shards with the right marker and another number of rows; a dict keeps them in order
     fenced_shards = inspect_shards(
         stored.store,
+        stored.namespace,
         lambda shard: fence_all(stored.store, shard, stored.namespace, list(last_batches), ownership.term),
         lambda shard: ownership.has(stored.store, stored.namespace, shard),
         may_lose=bool(stored.placement.r),
@@ -71,7 +78,7 @@ def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[in
     found: dict[int, Mapping[int, Found]] = {}
     for shard, fenced in fenced_shards:
         if fenced is None and not stored.placement.r:
-            raise StoreError(
+            raise stored.store.down.get(shard) or StoreError(
                 f"store {stored.shards.urls[shard]}: is not shard {shard} of namespace {stored.namespace}; check --store"
             )
         if fenced is None:
@@ -154,7 +161,10 @@ def find_rows(stored: StoredRows, last_batches: Sequence[int]) -> None:
     """
     numbers = dict(enumerate(last_batches))
     found: dict[int, dict[int, Found]] = {lane: {} for lane in numbers}
-    for shard, lanes in inspect_shards(stored.store, lambda shard: look_at(stored.store, shard, stored.namespace, list(numbers))):
+    look = partial(look_at, stored.store, namespace=stored.namespace, lanes=list(numbers))
+    for shard, lanes in inspect_shards(stored.store, stored.namespace, look):
+        if lanes is None and not stored.placement.r:
+            raise stored.store.down[shard]
         if lanes is None:
             lose(stored, shard)
             continue
@@ -181,7 +191,7 @@ def find_rows(stored: StoredRows, last_batches: Sequence[int]) -> None:
 def stale_shards(store: Store, namespace: str, last_batches: Sequence[int]) -> list[int]:
     """The store shards that cannot be reached, or whose marker of a lane is not that of the lane's write-back batch `last_batches[lane]`."""
     whole = {lane: Marker(number, number) for lane, number in enumerate(last_batches)}
-    inspected = inspect_shards(store, lambda shard: look_at(store, shard, namespace, list(whole)))
+    inspected = inspect_shards(store, namespace, partial(look_at, store, namespace=namespace, lanes=list(whole)))
     return [
         shard for shard, lanes in inspected if lanes is None or {lane: there.marker for lane, there in lanes.items()} != whole
     ]

@@ -19,6 +19,7 @@ from foreload.cache.parity.decoding import Decoding, StripePlaces, plan_alone, p
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.row_counts import count_rows
 from foreload.cache.parity.stripes import LaneStripes, Written
+from foreload.cache.protocol.fence import judge_wrong_type
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.migrated import Migrated
 from foreload.cache.protocol.namespace import lane_key
@@ -55,6 +56,11 @@ class StoredRows:
             )
         self.shapes = RowShapes.of(self.layouts)
         self.shards = ShardTable(self.store.urls, self.placement)
+        self.store.judge_wrong_type(self._judge_wrong_type)
+
+    def _judge_wrong_type(self, shard: int, refusal: StoreError) -> StoreError:
+        epochs = {lane: self.shards.of(lane).epochs[shard] for lane in self.shards.lanes}
+        return judge_wrong_type(self.store.urls[shard], self.namespace, epochs, refusal)
 
     def stripes_of(self, lane: int) -> LaneStripes:
         """A lane's stripes, where they are now."""

@@ -56,6 +56,7 @@ def fence_lanes(stored: StoredRows, lanes: Sequence[int], ownership: Ownership) 
     found = {}
     fenced_shards = inspect_shards(
         stored.store,
+        stored.namespace,
         lambda shard: fence_all(stored.store, shard, stored.namespace, lanes, ownership.term),
         lambda shard: ownership.has(stored.store, stored.namespace, shard),
     )

@@ -222,9 +222,14 @@ def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapp
         if told["shard"] in lost and told["state"] in ("up", "at rest"):
             told["state"] = "degraded"
         # One that rows are to move to may have none yet.
+        foreign = told.pop("foreign", None)
         whole = expected is None or told["shard"] in asked_run.placement.joining or told.get("markers") == expected
+        whole = whole and foreign is None
         if told["state"] == "up" and not whole:
-            told |= {"state": "degraded" if asked_run.placement.r else "lost", "why": f"{told['url']} lacks rows of the run"}
+            told |= {
+                "state": "degraded" if asked_run.placement.r else "lost",
+                "why": foreign or f"{told['url']} lacks rows of the run",
+            }
         if told["state"] == "up" and (of_trainers := seen.get(told["shard"])) is not None:
             told["state"] = of_trainers.state
             if of_trainers.state == REBUILDING:

@@ -13,7 +13,7 @@ from foreload.cache.client.store import Store, server_version
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.fence import look_at
+from foreload.cache.protocol.fence import foreign_key, look_at
 from foreload.cache.protocol.namespace import lane_key
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError
@@ -39,7 +39,9 @@ def ask_server(url: str, namespace: str, lanes: int) -> dict[str, Any]:
             keys = [lane_key(namespace, lane, one.epoch) for lane, one in found.items()]
             sizes = [store.command(0, "MEMORY", "USAGE", key, "SAMPLES", _SAMPLES) for key in keys]
             rows = [one.rows for one in found.values()]
+            foreign = foreign_key(store, 0, namespace, found)
             return {
+                **({} if foreign is None else {"foreign": str(foreign)}),
                 "url": str(store.urls[0]),
                 "state": "up",
                 "version": server_version(info),

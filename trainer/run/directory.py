@@ -101,23 +101,6 @@ def locked(path: Path, alone: bool = True) -> Iterator[int | None]:
             os.close(descriptor)
 
 
-def is_held(path: Path) -> bool:
-    """Whether a process of this host trains or reads the run in a folder right now."""
-    try:
-        descriptor = os.open(path / LOCK, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(descriptor)
-    return False
-
-
 def _cannot_write(path: Path | str, error: OSError) -> RunError:
     return RunError(f"--run: cannot write to {path}: {error.strerror}; free the disk, make it writable, or choose another folder")
 

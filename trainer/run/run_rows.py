@@ -7,6 +7,8 @@ run's key on the servers names (docs/protocol.md, Whose rows they are). Rows of 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from foreload.cache.errors import CacheError, StoreError, StoreUnavailable
 from foreload.cache.protocol.holdings import Claim, Holding, claims, holding_of
 from foreload.cache.protocol.namespace import FolderId, is_run, name_folder, owner, remove
 from foreload.trainer.errors import RunError
-from foreload.trainer.run.directory import MANIFEST, Run, is_held
+from foreload.trainer.run.directory import LOCK, MANIFEST, Run
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.servers import servers_had
 
@@ -30,7 +32,7 @@ _CONNECT = timedelta(seconds=1)
 
 @dataclass(frozen=True, slots=True)
 class Overrule:
-    """What a user says about the run's folder. folder_moved: it was moved to where it is now; force: its rows go even if they are another folder's."""
+    """What a user says about the run's folder. folder_moved: it was moved to where it is now; force: the rows go whosever they are."""
 
     folder_moved: bool
     force: bool = False
@@ -90,7 +92,24 @@ def _is_used(folder: FolderId, run_id: str) -> bool:
     """Whether a run is being trained or read in a folder, where that is on this host."""
     path = Path(folder.path)
     with contextlib.suppress(OSError, RunError):
-        return FolderId.of(path).is_same(folder) and Run(path).manifest.run_id == run_id and is_held(path)
+        return FolderId.of(path).is_same(folder) and Run(path).manifest.run_id == run_id and _is_locked(path)
+    return False
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process of this host trains or reads the run in a folder right now."""
+    try:
+        descriptor = os.open(path / LOCK, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)
     return False
 
 

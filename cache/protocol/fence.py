@@ -56,8 +56,8 @@ class Found:
     """What a fence found of a lane on a store shard, or `look_at` without one.
 
     epoch: the fence epoch from now on; marker: the lane's, that of batch 0 where there is none; marked: whether there is one; rows: how many rows
-    and parity rows. migrated: the last chunk of a move there, None where there was none. foreign: another program's key stands in the place of the
-    hash; then there is no marker and no row.
+    and parity rows. migrated: the last chunk of a move there, None where there was none. foreign: of `look_at`, another program's key stands in
+    the place of the hash; then there is no marker and no row. A fence fails there.
     """
 
     epoch: int
@@ -89,12 +89,15 @@ def foreign_key(store: Store, shard: int, namespace: str, found: Mapping[int, Fo
     """Why a store shard is lost on which another program's key stands in the place of a lane's hash; None where none does. found: by lane."""
     for lane, there in found.items():
         if there.foreign:
-            key = lane_key(namespace, lane, there.epoch).decode()
-            return ForeignKey(
-                f"store {store.urls[shard]}: the key {key} is not the hash of lane {lane}'s rows, but of another type, so another program wrote it; "
-                "the rows of this shard are lost"
-            )
+            return _foreign(store, shard, lane_key(namespace, lane, there.epoch), lane)
     return None
+
+
+def _foreign(store: Store, shard: int, key: bytes, lane: int) -> ForeignKey:
+    return ForeignKey(
+        f"store {store.urls[shard]}: the key {key.decode()} is not the hash of lane {lane}'s rows, but of another type, so another program wrote it; "
+        "the rows of this shard are lost"
+    )
 
 
 def judge_wrong_type(url: StoreUrl, namespace: str, epochs: Mapping[int, int], refusal: StoreError) -> StoreError:
@@ -116,7 +119,7 @@ def fence(store: Store, shard: int, namespace: str, lane: int, term: int, known:
 
     known: an epoch that was set there before, which must not be used again, though a server that was emptied does not remember it. empty: the shard
     is to be emptied of the lane, so another program's key is replaced; else it stays where it is. Raises
-    Fenced where an owner of a higher term was there first, StoreError and StoreUnavailable as `Store.command` does.
+    Fenced where an owner of a higher term was there first, ForeignKey, StoreError and StoreUnavailable as `Store.command` does.
     """
     found, failures = fence_everywhere(store, [shard], namespace, lane, term, {shard: known}, empty)
     if failures:
@@ -169,7 +172,7 @@ def fence_everywhere(
                 continue  # another fence came between: look again
             assert isinstance(answers[-1], list)
             if shard in foreign:
-                found[shard] = Found.of(epochs[shard], [WRONG_TYPE])
+                failures[shard] = _foreign(store, shard, old[shard], lane)
             else:
                 found[shard] = Found.of(last[shard] + 1, answers[-1][-3:])
         left = [shard for shard in left if shard not in found and shard not in failures]

@@ -11,7 +11,7 @@ import numpy as np
 
 from foreload.cache.client.resp import MIGRATED
 from foreload.cache.client.store import Store
-from foreload.cache.errors import StoreAuth, StoreError, StoreFull, StoreUnavailable
+from foreload.cache.errors import ForeignKey, StoreAuth, StoreError, StoreFull, StoreUnavailable
 from foreload.cache.protocol.fence import Found, fence_all, foreign_key, look_at
 from foreload.cache.protocol.interrupted_migration import Taking, agreed, finish_migration, stamp_of_nothing, strangers
 from foreload.cache.protocol.marker import Marker
@@ -52,8 +52,10 @@ def inspect_shards(
             if shard not in store.down and belongs(shard):
                 by_lane = look(shard)
                 if (foreign := foreign_key(store, shard, namespace, by_lane)) is not None:
-                    store.give_up(shard, foreign)
-                    by_lane = None
+                    raise foreign
+        except ForeignKey as error:
+            store.give_up(shard, error)
+            by_lane = None
         except (StoreFull, StoreAuth) as error:
             if not may_lose:
                 raise

@@ -12,7 +12,7 @@ from foreload.cache.errors import CacheError, RowError, StoreError
 from foreload.cache.parity.row_counts import count_rows
 from foreload.cache.parity.stripes import Written
 from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
-from foreload.cache.protocol.fence import Found, fence_everywhere, foreign_key
+from foreload.cache.protocol.fence import Found, fence_everywhere
 from foreload.cache.protocol.interrupted_migration import Taking, finish_migration, joins
 from foreload.cache.protocol.lanes import LanePlan, Plan
 from foreload.cache.protocol.marker import Marker, first_number
@@ -192,8 +192,7 @@ def _fence(stored: StoredRows, ownership: Ownership, takings: Sequence[_Taking])
         found, failed = fence_everywhere(
             stored.store, there, stored.namespace, taking.lane, ownership.term, {shard: known[shard] for shard in there}
         )
-        foreign = {shard: foreign_key(stored.store, shard, stored.namespace, {taking.lane: one}) for shard, one in found.items()}
-        failures |= failed | {shard: why for shard, why in foreign.items() if why is not None}
+        failures |= failed
         taking.found = found
         for shard, one in found.items():
             known[shard] = one.epoch

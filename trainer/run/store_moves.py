@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -144,8 +145,8 @@ class NewServers:
         for shard, url in reversed(list(enumerate(urls, first))):
             if self._local is not None:
                 self._local.take_back(shard)
-            else:
-                self.leave(url)
+            elif (why := self.leave(url)) is not None:
+                sys.stderr.write(f"store shard {shard}: is not added, and is not as it was: {why}\n")
 
     def leave(self, url: str) -> str | None:
         """Remove what a run has on a server that is none of its any more; returns why it cannot be, None where nothing is left."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import SMALL, Clicks, Command, done, reached, refused, run_here
-from forked_command import ForkedCommand
+from command_line import SMALL, Clicks, Command, done, refused, run_here
+from held import Hold, stop_after
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
@@ -31,8 +31,8 @@ def undisturbed(clicks: Clicks, tmp_path_factory: pytest.TempPathFactory) -> str
     return str(json.loads((run / SUMMARY).read_text())["digest"])
 
 
-def train(clicks: Clicks, run: Path, *urls: str) -> ForkedCommand:
-    return ForkedCommand("train", clicks.schedule, "--run", run, "--store", ",".join(urls), "--digest", *SMALL)
+def train(clicks: Clicks, run: Path, *urls: str) -> tuple[object, ...]:
+    return ("train", clicks.schedule, "--run", run, "--store", ",".join(urls), "--digest", *SMALL)
 
 
 def put_foreign_key(url: str) -> bytes:
@@ -49,13 +49,6 @@ def kind(url: str, key: bytes) -> object:
         return store.command(0, "TYPE", key)
 
 
-def held(command: Command, run: Path) -> None:
-    """Hold a training at a step."""
-    command.until(reached(run, 3))
-    for worker in command.workers:
-        worker.suspend()
-
-
 def check_rebuilt(run: Path, url: str, key: bytes, undisturbed: str) -> None:
     assert Run.open(run).saved_status().lost == []
     assert "not checked" not in done("scrub", run)
@@ -65,18 +58,12 @@ def check_rebuilt(run: Path, url: str, key: bytes, undisturbed: str) -> None:
 
 
 def test_while_it_trains_the_shard_is_lost_and_rebuilt(
-    clicks: Clicks, tmp_path: Path, servers: LocalStores, undisturbed: str
+    clicks: Clicks, tmp_path: Path, servers: LocalStores, undisturbed: str, hold: Hold
 ) -> None:
     run, url = tmp_path / "run", servers.urls[1]
-    command = train(clicks, run, *servers.urls)
-    try:
-        held(command, run)
-        key = put_foreign_key(url)
-        for worker in command.workers:
-            worker.resume()
-        status, _, err = command.end()
-    finally:
-        command.clear()
+    job = hold(train(clicks, run, *servers.urls))
+    key = put_foreign_key(url)
+    status, _, err = job.end()
     assert status == 0, err
     (lost,) = [line for line in err.splitlines() if "store shard 1: is lost" in line]
     assert f"store {url}: the key {key.decode()} is not the hash of lane 0's rows" in lost
@@ -88,9 +75,7 @@ def test_a_run_at_rest_is_read_without_the_shard_and_a_resume_rebuilds_it(
     clicks: Clicks, tmp_path: Path, servers: LocalStores, undisturbed: str
 ) -> None:
     run, url = tmp_path / "run", servers.urls[1]
-    command = train(clicks, run, *servers.urls)
-    command.interrupt(reached(run, 3))
-    assert command.end()[0] == 130
+    stop_after(10, train(clicks, run, *servers.urls), tmp_path)
     digest = done("digest", run)
     key = put_foreign_key(url)
     assert done("digest", run) == digest
@@ -114,17 +99,11 @@ def test_a_run_at_rest_is_read_without_the_shard_and_a_resume_rebuilds_it(
     check_rebuilt(run, url, key, undisturbed)
 
 
-def test_without_parity_one_line_says_so(clicks: Clicks, tmp_path: Path, servers: LocalStores) -> None:
+def test_without_parity_one_line_says_so(clicks: Clicks, tmp_path: Path, servers: LocalStores, hold: Hold) -> None:
     run, url = tmp_path / "run", servers.urls[0]
-    command = train(clicks, run, url)
-    try:
-        held(command, run)
-        key = put_foreign_key(url)
-        for worker in command.workers:
-            worker.resume()
-        status, _, err = command.end()
-    finally:
-        command.clear()
+    job = hold(train(clicks, run, url))
+    key = put_foreign_key(url)
+    status, _, err = job.end()
     assert status == 2
     words = (
         f"store {url}: the key {key.decode()} is not the hash of lane 0's rows, but of another type, so another program wrote it"
@@ -143,7 +122,6 @@ def test_a_key_that_was_there_before_the_run_is_no_hash_of_it(
     run, url = tmp_path / "run", servers.urls[2]
     with Store([url]) as store:
         store.command(0, "RPUSH", "{run:0}:0", "of another program")
-    command = train(clicks, run, *servers.urls)
-    status, _, err = command.end()
+    status, _, err = Command(*train(clicks, run, *servers.urls)).end()
     assert status == 0, err
     check_rebuilt(run, url, b"{run:0}:0", undisturbed)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import SMALL, Clicks, done, reached, refused, run_here
-from forked_command import ForkedCommand
+from command_line import SMALL, Clicks, done, refused, run_here
+from held import Hold
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
@@ -32,21 +34,14 @@ class Ended:
 
 
 @pytest.fixture
-def ended(clicks: Clicks, tmp_path: Path) -> Iterator[Ended]:
+def ended(clicks: Clicks, tmp_path: Path, hold: Hold) -> Iterator[Ended]:
     run = tmp_path / "run"
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(LocalStores(1, tmp_path / str(shard))) for shard in range(3)]
         urls = ",".join(server.urls[0] for server in servers)
-        command = ForkedCommand("train", clicks.schedule, "--run", run, "--store", urls, *SMALL)
-        try:
-            command.until(reached(run, 3))
-            (trainer,) = command.workers
-            trainer.suspend()
-            servers[1].stop(save=False)
-            trainer.resume()
-            status, _, err = command.end()
-        finally:
-            command.clear()
+        job = hold(("train", clicks.schedule, "--run", run, "--store", urls, *SMALL))
+        servers[1].stop(save=False)
+        status, _, err = job.end()
         assert status == 0, err
         saved = Run.open(run).saved_status()
         assert (saved.state, saved.lost) == ("ended", [1])
@@ -96,21 +91,13 @@ def test_a_lost_shard_is_rebuilt_on_another_server(ended: Ended, tmp_path: Path)
             assert store.command(0, "EXISTS", "run:run") == 1
 
 
-def test_a_lost_local_shard_is_rebuilt_and_saved(clicks: Clicks, tmp_path: Path) -> None:
+def test_a_lost_local_shard_is_rebuilt_and_saved(clicks: Clicks, tmp_path: Path, hold: Hold) -> None:
     run = tmp_path / "run"
-    command = ForkedCommand("train", clicks.schedule, "--run", run, "--store", "local:3", "--no-restart", *SMALL)
-    try:
-        command.until(reached(run, 3))
-        (trainer,) = command.workers
-        trainer.suspend()
-        servers = LocalStores.find(run / STORES)
-        assert servers is not None
-        with Store([servers.urls[1]]) as store, contextlib.suppress(Exception):
-            store.command(0, "SHUTDOWN", "NOSAVE")
-        trainer.resume()
-        status, _, err = command.end()
-    finally:
-        command.clear()
+    job = hold(("train", clicks.schedule, "--run", run, "--store", "local:3", "--no-restart", *SMALL))
+    servers = LocalStores.find(run / STORES)
+    assert servers is not None
+    os.kill(servers.pids[1] or 0, signal.SIGKILL)
+    status, _, err = job.end()
     assert status == 0, err
     assert Run.open(run).saved_status().lost == [1]
     ended = Ended(run, [], err, done("digest", run))

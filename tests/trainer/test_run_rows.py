@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_line import SMALL, Clicks, done, reached, refused, run_here
-from forked_command import ForkedCommand
+from command_line import SMALL, Clicks, done, refused, run_here
+from held import Hold, stop_after
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
@@ -33,9 +31,7 @@ def train(clicks: Clicks, run: Path, urls: list[str], *further: object) -> tuple
 
 def stopped(clicks: Clicks, run: Path, urls: list[str]) -> None:
     """Leave a run that stopped cleanly on the way."""
-    command = ForkedCommand(*train(clicks, run, urls))
-    command.interrupt(reached(run, 3))
-    assert command.end()[0] == 130
+    stop_after(10, train(clicks, run, urls), run.parent)
 
 
 def held_by(urls: list[str]) -> list[int]:
@@ -117,42 +113,26 @@ def test_a_copy_at_the_same_term_is_not_the_folder_and_a_moved_one_is(clicks: Cl
     assert held_by(urls) == [0, 0, 0]
 
 
-def test_a_run_is_not_deleted_by_a_copy_while_a_trainer_answers(clicks: Clicks, tmp_path: Path, urls: list[str]) -> None:
-    run, copy = tmp_path / "run", tmp_path / "copy"
-    command = ForkedCommand(*train(clicks, run, urls))
-    try:
-        command.until(reached(run, 3))
-        (trainer,) = command.workers
-        trainer.suspend()
-        shutil.copytree(run, copy, ignore=lambda folder, names: ["control.sock"])
-        words = f"is being trained or read in {run.resolve()} on host "
-        for overrule in ("--moved", "--force"):
-            assert words in refused("delete", copy, overrule)
-        # Nor by its name on the servers.
-        assert "which is being trained or read; stop that first" in refused("stores", "delete", ",".join(urls), "run")
-        other = tmp_path / "other"
-        assert "which is being trained or read; stop that first" in refused(
-            *train(clicks, other, urls, "--overwrite", "--namespace", "run")
-        )
-        trainer.resume()
-        command.interrupt(lambda: True)
-        assert command.end()[0] == 130
-    finally:
-        command.clear()
+def test_a_run_is_not_deleted_by_a_copy_while_a_trainer_answers(
+    clicks: Clicks, tmp_path: Path, urls: list[str], hold: Hold
+) -> None:
+    run, copy, other = tmp_path / "run", tmp_path / "copy", tmp_path / "other"
+    job = hold(train(clicks, run, urls))
+    shutil.copytree(run, copy, ignore=lambda folder, names: ["control.sock"])
+    for overrule in ("--moved", "--force"):
+        assert f"is being trained or read in {run.resolve()} on host " in refused("delete", copy, overrule)
+    # Nor by its name on the servers.
+    words = "which is being trained or read; stop that first"
+    assert words in refused("stores", "delete", ",".join(urls), "run")
+    assert words in refused(*train(clicks, other, urls, "--overwrite", "--namespace", "run"))
+    assert job.end()[0] == 0
     done("digest", run)
 
 
-def test_a_run_that_crashed_is_deleted_from_its_folder(clicks: Clicks, tmp_path: Path, urls: list[str]) -> None:
+def test_a_run_that_crashed_is_deleted_from_its_folder(clicks: Clicks, tmp_path: Path, urls: list[str], hold: Hold) -> None:
     run = tmp_path / "run"
-    command = ForkedCommand(*train(clicks, run, urls))
-    try:
-        command.until(reached(run, 3))
-        os.kill(command.process.pid, signal.SIGKILL)
-        for worker in command.workers:
-            worker.kill()
-            worker.wait()
-    finally:
-        command.clear()
+    hold(train(clicks, run, urls)).remains.kill()
+    assert Run.open(run).saved_status().state == "training"
     done("delete", run)
     assert held_by(urls) == [0, 0, 0]
 
@@ -182,24 +162,18 @@ def test_what_names_a_folder(clicks: Clicks, tmp_path: Path, urls: list[str], ch
         done("scrub", run)
 
 
-def test_a_copy_of_a_run_with_local_stores_leaves_the_servers_of_the_original_alone(clicks: Clicks, tmp_path: Path) -> None:
+def test_a_copy_of_a_run_with_local_stores_leaves_the_servers_of_the_original_alone(
+    clicks: Clicks, tmp_path: Path, hold: Hold
+) -> None:
     run, copy = tmp_path / "run", tmp_path / "copy"
-    command = ForkedCommand("train", clicks.schedule, "--run", run, "--store", "local:2", *SMALL)
-    try:
-        command.until(reached(run, 3))
-        (trainer,) = command.workers
-        trainer.suspend()
-        shutil.copytree(run, copy, ignore=lambda folder, names: [name for name in names if name.endswith(".sock")])
-        done("delete", copy)
-        servers = LocalStores.find(run / STORES)
-        assert servers is not None
-        with Store(servers.urls) as store:
-            assert store.command(0, "PING") == "PONG"
-        trainer.resume()
-        command.interrupt(lambda: True)
-        assert command.end()[0] == 130
-    finally:
-        command.clear()
+    job = hold(train(clicks, run, ["local:2"]))
+    shutil.copytree(run, copy, ignore=lambda folder, names: [name for name in names if name.endswith(".sock")])
+    done("delete", copy)
+    servers = LocalStores.find(run / STORES)
+    assert servers is not None
+    with Store(servers.urls) as store:
+        assert store.command(0, "PING") == "PONG"
+    assert job.end()[0] == 0
     done("digest", run)
 
 

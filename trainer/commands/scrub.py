@@ -55,7 +55,7 @@ def run(path: str, store: str | None, moved: bool = False) -> dict[str, Any]:
     if status.state == "training" and (scrubbed_run.manifest.local_stores is None or (local is not None and any(local.pids))):
         with locked(scrubbed_run.path), _broken_off(scrubbed_run, store, moved) as (stored, schedule):
             return _scrub(stored, schedule, None, [None] * scrubbed_run.manifest.lanes)
-    with open_saved(path, store, partial(own_rows, moved=moved)) as saved:
+    with open_saved(path, store, own=partial(own_rows, moved=moved)) as saved:
         return _scrub(saved.stored, saved.schedule, saved.status.step, list(saved.last_batches))
 
 

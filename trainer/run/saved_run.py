@@ -148,9 +148,8 @@ def open_saved(
     """The run in a folder, its local stores started for as long as the context lasts.
 
     store: URLs with passwords; those of the run, with the password of the environment, by default. accept_model: its model may be run with other code
-    than it was trained with. own: raises RunError unless the folder may do with the rows what the command does: by default, read them. Local stores to
-    which something was written
-    are saved at the end. Raises RunError and CacheError.
+    than it was trained with. own: raises RunError unless the folder may do with the rows what the command does: by default, read them. Local
+    stores to which something was written are saved at the end. Raises RunError and CacheError.
     """
     torch.set_num_threads(1)
     run = Run.open(path)

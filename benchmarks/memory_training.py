@@ -115,7 +115,8 @@ class MemoryTraining:
         with torch.no_grad():
             for batch in samples:
                 rows, index = self._local(batch.rows)
-                _, logits = slices.forward(self._parts, _moves(batch, index), LocalRows(self._weights, rows), requires_grad=False)
+                local = LocalRows(self._weights, rows)
+                _, logits = slices.forward(self._parts, _moves(batch, index), local, self.step + 1, requires_grad=False)
                 evaluated.add(logits.numpy(), batch.labels)
         metrics = evaluated.metrics()[0]
         assert metrics.log_loss is not None

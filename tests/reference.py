@@ -59,7 +59,7 @@ def train(config: Config) -> ReferenceResult:
             place = first // config.batch_size + 1
             at_end = first + config.batch_size >= count
             if len(data.evaluation) and (at_end or (config.eval_every is not None and place % config.eval_every == 0)):
-                outputs = [trainer.evaluate(of_set) for of_set in evaluated_sets]
+                outputs = [trainer.evaluate(of_set, len(log_losses)) for of_set in evaluated_sets]
                 logits = np.concatenate(outputs)
                 for name, of_set, samples in zip(config.evaluation_sets or [""], outputs, evaluated_sets, strict=True):
                     evaluations.append(replace(evaluation_of(config, of_set, samples), set=name))

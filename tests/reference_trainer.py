@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -76,7 +78,10 @@ class Trainer:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         torch.manual_seed(config.seed)
+        random.seed(config.seed)
+        np.random.mtrand._rand.seed(config.seed % 2**32)
         self.module = connect(config.model(spec, **config.model_options))
+        self.takes_step = "step" in inspect.signature(self.module.forward).parameters
         torch.set_num_threads(threads)
         self.parameters = dict(self.module.named_parameters())
         self.with_gradients = {name: value for name, value in self.parameters.items() if value.requires_grad}
@@ -105,9 +110,10 @@ class Trainer:
         out[bags] = out[bags] / lookups.count[of_mean].astype(np.float32)[:, None]
         return block
 
-    def logits(self, block: torch.Tensor, dense: np.ndarray) -> torch.Tensor:
+    def logits(self, block: torch.Tensor, dense: np.ndarray, steps_done: int) -> torch.Tensor:
         embeddings = Embeddings({name: block[:, f, columns] for name, f, columns in self.views}, block)
-        result: torch.Tensor = self.module(torch.tensor(dense), embeddings)
+        given = {"step": steps_done} if self.takes_step else {}
+        result: torch.Tensor = self.module(torch.tensor(dense), embeddings, **given)
         return result
 
     def loss(self, outputs: torch.Tensor, samples: Samples) -> torch.Tensor:
@@ -162,7 +168,7 @@ class Trainer:
                 block = self.block(lookups, len(part)).requires_grad_()
                 self.module.zero_grad(set_to_none=True)
                 torch.manual_seed(key(self.config.seed, number, lane) >> 1)
-                logits = self.logits(block, part.dense)
+                logits = self.logits(block, part.dense, number)
                 loss = self.loss(logits, part) / len(samples)
                 loss.backward()
                 total_loss += float(loss.detach())
@@ -194,8 +200,8 @@ class Trainer:
                 self.averages[name] = keep * self.averages[name] + take * value.detach().numpy()
         return total_loss
 
-    def evaluate(self, samples: Samples) -> np.ndarray:
-        """Outputs for the evaluation samples, float32 [n] or [n, labels]."""
+    def evaluate(self, samples: Samples, steps_done: int) -> np.ndarray:
+        """Outputs for the evaluation samples after so many training steps, float32 [n] or [n, labels]."""
         result = []
         own = {name: self.parameters[name].data for name in self.averages}
         for name, average in self.averages.items():
@@ -207,7 +213,8 @@ class Trainer:
                 for low, high in slice_bounds(count, self.config.lanes):
                     if high > low:
                         part = samples.take(np.arange(first + low, first + high))
-                        result.append(self.logits(self.block(Lookups.of(part), len(part)), part.dense).numpy().copy())
+                        outputs = self.logits(self.block(Lookups.of(part), len(part)), part.dense, steps_done)
+                        result.append(outputs.numpy().copy())
         self.module.train()
         for name, value in own.items():
             self.parameters[name].data = value

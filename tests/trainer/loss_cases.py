@@ -87,3 +87,9 @@ def counting(outputs: Tensor, labels: Tensor) -> Tensor:
 def random(outputs: Tensor, labels: Tensor) -> Tensor:
     """It draws random numbers."""
     return (outputs - labels).square() * torch.rand(len(outputs))
+
+
+def late(outputs: Tensor, labels: Tensor) -> Tensor:
+    """It counts its calls, which its values show after 400."""
+    CALLS[0] += 1
+    return (outputs - labels).square() * (1 if CALLS[0] <= 400 else 2)

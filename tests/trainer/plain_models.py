@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -115,6 +116,25 @@ def two_tower_here(spec: ModelSpec) -> Wrapped:
 
 def wide_deep_here(spec: ModelSpec, *, dropout: float = 0.0) -> Wrapped:
     return foreload.wrap(wide_deep(dropout), dense={"numbers": ["age", "x"]}, columns={"ids": {name: name for name in ROWS}})
+
+
+class Gated(nn.Module):
+    """A gate that sharpens as training goes on; its weights are NumPy's."""
+
+    def __init__(self, users: int, ads: int, dimension: int) -> None:
+        super().__init__()
+        self.user_emb, self.ad_emb = nn.Embedding(users, dimension), nn.Embedding(ads, dimension)
+        self.gate, self.out = nn.Linear(2 * dimension + 1, 2 * dimension + 1), nn.Linear(2 * dimension + 1, 1)
+        with torch.no_grad():
+            self.gate.weight.copy_(torch.from_numpy(np.random.uniform(-1, 1, self.gate.weight.shape)))  # noqa: NPY002
+
+    def forward(self, user: Tensor, ad: Tensor, progress: int, age: Tensor) -> Tensor:
+        inputs = torch.cat([self.user_emb(user), self.ad_emb(ad), age.unsqueeze(1)], 1)
+        return self.out(inputs * torch.sigmoid(self.gate(inputs) * (1 + progress / 8)))  # type: ignore[no-any-return]
+
+
+def annealed_here(spec: ModelSpec) -> Wrapped:
+    return foreload.wrap(Gated(ROWS["user"], ROWS["ad"], 4), dense={"age": "age"}, step="progress")
 
 
 class Native(nn.Module):

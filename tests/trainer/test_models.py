@@ -17,9 +17,9 @@ from foreload.trainer.errors import ModelError
 from foreload.trainer.models import (
     MODELS,
     build_model,
-    ignored_inputs,
     load_model,
 )
+from foreload.trainer.models.checking import ignored_inputs
 from foreload.trainer.models.pairwise import (
     SMALL,
     PairwiseDots,

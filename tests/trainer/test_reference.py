@@ -337,7 +337,7 @@ def test_evaluation_changes_nothing(tmp_path: Path) -> None:
     data = load(config.log, config.sources, (), config.evaluation_fraction)
     trainer = Trainer(config, data)
     before = trainer.digest()
-    trainer.evaluate(data.evaluation)
+    trainer.evaluate(data.evaluation, 0)
     assert trainer.digest() == before
 
 

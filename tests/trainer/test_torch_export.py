@@ -8,7 +8,7 @@ import json
 import tomllib
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +77,7 @@ class ModelInMemory:
     layouts: Sequence[RowLayout]
     stored: Sequence[tuple[np.ndarray, np.ndarray]]
     parameters: dict[str, Tensor]
+    step: int = 3
 
     @classmethod
     def of(cls, model: str, features: dict[str, Any], **settings: object) -> ModelInMemory:
@@ -117,15 +118,15 @@ class ModelInMemory:
         samples = Encoder(spec).encode(records)
         tables = np.array([feature.table for feature in spec.features])
         index, rows = _local(samples, tables, _rows(self, len(self.layouts), [samples], tables))
-        assert samples.offsets is not None
+        offsets = None if samples.offsets is None else samples.offsets.astype(np.int32)
         forward = DenseForward(self)  # type: ignore[arg-type]
-        given = forward.outputs(rows, index, samples.offsets.astype(np.int32), samples.dense).numpy()
+        given = forward.outputs(rows, index, offsets, samples.dense).numpy()
         return given
 
     def write(self, folder: Path, **options: Any) -> dict[str, Any]:
         folder.mkdir()
         about = {
-            "step": 3,
+            "step": self.step,
             "seed": 5,
             "state": "here",
             "model": {"model": self.job.model, "model_options": {}, "dim": self.job.dim},
@@ -217,6 +218,22 @@ def test_a_wrapped_module_is_served_and_parameters_alone_go_into_ones_own(tmp_pa
         module.load()
     with pytest.raises(ValueError, match="module must have the parameters of"):
         module.load(module=torch.nn.Linear(1, 1))
+
+
+def test_the_step_is_a_constant_of_an_export(tmp_path: Path) -> None:
+    features = tmp_path / "annealed.toml"
+    plain_models.annealed_here(None).write_features(features, label="clicked")  # type: ignore[arg-type]
+    early = ModelInMemory.of("plain_models:annealed_here", tomllib.loads(features.read_text()))
+    late = replace(early, step=29)
+    columns: dict[str, list[Any]] = {"user": [3, 119, 7], "ad": [1, 29, None], "age": [0.5, None, 30.0]}
+    assert not np.array_equal(early.logits(columns), late.logits(columns))
+    for model in (early, late):
+        program, weights = tmp_path / f"program-{model.step}", tmp_path / f"weights-{model.step}"
+        model.write(program)
+        model.write(weights, program=False)
+        wanted = model.logits(columns).tobytes()
+        assert served(program).load().predict(columns, logits=True).tobytes() == wanted
+        assert served(weights).load(module=plain_models.annealed_here).predict(columns, logits=True).tobytes() == wanted
 
 
 def test_what_cannot_be_traced_is_told_in_one_line_with_what_can_be_done(tmp_path: Path) -> None:

@@ -397,6 +397,11 @@ def test_what_wrap_is_told_must_fit_the_module() -> None:
             lambda: foreload.wrap(Net(), dense={"ids": {"a": "a"}}, columns={"ids": {"a": "a"}}),
             "argument ids: must be dense values or ids",
         ),
+        (lambda: foreload.wrap(Net(), step="now"), "forward of Net has no argument now; it has ids"),
+        (
+            lambda: foreload.wrap(Net(), columns={"ids": "a"}, step="ids"),
+            "argument ids: must be the step, dense values or ids, and only one",
+        ),
         (lambda: foreload.wrap(Net(), names={"tabel": "a"}), "names: Net has no table at tabel; it has table, other"),
         (lambda: foreload.wrap(Net(), keep=["tabel"]), "keep: Net has no table at tabel; it has table, other"),
         (

@@ -75,7 +75,7 @@ class Prepared:
         return train(job, self.schedules[slots], urls, trainers)
 
 
-@pytest.fixture(scope="module", params=["dlrm_here", "two_tower_here", "wide_deep_here", "native_here"])
+@pytest.fixture(scope="module", params=["dlrm_here", "two_tower_here", "wide_deep_here", "native_here", "annealed_here"])
 def prepared(request: pytest.FixtureRequest, clicks: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     """Each model in turn."""
     folder = tmp_path_factory.mktemp(request.param)

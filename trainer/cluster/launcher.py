@@ -45,7 +45,7 @@ from foreload.trainer.cluster.worker import JOIN_TIMEOUT, work
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.errors import CheckpointError, ShardsLost, TrainerError
-from foreload.trainer.models import ignored_inputs
+from foreload.trainer.models.checking import ignored_inputs
 from foreload.trainer.pages.report import leave_report
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.at_rest import rebuild_at_end
@@ -268,7 +268,7 @@ class Launcher:
         """Raise what is wrong with the model or its optimizer before anything is started or deleted; say what of the data the model ignores."""
         job = self._job
         # On the CPU, since it is only looked at: no trainer has a device yet.
-        model = DenseModel.build(replace(job, device="cpu"), schedule)
+        model = DenseModel.build(replace(job, device="cpu"), schedule, twice=True)
         if ignored := ignored_inputs(model.module, model_spec(schedule.header.features, job.dim)):
             sys.stderr.write(
                 f"foreload: warning: model {job.model}: ignores {', '.join(ignored)}: its logits do not depend on them\n"

@@ -8,7 +8,8 @@ from typing import Any
 from foreload.pipelines.samples.feature_file import load_features
 from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.compute.own_loss import checked_loss
-from foreload.trainer.models import build_model, check_uses, load_model
+from foreload.trainer.models import build_model, load_model
+from foreload.trainer.models.checking import check_uses
 from foreload.trainer.models.wrapping import Wrapped
 
 
@@ -21,7 +22,7 @@ def run(
     loss is tried as it is there before training, and is told of.
     """
     spec = model_spec(load_features(features), dim)
-    module = build_model(load_model(name, folder), spec, options, seed)
+    module = build_model(load_model(name, folder), spec, options, seed, twice=True)
     about = {
         "model": name,
         "features": len(spec.features),

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from foreload.trainer.compute.training_loss import LossFunction, OwnLoss
 from foreload.trainer.errors import ModelError
+from foreload.trainer.models.generators import states_beside_torch
+from foreload.trainer.models.hidden_state import first_change, hidden_state
 from foreload.trainer.models.importing import load_named
 from foreload.trainer.models.spec import ModelSpec
 
@@ -49,8 +51,7 @@ def check_loss(loss: OwnLoss, spec: ModelSpec) -> None:
                     f"{what}: must give finite {('losses', 'gradients')[place]} for made-up samples (outputs around 0, clicks of both kinds, "
                     f"numbers above 0); got {value[~value.isfinite()][0].item()}; look for a logarithm, root or division of what may be 0 or less"
                 )
-        if not torch.equal(losses, loss(outputs, labels)):
-            raise ModelError(f"{what}: two calls with the same samples differ; it must keep no state, and draw no random numbers")
+        _check_memory(what, loss, losses, outputs, labels)
         for sample in range(_SAMPLES):
             own = slice(sample, sample + 1)
             alone_outputs = outputs.detach()[own].requires_grad_()
@@ -68,6 +69,17 @@ def _made_up_labels(spec: ModelSpec) -> Tensor:
     clicks, numbers = torch.arange(_SAMPLES) % 2, torch.rand(_SAMPLES) + 0.5
     columns = [clicks.float() if kind == "click" else numbers for kind in spec.label_kinds]
     return torch.stack(columns, 1).reshape(spec.output_shape(_SAMPLES))
+
+
+def _check_memory(what: str, loss: OwnLoss, losses: Tensor, outputs: Tensor, labels: Tensor) -> None:
+    """Refuse a loss that depends on earlier calls, of which `losses` came of the first one. Raises ModelError."""
+    drawn, states = states_beside_torch(), []
+    for _ in range(2):
+        if not torch.equal(losses, loss(outputs, labels)) or states_beside_torch() != drawn:
+            raise ModelError(f"{what}: two calls with the same samples differ; it must keep no state, and draw no random numbers")
+        states.append(hidden_state(loss.function))
+    if change := first_change(*states):
+        raise ModelError(f"{what}: must keep no state; it changes an attribute from call to call: {change}")
 
 
 def _gradient(what: str, losses: Tensor, outputs: Tensor) -> Tensor:

@@ -21,14 +21,15 @@ from foreload.trainer.compute.training_loss import TrainingLoss
 class TrainerParts:
     """The schedule, the dense part of the model, and the settings of a step; nothing in it is shared with another trainer.
 
-    parameters: those of the module that are trained, in its order; layouts: of the rows, by table; block: of the embedding block; rules: the row
-    optimizers; rates: learning rates by step; clip_dense: the most that the norm of the dense gradients may be, or None; dense_ema: how much of the
-    parameters' moving average stays at each step, or None for none; loss: what is trained; seed: of the run; allow_nan: whether training goes on
-    after a loss that is not finite.
+    takes_step: whether the module's forward gets the number of steps done before; parameters: those of the module that are trained, in its order;
+    layouts: of the rows, by table; block: of the embedding block; rules: the row optimizers; rates: learning rates by step; clip_dense: the most
+    that the norm of the dense gradients may be, or None; dense_ema: how much of the parameters' moving average stays at each step, or None for none;
+    loss: what is trained; seed: of the run; allow_nan: whether training goes on after a loss that is not finite.
     """
 
     schedule: Schedule
     module: nn.Module
+    takes_step: bool
     parameters: Sequence[Tensor]
     optimizer: torch.optim.Optimizer
     layouts: Sequence[RowLayout]

@@ -47,14 +47,19 @@ def _aligned(view: np.ndarray) -> Tensor:
     return copy
 
 
-def forward(parts: TrainerParts, moves: LaneEvent, local: LocalRows, requires_grad: bool) -> tuple[Tensor, Tensor]:
-    """(block [b, F, W], outputs [b] or [b, labels]) of a lane's slice, which must not be empty, float32. moves: the lane's part of the event."""
+def forward(
+    parts: TrainerParts, moves: LaneEvent, local: LocalRows, steps_done: int, requires_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """(block [b, F, W], outputs [b] or [b, labels]) of a lane's slice, which must not be empty, float32. moves: the lane's part of the event;
+    steps_done: training steps before this forward, which a model that takes the step is given.
+    """
     block = torch.empty(
         (len(moves.labels), len(parts.block.names), parts.block.width), device=parts.device, requires_grad=requires_grad
     )
     parts.kernels.gather_block(local.rows, Lookups(moves.index, moves.offsets, parts.block), block, local.places)
     dense = _aligned(moves.dense).to(parts.device)
-    return block, parts.module(dense, parts.block.embeddings(block))
+    given = {"step": steps_done} if parts.takes_step else {}
+    return block, parts.module(dense, parts.block.embeddings(block), **given)
 
 
 def output_shape(moves: LaneEvent) -> tuple[int, ...]:
@@ -78,7 +83,7 @@ def learn(parts: TrainerParts, event: Event, lane: int, moves: LaneEvent, local:
         torch.manual_seed(seed)
     if not all(part.training for part in parts.module.modules()):
         parts.module.train()
-    block, outputs = forward(parts, moves, local, requires_grad=True)
+    block, outputs = forward(parts, moves, local, event.step, requires_grad=True)
     labels = _aligned(moves.labels).to(parts.device).reshape(outputs.shape)
     weights = None if moves.weights is None else _aligned(moves.weights).to(parts.device)
     loss = parts.loss.of_slice(outputs, labels, weights) / event.samples

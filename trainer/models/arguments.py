@@ -21,17 +21,24 @@ Columns = str | Sequence[str] | Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What the forward of a module is called with. dense, columns: what its arguments hold, by their names; what is in neither holds ids."""
+    """What the forward of a module is called with. dense, columns: what its arguments hold, by their names; step: the argument that gets the
+    training step, None if none does; what is in none of these holds ids.
+    """
 
     signature: inspect.Signature
     dense: Mapping[str, DenseValues]
     columns: Mapping[str, Columns]
+    step: str | None = None
 
     @classmethod
-    def of(cls, module: nn.Module, dense: Mapping[str, DenseValues], columns: Mapping[str, Columns]) -> Arguments:
+    def of(
+        cls, module: nn.Module, dense: Mapping[str, DenseValues], columns: Mapping[str, Columns], step: str | None
+    ) -> Arguments:
         """Those of a module. Raises ModelError where one is named that it does not have, or is said to hold two things."""
         signature = inspect.signature(module.forward)
-        for name in (*dense, *columns):
+        if step in (*dense, *columns):
+            raise ModelError(f"wrap: argument {step}: must be the step, dense values or ids, and only one of these; name it once")
+        for name in (*dense, *columns, *([] if step is None else [step])):
             if name not in signature.parameters:
                 known = ", ".join(signature.parameters) or "none"
                 raise ModelError(f"wrap: forward of {type(module).__name__} has no argument {name}; it has {known}")
@@ -39,7 +46,7 @@ class Arguments:
             both = values is not None and ids is not None
             if both and not (isinstance(values, Mapping) and isinstance(ids, Mapping) and not values.keys() & ids.keys()):
                 raise ModelError(f"wrap: argument {name}: must be dense values or ids, not both, but for the keys of a dict")
-        return cls(signature, dict(dense), dict(columns))
+        return cls(signature, dict(dense), dict(columns), step)
 
     @property
     def dense_names(self) -> tuple[str, ...]:
@@ -54,13 +61,15 @@ class Arguments:
             else:
                 yield name, None, given
 
-    def call(self, module: nn.Module, dense: Tensor) -> Any:
-        """Call the module for the samples of `dense`, float32 [b, n]."""
+    def call(self, module: nn.Module, dense: Tensor, step: int) -> Any:
+        """Call the module for the samples of `dense`, float32 [b, n], in a training step, or after so many."""
         values = self._dense(dense)
         bound = self.signature.bind_partial()
         # In the order of the signature, by which positional arguments are given.
         for name, parameter in self.signature.parameters.items():
-            if name in self.columns or (name not in self.dense and _is_needed(parameter)):
+            if name == self.step:
+                bound.arguments[name] = step
+            elif name in self.columns or (name not in self.dense and _is_needed(parameter)):
                 ids = self._ids(parameter, dense.shape[0], dense.device)
                 bound.arguments[name] = ids | values[name] if name in values else ids
             elif name in values:

@@ -11,18 +11,21 @@ from types import ModuleType
 from typing import Any
 
 from foreload.trainer.errors import ModelError
+from foreload.trainer.models.generators import seeded
 
 
 def load_named(setting: str, name: str, path: str, folder: str) -> Any:
     """What is called `path`, package.module:name or file.py:name.
 
     A module is looked for on Python's path, then in `folder`, where one is given, and in the working directory; a file in these two folders alone.
+    It is imported with generators of random numbers that are always seeded alike, so what it draws then is the same in every process.
     setting, name: what asked for it, and how, for the error. Raises ModelError.
     """
     module_name, _, own_name = path.partition(":")
     folders = search_folders(folder)
     try:
-        return getattr(_imported(module_name, folders), own_name)
+        with seeded(0):
+            return getattr(_imported(module_name, folders), own_name)
     except Exception as error:  # a user's module may raise anything while it is imported
         raise ModelError(
             f"{setting}: cannot import {name}: {type(error).__name__}: {error}; looked for it in {' and '.join(folders)}: put it there, or its "

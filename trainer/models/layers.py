@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from foreload.trainer.errors import ModelError
+
+STEP = "step"
+"""The parameter of a model's forward that gets the number of training steps done before."""
 
 
 class StepRows:
@@ -124,4 +128,22 @@ def _positional(module: nn.Module) -> int:
     parameters = inspect.signature(module.forward).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return 2
-    return min(2, sum(parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters))
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return min(2, sum(parameter.kind in kinds and parameter.name != STEP for parameter in parameters))
+
+
+def takes_step(module: nn.Module) -> bool:
+    """Whether the forward of a model has a parameter `step`: an int, the number of training steps done before."""
+    return STEP in inspect.signature(module.forward).parameters
+
+
+def check_step(module: nn.Module) -> None:
+    """Raise ModelError where forward needs something behind `step`: others are given by position, `step` by its name."""
+    parameters = inspect.signature(module.forward).parameters
+    behind = itertools.dropwhile(lambda parameter: parameter.name != STEP, parameters.values())
+    needed = [p.name for p in behind if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty and p.name != STEP]
+    if needed:
+        raise ModelError(
+            f"{type(module).__name__}: step must be the last parameter of forward; got forward({', '.join(parameters)}); write "
+            "forward(dense, embeddings, step)"
+        )

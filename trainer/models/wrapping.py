@@ -39,11 +39,14 @@ class Wrapped(nn.Module):
         self.unused: tuple[str, ...] = ()
         self._arguments, self._rows = arguments, rows
 
-    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
-        """What the module returns; where that is [b, 1], as [b]; where it is several of such, as [b, labels]."""
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor], step: int = 0) -> Any:
+        """What the module returns; where that is [b, 1], as [b]; where it is several of such, as [b, labels].
+
+        step: the number of training steps done before, which the module gets if `wrap` was told by what name.
+        """
         self._rows.embeddings = embeddings
         try:
-            outputs = self._arguments.call(self.module, dense)
+            outputs = self._arguments.call(self.module, dense, step)
         finally:
             self._rows.embeddings = None
         if isinstance(outputs, list | tuple) and len(outputs) > 1 and all(isinstance(one, Tensor) for one in outputs):
@@ -73,6 +76,7 @@ def wrap(
     columns: Mapping[str, Columns] | None = None,
     names: Mapping[str, str] | None = None,
     keep: Sequence[str] = (),
+    step: str | None = None,
 ) -> Wrapped:
     """A PyTorch module as a model, of forward(dense, embeddings): its nn.Embedding, nn.EmbeddingBag and EmbeddingBagCollection become features.
 
@@ -80,9 +84,10 @@ def wrap(
     its forward that hold dense values, each with the names of these (a list: [b, n]; one name: [b]; a dict of such). columns: of those that hold ids,
     what they are called in the data: one name, a list (for ids[k] and ids[:, k]), or a dict; by default as arguments and keys are called. names: what
     the table at a path in the module is to be called; by default as the path, with _ for each dot. keep: paths of embeddings that stay as they are,
-    dense parameters, for indices that forward makes itself, such as positions. Raises ModelError (docs/models.md, A module as it is).
+    dense parameters, for indices that forward makes itself, such as positions. step: the argument of its forward that gets the number of the
+    training step, an int; by default none does. Raises ModelError (docs/models.md, A module as it is).
     """
-    arguments = Arguments.of(module, dense or {}, columns or {})
+    arguments = Arguments.of(module, dense or {}, columns or {}, step)
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) or is_collection(module):
         raise ModelError(f"wrap: {type(module).__name__}: is an embedding itself; wrap the module that has it")
     rows = WrappedRows()

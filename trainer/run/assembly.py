@@ -53,6 +53,7 @@ from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.compute.training_loss import TrainingLoss
 from foreload.trainer.compute.transport import Transport
 from foreload.trainer.models import build_model, load_model
+from foreload.trainer.models.layers import takes_step
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.job_loss import training_loss
 
@@ -80,12 +81,12 @@ class DenseModel:
     loss: TrainingLoss
 
     @classmethod
-    def build(cls, job: TrainJob, schedule: Schedule) -> DenseModel:
-        """A new model and its optimizer, as the job says. Raises ModelError and SettingError."""
+    def build(cls, job: TrainJob, schedule: Schedule, *, twice: bool = False) -> DenseModel:
+        """A new model and its optimizer, as the job says. twice: as `build_model` has it. Raises ModelError and SettingError."""
         features = schedule.header.features
         model = load_model(job.model, job.model_folder)
         rows = layouts(features, model, job.dim, job.row_optimizers(features))
-        module = build_model(model, model_spec(features, job.dim), job.model_options, job.seed).to(job.device)
+        module = build_model(model, model_spec(features, job.dim), job.model_options, job.seed, twice=twice).to(job.device)
         optimizer = build_dense_optimizer(job.dense_optimizer, float(job.dense_lr), job.dense_options, module)
         return cls(module, optimizer, rows, training_loss(job, features))
 
@@ -96,6 +97,7 @@ class DenseModel:
         return TrainerParts(
             schedule=schedule,
             module=self.module,
+            takes_step=takes_step(self.module),
             parameters=[parameter for parameter in self.module.parameters() if parameter.requires_grad],
             optimizer=self.optimizer,
             layouts=self.layouts,

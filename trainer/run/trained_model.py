@@ -15,6 +15,7 @@ from foreload.trainer.compute.choose_kernels import kernels_for
 from foreload.trainer.compute.dense_average import to_serve
 from foreload.trainer.compute.layouts import BlockLayout, Lookups, model_spec
 from foreload.trainer.models import build_model, load_model
+from foreload.trainer.models.layers import takes_step
 from foreload.trainer.run.dense_file import load_parameters
 from foreload.trainer.run.saved_model import SavedModel, initial_rows
 
@@ -70,6 +71,7 @@ class DenseForward:
         self._layout = BlockLayout.of(model.features, model.layouts)
         self._kernels = kernels_for("cpu")
         self._module = dense_module(model)
+        self._given = {"step": model.step + 1} if takes_step(self._module) else {}
 
     def outputs(self, rows: np.ndarray | Tensor, index: np.ndarray, offsets: np.ndarray | None, dense: np.ndarray) -> Tensor:
         """What forward gives for a slice, float32 [b] or [b, labels].
@@ -83,5 +85,5 @@ class DenseForward:
         distinct_rows = torch.as_tensor(rows)
         self._kernels.gather_block(distinct_rows, Lookups(index, offsets, self._layout), block)
         with torch.no_grad():
-            outputs: Tensor = self._module(values, self._layout.embeddings(block))
+            outputs: Tensor = self._module(values, self._layout.embeddings(block), **self._given)
         return outputs

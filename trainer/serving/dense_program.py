@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from foreload.trainer.compute.layouts import BlockLayout
 from foreload.trainer.errors import ExportError
+from foreload.trainer.models.layers import takes_step
 
 _TRACED, _TRIED = 5, (1, 3, 64)  # made-up samples that are traced, and with which what was written is tried
 _NEAR = 1e-5  # a logit of the program to that of the module, relative and absolute; other products may be chosen for it
@@ -22,15 +23,19 @@ _ONNX_PACKAGES = ("onnx", "onnxscript")
 
 
 class BlockModel(nn.Module):
-    """A model of (dense [b, n], block [b, F, W]): what each feature is called with is cut out of the block, as in training."""
+    """A model of (dense [b, n], block [b, F, W]): what each feature is called with is cut out of the block, as in training.
 
-    def __init__(self, module: nn.Module, layout: BlockLayout) -> None:
+    steps_done: what the model was trained for; a constant of the program where its forward takes the step.
+    """
+
+    def __init__(self, module: nn.Module, layout: BlockLayout, steps_done: int) -> None:
         super().__init__()
         self.module, self._layout = module, layout
+        self._given = {"step": steps_done} if takes_step(module) else {}
 
     def forward(self, dense: Tensor, block: Tensor) -> Tensor:
         """Logits [b], or [b, L] of several labels."""
-        logits: Tensor = self.module(dense, self._layout.embeddings(block))
+        logits: Tensor = self.module(dense, self._layout.embeddings(block), **self._given)
         return logits
 
 

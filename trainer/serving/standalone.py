@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import inspect
 import json
 import sys
 import zipfile
@@ -310,6 +311,8 @@ class _Weights(nn.Module):
         if not isinstance(module, nn.Module):
             module = module(_spec(about), **about["model"]["model_options"])
         self.module, self._about = module.eval(), about
+        takes_step = "step" in inspect.signature(module.forward).parameters
+        self._given = {"step": about["step"] + 1} if takes_step else {}
         saved = {name: torch.from_numpy(values) for name, values in read_safetensors(folder / about["weights"]).items()}
         own = dict(module.named_parameters())
         if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in saved.items()}:
@@ -319,7 +322,7 @@ class _Weights(nn.Module):
 
     def forward(self, dense: Tensor, block: Tensor) -> Tensor:
         """Logits [b], or [b, L]."""
-        logits: Tensor = self.module(dense, _Embeddings(block, self._about))
+        logits: Tensor = self.module(dense, _Embeddings(block, self._about), **self._given)
         return logits
 
 

@@ -103,7 +103,8 @@ def _write_dense(model: SavedModel, folder: Path, options: TorchOptions) -> dict
         (folder / WEIGHTS).write_bytes(save(to_serve(*model.dense())))
         return written | {"weights": WEIGHTS}
     name, width = model.job.model, len(model.features.dense)
-    block = BlockModel(dense_module(model).requires_grad_(False), BlockLayout.of(model.features, model.layouts)).eval()
+    module, layout = dense_module(model).requires_grad_(False), BlockLayout.of(model.features, model.layouts)
+    block = BlockModel(module, layout, model.step + 1).eval()
     program = trace(block, width, name)
     write_program(program, folder / PROGRAM, block, width, name)
     if options.onnx:

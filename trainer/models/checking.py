@@ -1,0 +1,241 @@
+"""Trying a model on synthetic samples: whether its training is a function of its parameters, the slice, the step and the seed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from foreload.trainer.errors import ModelError
+from foreload.trainer.models.faults import check_outputs, first_not_finite, not_finite_gradient, raised_at
+from foreload.trainer.models.fitting import model_name
+from foreload.trainer.models.generators import states_beside_torch
+from foreload.trainer.models.hidden_state import first_change, hidden_state
+from foreload.trainer.models.layers import takes_step
+from foreload.trainer.models.spec import Embeddings, ModelSpec, further_columns
+
+_FEW, _OTHERS = 3, 2  # synthetic samples that a model is tried on, and others between them
+_MANY = 64  # with so many, an input that is used shows in the gradient of at least one
+_LATER = 10_000  # a training step at which what is annealed may count that does not at step 0
+
+
+def _trial(
+    module: nn.Module, spec: ModelSpec, samples: int, dense_shift: float = 0.0, step: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """Run forward on synthetic samples, and backward in training mode, which leaves gradients behind.
+
+    Args:
+        samples: how many; they follow from this number.
+        dense_shift: added to the dense values.
+        step: what a forward that takes the step is given.
+
+    Returns:
+        The outputs, and the embedding block's gradient, None in evaluation mode or where the outputs do not depend on it.
+    """
+    torch.manual_seed(samples)
+    further = further_columns(type(module))
+    parts = [(("weights", dimension), *further) for _, dimension, _ in spec.features]
+    width = max(sum(columns for _, columns in own) for own in parts)
+    block = torch.randn(samples, len(parts), width, requires_grad=module.training)
+    given = {"step": step} if takes_step(module) else {}
+    dense = torch.randn(samples, spec.dense_width) + dense_shift
+    with torch.set_grad_enabled(module.training):
+        outputs = module(dense, Embeddings.split(block, spec.names, parts), **given)
+    check_outputs(model_name(module), outputs, spec, samples)
+    if module.training:
+        outputs.sum().backward()
+    return outputs.detach(), block.grad
+
+
+def _checked_trial(module: nn.Module, spec: ModelSpec, samples: int, step: int = 0) -> tuple[Tensor, Tensor | None]:
+    """Return what `_trial` does; whatever the user's module raises becomes a ModelError."""
+    try:
+        return _trial(module, spec, samples, step=step)
+    except ModelError:
+        raise
+    except Exception as error:  # a user's model may raise anything
+        mode = "" if module.training else " in evaluation mode"
+        raise ModelError(
+            f"{model_name(module)}: forward failed{mode} on {samples} made-up sample{'s' * (samples > 1)}: {type(error).__name__}: "
+            f"{error}{raised_at(error)}; "
+            "it must work on slices of any size, from one sample on"
+        ) from error
+
+
+def _values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a module, by name."""
+    return chain(module.named_parameters(), module.named_buffers())
+
+
+def _copied(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in _values(module)}
+
+
+def _check_values(module: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Raise ModelError if parameters and buffers are not those of `before`, name to copy."""
+    after = dict(_values(module))
+    changed = first_difference(before, after)
+    if changed is None:
+        return
+    if changed in dict(module.named_parameters()):
+        raise ModelError(
+            f"{model_name(module)}: forward must leave parameters as they are, since each lane runs it on its own slice; it changes {changed}; "
+            "let the optimizer alone change it"
+        )
+    raise ModelError(
+        f"{model_name(module)}: forward must leave buffers as they are, since lanes do not share them; it changes {changed}; leave out "
+        "BatchNorm and the like, use LayerNorm"
+    )
+
+
+def first_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str | None:
+    """Return the first name that only one of them has, or whose values differ; None where there is none. NaN is equal to itself."""
+    for name in dict.fromkeys((*other, *one)):
+        if name not in one or name not in other or not _same(one[name], other[name]):
+            return name
+    return None
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def check_uses(module: nn.Module, spec: ModelSpec) -> None:
+    """Raise ModelError where forward fails on many synthetic samples, or the outputs do not depend on a feature or the dense values.
+
+    The module is not to be used afterwards (see `ignored_inputs`).
+    """
+    _checked_trial(module, spec, _MANY)
+    if ignored := ignored_inputs(module, spec):
+        raise ModelError(
+            f"{model_name(module)}: logits do not depend on {', '.join(ignored)}; use what is there, or take it out of the feature file"
+        )
+
+
+def ignored_inputs(module: nn.Module, spec: ModelSpec) -> list[str]:
+    """The features whose embeddings get no gradient, and "dense values" where the logits do not depend on them.
+
+    The module is not to be used afterwards: its parameters may have been replaced, and it holds gradients.
+
+    Initial parameters, or an early step, may be such that a gradient is zero, so what has none is tried again with random ones at a later step.
+    """
+    with torch.random.fork_rng(devices=[]):
+        ignored = _ignored(module, spec, step=0)
+        if ignored:
+            torch.manual_seed(0)
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.normal_(0, 0.5)
+            again = _ignored(module, spec, step=_LATER)
+            ignored = [name for name in ignored if name in again]
+    return ignored
+
+
+def _ignored(module: nn.Module, spec: ModelSpec, step: int) -> list[str]:
+    """`ignored_inputs` with the parameters as they are; nothing where forward fails."""
+    module.train()
+    try:
+        logits, gradient = _trial(module, spec, _MANY, step=step)
+        others, _ = _trial(module, spec, _MANY, dense_shift=1.0, step=step) if spec.dense_width else (torch.empty(0), None)
+    except Exception:  # a user's model may raise anything where its parameters are not those that it began with
+        return []
+    used = gradient.ne(0).any(2).any(0).tolist() if gradient is not None else [False] * len(spec.names)
+    ignored = [name for name, is_used in zip(spec.names, used, strict=True) if not is_used]
+    return [*ignored, *(["dense values"] if torch.equal(logits, others) else [])]
+
+
+def check_model(module: nn.Module, spec: ModelSpec) -> None:
+    """Refuse a module whose training would not be a function of its parameters, the slice, the step and the seed. Raises ModelError."""
+    name = model_name(module)
+    if not spec.features:
+        raise ModelError(f"{name}: there are no features to look up; the feature file must name at least one")
+    parameters = dict(module.named_parameters())
+    if not parameters:
+        raise ModelError(f"{name}: has no parameters; a model needs at least one, such as a bias")
+    for parameter, value in parameters.items():
+        if isinstance(value, nn.parameter.UninitializedParameter) or value.dtype != torch.float32 or value.device.type != "cpu":
+            raise ModelError(f"{name}: parameter {parameter} must be float32, on the CPU, with its shape known when it is built")
+    before, drawn = _copied(module), states_beside_torch()
+    module.train()
+    first, of_block = _checked_trial(module, spec, _FEW)
+    # Before a single sample is tried, of which BatchNorm has no variance.
+    _check_values(module, before)
+    if not first.isfinite().all():
+        outputs = "logits" if spec.label_kinds == ("click",) else "outputs"
+        raise ModelError(
+            f"{name}: forward must return finite {outputs} for made-up samples (dense values and embeddings around 0); got "
+            f"{first[~first.isfinite()][0].item()}; look for a division by zero, or a logarithm or root of what may be negative, in "
+            f"{first_not_finite(module, lambda: _trial(module, spec, _FEW))}"
+        )
+    if infinite := not_finite_gradient(module, spec.names, of_block):
+        raise ModelError(
+            f"{name}: backward must give finite gradients for made-up samples, and does not for {infinite}; look for a root or norm of what is 0"
+        )
+    for training in (True, False):
+        module.train(training)
+        _check_memory(module, spec)
+    module.train()
+    for source, state in states_beside_torch().items():
+        if state != drawn[source]:
+            raise ModelError(
+                f"{name}: forward must draw random numbers from torch's generator alone, which every step seeds; it draws from {source}; use "
+                "torch.rand, torch.randn or nn.Dropout"
+            )
+    _checked_trial(module, spec, 1)
+    _check_values(module, before)
+    for parameter, value in parameters.items():
+        if value.grad is not None and value.grad.layout is not torch.strided:
+            raise ModelError(f"{name}: parameter {parameter} has a sparse gradient; rows belong in a feature's table")
+        value.grad = None
+
+
+def _check_memory(module: nn.Module, spec: ModelSpec) -> None:
+    """Refuse a module whose forward depends on what it was called with before. Raises ModelError.
+
+    The same samples are given three times under one seed, and others in between. What a first call makes (a mask, a cache) is there behind the
+    second; what then still changes is no function of the samples.
+    """
+    name, mode = model_name(module), "" if module.training else " in evaluation mode"
+    outputs, states = [], []
+    for _ in range(3):
+        outputs.append(_checked_trial(module, spec, _FEW)[0])
+        states.append(hidden_state(module))
+        _checked_trial(module, spec, _OTHERS, step=1)
+    if change := first_change(*states[1:]):
+        raise ModelError(
+            f"{name}: forward must keep no state of its own, since each lane runs it on its own slices; after two forwards{mode} of the same "
+            f"samples under one seed an attribute differs: {change}; for what changes as training goes on, take the step: "
+            "forward(self, dense, embeddings, step)"
+        )
+    if any(not torch.equal(outputs[0], other) for other in outputs[1:]):
+        raise ModelError(
+            f"{name}: two forwards{mode} of the same samples under one seed differ; forward must keep no state of its own, and draw random numbers "
+            "from torch's generator alone"
+        )
+
+
+def check_built_alike(module: nn.Module, again: nn.Module, spec: ModelSpec) -> None:
+    """Refuse a constructor whose two modules, built under one seed, differ. Raises ModelError.
+
+    Args:
+        module: that has been tried by `check_model`.
+        again: that was never called. It is given other samples first, so what a forward keeps of the first ones shows in its outputs.
+    """
+    name = model_name(module)
+    sources = "draw random numbers from torch, numpy.random or random, which --seed seeds, and take nothing from the time, the process or the system"
+    if (differs := first_difference(dict(_values(module)), dict(_values(again)))) is not None:
+        kind = "parameter" if differs in dict(module.named_parameters()) else "buffer"
+        raise ModelError(f"{name}: built twice under one seed, {kind} {differs} differs; {sources}")
+    again.train()
+    _checked_trial(again, spec, _OTHERS, step=1)
+    if not torch.equal(_checked_trial(module, spec, _FEW)[0], _checked_trial(again, spec, _FEW)[0]):
+        raise ModelError(
+            f"{name}: built twice under one seed, its forward gives different outputs for the same samples, though parameters and buffers are "
+            f"equal; keep nothing of the first samples in attributes; and {sources}"
+        )
+    for parameter in module.parameters():
+        parameter.grad = None

@@ -34,6 +34,12 @@ class LossNotFinite(TrainerError):
         super().__init__(f"{step}: the loss must be finite in every lane; got {loss} in lane {lane}")
 
 
+class DenseDiverged(TrainerError):
+    """Trainers of a run that have different values in the dense part of the model, which must be the same on all of them."""
+
+    code = "dense-diverged"
+
+
 class StoreTooSmall(TrainerError):
     """A store shard's server has a maxmemory that the rows of the schedule will not fit, as is known before training begins."""
 

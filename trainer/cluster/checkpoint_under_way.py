@@ -18,6 +18,7 @@ from foreload.trainer.checkpoints.format import Checkpoint, Contents
 from foreload.trainer.checkpoints.lineage import Increment
 from foreload.trainer.cluster.messages import CheckpointTaken, CheckpointWritten
 from foreload.trainer.cluster.wanted_checkpoints import Wanted
+from foreload.trainer.compute.dense_agreement import check_alike
 from foreload.trainer.run.manifest import Manifest
 
 
@@ -53,6 +54,11 @@ class CheckpointUnderWay:
     def step(self) -> int:
         """Of which it is, once that is known."""
         return next(iter(self.taken.values())).step
+
+    def note_taken(self, trainer: int, taken: CheckpointTaken) -> None:
+        """A trainer has it in memory. Raises DenseDiverged where its dense part is not that of the others: training must end then."""
+        self.taken[trainer] = taken
+        check_alike({holder: of_holder.dense for holder, of_holder in self.taken.items()}, taken.step)
 
     def contents(self, manifest: Manifest, totals: dict[str, float], header: Header, layouts: Sequence[RowLayout]) -> Contents:
         """What its manifest says, once all have written. manifest: the run's; totals: as after its step."""

@@ -248,7 +248,7 @@ class Checkpointing:
         self._tell_all(WriteCheckpoint(saving.number, str(opened.draft.path.absolute()), since, known, opened.bits))
 
     def receive(self, trainer: int, event: CheckpointArmed | CheckpointTaken | CheckpointWritten | CheckpointFailed) -> None:
-        """What a trainer tells of one; of one before the last it does not count."""
+        """What a trainer tells of one; of one before the last it does not count. Raises DenseDiverged."""
         saving = self._saving
         if saving is None or saving.number != event.number:
             return
@@ -257,7 +257,7 @@ class Checkpointing:
                 saving.armed.add(trainer)
             case CheckpointTaken():
                 first = not saving.taken
-                saving.taken[trainer] = event
+                saving.note_taken(trainer, event)
                 self._report.keep_totals(event.step)
                 # One for an evaluation waits for what that says.
                 every, held = saving.wanted.every, self._best.held

@@ -255,7 +255,8 @@ class CheckpointTaken:
     """The trainer has in memory what the checkpoint of that number needs of it.
 
     seconds: how long training stood still for that; step: of which it is; segments, prefix: as in TrainerEnd, of a stop behind it; given: of each of
-    its lanes, how many ordinals each table has; watched: as in Manifest.
+    its lanes, how many ordinals each table has; dense: the checksums of its dense part by name, which must be those of all other trainers; watched:
+    as in Manifest.
     """
 
     number: int
@@ -264,6 +265,7 @@ class CheckpointTaken:
     segments: int
     prefix: str
     given: dict[int, tuple[int, ...]]
+    dense: dict[str, str]
     watched: Watched | None = None
 
 

@@ -39,6 +39,7 @@ from foreload.trainer.cluster.messages import (
     WriteCheckpoint,
 )
 from foreload.trainer.cluster.step_pace import StepPace
+from foreload.trainer.compute.dense_agreement import dense_checksums
 from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.compute.program import Trainer
 from foreload.trainer.run.dense_file import dense_tensors, encode_dense
@@ -225,10 +226,11 @@ class TrainerCheckpoints:
         self._taken = _Taken(snapshot, parts, dense, began, room)
         snapshot.share = self._pace.share
         segments = self._begun()
+        sums = dense_checksums(parts) if trainer.session.transport.world > 1 else {}
         seconds = time.monotonic() - began
         prefix = parts.schedule.prefix(segments)
         given = {lane: tuple(ordinals.tolist()) for lane, (_, ordinals) in held.items()}
-        self._events.send(CheckpointTaken(wanted.number, step, seconds, segments, prefix, given, self.watched()))
+        self._events.send(CheckpointTaken(wanted.number, step, seconds, segments, prefix, given, sums, self.watched()))
         self._come_to("checkpoint taken")
         self._begin_writing()
 

@@ -25,7 +25,7 @@ from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.transport import Transport, Work
 
 # Kinds of messages.
-EARLY, CRITICAL, GRADIENTS, DENSE, DENSE_SUM, OUTPUTS, VERDICT, REPLICA, SEED, STATE = range(10)
+EARLY, CRITICAL, GRADIENTS, DENSE, DENSE_SUM, OUTPUTS, VERDICT, REPLICA, SEED, STATE, GATHERED = range(11)
 
 
 @nb.njit(nogil=True, cache=True)
@@ -311,3 +311,11 @@ class Exchange:
         sends, receives = (dict.fromkeys(self._peers, found), {}) if leads else ({}, {self._leader: found})
         self._transport.post(sends, receives, VERDICT).wait()
         return found
+
+    def gather(self, own: Tensor) -> list[Tensor]:
+        """Every trainer's tensor, by rank, on the CPU of each. own: this one's, of the same shape and dtype on all."""
+        own = own.to(self._transport.device)
+        received = {peer: torch.empty_like(own) for peer in self._peers}
+        self._transport.post(dict.fromkeys(self._peers, own), received, GATHERED).wait()
+        received[self._transport.rank] = own
+        return [received[rank].cpu() for rank in range(self._transport.world)]

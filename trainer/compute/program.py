@@ -11,6 +11,7 @@ from foreload.pipelines.schedule.format import Event
 from foreload.trainer.compute import dense_average, slices
 from foreload.trainer.compute.clock import Clock
 from foreload.trainer.compute.commits import Commits
+from foreload.trainer.compute.dense_agreement import check_agreement
 from foreload.trainer.compute.evaluation import EvaluationPass
 from foreload.trainer.compute.exchange import ExchangePlan
 from foreload.trainer.compute.gradient_bucket import GradientBucket
@@ -62,8 +63,10 @@ class Trainer:
         stop_after must answer alike on all trainers, and so must ends_after. goes_on: asked then, whether it is the term alone that ends. Returns the
         last step if stopped, None at the end. on_step is called when a step is committed, which is at once where lanes have no copies; on_evaluation,
         of each set in order, on the trainer that leads alone. Raises LossNotFinite, on every trainer alike, with the rows and the dense part as the
-        last step applied left them, which `commit_last` then commits; and PeerLost, after which the term is over.
+        last step applied left them, which `commit_last` then commits; PeerLost, after which the term is over; and DenseDiverged, on every trainer
+        alike, which is looked for before the first step, behind each segment and each evaluation pass, and at the end.
         """
+        check_agreement(self.parts, self.session, self._last_step)
         if self.commits is not None:
             self.commits.tell = on_step
             self.commits.begin()
@@ -73,7 +76,7 @@ class Trainer:
             if event.kind == "train":
                 step = TrainingStep(self.parts, self.lanes, self.session, self._bucket, event, ahead, self.commits, self.on_point)
                 following, stopped = self._train(step, events, stop_after, on_step)
-                self._last_step, ahead = event.step, step.ahead
+                ahead = step.ahead
                 if stopped:
                     step.break_off()
                     self.commit_last(stopping=not goes_on())
@@ -90,10 +93,11 @@ class Trainer:
         return None
 
     def commit_last(self, stopping: bool = True) -> None:
-        """Commit the last step by a barrier. Every trainer calls this before it writes back what is left. Raises PeerLost.
+        """Commit the last step by a barrier. Every trainer calls this before it writes back what is left. Raises PeerLost and DenseDiverged.
 
         stopping: training ends; otherwise there may be a pause.
         """
+        check_agreement(self.parts, self.session, self._last_step)
         if self.commits is not None:
             self.commits.commit_last(stopping)
 
@@ -119,6 +123,7 @@ class Trainer:
             # Every trainer has the same losses, so all of them break off here.
             step.break_off()
             raise
+        self._last_step = step.event.step
         if self.commits is None:
             on_step(step.report())
         stopped = stop_after(step.event.step)
@@ -126,6 +131,7 @@ class Trainer:
             step.replicate(whole=stopped or following is None)
         if stopped or following is not None:
             return following, stopped
+        check_agreement(self.parts, self.session, self._last_step)
         if self.parts.schedule.follow:
             # The next segment may be long in coming.
             self.commit_last(stopping=False)
@@ -162,6 +168,7 @@ class Trainer:
                 if self._not_finite is None and not values.isfinite().all():
                     self._not_finite = event.step, lane
         if last:
+            check_agreement(self.parts, self.session, self._last_step)
             self._agree_on_evaluation()
         if not last or self._evaluation is None:
             return []

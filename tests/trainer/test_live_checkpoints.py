@@ -204,7 +204,7 @@ def test_a_part_that_is_taken_after_it_was_told_to_be_written_is_written(monkeyp
     monkeypatch.setattr(trainer_checkpoints, "PartWriter", writer)
     board.poll.return_value = CheckpointAt(5)
     checkpoints = trainer_checkpoints.TrainerCheckpoints(board, mock.Mock(send=sent.append), lambda point: None)
-    trainer = mock.Mock(lanes=mock.Mock(partitions={}), session=mock.Mock(leads=False))
+    trainer = mock.Mock(lanes=mock.Mock(partitions={}), session=mock.Mock(leads=False, transport=mock.Mock(world=1)))
     trainer.parts.schedule.prefix.return_value = ""
     checkpoints.begin(TakeCheckpoint(1, 1))
     checkpoints.after_step(trainer, 4)

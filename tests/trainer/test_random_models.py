@@ -9,13 +9,13 @@ import pytest
 import reference
 import small_terms
 from command_line import Clicks, done
-from dying import Death, train_with_deaths
 from small_terms import assert_same
-from training import Term, train
+from training import Death, train
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.cluster.terms import Change
 from foreload.trainer.models import load_model
 from foreload.trainer.run.job import TrainJob
 
@@ -56,15 +56,17 @@ def test_it_is_that_of_the_plain_trainer_for_any_number_of_trainers(
 def test_it_is_so_after_a_resume_and_a_join(
     schedule: Schedule, servers: LocalStores, expected: reference.ReferenceResult
 ) -> None:
-    stopped = train(annealed_job := annealed(), schedule, servers.urls, 2, stop_after=lambda step: step == 9)
-    terms = [Term((0, 0, 1, 1), 14), Term((0, 2, 1, 3))]
-    assert train(annealed_job, schedule, servers.urls, resume=stopped, terms=terms).digest == expected.digest
+    job = annealed()
+    stopped = train(job, schedule, servers.urls, 2, stop_after=lambda step: step == 9)
+    outcome = train(job, schedule, servers.urls, 2, copies=2, resume=stopped, changes={14: Change((2, 3), ())})
+    assert outcome.terms[-1].members == (1, 0, 2, 3)
+    assert outcome.digest == expected.digest
 
 
 def test_it_is_so_where_a_trainer_is_lost(schedule: Schedule, servers: LocalStores, expected: reference.ReferenceResult) -> None:
     undisturbed = train(annealed(), schedule, servers.urls)
-    outcome, terms = train_with_deaths(annealed(), schedule, servers.urls, 3, (Death(1, "dense part applied", 7),))
-    assert len(terms) == 2
+    outcome = train(annealed(), schedule, servers.urls, 3, copies=2, deaths=[Death(1, "dense part applied", 7)])
+    assert len(outcome.terms) == 2
     assert_same(outcome, undisturbed)
     assert outcome.digest == expected.digest
 

@@ -130,7 +130,7 @@ class Gated(nn.Module):
 
     def forward(self, user: Tensor, ad: Tensor, progress: int, age: Tensor) -> Tensor:
         inputs = torch.cat([self.user_emb(user), self.ad_emb(ad), age.unsqueeze(1)], 1)
-        return self.out(inputs * torch.sigmoid(self.gate(inputs) * (1 + progress / 8)))  # type: ignore[no-any-return]
+        return self.out(inputs * torch.sigmoid(self.gate(inputs) * (1 + progress / 8)))
 
 
 def annealed_here(spec: ModelSpec) -> Wrapped:

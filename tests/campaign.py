@@ -43,6 +43,7 @@ from campaign_plan import (  # noqa: E402
     MEMBER_FAULTS,
     MEMBER_LANES,
     MEMBER_STEPS,
+    MODEL_FAULTS,
     SERVER_FAULTS,
     STEPS,
     Fault,
@@ -78,7 +79,24 @@ DISK_BYTES = 128 << 20
 DEADLINE_SECONDS = 900
 """How long a command may take, disturbed."""
 PREPARE = "--format synthetic --values 3000 --batch-size 64 --slots 700"
-MODEL = "--dim 4 --lr 0.05 --model-options bottom=8-4 top=8-1"
+SETTINGS = "--dim 4 --lr 0.05"
+MODEL = "--model-options bottom=8-4 top=8-1"
+OWN_MODEL = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, spec):
+        super().__init__()
+        self.out = torch.nn.Linear(spec.dense_width + spec.width, 1)
+
+    def forward(self, dense, embeddings):
+        return self.out(torch.cat([dense, *embeddings.values()], 1)).squeeze(1)
+"""
+
+
+def model_words(own: Path | None) -> str:
+    """What the command line says of the model. own: the folder of the user's own."""
+    return f"{SETTINGS} {MODEL if own is None else f'--model {own}/net.py:Net'}"
 
 
 class Violation(Exception):
@@ -128,6 +146,9 @@ class Episode:
         self._lost_in: dict[int, set[int]] = {}
         self._hit: dict[int, float] = {}  # by store shard, until when a fault may hold that the run has not told of yet
         self._changed = False  # there were, or are to be, other store shards than at first
+        self._own = folder if plan.own else None
+        self._write_model()
+        self._copy = folder / "copy"
 
     def play(self) -> str:
         """Returns how it ended: "digest", or the line of a refusal."""
@@ -161,6 +182,7 @@ class Episode:
         pending = list(self.plan.faults)
         for number in range(MOST_CALLS):
             begun, inflicted = (self.run / "status.json").exists(), len(self.done)
+            self._check_edited(begun)
             call = self._start("--resume") if begun else self._start()
             self._calls += 1
             self._lost_in.clear()
@@ -196,7 +218,7 @@ class Episode:
         store = f"local:{self.plan.shards}" if self._servers is None else ",".join(self._servers.urls[: self.plan.shards])
         trainers = self.plan.trainers[self._calls % len(self.plan.trainers)]
         words = [
-            *f"train {self._schedule} --run {self.run} --trainers {trainers} {MODEL}".split(),
+            *f"train {self._schedule} --run {self.run} --trainers {trainers} {model_words(self._own)}".split(),
             *(() if self._changed else ("--store", store)),
             *("--copies", str(self.plan.copies)),
             *(("--store-timeout", "3") if self.plan.members else ()),
@@ -274,6 +296,8 @@ class Episode:
             if self._server_pid(shard) is None:
                 return
             self._excuse_shard(fault.kind, shard, step)
+        if fault.kind in MODEL_FAULTS and step is None:
+            self.excuses.append("the model's file was changed while trainers read it")
         if fault.kind in (*MEMBER_FAULTS, "kill_launcher"):
             self._excuse_trainers(fault)
         try:
@@ -344,6 +368,52 @@ class Episode:
                 file.flush()
         self._later(fault.lasts, lambda: filling.unlink(missing_ok=True))
         return f"{shutil.disk_usage(disk).free} bytes left"
+
+    def _wrong_type(self, fault: Fault, call: Started, shard: int) -> str:
+        """Another program's key in the place of one lane's hash."""
+        with self._connected(shard) as store:
+            keys = store.command(0, "KEYS", "*")
+            assert isinstance(keys, list)
+            hashes = sorted(key for key in keys if store.command(0, "TYPE", key) == "hash" and b":epoch" not in key)
+            if not hashes:
+                raise OSError("no rows yet")
+            key = hashes[fault.target % len(hashes)]
+            store.command(0, "DEL", key)
+            store.command(0, "SET", key, "another's")
+        return str(key)
+
+    def _copy_folder(self, fault: Fault, call: Started, shard: int) -> None:
+        if not self._copy.exists():
+            shutil.copytree(self.run, self._copy, symlinks=True, ignore=shutil.ignore_patterns("*.sock"))
+
+    def _delete_copy(self, fault: Fault, call: Started, shard: int) -> str:
+        return self._check_copy() if self._copy.exists() else "no copy"
+
+    def _check_copy(self) -> str:
+        """A copy of the run's folder deletes nothing."""
+        other = self._command("delete", self._copy)
+        code = self._await(other)
+        if "Traceback" in other.said or code != 2 or not self._copy.exists():
+            raise Violation(f"delete of a copy of the run's folder: exit {code}: {other.said[-1500:]}")
+        return other.last_line
+
+    def _write_model(self, more: str = "") -> None:
+        self._edited = bool(more)
+        if self._own is not None:
+            (self._own / "net.py").write_text(OWN_MODEL + more)
+
+    def _edit_model(self, fault: Fault, call: Started, shard: int) -> None:
+        self._write_model("# edited\n")
+
+    def _check_edited(self, begun: bool) -> None:
+        """Where the model's file was changed, going on with it is refused; put it back."""
+        if self._edited and begun:
+            other = self._start("--resume")
+            code = self._await(other)
+            self._note(f"resume with another model: exit {code}: {other.last_line}")
+            if "Traceback" in other.said or code not in (2, 3) or not other.last_line:
+                raise Violation(f"resume with another model: exit {code}: {other.said[-1500:]}")
+        self._write_model()
 
     def _live(self) -> list[int]:
         """The numbers of the run's store shards."""
@@ -627,6 +697,8 @@ class Episode:
             if "silent for" not in call.last_line:
                 break
         digest = call.out.read_text().strip()
+        if self._copy.exists():
+            self._check_copy()
         if code != 0:
             raise Violation(f"digest of a run that ended: exit {code}: {call.said[-1000:]}")
         if not digest.startswith(self._digest):
@@ -676,18 +748,19 @@ def campaign(
     folder = Path(tempfile.mkdtemp(prefix="flc"))
     result = Result()
     deadline = time.monotonic() + 60 * minutes
-    undisturbed: dict[bool, tuple[Path, str]] = {}
+    undisturbed: dict[tuple[bool, bool], tuple[Path, str]] = {}
     certificates = folder / "tls"
     certificates.mkdir()
     write_certificates(certificates)
     number = only if only is not None else 0
     while True:
         plan = Plan.draw(seed, number, focus)
-        if plan.members not in undisturbed:
-            undisturbed[plan.members] = _undisturbed(folder, plan.members)
+        kind = (plan.members, plan.own)
+        if kind not in undisturbed:
+            undisturbed[kind] = _undisturbed(folder, *kind)
         place = folder / str(number)
         place.mkdir()
-        episode = Episode(plan, *undisturbed[plan.members], place, certificates, forked)
+        episode = Episode(plan, *undisturbed[kind], place, certificates, forked)
         try:
             ending = episode.play()
         except Violation as error:
@@ -714,16 +787,17 @@ def campaign(
     return result
 
 
-def _undisturbed(folder: Path, members: bool) -> tuple[Path, str]:
+def _undisturbed(folder: Path, members: bool, own: bool) -> tuple[Path, str]:
     """The schedule of episodes that are about trainers, or about stores, and the digest of a run to which nothing happened."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    name = "members" if members else "stores"
+    name = ("members" if members else "stores") + ("-own" if own else "")
+    (folder / "net.py").write_text(OWN_MODEL)
     schedule, run = folder / name, folder / f"undisturbed-{name}"
     command = [sys.executable, "-m", "foreload.trainer.cli"]
     steps, lanes = (MEMBER_STEPS, MEMBER_LANES) if members else (STEPS, LANES)
     words = f"prepare {PREPARE} --rows {steps * 64} --lanes {lanes} --out {schedule}".split()
     subprocess.run([*command, *words], check=True, env=environment, capture_output=True)
-    words = f"train {schedule} --run {run} --store local:1 --digest {MODEL}".split()
+    words = f"train {schedule} --run {run} --store local:1 --digest {model_words(folder if own else None)}".split()
     subprocess.run([*command, *words], check=True, env=environment, capture_output=True)
     return schedule, str(json.loads((run / "summary.json").read_text())["digest"])
 

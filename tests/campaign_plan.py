@@ -9,11 +9,15 @@ STEPS, MEMBER_STEPS = 3000, 600
 """Training steps of an episode's schedule: of one that is mostly about stores, and of one about trainers."""
 LANES, MEMBER_LANES = 2, 4
 """Lanes of these."""
-LOST = {"kill", "flush", "stop", "readonly", "oom", "busy", "sleep"}
+LOST = {"kill", "flush", "stop", "readonly", "oom", "busy", "sleep", "wrong_type"}
 """Faults after which a store shard may count as lost. (A connection that is cut is made again.)"""
 SERVER_FAULTS = (*sorted(LOST), "cut")
 DISK_FAULTS = ("disk",)
 TRAINER_FAULTS = ("kill_trainer", "stop_trainer")
+COPY_FAULTS = ("copy_folder", "delete_copy")
+"""A copy of the run's folder is made; `foreload delete` is called for it, and must be refused. Where the rows are on servers by URL."""
+MODEL_FAULTS = ("edit_model",)
+"""The file of the model is changed: a resume with it must be refused. Where the model is the user's own."""
 LAUNCHER_FAULTS = ("kill_launcher", "int", "term", "hup")
 SHARD_CHANGES = ("add_shard", "remove_shard", "move_shard")
 """What is no fault either: rows move to other store shards, by whatever else happens."""
@@ -41,6 +45,7 @@ class Fault:
 class Plan:
     """An episode. store: local, tcp or tls; shards: of the store; parity: as --parity has it; faults: in the order of their steps.
 
+    own: whether the model is the user's own, in a file.
     members: whether it is about trainers that come and go; trainers: of each call, over and over; copies, peer_timeout: as `train` has them.
     """
 
@@ -53,6 +58,7 @@ class Plan:
     members: bool = False
     copies: int = 1
     peer_timeout: float | None = None
+    own: bool = False
 
     @classmethod
     def draw(cls, seed: int, number: int, focus: str | None = None) -> Plan:
@@ -73,10 +79,13 @@ class Plan:
             if parity == "off"
             else (*3 * SERVER_FAULTS, *LAUNCHER_FAULTS, *TRAINER_FAULTS, *LOOKS)
         )
-        kinds += DISK_FAULTS if store == "local" else ()
+        own = dice.random() < 0.3
+        kinds += DISK_FAULTS if store != "tls" else ()
+        kinds += 2 * COPY_FAULTS if store != "local" else ()
+        kinds += 2 * MODEL_FAULTS if own else ()
         kinds += 3 * SHARD_CHANGES if store != "tls" else ()
         faults = _faults(dice, kinds, STEPS, dice.randint(5, 14))
-        return cls(number, store, shards, parity, (dice.choice((1, 2)),), faults)
+        return cls(number, store, shards, parity, (dice.choice((1, 2)),), faults, own=own)
 
     @classmethod
     def _of_members(cls, dice: random.Random, number: int) -> Plan:

@@ -160,9 +160,10 @@ class Failover:
             if not all(table.covered(table.of(lane).unreadable & ~kept) for lane in table.lanes):
                 raise
             reasons = "; ".join(table.lost[one] for one in sorted(self._kept))
+            whose = "They" if self._kept == set(error.shards) else f"Of these, {', '.join(map(str, sorted(self._kept)))}"
             raise ShardsRefuse(
                 f"store shards {', '.join(map(str, error.shards))} take no part any more, and parity covers {error.covered}: {reasons}. "
-                "They still have their rows"
+                f"{whose} still have their rows"
             ) from error
 
     def replace(self, shard: int, url: str) -> None:
@@ -259,6 +260,8 @@ class Failover:
         if not last_batches.keys() >= set(self._table.lanes):
             return
         for shard, fresh in self._probe.ready().items():
+            # It is emptied, so from here on it no longer keeps the rows that it had when it refused.
+            self._kept.discard(shard)
             try:
                 try:
                     for lane, there in self._fence(fresh, shard, empty=True).items():

@@ -469,6 +469,26 @@ def test_where_more_servers_refuse_than_parity_covers_the_reason_is_told_and_not
         run(stores, tmp_path / "logs", 2, 1, Disturber({("batch logged", 9): refuse}))
 
 
+def test_a_server_that_refused_and_is_rebuilt_does_not_count_as_one_that_has_its_rows(
+    stores: LocalStores, tmp_path: Path
+) -> None:
+    disturber = Disturber(
+        {
+            ("batch logged", 9): refusing(stores, 1, "OOM"),
+            ("batch logged", 14): asked(stores, 1, *REFUSALS["OOM"][1]),
+            # What is rebuilt is decoded from rows of this one.
+            ("rows rebuilt", 1): asked(stores, 0, "ACL", "SETUSER", "default", "-@read"),
+        }
+    )
+    message = (
+        r"store shards 0, 1 take no part any more, and parity covers 1: store unix://\S*shard-0\.sock: refuses the user or "
+        r"password .*"
+        r"Of these, 0 still have their rows"
+    )
+    with pytest.raises(ShardsRefuse, match=message):
+        run(stores, tmp_path / "logs", 2, 1, disturber, grace=PATIENCE)
+
+
 def test_a_server_that_answers_nonsense_is_lost(
     stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents], monkeypatch: pytest.MonkeyPatch
 ) -> None:

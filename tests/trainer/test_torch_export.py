@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import io
 import json
+import os
+import pickle
 import tomllib
+import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +31,7 @@ from foreload.pipelines.samples.feature_file import parse
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.commands import export_torch
 from foreload.trainer.commands.predict import _local, _rows
-from foreload.trainer.compute.layouts import layouts, model_spec
+from foreload.trainer.compute.layouts import BlockLayout, layouts, model_spec
 from foreload.trainer.errors import ExportError
 from foreload.trainer.models import build_model, load_model
 from foreload.trainer.run.job import TrainJob
@@ -268,19 +271,142 @@ def test_tables_may_stay_parquet_and_the_folder_is_checked(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="feature ad must have a bag for each of 64 samples, with a value in each"):
         loaded(dense, lookups | {"ad": (torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int64))})
     assert "example" not in json.dumps(about)
-    with zipfile.ZipFile(tmp_path / "out" / "dense.pt2") as archive:
-        (samples,) = [item for item in archive.infolist() if "sample_inputs" in item.filename]
-        assert samples.file_size == 0
-        copied = io.BytesIO()
-        with zipfile.ZipFile(copied, "w") as other:
-            for item in archive.infolist():
-                other.writestr(item, b"anything" if item is samples else archive.read(item))
     (tmp_path / "out" / "rows-place.parquet").unlink()
     with pytest.raises(ValueError, match=r"rows-place.parquet must have \d+ bytes; it is missing; copy it again"):
         module.load()
-    (tmp_path / "dense.pt2").write_bytes(copied.getvalue())
-    with pytest.raises(ValueError, match=r"must hold nothing pickled; got .*sample_inputs"):
-        module._program(tmp_path / "dense.pt2")
+
+
+class _CreatesAFolder:
+    """Creates a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self.path),))
+
+
+def _entry(path_name: str, use_pickle: bool) -> bytes:
+    """A list of tensors with one entry."""
+    device, nothing = {"type": "cpu", "index": None}, {"as_int": 0}
+    meta = {
+        "dtype": 1,
+        "sizes": [],
+        "requires_grad": False,
+        "device": device,
+        "strides": [],
+        "storage_offset": nothing,
+        "layout": 7,
+    }
+    entry = {"path_name": path_name, "is_param": False, "use_pickle": use_pickle, "tensor_meta": meta}
+    return json.dumps({"config": {"c": entry}}).encode()
+
+
+_CONSTANTS = "data/constants/model_constants_config.json"
+PICKLED: list[tuple[str, dict[str, bytes]]] = [
+    ("data/sample_inputs/model.pt", {}),
+    ("data/weights/model.pt", {}),
+    ("data/constants/model.pt", {}),
+    ("data/weights/weight_0", {"data/weights/model_weights_config.json": _entry("weight_0", True)}),
+    ("data/constants/tensor_0", {_CONSTANTS: _entry("tensor_0", True)}),
+    ("data/constants/opaque_obj_0", {_CONSTANTS: _entry("opaque_obj_0", True)}),
+    ("data/constants/opaque_obj_0", {_CONSTANTS: _entry("opaque_obj_0", False)}),
+    ("data/weights/../opaque_obj_0", {"data/weights/model_weights_config.json": _entry("../opaque_obj_0", True)}),
+]
+
+
+@pytest.mark.parametrize(("member", "others"), PICKLED, ids=[f"{member}-{k}" for k, (member, _) in enumerate(PICKLED)])
+def test_what_torch_would_unpickle_is_refused_before_it_is(tmp_path: Path, member: str, others: dict[str, bytes]) -> None:
+    module, whole = _written(tmp_path)
+    evil = _repacked(whole, tmp_path / "evil.pt2", others | {member: pickle.dumps(_CreatesAFolder(tmp_path / "created"))})
+    with warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")
+        torch.export.load(evil)
+    assert (tmp_path / "created").exists()  # so the file does what it is made for
+    (tmp_path / "created").rmdir()
+    with pytest.raises(ValueError, match="must hold a graph, weights and tensor constants alone, nothing pickled; got data/"):
+        module.read_program(evil)
+    assert not (tmp_path / "created").exists()
+
+
+def test_members_that_no_export_has_are_refused(tmp_path: Path) -> None:
+    """Libraries, extra files, the container of older versions, objects of TorchScript, and a second member of a name."""
+    module, whole = _written(tmp_path)
+    module.read_program(whole)
+    for member in (
+        "data/aotinductor/model/x.so",
+        "extra/x",
+        "data/constants/custom_obj_0",
+        "models/other.json",
+        "MODELS/model.json",
+    ):
+        with pytest.raises(ValueError, match=f"nothing pickled; got {member}"):
+            module.read_program(_repacked(whole, tmp_path / "other.pt2", {member: b"{}"}))
+    with zipfile.ZipFile(tmp_path / "older.pt2", "w") as older:
+        older.writestr("version", "8.8")
+        older.writestr("serialized_state_dict.pt", pickle.dumps(_CreatesAFolder(tmp_path / "created")))
+    with pytest.raises(ValueError, match="must have each member once"):
+        module.read_program(tmp_path / "older.pt2")
+    twice = _repacked(whole, tmp_path / "twice.pt2", {})
+    with zipfile.ZipFile(twice, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr(archive.namelist()[0], b"")
+    with pytest.raises(ValueError, match="must have each member once"):
+        module.read_program(twice)
+    assert not (tmp_path / "created").exists()
+
+
+@pytest.mark.parametrize("name", ["../evil", "/etc/hostname", "a/b", "..", ""])
+def test_an_export_names_files_of_its_own_folder_alone(tmp_path: Path, name: str) -> None:
+    module, _ = _written(tmp_path)
+    path = tmp_path / "out" / "features.json"
+    about = json.loads(path.read_text())
+    for changed in (
+        about | {"files": about["files"] | {name: {"bytes": 1, "sha256": ""}}},
+        about | {"program": name},
+        about | {"tables": [told | {"file": name} for told in about["tables"]]},
+    ):
+        path.write_text(json.dumps(changed))
+        with pytest.raises(
+            ValueError, match=r"features\.json must (name files in the folder|list each file that it names); got "
+        ):
+            module.load()
+
+
+class _Subclass(torch.Tensor):
+    """A kind of tensor of which torch.export.save pickles the constants."""
+
+
+class _HasSubclass(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1).as_subclass(_Subclass))
+
+    def forward(self, dense: Tensor, embeddings: Any) -> Any:
+        return dense.sum(1) * self.scale
+
+
+def test_a_model_whose_constants_torch_pickles_is_refused(tmp_path: Path) -> None:
+    trained = ModelInMemory.of("model_cases:Sum", FEATURES)
+    block = dense_program.BlockModel(_HasSubclass(), BlockLayout.of(trained.features, trained.layouts))
+    program = dense_program.trace(block, len(trained.features.dense), "mine")
+    with pytest.raises(ExportError, match=r"--format torch: mine has weights or constants that torch .* pickles"):
+        dense_program.write_program(program, tmp_path / "dense.pt2", block, len(trained.features.dense), "mine")
+
+
+def _written(tmp_path: Path) -> tuple[Any, Path]:
+    """model.py of an export with a tensor constant, and its program."""
+    ModelInMemory.of("model_cases:Sum", FEATURES).write(tmp_path / "out")
+    return served(tmp_path / "out"), tmp_path / "out" / "dense.pt2"
+
+
+def _repacked(whole: Path, to: Path, changed: dict[str, bytes]) -> Path:
+    """A program with other members, or more."""
+    with zipfile.ZipFile(whole) as archive, zipfile.ZipFile(to, "w") as copy:
+        root = archive.namelist()[0].partition("/")[0]
+        members = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+        for name, data in (members | changed).items():
+            copy.writestr(f"{root}/{name}", data)
+    return to
 
 
 def test_several_labels_come_by_name_and_numbers_as_they_are(tmp_path: Path) -> None:

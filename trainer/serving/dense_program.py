@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from foreload.trainer.compute.layouts import BlockLayout
 from foreload.trainer.errors import ExportError
 from foreload.trainer.models.layers import takes_step
+from foreload.trainer.serving.plain_files import read_program
 
 _TRACED, _TRIED = 5, (1, 3, 64)  # made-up samples that are traced, and with which what was written is tried
 _NEAR = 1e-5  # a logit of the program to that of the module, relative and absolute; other products may be chosen for it
@@ -63,10 +64,20 @@ def trace(model: BlockModel, dense_width: int, name: str) -> torch.export.Export
 
 
 def write_program(program: torch.export.ExportedProgram, path: Path, model: BlockModel, dense_width: int, name: str) -> None:
-    """Write a program, and try what was written beside the module. Raises ExportError where it gives other logits, and OSError."""
+    """Write a program, and try what was written beside the module.
+
+    Raises ExportError if it gives other logits or cannot be loaded without unpickling, and OSError.
+    """
     with _quiet():
         torch.export.save(program, path)
-        written = torch.export.load(path).module()
+        try:
+            written = read_program(path)
+        except ValueError as error:
+            raise ExportError(
+                f"--format torch: {name} has weights or constants that torch {torch.__version__} pickles ({error}); make them "
+                "plain tensors, use a newer torch, or give --dense weights, "
+                "for its parameters alone"
+            ) from error
     for samples in _TRIED:
         given = _made_up(model, dense_width, samples)
         with torch.no_grad():

@@ -1,6 +1,6 @@
 """Raw records to ids and dense values, in NumPy alone: docs/definitions.md (Mixing; Encoding; Rows), for a model that is served without foreload.
 
-`foreload export --format torch` writes this file, joined with standalone.py, as model.py.
+`foreload export --format torch` joins this file with plain_files.py and standalone.py into model.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A model that foreload trained, to be called: `load(FOLDER)` gives a torch.nn.Module that takes raw records. foreload need not be installed.
 
-`foreload export --format torch` writes this file, joined with raw_values.py, as model.py. It needs torch and NumPy; PyArrow where features.json names
-files of Parquet, and redis where tables stay on a server.
+`foreload export --format torch` joins raw_values.py, plain_files.py and this file into model.py. It needs torch and NumPy; PyArrow where features.json
+names files of Parquet, and redis where tables stay on a server.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import csv
 import inspect
 import json
 import sys
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, islice
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from foreload.trainer.serving.plain_files import read_program, read_safetensors
 from foreload.trainer.serving.raw_values import Encoder, columns_of, initial_rows
 
 FORMAT, ABOUT = 1, "features.json"
@@ -30,21 +30,6 @@ FORMAT, ABOUT = 1, "features.json"
 _AT_ONCE = 256  # rows that one command gets from a server
 _CHUNK = 1 << 14  # records of a file that are predicted at once
 _STEP_BYTES = 8  # before each version of a row there
-
-
-def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a file, float32 and int64, mapped: of what is not read nothing is in memory."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    tensors = {}
-    for name, told in header.items():
-        if name != "__metadata__":
-            kind, shape = {"F32": "<f4", "I64": "<i8"}[told["dtype"]], tuple(told["shape"])
-            tensors[name] = np.empty(shape, kind)
-            if tensors[name].size:
-                tensors[name] = np.memmap(path, kind, "c", 8 + size + told["data_offsets"][0], shape)
-    return tensors
 
 
 class ParquetRows:
@@ -241,6 +226,8 @@ def load(
     if about["format"] != FORMAT:
         raise ValueError(f"{folder}: format must be {FORMAT}; got {about['format']!r}; use the model.py that is in the folder")
     for name, told in about["files"].items():
+        if name in ("", "..") or "/" in name:
+            raise ValueError(f"{folder}: {ABOUT} must name files in the folder; got {name!r}; export it again")
         size = (folder / name).stat().st_size if (folder / name).exists() else None
         if size != told["bytes"]:
             raise ValueError(
@@ -252,8 +239,15 @@ def load(
     if about["program"] is None:
         program: nn.Module = _Weights(about, folder, module)
     else:
-        program = _program(folder / about["program"])
+        program = read_program(_path(folder, about, about["program"]))
     return Model(about, Encoder(about, _vocabularies(folder, about)), tables, program)
+
+
+def _path(folder: Path, about: Mapping[str, Any], name: str) -> Path:
+    """A file of the folder. Raises ValueError unless features.json lists it."""
+    if name not in about["files"]:
+        raise ValueError(f"{folder}: {ABOUT} must list each file that it names; got {name!r}; export it again")
+    return folder / name
 
 
 def _rows(folder: Path, about: Mapping[str, Any], told: Mapping[str, Any], rows_at: str | None) -> Rows:
@@ -261,8 +255,8 @@ def _rows(folder: Path, about: Mapping[str, Any], told: Mapping[str, Any], rows_
     if told["at"] == "redis":
         return RedisRows(rows_at or about["rows_at"]["url"], about["rows_at"]["key"], about, told["name"], width)
     if told["at"] == "parquet":
-        return ParquetRows(folder / told["file"], width)
-    return read_safetensors(folder / told["file"])
+        return ParquetRows(_path(folder, about, told["file"]), width)
+    return read_safetensors(_path(folder, about, told["file"]))
 
 
 def _vocabularies(folder: Path, about: Mapping[str, Any]) -> dict[int, dict[bytes, int]]:
@@ -271,21 +265,9 @@ def _vocabularies(folder: Path, about: Mapping[str, Any]) -> dict[int, dict[byte
         if "vocabulary" in told:
             from pyarrow import parquet
 
-            values = parquet.read_table(folder / told["vocabulary"], columns=["value"]).column(0).to_pylist()
+            values = parquet.read_table(_path(folder, about, told["vocabulary"]), columns=["value"]).column(0).to_pylist()
             vocabularies[number] = {value: place + 2 for place, value in enumerate(values)}
     return vocabularies
-
-
-def _program(path: Path) -> nn.Module:
-    """The dense part as torch.export wrote it. Raises ValueError where a file in it would be unpickled, as none of `foreload export` is."""
-    with zipfile.ZipFile(path) as archive:
-        for item in archive.infolist():
-            pickled = "/sample_inputs/" in item.filename and item.file_size > 0
-            if item.filename.endswith("_config.json"):
-                pickled = any(entry["use_pickle"] for entry in json.loads(archive.read(item))["config"].values())
-            if pickled:
-                raise ValueError(f"{path}: must hold nothing pickled; got {item.filename}; export it again")
-    return torch.export.load(path).module()
 
 
 class _Embeddings(dict[str, Tensor]):
@@ -313,7 +295,9 @@ class _Weights(nn.Module):
         self.module, self._about = module.eval(), about
         takes_step = "step" in inspect.signature(module.forward).parameters
         self._given = {"step": about["step"] + 1} if takes_step else {}
-        saved = {name: torch.from_numpy(values) for name, values in read_safetensors(folder / about["weights"]).items()}
+        saved = {
+            name: torch.from_numpy(values) for name, values in read_safetensors(_path(folder, about, about["weights"])).items()
+        }
         own = dict(module.named_parameters())
         if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in saved.items()}:
             raise ValueError(f"load: module must have the parameters of {about['model']['model']}; got others; give that one")

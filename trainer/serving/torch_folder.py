@@ -26,7 +26,7 @@ from foreload.trainer.run.manifest import inexact_text
 from foreload.trainer.run.model_rows import ModelRows
 from foreload.trainer.run.saved_model import SavedModel, encoder_of
 from foreload.trainer.run.trained_model import dense_module
-from foreload.trainer.serving import raw_values, standalone
+from foreload.trainer.serving import plain_files, raw_values, standalone
 from foreload.trainer.serving.dense_program import BlockModel, trace, write_onnx, write_program
 from foreload.trainer.serving.format import ExportRows, TableWriter, file_entries
 
@@ -80,10 +80,15 @@ def write_folder(model: SavedModel, folder: Path, of_model: Mapping[str, Any], o
 
 
 def standalone_source() -> str:
-    """model.py: raw_values.py and behind it standalone.py, without what that imports of foreload."""
-    first, second = (Path(module.__file__ or "").read_text(encoding="utf-8") for module in (raw_values, standalone))
-    lines = second.splitlines(keepends=True)
-    docstring, *statements = ast.parse(second).body
+    """model.py: raw_values.py, plain_files.py and standalone.py one after the other, without what they import of foreload."""
+    first, *others = (Path(module.__file__ or "").read_text(encoding="utf-8") for module in (raw_values, plain_files, standalone))
+    return f"\n\n# -- {'-' * 130}\n".join([first, *map(_without_head, others)])
+
+
+def _without_head(source: str) -> str:
+    """A module's source without its docstring and what it imports of foreload."""
+    lines = source.splitlines(keepends=True)
+    docstring, *statements = ast.parse(source).body
     gone = [docstring] + [
         statement
         for statement in statements
@@ -91,7 +96,7 @@ def standalone_source() -> str:
     ]
     for statement in gone:
         lines[statement.lineno - 1 : statement.end_lineno] = [""] * ((statement.end_lineno or 0) - statement.lineno + 1)
-    return f"{first}\n\n# -- {'-' * 130}\n{''.join(lines)}"
+    return "".join(lines)
 
 
 # -- The dense part --------------------------------------------------------------------------------------------------------------------

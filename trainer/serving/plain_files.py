@@ -1,0 +1,70 @@
+"""Reading the files of a model that is served without foreload: tensors, and a program of torch.export. Nothing is unpickled.
+
+`foreload export --format torch` joins this file with raw_values.py and standalone.py into model.py.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+# What dense.pt2 may hold: the graph as JSON, weights and tensor constants with their JSON, inputs that must be empty, and marks of the container.
+# torch.export.load unpickles, or loads as a library, several others.
+_INPUTS = "data/sample_inputs/model.pt"
+_MEMBERS = re.compile(
+    r"models/model\.json|data/weights/(weight_\d+|model_weights_config\.json)|data/constants/(tensor_\d+|model_constants_config\.json)|"
+    + re.escape(_INPUTS)
+    + r"|archive_format|archive_version|byteorder|\.data/(version|serialization_id)"
+)
+
+
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a file, float32 and int64, mapped: of what is not read nothing is in memory."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    tensors = {}
+    for name, told in header.items():
+        if name != "__metadata__":
+            kind, shape = {"F32": "<f4", "I64": "<i8"}[told["dtype"]], tuple(told["shape"])
+            tensors[name] = np.empty(shape, kind)
+            if tensors[name].size:
+                tensors[name] = np.memmap(path, kind, "c", 8 + size + told["data_offsets"][0], shape)
+    return tensors
+
+
+def read_program(path: Path) -> nn.Module:
+    """The dense part as torch.export wrote it. Raises ValueError for a file with members that `foreload export` does not write.
+
+    torch reads a copy that has the checked members alone, so it cannot find others in the file than were checked.
+    """
+    copied = io.BytesIO()
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(copied, "w") as copy:
+        members = {item.filename.partition("/")[2]: archive.read(item) for item in archive.infolist()}
+        if len(members) < len(archive.infolist()):
+            raise ValueError(f"{path}: must have each member once; export it again")
+        for name, data in members.items():
+            if not _MEMBERS.fullmatch(name) or (name == _INPUTS and data) or _names_others(name, data, members):
+                raise ValueError(
+                    f"{path}: must hold a graph, weights and tensor constants alone, nothing pickled; got {name}; export it again"
+                )
+            copy.writestr(f"dense/{name}", data)
+    copied.seek(0)
+    return torch.export.load(copied).module()
+
+
+def _names_others(name: str, data: bytes, members: Mapping[str, bytes]) -> bool:
+    """Whether a list of tensors names something that would be unpickled, or is not a tensor in the file."""
+    if not name.endswith("_config.json"):
+        return False
+    beside = name.rpartition("/")[0]
+    entries = json.loads(data)["config"].values()
+    return any(entry["use_pickle"] is not False or f"{beside}/{entry['path_name']}" not in members for entry in entries)

@@ -12,6 +12,8 @@ import numpy as np
 from foreload.cache.errors import CacheError
 from foreload.pipelines.planning.sizing import stored_bytes
 
+MOST_COLUMNS = 1 << 20  # of a part of a row
+
 ROW_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl")
 
 
@@ -46,8 +48,8 @@ class RowLayout:
     def __post_init__(self) -> None:
         if self.rows < 1:
             raise CacheError(f"table {self.name}: rows must be at least 1; got {self.rows}")
-        if not self.parts or any(columns < 1 for _, columns in self.parts):
-            raise CacheError(f"table {self.name}: needs parts of at least one column each; got {self.parts}")
+        if not self.parts or not all(1 <= columns <= MOST_COLUMNS for _, columns in self.parts):
+            raise CacheError(f"table {self.name}: needs parts of 1 to {MOST_COLUMNS} columns each; got {self.parts}")
         state_width(self.optimizer, self.parts)
 
     @property

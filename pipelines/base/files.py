@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foreload.pipelines.base.codec import FormError, parse_json, plain_path
 from foreload.pipelines.errors import DiskError
 
 if TYPE_CHECKING:
@@ -65,6 +66,15 @@ def remove_path(path: Path) -> None:
         # Whoever cleans up after an error is to tell of that one.
         with suppress(OSError):
             path.unlink()
+
+
+def within(folder: Path, name: str) -> Path:
+    """The path of a file of a folder that others may have written. Raises FormError if it is, or a link leads it, out of the folder."""
+    plain_path(name, str(folder))
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise FormError(f"{name} is a link to {path.resolve()}, out of the folder")
+    return path
 
 
 def _sync_folder(folder: Path) -> None:
@@ -161,7 +171,7 @@ def read_sealed(path: Path) -> tuple[dict[str, Any], str]:
 
 def unsealed(data: bytes) -> tuple[dict[str, Any], str]:
     """The object of what `sealed` gave, and the SHA-256 of that. Raises ValueError if a byte is another one."""
-    value = json.loads(data)
+    value = parse_json(data)
     if not isinstance(value, dict) or canonical(value) != data:
         raise ValueError("not as it was written")
     if value.pop(SEAL, None) != hashlib.sha256(canonical(value)).hexdigest():

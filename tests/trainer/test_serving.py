@@ -251,7 +251,9 @@ def test_an_increment_of_another_training_is_refused(case: Case, tmp_path: Path)
     assert "seed must be 0, as there; got 8" in refused("apply", other, "--to", served)
     other = resealed(case.increments[0], tmp_path / "settings", settings=told["settings"] | {"lr": 0.1, "of a later version": 3})
     assert "lr must be 0.05, as there; got 0.1" in refused("apply", other, "--to", served)
-    other = resealed(case.increments[0], tmp_path / "table", tables=told["tables"][:2])
+    *tables, last = told["tables"]
+    files_of = {name: entry for name, entry in told["files"].items() if name != last["file"]}
+    other = resealed(case.increments[0], tmp_path / "table", tables=tables, files=files_of)
     assert "its tables must be those there" in refused("apply", other, "--to", served)
     assert files(served) == files(case.full[0])
 

@@ -20,7 +20,8 @@ from typing import ClassVar, Generic, Literal, TypeVar, get_args
 
 from foreload.cache.protocol.shard_table import ShardSnapshot
 from foreload.cache.repair.inspection import Scrubbed
-from foreload.trainer.cluster.codec import of_json, to_json
+from foreload.pipelines.base.codec import to_json
+from foreload.trainer.cluster.codec import of_json
 from foreload.trainer.cluster.messages import HeldRows
 from foreload.trainer.errors import MessageError, RunError
 from foreload.trainer.run.directory import CONTROL

@@ -9,8 +9,9 @@ from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from foreload.pipelines.base.codec import KIND, to_json
 from foreload.pipelines.base.socket_messages import receive, send
-from foreload.trainer.cluster.codec import KIND, of_json, to_json
+from foreload.trainer.cluster.codec import of_json
 from foreload.trainer.errors import MessageError
 
 PURPOSE = "coordinator"

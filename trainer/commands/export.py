@@ -146,7 +146,7 @@ def told_of(model: SavedModel) -> dict[str, Any]:
         "tables": [
             {
                 "name": layout.name, "file": quote(layout.name, safe=" ") + ".parquet", "table_rows": layout.rows,
-                "parts": [list(part) for part in layout.parts], "optimizer": layout.optimizer,
+                "parts": list(layout.parts), "optimizer": layout.optimizer,
             }
             for layout in model.layouts
         ],

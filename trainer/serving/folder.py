@@ -67,7 +67,7 @@ def _copy_full(export: Export, folder: Path) -> dict[str, Any]:
     with replacing(folder, durable=True) as temporary:
         temporary.mkdir()
         for name in (*export.about["files"], ABOUT):
-            shutil.copyfile(export.path / name, temporary / name)
+            shutil.copyfile(export.file(name), temporary / name)
             _sync(temporary / name)
     return export.about
 
@@ -105,7 +105,7 @@ def _write(before: Export, export: Export, folder: Path) -> dict[str, Any]:
     told = {name: value for name, value in export.about.items() if name not in ("since", "files", "format", "state")}
     told["tables"] = [{name: value for name, value in table.items() if name != "whole_rows"} for table in told["tables"]]
     for name in (MODEL, DENSE_STATE, *([ENCODING] if ENCODING in export.about["files"] else [])):
-        shutil.copyfile(export.path / name, folder / name)
+        shutil.copyfile(export.file(name), folder / name)
     for table, (layout, entry) in enumerate(zip(export.layouts, told["tables"], strict=True)):
         has_values = before.has_values(table)
         if has_values != export.has_values(table):
@@ -113,7 +113,7 @@ def _write(before: Export, export: Export, folder: Path) -> dict[str, Any]:
                 f"{export.path}: the rows of table {layout.name} must have values as those of {before.path} do, or neither"
             )
         if not entry["rows"]:
-            _link(before.path / entry["file"], folder / entry["file"])
+            _link(before.file(before.about["tables"][table]["file"]), folder / entry["file"])
             entry["rows"] = before.about["tables"][table]["rows"]
         else:
             with TableWriter(folder / entry["file"], layout, has_values) as writer:
@@ -203,7 +203,7 @@ def _keep(export: Export, folder: Path) -> None:
     with replacing(folder, durable=True) as temporary:
         temporary.mkdir()
         for name in (*export.about["files"], ABOUT):
-            _link(export.path / name, temporary / name)
+            _link(export.file(name), temporary / name)
 
 
 def _prune(folder: Path, keep: int) -> list[str]:

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Literal, NotRequired, Self, TypedDict
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from foreload.cache.rows.layout import RowLayout
-from foreload.pipelines.base.files import is_full, read_sealed, replacing, write_sealed
+from foreload.cache.errors import CacheError
+from foreload.cache.rows.layout import MOST_COLUMNS, RowLayout
+from foreload.pipelines.base.codec import Count, FormError, Name, Natural, between, of_json
+from foreload.pipelines.base.files import is_full, read_sealed, replacing, within, write_sealed
 from foreload.trainer.errors import ExportError
 
 FORMAT = 1
@@ -27,8 +29,71 @@ MODEL, DENSE_STATE, ABOUT, ENCODING = "model.safetensors", "optimizer.safetensor
 GROUP_ROWS = 1 << 16
 """Rows of a row group, but for a table's last one: the same however they come, so that equal models are equal files."""
 
+Parts = list[tuple[str, Annotated[int, between(1, MOST_COLUMNS)]]]
+
 _OF_THE_MODEL = ("seed", "model", "inexact")
 _OF_A_TABLE = ("name", "table_rows", "parts", "optimizer")
+
+
+class InexactEntry(TypedDict):
+    """Since which step, with how few bits and after how many restores weights are rounded."""
+
+    since: int
+    bits: int
+    restores: int
+
+
+class TableEntry(TypedDict):
+    """A table in the manifest. rows: in its file; whole_rows: of an increment, in the table once it is applied."""
+
+    name: str
+    file: Name
+    rows: Count
+    table_rows: Natural
+    parts: Parts
+    optimizer: str
+    whole_rows: NotRequired[Count]
+
+
+class FileEntry(TypedDict):
+    """A file in the manifest."""
+
+    bytes: Count
+    sha256: str
+
+
+class Since(TypedDict):
+    """What an increment goes on from; state: None if only the step was named."""
+
+    step: Count
+    state: str | None
+
+
+class About(TypedDict):
+    """The manifest (docs/serving.md, The format)."""
+
+    format: int
+    step: Count
+    state: str
+    seed: Count
+    model: dict[str, Any]
+    settings: dict[str, Any]
+    inexact: InexactEntry | None
+    dense: Literal["model.safetensors"]
+    dense_optimizer_state: Literal["optimizer.safetensors"]
+    tables: list[TableEntry]
+    files: dict[Name, FileEntry]
+    encoding: NotRequired[Literal["encoding.json"]]
+    since: NotRequired[Since]
+
+
+def _check_about(about: About) -> None:
+    """Raise FormError if parts of a manifest do not fit each other, CacheError if its tables cannot be."""
+    named = [MODEL, DENSE_STATE, *([ENCODING] if "encoding" in about else []), *(table["file"] for table in about["tables"])]
+    if sorted(named) != sorted(about["files"]):
+        raise FormError("files: must be those that tables, dense and encoding name, each once; got others")
+    if any(("whole_rows" in table) != ("since" in about) for table in about["tables"]):
+        raise FormError("tables: must have whole_rows in an increment, and in nothing else")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,16 +241,29 @@ class Export:
         """The export in a folder. Raises ExportError."""
         path = Path(path)
         try:
-            about = read_sealed(path / ABOUT)[0]
+            stored = read_sealed(within(path, ABOUT))[0]
+            if stored.get("format") != FORMAT:
+                raise ExportError(
+                    f"{path}: its format must be {FORMAT}; got {stored.get('format')!r:.100}; use the foreload that wrote it"
+                )
+            about = of_json(stored, About)
+            _check_about(about)
+            export = cls(path, dict(about))
+            assert export.layouts is not None  # they are checked as they are made
         except (FileNotFoundError, NotADirectoryError):
             raise ExportError(f"{path}: has no {ABOUT}, so it is no export; give a folder that `foreload export` wrote") from None
         except OSError as error:
             raise ExportError(f"{path}: cannot read {ABOUT}: {error.strerror}; make it readable") from error
-        except ValueError as error:
+        except (ValueError, CacheError) as error:
             raise _damaged(path, ABOUT, str(error)) from error
-        if about.get("format") != FORMAT:
-            raise ExportError(f"{path}: its format must be {FORMAT}; got {about.get('format')!r}; use the foreload that wrote it")
-        return cls(path, about)
+        return export
+
+    def file(self, name: str) -> Path:
+        """The path of one of its files. Raises ExportError if that is a link out of its folder."""
+        try:
+            return within(self.path, name)
+        except FormError as error:
+            raise _damaged(self.path, ABOUT, str(error)) from error
 
     @property
     def step(self) -> int:
@@ -216,33 +294,39 @@ class Export:
     def layouts(self) -> list[RowLayout]:
         """Of its tables, in order."""
         return [
-            RowLayout(
-                number, one["name"], one["table_rows"], tuple((name, columns) for name, columns in one["parts"]), one["optimizer"]
-            )
+            RowLayout(number, one["name"], one["table_rows"], tuple(one["parts"]), one["optimizer"])
             for number, one in enumerate(self.about["tables"])
         ]
 
     def verify(self) -> None:
-        """Read every file and compare it with the manifest. Raises ExportError that names the first damaged one."""
+        """Read every file and compare it with the manifest, and what its tables hold. Raises ExportError that names the first damaged one."""
         for name, entry in self.about["files"].items():
             try:
-                with open(self.path / name, "rb") as file:
+                with open(self.file(name), "rb") as file:
                     if (size := os.fstat(file.fileno()).st_size) != entry["bytes"]:
                         raise _damaged(self.path, name, f"has {size} bytes instead of {entry['bytes']}")
                     if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                         raise _damaged(self.path, name, f"its checksum is not that of {ABOUT}")
             except OSError as error:
                 raise _damaged(self.path, name, error.strerror or str(error)) from error
+        for entry, layout in zip(self.about["tables"], self.layouts, strict=True):
+            try:
+                with pq.ParquetFile(self.file(entry["file"])) as rows:
+                    held, schema = rows.metadata.num_rows, rows.schema_arrow
+            except (OSError, pa.ArrowException) as error:
+                raise _damaged(self.path, entry["file"], str(error).partition("\n")[0]) from error
+            if held != entry["rows"] or not schema.equals(schema_of(layout.width, layout.state_width, "value" in schema.names)):
+                raise _damaged(self.path, entry["file"], f"its rows are not those that {ABOUT} describes")
 
     def has_values(self, table: int) -> bool:
         """Whether the rows of a table have the values of a vocabulary."""
-        return "value" in pq.read_schema(self.path / self.about["tables"][table]["file"]).names
+        return "value" in pq.read_schema(self.file(self.about["tables"][table]["file"])).names
 
     def rows(self, table: int) -> Iterator[ExportRows]:
         """The rows of a table, by id, of files that were verified."""
         layout, has_values = self.layouts[table], self.has_values(table)
         columns = ["id", "weight", *(["state"] if layout.state_width else []), *(["value"] if has_values else [])]
-        with pq.ParquetFile(self.path / self.about["tables"][table]["file"]) as file:
+        with pq.ParquetFile(self.file(self.about["tables"][table]["file"])) as file:
             for batch in file.iter_batches(GROUP_ROWS, columns=columns, use_threads=False):
                 weights = batch.column("weight").flatten().to_numpy().reshape(-1, layout.width)
                 state = np.empty((len(batch), 0), np.float32)

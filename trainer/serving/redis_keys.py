@@ -13,16 +13,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NotRequired, Self, TypedDict, TypeVar
 
 import numpy as np
 
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import Fenced
+from foreload.pipelines.base.codec import Count, FormError, Natural, of_json, parse_json
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.errors import ExportError
-from foreload.trainer.serving.format import MODEL, Export, ExportRows, check_rows
+from foreload.trainer.serving.format import MODEL, Export, ExportRows, InexactEntry, Parts, check_rows
 
 FORMAT = 1
 _STEP_BYTES = 8
@@ -30,6 +31,42 @@ _ROWS = 1 << 11  # that go in a transaction
 _REPLY_ROWS = 1 << 8  # that come in a reply
 _TIMEOUT = timedelta(seconds=30)
 _PLACES = re.compile(r"\{(\w*)\}")
+
+
+class ServedTable(TypedDict):
+    """A table in the version key."""
+
+    name: str
+    table_rows: Natural
+    parts: Parts
+    optimizer: str
+    rows: Count
+
+
+class Version(TypedDict):
+    """The version key (docs/serving.md, In Redis)."""
+
+    format: int
+    step: Count
+    state: str
+    kept: list[Count]
+    dense: str
+    tables: list[ServedTable]
+    seed: Count
+    model: dict[str, Any]
+    settings: dict[str, Any]
+    inexact: InexactEntry | None
+
+
+class Applying(TypedDict):
+    """The key that says what is being applied, and by which call."""
+
+    step: Count
+    state: str
+    token: NotRequired[str]
+
+
+_Decoded = TypeVar("_Decoded", Version, Applying)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +163,14 @@ class _Application:
 
     def run(self) -> dict[str, Any]:
         version = self._begin()
-        before = None if version is None else int(version["step"])
-        kept = [] if version is None else [int(step) for step in version["kept"]]
+        before = None if version is None else version["step"]
+        kept = [] if version is None else version["kept"]
         readable = kept if before is None else [before, *kept]
         for table, layout in enumerate(self._export.layouts):
             for rows in self._export.rows(table):
                 for first in range(0, len(rows), _ROWS):
                     self._write(layout.name, rows, slice(first, first + _ROWS), readable)
-        dense = (self._export.path / MODEL).read_bytes()
+        dense = self._export.file(MODEL).read_bytes()
         told = self._told(([] if before is None else [before, *kept])[: self._keep])
         gone = [self._keys.dense(step) for step in readable if step not in told["kept"]]
         self._transact(
@@ -158,19 +195,19 @@ class _Application:
             "dense": self._keys.dense(self._export.step).decode(),
         }
 
-    def _begin(self) -> dict[str, Any] | None:
+    def _begin(self) -> Version | None:
         """Check that the export is the next one, and say that it is applied; returns the version that is there, as readers see it from now on."""
         export, keys = self._export, self._keys
         _, found, applying = self._ask(["WATCH", keys.version, keys.applying], ["GET", keys.version], ["GET", keys.applying])
-        version = None if found is None else _decoded(found, keys.version)
-        broken_off = None if applying is None else _decoded(applying, keys.applying)
+        version = None if found is None else _decoded(found, keys.version, Version)
+        broken_off = None if applying is None else _decoded(applying, keys.applying, Applying)
         if version is None and export.since is not None:
             raise ExportError(
                 f"{export.what}, and there is nothing at {self._where} yet; apply a full export of step {export.since[0]} first"
             )
         if version is not None:
             export.check_same_model(version, self._where)
-            export.check_next(self._where, int(version["step"]), version["state"])
+            export.check_next(self._where, version["step"], version["state"])
         if broken_off is not None and broken_off["state"] != export.state:
             raise ExportError(
                 f"{export.what}, and at {self._where} applying that of step {broken_off['step']} was broken off; apply that one again first"
@@ -189,7 +226,7 @@ class _Application:
         self._committed([*commands, ["SET", keys.applying, marker]])
         return version
 
-    def _check_rows(self, version: dict[str, Any]) -> None:
+    def _check_rows(self, version: Version) -> None:
         """Raise ExportError where the tables would have other numbers of rows than the model has, before anything is written."""
         for table, layout in enumerate(self._export.layouts):
             new = sum(
@@ -235,7 +272,7 @@ class _Application:
             raise self._another()
 
     def _check_token(self, marker: object) -> None:
-        if not isinstance(marker, bytes) or _decoded(marker, self._keys.applying).get("token") != self._token:
+        if not isinstance(marker, bytes) or _decoded(marker, self._keys.applying, Applying).get("token") != self._token:
             raise self._another()
 
     def _another(self) -> ExportError:
@@ -252,14 +289,11 @@ def _values(replies: Iterable[object]) -> Iterator[bytes | None]:
         yield from reply
 
 
-def _decoded(value: object, key: bytes) -> dict[str, Any]:
+def _decoded(value: object, key: bytes, kind: type[_Decoded]) -> _Decoded:
     try:
-        told = json.loads(value) if isinstance(value, bytes) else None
-        if isinstance(told, dict) and {"step", "state"} <= told.keys():
-            return told
-    except ValueError:
-        pass
-    raise ExportError(f"--key: {key.decode()} holds something that no export wrote; choose other keys")
+        return of_json(parse_json(value if isinstance(value, bytes) else b""), kind)
+    except FormError as error:
+        raise ExportError(f"--key: {key.decode()} holds something that no export wrote ({error}); choose other keys") from error
 
 
 def _needed(value: bytes, entry: int, step: int, readable: Sequence[int]) -> Iterator[bytes]:
@@ -294,7 +328,7 @@ class ServedRows:
             found = self._store.command(0, "GET", self._keys.version)
             if found is None:
                 raise ExportError(f"{self._where}: nothing is served under these keys; apply an export first")
-            version = _decoded(found, self._keys.version)
+            version = _decoded(found, self._keys.version, Version)
             self.step: int = version["step"] if step is None else step
             self._widths = {table["name"]: sum(columns for _, columns in table["parts"]) for table in version["tables"]}
             self._check(version)
@@ -323,11 +357,13 @@ class ServedRows:
         *values, version = self._store.commands_at_once(
             0, [*self._keys.reading(table, list(map(int, ids))), ["GET", self._keys.version]]
         )
-        self._check(_decoded(version, self._keys.version))
+        self._check(_decoded(version, self._keys.version, Version))
         entry = _STEP_BYTES + 4 * width
         for place, value in enumerate(_values(values)):
             if value is None:
                 continue
+            if len(value) % entry:
+                raise ExportError(f"{self._where}: the value of row {ids[place]} of table {table} is none of an export")
             for start in range(0, len(value), entry):
                 if int.from_bytes(value[start : start + _STEP_BYTES], "little") <= self.step:
                     weights[place] = np.frombuffer(value, "<f4", width, start + _STEP_BYTES)
@@ -338,7 +374,7 @@ class ServedRows:
     def dense(self) -> bytes:
         """The dense part, as a file of safetensors has it. Raises ExportError as `read`."""
         data, version = self._store.commands_at_once(0, [["GET", self._keys.dense(self.step)], ["GET", self._keys.version]])
-        self._check(_decoded(version, self._keys.version))
+        self._check(_decoded(version, self._keys.version, Version))
         assert isinstance(data, bytes)
         return data
 
@@ -346,7 +382,7 @@ class ServedRows:
         """Close the connection."""
         self._store.close()
 
-    def _check(self, version: dict[str, Any]) -> None:
+    def _check(self, version: Version) -> None:
         if self.step not in (version["step"], *version["kept"]):
             there = ", ".join(map(str, (version["step"], *version["kept"])))
             raise ExportError(

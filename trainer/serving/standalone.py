@@ -1,7 +1,7 @@
 """A model that foreload trained, to be called: `load(FOLDER)` gives a torch.nn.Module that takes raw records. foreload need not be installed.
 
-`foreload export --format torch` joins raw_values.py, plain_files.py and this file into model.py. It needs torch and NumPy; PyArrow where features.json
-names files of Parquet, and redis where tables stay on a server.
+`foreload export --format torch` joins raw_values.py, plain_files.py and this file into model.py. It needs torch and NumPy; PyArrow if features.json
+names files of Parquet, and redis if tables stay on a server.
 """
 
 from __future__ import annotations

@@ -1,0 +1,284 @@
+"""Typed JSON: dataclasses to JSON and back, for messages between processes and for manifests on disk. What does not fit its type is refused.
+
+A field is null, a bool, an int, a float, a str, a Literal, a tuple, list or dict of such, another dataclass, a TypedDict, any of several, Any (JSON
+as it is), or Annotated: a type with checks of the value, such as `Name` and `Count`. Of several dataclasses {"kind": "NAME", ...} says which it is. A
+field that may be None and is so by default is left out where it is; one with a default may be missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import types
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NotRequired, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from foreload.pipelines.errors import ForeloadError
+
+KIND = "kind"
+
+_Value = TypeVar("_Value")
+
+
+class FormError(ValueError):
+    """JSON that is not of the form that it must have. The message names the place, the rule and the value."""
+
+
+def parse_json(data: bytes | str) -> Any:
+    """The value of a JSON text. Raises FormError for anything else, also for NaN, infinity and text that is not Unicode."""
+    try:
+        value = json.loads(data, parse_constant=_refuse_constant)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:  # the latter if it is nested too deeply
+        raise FormError(f"is not JSON ({error})") from error
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
+
+
+# -- Checks of values: Annotated[type, check] ------------------------------------------------------------------------------------
+
+Check = Callable[[Any, str], None]
+"""(value of the right type, where it is) -> None. Raises FormError."""
+
+
+def between(least: int, most: int) -> Check:
+    """The number must be in least .. most."""
+
+    def check(value: Any, where: str) -> None:
+        if not least <= value <= most:
+            raise FormError(f"{where}: must be in {least} .. {most}; got {value!r:.100}")
+
+    return check
+
+
+def finite(value: Any, where: str) -> None:
+    """The number must be finite."""
+    if not math.isfinite(value):
+        raise FormError(f"{where}: must be a finite number; got {value!r}")
+
+
+def plain_name(value: Any, where: str) -> None:
+    """The text must be the name of a file or folder, so that FOLDER / name is in FOLDER."""
+    if value in ("", ".", "..") or "/" in value or not value.isprintable():
+        raise FormError(f"{where}: must be the name of a file in the same folder; got {value!r:.100}")
+
+
+def plain_path(value: Any, where: str) -> None:
+    """The text must be plain names with "/" between them."""
+    for name in value.split("/"):
+        plain_name(name, where)
+
+
+MOST = (1 << 63) - 1
+Count = Annotated[int, between(0, MOST)]
+Natural = Annotated[int, between(1, MOST)]
+Name = Annotated[str, plain_name]
+RelativePath = Annotated[str, plain_path]
+
+
+def to_json(value: Any) -> Any:
+    """A message, or part of one, as JSON holds it, without its kind."""
+    kind: Any = type(value)
+    return _writer(kind)(value)
+
+
+def of_json(value: Any, kind: type[_Value]) -> _Value:
+    """The inverse of `to_json`. Raises FormError."""
+    hint: Any = kind
+    read: _Value = _reader(hint)(value, kind.__name__)
+    return read
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[tuple[str, Any, bool], ...]:
+    """For each field of a dataclass or key of a TypedDict: name, type, whether it may be missing."""
+    hints = get_type_hints(kind, include_extras=True)
+    if is_typeddict(kind):
+        optional = {name for name, hint in hints.items() if get_origin(hint) is NotRequired}
+        return tuple((name, get_args(hint)[0] if name in optional else hint, name in optional) for name, hint in hints.items())
+    return tuple((field.name, hints[field.name], _has_default(field)) for field in dataclasses.fields(kind))
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _is_dataclass(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint)
+
+
+def _several(hint: Any) -> list[type]:
+    """The dataclasses of which a value of this type is one, where there are several; else none."""
+    messages = [one for one in _alternatives(hint) if _is_dataclass(one)]
+    return messages if len(messages) > 1 else []
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+@functools.cache
+def _writer(hint: Any) -> Callable[[Any], Any]:
+    """From values of a type to JSON."""
+    if _several(hint):
+        return lambda value: None if value is None else {KIND: type(value).__name__} | to_json(value)
+    alternatives = _alternatives(hint)
+    if len(alternatives) > 1:
+        # Of a union such as `Lag | None` or `int | float`, at most one type is written otherwise than as it is.
+        writers = [_writer(one) for one in alternatives]
+        write_one = next((one for one in writers if one is not _as_it_is), _as_it_is)
+        return lambda value: None if value is None else write_one(value)
+    if _is_dataclass(hint):
+        by_default = {field.name: field.default for field in dataclasses.fields(hint)}
+        parts = [(name, _writer(part), by_default[name] is None) for name, part, _ in _fields(hint)]
+        return lambda value: {
+            name: write(held) for name, write, left_out in parts if (held := getattr(value, name)) is not None or not left_out
+        }
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _writer(args[0])
+    if origin in (tuple, list):
+        write = _writer(args[0])
+        return lambda value: [write(one) for one in value]
+    if origin is dict:
+        write = _writer(args[1])
+        return lambda value: {str(key): write(one) for key, one in value.items()}
+    return _as_it_is
+
+
+@functools.cache
+def _reader(hint: Any) -> Callable[[Any, str], Any]:
+    """From JSON to values of a type, given where it stands."""
+    if several := _several(hint):
+        read_tagged, optional = tagged(several), type(None) in _alternatives(hint)
+        return lambda value, where: None if value is None and optional else read_tagged(value, where)
+    alternatives = _alternatives(hint)
+    if len(alternatives) > 1:
+        return functools.partial(_read_any, [_reader(one) for one in alternatives])
+    if _is_dataclass(hint) or is_typeddict(hint):
+        return functools.partial(_read_fields, hint)
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _with_checks(_reader(args[0]), args[1:])
+    if origin is tuple and args[-1] is not Ellipsis:
+        return functools.partial(_read_tuple, [_reader(one) for one in args])
+    if origin in (tuple, list):
+        read = _reader(args[0])
+        return lambda value, where: origin([read(one, where) for one in _checked(value, list, where)])
+    if origin is dict:
+        key_type, read = args[0], _reader(args[1])
+        return lambda value, where: {
+            _key(key_type, key, where): read(one, where) for key, one in _checked(value, dict, where).items()
+        }
+    if origin is Literal:
+        return lambda value, where: _literal(value, args, where)
+    if hint is Any:
+        return lambda value, where: value
+    if hint is float:
+        return _read_float
+    return lambda value, where: _checked(value, hint, where)
+
+
+def _with_checks(read: Callable[[Any, str], Any], checks: tuple[Check, ...]) -> Callable[[Any, str], Any]:
+    def read_checked(value: Any, where: str) -> Any:
+        held = read(value, where)
+        for check in checks:
+            check(held, where)
+        return held
+
+    return read_checked
+
+
+def _read_tuple(readers: list[Callable[[Any, str], Any]], value: Any, where: str) -> tuple[Any, ...]:
+    """A tuple of as many values as it has types."""
+    given = _checked(value, list, where)
+    if len(given) != len(readers):
+        raise FormError(f"{where}: must have {len(readers)} values; got {len(given)}")
+    return tuple(read(one, where) for read, one in zip(readers, given, strict=True))
+
+
+def _read_float(value: Any, where: str) -> float:
+    try:
+        return float(_checked(value, (float, int), where))
+    except OverflowError as error:
+        raise FormError(f"{where}: must be a float; got {value!r:.100}") from error
+
+
+def _key(kind: Any, key: str, where: str) -> Any:
+    """A key of a JSON object, which is text there, as what it stands for. Raises FormError."""
+    if get_origin(kind) is Annotated:
+        return _reader(kind)(key, where)
+    try:
+        return kind(key)
+    except ValueError as error:
+        raise FormError(f"{where}: keys must be {kind.__name__}; got {key!r:.100}") from error
+
+
+def _read_fields(kind: Any, value: Any, where: str) -> Any:
+    """A dataclass or TypedDict from a JSON object of its fields alone. where: what the object is called in errors. Raises FormError."""
+    given = dict(_checked(value, dict, where))
+    fields = {}
+    for name, part, may_miss in _fields(kind):
+        if name in given:
+            fields[name] = _reader(part)(given.pop(name), f"{where}.{name}")
+        elif not may_miss:
+            named = ", ".join(key if key.isprintable() else repr(key) for key in value)
+            raise FormError(f"{where}: must have {name!r}; got {named or 'nothing':.100}")
+    if given:
+        raise FormError(
+            f"{where}: has no field {next(iter(given))!r:.100}; there are {', '.join(name for name, _, _ in _fields(kind))}"
+        )
+    try:
+        return kind(**fields)
+    except ForeloadError as error:  # of its own checks
+        raise FormError(f"{where}: {error}") from error
+
+
+def tagged(kinds: list[type]) -> Callable[[Any, str], Any]:
+    """A reader of JSON objects that name their class, one of these, under KIND."""
+    by_name = {kind.__name__: kind for kind in kinds}
+
+    def read(value: Any, where: str) -> Any:
+        given = dict(_checked(value, dict, where))
+        kind = by_name.get(str(given.pop(KIND, None)))
+        if kind is None:
+            raise FormError(f"{where}: must be {' or '.join(by_name)}; got {value.get(KIND)!r:.100}")
+        return _read_fields(kind, given, kind.__name__)
+
+    return read
+
+
+def _read_any(readers: list[Callable[[Any, str], Any]], value: Any, where: str) -> Any:
+    """With the first reader that takes it."""
+    refused = None
+    for read in readers:
+        try:
+            return read(value, where)
+        except FormError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
+
+
+def _checked(value: Any, kind: type | tuple[type, ...], where: str) -> Any:
+    """A JSON value, if it is of one of these types. Raises FormError."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    # A bool is an int to Python, not here.
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise FormError(f"{where}: must be {kinds[0].__name__}; got {value!r:.100}")
+    return value
+
+
+def _literal(value: Any, allowed: tuple[Any, ...], where: str) -> Any:
+    if value not in allowed:
+        raise FormError(f"{where}: must be {' or '.join(map(repr, allowed))}; got {value!r:.100}")
+    return value

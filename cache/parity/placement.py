@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numba as nb
 import numpy as np
@@ -16,6 +16,7 @@ from foreload.cache.parity.erasure import Code
 from foreload.cache.parity.places import GROUPS, NOT_MIGRATED, Places, placement_group, stripe_hash
 from foreload.cache.parity.stripes import LaneStripes, Written
 from foreload.cache.rows.fields import pack
+from foreload.pipelines.base.codec import Count, Natural, between, of_json, parse_json
 from foreload.pipelines.base.files import replacing
 from foreload.pipelines.base.hashing import key
 
@@ -28,6 +29,25 @@ def _shards(lane_prefix, table, ordinal, members, moved, k, out):  # type: ignor
         stripe = ordinal[i] // k
         group = placement_group(stripe_hash(lane_prefix, table[i], stripe), pack(table[i], stripe), moved)
         out[i] = members[group, ordinal[i] - stripe * k]
+
+
+MOST_SHARDS = 1 << 16
+
+_Shard = Annotated[int, between(0, MOST_SHARDS - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A placement as JSON."""
+
+    format: int
+    shards: Annotated[int, between(1, MOST_SHARDS)]
+    k: Natural
+    r: Count
+    members: list[list[_Shard]]
+    version: Count = 0
+    removed: list[_Shard] = field(default_factory=list)
+    target: list[list[_Shard]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +112,16 @@ class Placement:
     def of_text(cls, text: str, where: str) -> Placement:
         """The inverse of `text`; CacheError if it is none, which names where that was found."""
         try:
-            stored = json.loads(text)
-            if stored["format"] not in (FORMAT, MIGRATED_FORMAT):
-                raise CacheError(f"{where}: placement format must be {FORMAT} or {MIGRATED_FORMAT}; got {stored['format']!r}")
-            members = np.array(stored["members"], np.int32)
-            kept = (int(stored["shards"]), int(stored["k"]), int(stored["r"]), members)
-            if stored["format"] == FORMAT:
-                return cls(*kept)
-            target = None if stored["target"] is None else np.array(stored["target"], np.int32)
-            return cls(*kept, int(stored["version"]), tuple(map(int, stored["removed"])), target)
-        except (ValueError, KeyError, TypeError) as error:
+            value = parse_json(text)
+            if isinstance(value, dict) and value.get("format") not in (FORMAT, MIGRATED_FORMAT):
+                raise CacheError(
+                    f"{where}: placement format must be {FORMAT} or {MIGRATED_FORMAT}; got {value.get('format')!r:.100}"
+                )
+            stored = of_json(value, _Stored)
+            members, target = (None if rows is None else np.array(rows, np.int32) for rows in (stored.members, stored.target))
+            assert members is not None
+            return cls(stored.shards, stored.k, stored.r, members, stored.version, tuple(stored.removed), target)
+        except ValueError as error:
             raise CacheError(f"{where}: not a placement ({error}); it belongs to the run and cannot be made anew") from error
 
     def save(self, path: Path) -> None:

@@ -62,6 +62,12 @@ def finite(value: Any, where: str) -> None:
         raise FormError(f"{where}: must be a finite number; got {value!r}")
 
 
+def filled(value: Any, where: str) -> None:
+    """There must be at least one."""
+    if not value:
+        raise FormError(f"{where}: must not be empty")
+
+
 def plain_name(value: Any, where: str) -> None:
     """The text must be the name of a file or folder, so that FOLDER / name is in FOLDER."""
     if value in ("", ".", "..") or "/" in value or not value.isprintable():
@@ -77,6 +83,8 @@ def plain_path(value: Any, where: str) -> None:
 MOST = (1 << 63) - 1
 Count = Annotated[int, between(0, MOST)]
 Natural = Annotated[int, between(1, MOST)]
+Step = Annotated[int, between(-1, MOST)]  # the last one trained; -1 before the first
+Amount = Annotated[int | float, between(0, MOST)]
 Name = Annotated[str, plain_name]
 RelativePath = Annotated[str, plain_path]
 

@@ -196,7 +196,12 @@ def test_the_status_of_a_saved_run_whose_stores_are_gone_is_told_and_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = TrainJob.of({"schedule": "s", "run": str(tmp_path / "r"), "store": "local:2"})
-    Run.create(tmp_path / "r", Manifest("id", job.to_dict(), "r", 4, (), 2, ()), Placement.spread(2), overwrite=False)
+    Run.create(
+        tmp_path / "r",
+        Manifest("id", job.to_dict(), "r", 4, (), 2, (Stage("s", "identity", None, 0, 7),)),
+        Placement.spread(2),
+        overwrite=False,
+    )
     assert main(["stores", "status", str(tmp_path / "r"), "--json", str(tmp_path / "told.json")]) == 2
     assert "shard 1  lost" in capsys.readouterr().out
     assert [shard["state"] for shard in json.loads((tmp_path / "told.json").read_text())["shards"]] == ["lost", "lost"]

@@ -56,6 +56,7 @@ def newest_rows(checkpoint: Checkpoint, lane: int, table: int, most: int = _ROWS
         for file in one.contents.rows
         if (file.lane, file.table) == (lane, table)
     ]
+    most = min(most, rows_of_a_file(layout))
     for first in range(0, count, most):
         end = min(first + most, count)
         rows = CheckpointRows.zeros(end - first, layout)

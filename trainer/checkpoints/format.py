@@ -8,21 +8,26 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
 from foreload.cache.rows.layout import RowLayout
-from foreload.pipelines.base.files import sealed, unsealed
+from foreload.pipelines.base.codec import MOST, Amount, Count, FormError, Name, Step, between, of_json
+from foreload.pipelines.base.files import sealed, unsealed, within
+from foreload.pipelines.errors import FeatureError
+from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.checkpoints.row_files import EXACT_BITS, CheckpointRows, FileEntry, OpenRows, RowFile
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
 from foreload.trainer.run.directory import CODE
 from foreload.trainer.run.manifest import Inexact, Manifest
-from foreload.trainer.run.storage import AnyFolder, chunks, holds, place, write_whole
+from foreload.trainer.run.storage import AnyFolder, ObjectPath, chunks, holds, place, write_whole
 
 FORMAT = 1
 MANIFEST, DENSE = "checkpoint.json", "dense.safetensors"
@@ -35,7 +40,7 @@ _ELSEWHERE = ("store_urls", "local_stores")
 class Base:
     """The checkpoint that another is an increment of: its folder, beside the other's, and the SHA-256 of its manifest."""
 
-    name: str
+    name: Name
     sha256: str
 
 
@@ -49,19 +54,42 @@ class Contents:
     parts of all rows there were. inexact: of the rows as they are read from here, bases included, how a run that has them is.
     """
 
-    step: int
+    step: Step
     state: Literal["stopped", "ended"]
-    totals: dict[str, float]
+    totals: dict[str, Amount]
     run: Manifest
     tables: tuple[RowLayout, ...]
-    ordinals: tuple[tuple[int, ...], ...]
+    ordinals: tuple[tuple[Count, ...], ...]
     rows: tuple[RowFile, ...]
     dense: FileEntry
     features: dict[str, Any]
     encoding: str | None
     base: Base | None = None
-    sizes: tuple[float, ...] = ()
+    sizes: tuple[Annotated[float, between(0, MOST)], ...] = ()
     inexact: Inexact | None = None
+
+    def __post_init__(self) -> None:
+        lanes, tables = self.run.lanes, len(self.tables)
+        if [table.table for table in self.tables] != list(range(tables)):
+            raise CheckpointError("tables: must be numbered in order")
+        if [len(lane) for lane in self.ordinals] != [tables] * lanes:
+            raise CheckpointError(f"ordinals: must be of {lanes} lanes and {tables} tables")
+        if len({file.name for file in self.files}) < len(self.files):
+            raise CheckpointError("rows: must name each file once")
+        held: Counter[tuple[int, int]] = Counter()
+        for file in self.rows:
+            in_model = file.lane < lanes and file.table < tables and file.last < self.ordinals[file.lane][file.table]
+            if not in_model or file.rows > file.last - file.first + 1:
+                raise CheckpointError(f"rows: {file.name} must have ordinals of the model, each once")
+            held[file.lane, file.table] += file.rows
+        wrong = [place for place in product(range(lanes), range(tables)) if held[place] != self.ordinals[place[0]][place[1]]]
+        if self.base is None and wrong:
+            raise CheckpointError(f"rows: must have all rows; got others of lane {wrong[0][0]}, table {wrong[0][1]}")
+
+    @property
+    def files(self) -> tuple[FileEntry, ...]:
+        """Every file but the manifest."""
+        return (*self.rows, self.dense)
 
     @property
     def row_count(self) -> int:
@@ -77,24 +105,16 @@ class Contents:
         return data
 
     @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> Contents:
-        """The inverse of what `write` wrote. Raises TypeError and KeyError for what is none."""
-        tables = (table | {"parts": tuple((name, columns) for name, columns in table["parts"])} for table in stored["tables"])
-        return cls(
-            step=stored["step"],
-            state=stored["state"],
-            totals=stored["totals"],
-            run=Manifest.of(stored["run"] | {"local_stores": None}),
-            tables=tuple(RowLayout(**table) for table in tables),
-            ordinals=tuple(tuple(lane) for lane in stored["ordinals"]),
-            rows=tuple(RowFile(**entry) for entry in stored["rows"]),
-            dense=FileEntry(**stored["dense"]),
-            features=stored["features"],
-            encoding=stored["encoding"],
-            base=None if stored["base"] is None else Base(**stored["base"]),
-            sizes=tuple(stored["sizes"]),
-            inexact=Inexact.of(stored["inexact"]),
-        )
+    def of(cls, stored: dict[str, Any]) -> Contents:
+        """The inverse of what `write` wrote. Raises FormError, and FeatureError for features that cannot be."""
+        told = {name: value for name, value in stored.items() if name != "format"}
+        if isinstance(told.get("run"), dict):
+            told["run"] = {"store_urls": [], "local_stores": None} | told["run"]
+        contents = of_json(told, cls)
+        features = FeatureSpec.from_dict(contents.features)
+        if [table.name for table in features.tables] != [table.name for table in contents.tables]:
+            raise FormError("features: must be those of the tables")
+        return contents
 
     @classmethod
     def made(
@@ -195,7 +215,16 @@ class Checkpoint:
     @property
     def files(self) -> tuple[FileEntry, ...]:
         """Every file of its own but the manifest."""
-        return (*self.contents.rows, self.contents.dense)
+        return self.contents.files
+
+    def _at(self, file: FileEntry) -> AnyFolder:
+        """Where a file of its own is. Raises CheckpointError if that is a link out of its folder."""
+        if isinstance(self.place, ObjectPath):
+            return self.place / file.name
+        try:
+            return within(self.place, file.name)
+        except FormError as error:
+            raise _damaged(self.place, MANIFEST, str(error)) from error
 
     @property
     def bits(self) -> int:
@@ -238,7 +267,7 @@ class Checkpoint:
         """What is wrong with a file; "" where it is as it was written."""
         checksum, size = hashlib.sha256(), 0
         try:
-            for chunk in chunks(self.place / file.name):
+            for chunk in chunks(self._at(file)):
                 checksum.update(chunk)
                 size += len(chunk)
                 on_bytes(len(chunk))
@@ -256,7 +285,7 @@ class Checkpoint:
     def read(self, file: FileEntry) -> bytes:
         """The contents of a file of its own, compared with the manifest. Raises CheckpointError."""
         try:
-            data = (self.place / file.name).read_bytes()
+            data = self._at(file).read_bytes()
         except OSError as error:
             raise _damaged(self.place, file.name, error.strerror or str(error)) from error
         if hashlib.sha256(data).hexdigest() != file.sha256:
@@ -295,7 +324,7 @@ class Checkpoint:
         Raises CheckpointError.
         """
         if isinstance(self.place, Path):
-            yield self.place / self.contents.dense.name
+            yield Path(str(self._at(self.contents.dense)))
             return
         with tempfile.NamedTemporaryFile(prefix="foreload-") as copy:
             copy.write(self.read(self.contents.dense))
@@ -315,10 +344,7 @@ class Checkpoint:
         """The rows of a table's files, mapped, of a checkpoint that `is_mappable`; whoever asks has verified them."""
         of_table = (file for file in self.contents.rows if file.table == table)
         layout = self.contents.tables[table]
-        return [
-            OpenRows(pa.memory_map(str(self.place / file.name)).read_buffer(), file, layout).part(0, file.rows)
-            for file in of_table
-        ]
+        return [OpenRows(pa.memory_map(str(self._at(file))).read_buffer(), file, layout).part(0, file.rows) for file in of_table]
 
 
 def _manifest(path: AnyFolder) -> tuple[dict[str, Any], str]:
@@ -335,7 +361,7 @@ def _manifest(path: AnyFolder) -> tuple[dict[str, Any], str]:
         raise _damaged(path, MANIFEST, str(error)) from error
     if stored.get("format") != FORMAT:
         raise CheckpointError(
-            f"checkpoint {path}: its format must be {FORMAT}; got {stored.get('format')!r}; use the foreload that wrote it"
+            f"checkpoint {path}: its format must be {FORMAT}; got {stored.get('format')!r:.100}; use the foreload that wrote it"
         )
     return stored, sha256
 
@@ -344,7 +370,7 @@ def _contents(path: AnyFolder) -> tuple[Contents, str]:
     stored, sha256 = _manifest(path)
     try:
         return Contents.of(stored), sha256
-    except (TypeError, KeyError) as error:
+    except (FormError, FeatureError) as error:
         raise _damaged(path, MANIFEST, str(error)) from error
 
 

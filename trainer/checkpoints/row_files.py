@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.base.codec import Count, Natural, RelativePath
 from foreload.trainer.checkpoints.quantisation import QuantisedRows, decode, encode, packed_bytes
 from foreload.trainer.run.storage import AnyFolder, write_new
 
@@ -32,8 +34,8 @@ _BY_BYTES = ("tag", "weights", "scale", "bias", "exact", "state")
 class FileEntry:
     """A file of a checkpoint, as its manifest has it: name, size, SHA-256."""
 
-    name: str
-    bytes: int
+    name: RelativePath
+    bytes: Count
     sha256: str
 
 
@@ -43,12 +45,12 @@ class RowFile(FileEntry):
     weight has.
     """
 
-    lane: int
-    table: int
-    first: int
-    last: int
-    rows: int
-    bits: int
+    lane: Count
+    table: Count
+    first: Count
+    last: Count
+    rows: Natural
+    bits: Literal[32, 8, 4, 3, 2]
 
     @property
     def gapless(self) -> bool:

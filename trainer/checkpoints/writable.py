@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Literal
 
 from foreload.pipelines.base.at_work import at_work
+from foreload.pipelines.base.codec import parse_json
 from foreload.trainer.checkpoints.format import MANIFEST
 from foreload.trainer.errors import FolderBusy
 from foreload.trainer.run.storage import AnyFolder, ObjectPath
@@ -96,7 +96,7 @@ def clear_left_overs(folder: ObjectPath, owner: str) -> None:
 def _drafts_of(checkpoint: ObjectPath) -> set[str] | None:
     """Under which names the files of a checkpoint lie; None where its manifest does not tell."""
     try:
-        told = json.loads((checkpoint / MANIFEST).read_bytes())
+        told = parse_json((checkpoint / MANIFEST).read_bytes())
         names = [str(file["name"]) for file in (*told["rows"], told["dense"])]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from foreload.pipelines.base.codec import FormError, of_json
 from foreload.trainer.cluster.faults import Fault, TrainerFault
 from foreload.trainer.cluster.messages import LaunchSpec
 from foreload.trainer.cluster.run_folder import run_facts
 from foreload.trainer.cluster.store_shards import StoreShards
+from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Manifest, Status, code_sums
@@ -37,8 +39,15 @@ def launch_spec(
         resumes=start.step >= manifest.stages[0].first_step,
         servers_return=shards.servers_return,
         faults=tuple(faults),
-        totals=Totals(**start.totals),  # type: ignore[arg-type]
+        totals=_totals(run, start),
         hosts=run_facts(run, manifest) if over_hosts else None,
         watched=manifest.watched,
         code=code_sums(manifest.code),
     )
+
+
+def _totals(run: Run, start: Status) -> Totals:
+    try:
+        return of_json(start.totals, Totals)
+    except FormError as error:
+        raise RunError(f"run {run.path}: status.json is damaged ({error}); restore the folder from a copy") from error

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -33,7 +33,9 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.ownership import stale_shards
+from foreload.pipelines.base.codec import FormError, of_json, parse_json
 from foreload.pipelines.base.files import persist, remove_unfinished, replacing, write_json
+from foreload.pipelines.planning.options import MOST_LANES
 from foreload.trainer.errors import CheckpointError, RunError
 from foreload.trainer.run.manifest import VERSION, Manifest, Status, code_sums, write_code
 from foreload.trainer.run.storage import AnyFolder, place
@@ -67,6 +69,8 @@ _FILES = (
 )
 
 _DENSE = re.compile(r"dense--?\d+\.safetensors")
+_Kind = TypeVar("_Kind", Manifest, Status)
+_REMEDY = "restore the folder from a copy, or delete the run with --overwrite and train anew"
 _TAIL_BYTES = 1 << 16  # of metrics.jsonl, in which its last steps stand
 
 
@@ -171,17 +175,12 @@ class Run:
     @property
     def manifest(self) -> Manifest:
         """What the run is; RunError if the file is damaged or of another version."""
-        stored = self._read(MANIFEST)
+        stored = {"store_urls": []} | self._read(MANIFEST)
         if stored.get("version") != VERSION:
             raise RunError(
                 f"run {self.path}: its version must be {VERSION}; got {stored.get('version')!r}; use the program that wrote it"
             )
-        try:
-            return Manifest.of(stored)
-        except (TypeError, KeyError) as error:
-            raise RunError(
-                f"run {self.path}: {MANIFEST} is damaged ({error}); restore the folder from a copy, or delete the run with --overwrite and train anew"
-            ) from error
+        return self._parsed(MANIFEST, stored, Manifest)
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Publish the manifest, whole and on the disk; before it, a copy of the model's code that it names."""
@@ -200,12 +199,13 @@ class Run:
         """How far the run is; None if it never began to train."""
         if not (self.path / STATUS).exists():
             return None
-        try:
-            return Status(**self._read(STATUS))
-        except TypeError as error:
-            raise RunError(
-                f"run {self.path}: {STATUS} is damaged ({error}); restore the folder from a copy, or delete the run with --overwrite and train anew"
-            ) from error
+        status = self._parsed(STATUS, self._read(STATUS), Status)
+        if status.batches.keys() - {str(lane) for lane in range(MOST_LANES)} or len(status.batches) not in (
+            0,
+            self.manifest.lanes,
+        ):
+            raise self._damaged(STATUS, "batches: must have each lane of the run")
+        return status
 
     def write_status(self, status: Status) -> None:
         """Publish how far the run is, whole and on the disk: to be called when the rows and the dense part are there."""
@@ -292,7 +292,7 @@ class Run:
 
     def checkpoint_folders(self, named: str | None = None) -> list[AnyFolder]:
         """Where checkpoints of the run may be: in a folder that a call names, where the last one saved them, in its own folder. Raises RunError."""
-        folders = [place(told) for told in (named, self.manifest.job.get("checkpoint")) if told is not None]
+        folders = [place(told) for told in (named, self.manifest.training_job.checkpoint) if told is not None]
         return list({str(path.absolute()): path for path in [*folders, self.path / CHECKPOINTS]}.values())  # each once
 
     def newest_checkpoint(self, folder: str | None = None, after: int = -1) -> AnyFolder | None:
@@ -310,7 +310,7 @@ class Run:
         """Whether a checkpoint, where others may have some, too, is of this run, or is damaged, and so may be."""
         manifest = checkpoint / "checkpoint.json"
         try:
-            told = json.loads(manifest.read_bytes())["run"]["run_id"]
+            told = parse_json(manifest.read_bytes())["run"]["run_id"]
         except FileNotFoundError:
             return False
         except (OSError, CheckpointError, ValueError, KeyError, TypeError):
@@ -369,16 +369,21 @@ class Run:
 
     def _read(self, name: str) -> dict[str, Any]:
         try:
-            value = json.loads((self.path / name).read_text(encoding="utf-8"))
+            value = parse_json((self.path / name).read_bytes())
         except (OSError, ValueError) as error:
-            raise RunError(
-                f"run {self.path}: cannot read {name} ({error}); restore the folder from a copy, or delete the run with --overwrite and train anew"
-            ) from error
+            raise RunError(f"run {self.path}: cannot read {name} ({error}); {_REMEDY}") from error
         if not isinstance(value, dict):
-            raise RunError(
-                f"run {self.path}: {name} is damaged; restore the folder from a copy, or delete the run with --overwrite and train anew"
-            )
+            raise self._damaged(name, "must be a JSON object")
         return value
+
+    def _parsed(self, name: str, stored: dict[str, Any], kind: type[_Kind]) -> _Kind:
+        try:
+            return of_json(stored, kind)
+        except FormError as error:
+            raise self._damaged(name, str(error)) from error
+
+    def _damaged(self, name: str, why: str) -> RunError:
+        return RunError(f"run {self.path}: {name} is damaged ({why}); {_REMEDY}")
 
 
 def check_free(path: Path, overwrite: bool) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
+from foreload.pipelines.base.codec import Count, Step, finite
 from foreload.pipelines.base.settings import number
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.compute.reports import EvaluationReport
@@ -50,15 +51,10 @@ class Watched:
     """
 
     metric: str
-    step: int
-    best: float | None = None
-    best_step: int | None = None
-    worse: int = 0
-
-    @classmethod
-    def of(cls, stored: Mapping[str, Any] | None) -> Watched | None:
-        """The inverse of `dataclasses.asdict`, from JSON, where None stands for no evaluation."""
-        return None if stored is None else cls(**stored)
+    step: Step
+    best: Annotated[float, finite] | None = None
+    best_step: Step | None = None
+    worse: Count = 0
 
     def ends(self, rule: StopEarly | None) -> bool:
         """Whether training ends by a rule."""

@@ -8,10 +8,14 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict
 
+from foreload.cache.parity.placement import MOST_SHARDS
+from foreload.pipelines.base.codec import Amount, Count, Name, Natural, RelativePath, Step, between, filled
 from foreload.pipelines.base.settings import settings_of, spelled
+from foreload.pipelines.errors import SettingError
+from foreload.pipelines.planning.options import MOST_LANES
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.run.early_stopping import Watched
 from foreload.trainer.run.job import TrainJob
@@ -31,12 +35,12 @@ class Stage:
     how many were begun; prefix: what these are told by (Schedule.prefix). program: as Header has it; "" where that was not noted.
     """
 
-    path: str
-    identity: str
+    path: Annotated[str, filled]
+    identity: Name
     checksum: str | None
-    first_step: int
-    end_step: int
-    segments: int = 0
+    first_step: Count
+    end_step: Count
+    segments: Count = 0
     prefix: str = ""
     program: str = ""
 
@@ -53,14 +57,10 @@ class Stage:
 class CodeFile:
     """A file of the user's model. name: in a copy of the user's folder; path: where it was loaded from; text: None where it is no text."""
 
-    name: str
+    name: RelativePath
     path: str
     sha256: str
     text: str | None
-
-    def __post_init__(self) -> None:
-        if PurePosixPath(self.name).is_absolute() or ".." in PurePosixPath(self.name).parts:
-            raise TypeError(f"code: must name files inside a folder; got {self.name!r}")
 
     @classmethod
     def of(cls, name: str, path: Path) -> CodeFile:
@@ -92,14 +92,34 @@ class Inexact:
     restores: how often.
     """
 
-    since: int
-    bits: int
-    restores: int
+    since: Step
+    bits: Natural
+    restores: Count
 
-    @classmethod
-    def of(cls, stored: Mapping[str, Any] | None) -> Inexact | None:
-        """The inverse of `dataclasses.asdict`, from JSON, where None stands for exact."""
-        return None if stored is None else cls(**stored)
+
+class OtherNumerics(TypedDict):
+    """Under which numerics a run went on, from which step."""
+
+    step: Count
+    fingerprint: dict[str, Any]
+
+
+class OtherCode(TypedDict):
+    """With which code of its model a run went on, from which step: checksums by name."""
+
+    step: Count
+    code: dict[str, str]
+
+
+class OtherRates(TypedDict):
+    """With which learning rates a run went on, from which step: RATE_SETTINGS."""
+
+    step: Count
+    lr: float
+    lr_schedule: str | None
+    dense_lr: float
+    dense_lr_schedule: str | None
+    dense_clip: float | None
 
 
 def rates_text(rates: Sequence[Mapping[str, Any]]) -> str:
@@ -141,21 +161,21 @@ class Manifest:
     schedule have been, up to where it rests or, in a checkpoint, that was saved.
     """
 
-    run_id: str
+    run_id: Name
     job: dict[str, Any]
     namespace: str
-    lanes: int
+    lanes: Annotated[int, between(1, MOST_LANES)]
     store_urls: tuple[str, ...]
-    local_stores: int | None
-    stages: tuple[Stage, ...]
+    local_stores: Annotated[int, between(1, MOST_SHARDS)] | None
+    stages: Annotated[tuple[Stage, ...], filled]
     fingerprint: dict[str, Any] | None = None
-    mixed_numerics: tuple[dict[str, Any], ...] = ()
+    mixed_numerics: tuple[OtherNumerics, ...] = ()
     version: int = VERSION
     inexact: Inexact | None = None
-    rates: tuple[dict[str, Any], ...] = ()
+    rates: tuple[OtherRates, ...] = ()
     watched: Watched | None = None
     code: tuple[CodeFile, ...] = ()
-    mixed_code: tuple[dict[str, Any], ...] = ()
+    mixed_code: tuple[OtherCode, ...] = ()
     former_urls: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -165,16 +185,6 @@ class Manifest:
             if not getattr(self, name):
                 del told[name]
         return told
-
-    @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> Manifest:
-        """The inverse of `to_dict`, from JSON. Raises TypeError and KeyError for what is none."""
-        stages = tuple(Stage(**stage) for stage in stored["stages"])
-        tuples = ("store_urls", "mixed_numerics", "rates", "mixed_code", "former_urls")
-        listed = {name: tuple(stored.get(name, ())) for name in tuples}
-        further = {"inexact": Inexact.of(stored.get("inexact")), "watched": Watched.of(stored.get("watched"))}
-        code = tuple(CodeFile(**file) for file in stored.get("code", ()))
-        return cls(**{**stored, **listed, "stages": stages, "code": code, **further})
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -236,8 +246,11 @@ class Manifest:
 
     @property
     def training_job(self) -> TrainJob:
-        """The job as it was started."""
-        return TrainJob.of(self.job)
+        """The job as it was started. Raises SettingError for settings that are malformed."""
+        try:
+            return TrainJob.of(self.job)
+        except SettingError as error:
+            raise SettingError(f"the settings that the run notes: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,11 +263,11 @@ class Status:
     """
 
     state: State
-    step: int
-    batches: dict[str, int] = field(default_factory=dict)
-    totals: dict[str, float] = field(default_factory=dict)
-    lost: list[int] = field(default_factory=list)
-    term: int = 0
+    step: Step
+    batches: dict[str, Count] = field(default_factory=dict)
+    totals: dict[str, Amount] = field(default_factory=dict)
+    lost: list[Annotated[int, between(0, MOST_SHARDS - 1)]] = field(default_factory=list)
+    term: Count = 0
 
 
 def new_manifest(

@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 import torch
 
+from foreload.pipelines.base.codec import of_json
 from foreload.trainer.compute.exchange import STATE
 from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.compute.transport import Transport
@@ -38,4 +39,4 @@ def receive_state(transport: Transport, rank: int, parts: TrainerParts) -> tuple
     received = message.cpu().numpy().tobytes()
     load_dense_bytes(received[head:], parts.module, parts.optimizer)
     told = json.loads(received[:head])
-    return Totals(**told["totals"]), Watched.of(told["watched"])
+    return Totals(**told["totals"]), None if told["watched"] is None else of_json(told["watched"], Watched)

@@ -27,6 +27,7 @@ Form = Literal["value", "switch", "repeated", "several", "place", "places", "fil
 """How a setting stands on the command line. value: a flag and a word; switch: a flag alone; repeated: a flag and a word, any number of times;
 several: a flag and any number of words; place, places: one word, or any number of words, without a flag; file: not at all, only in the job file."""
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}iB": 1 << 10 * (i + 1) for i, p in enumerate("KMGT")} | {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
 
@@ -258,20 +259,33 @@ def text(flag: str, value: Any) -> str:
     return os.fspath(value)
 
 
+def local(flag: str, value: Any) -> str:
+    """The path of a file or folder on this machine, as text; not a URL."""
+    named = text(flag, value)
+    if _URL.match(named):
+        shown = re.sub(r"//[^ ]*@", "//***@", named.partition("?")[0])
+        raise SettingError(
+            f"{flag}: must be a path on this machine; got {shown}; only checkpoints can be in an object store: give a local path, and copy it there"
+        )
+    return named
+
+
 def path(flag: str, value: Any) -> Path:
-    """The path of a file or folder."""
+    """The path of a file or folder on this machine."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise SettingError(f"{flag}: must be a path; got {value!r}")
-    return Path(value)
+    return Path(local(flag, value))
 
 
 def texts(flag: str, value: Any) -> tuple[str, ...]:
-    """A path or several, as text; a tuple in any case."""
+    """The path of a file or folder on this machine, or several, as text; a tuple in any case. Each may begin with NAME=."""
     values = [value] if isinstance(value, str | os.PathLike) else value
     if not isinstance(values, list | tuple) or not all(
         isinstance(item, str | os.PathLike) and os.fspath(item) for item in values
     ):
         raise SettingError(f"{flag}: must be a path or a list of paths; got {value!r}")
+    for item in values:
+        local(flag, re.sub(r"^[^/=]*=", "", os.fspath(item)))
     return tuple(os.fspath(item) for item in values)
 
 

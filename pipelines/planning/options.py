@@ -28,10 +28,9 @@ from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.sizing import MOST_SLOTS
 from foreload.pipelines.samples.feature_file import load_features
 from foreload.pipelines.samples.features import FeatureSpec
-from foreload.pipelines.schedule.format import SampleAssignment
+from foreload.pipelines.schedule.format import MOST_LANES, SampleAssignment
 from foreload.pipelines.schedule.reader import Schedule
 
-MOST_LANES = 64  # the lanes that use a row are a mask of up to 64 bits
 DEFAULT_MEMORY_BYTES = 1 << 30
 
 

@@ -7,11 +7,11 @@ encoding/ holds `vocabulary-NNNNN.arrow` per table that has one, `scales.json` w
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from foreload.pipelines.base.codec import Name, of_json, parse_json
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples.dense import Scale
@@ -45,16 +45,16 @@ def load(folder: Path, spec: FeatureSpec) -> tuple[FeatureSpec, Encoder]:
     if not needs_state(spec):
         return spec, Encoder(spec)
     try:
-        index = json.loads((folder / INDEX).read_bytes())
+        index = of_json(parse_json((folder / INDEX).read_bytes()), dict[Name, str])
         for name, checksum in index.items():
             if _checksum(folder / name) != checksum:
                 raise ScheduleError(f"{folder / name}: its checksum is not that of {INDEX}; prepare the schedule again")
         vocabularies = {table: Vocabulary.load(folder / _vocabulary_name(table)) for table in spec.vocabulary_tables}
         scales = None
         if SCALES in index:
-            pairs = json.loads((folder / SCALES).read_bytes())
+            pairs = of_json(parse_json((folder / SCALES).read_bytes()), list[tuple[str, str]])
             scales = [Scale(float.fromhex(mean), float.fromhex(deviation)) for mean, deviation in pairs]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise ScheduleError(f"{folder}: its encoding cannot be read ({error}); prepare the schedule again") from error
     whole = spec.with_vocabulary({table: len(vocabulary) for table, vocabulary in vocabularies.items()})
     return whole, Encoder(whole, vocabularies, scales)

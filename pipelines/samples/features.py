@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
 
+from foreload.pipelines.base.codec import Count, FormError, Natural, of_json
 from foreload.pipelines.errors import FeatureError
 
 ENCODINGS = ("hash", "vocabulary", "id")
@@ -38,8 +39,8 @@ class Table:
     """
 
     name: str
-    rows: int | None
-    dimension: int | None = None
+    rows: Natural | None
+    dimension: Natural | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,11 @@ class Feature:
     """
 
     name: str
-    table: int
+    table: Count
     column: str
     encoding: Literal["hash", "vocabulary", "id"]
     pooling: Literal["single", "sum", "mean"] = "single"
-    min_count: int = 1
+    min_count: Natural = 1
     separator: str = "|"
 
 
@@ -78,7 +79,7 @@ class Label:
     name: str
     column: str
     kind: Literal["click", "number"] = "click"
-    at_least: float | None = None
+    at_least: int | float | None = None
 
     @property
     def plain(self) -> bool:
@@ -203,22 +204,8 @@ class FeatureSpec:
     def from_dict(d: Mapping[str, Any]) -> FeatureSpec:
         """The inverse of to_dict; FeatureError where d is not of that form."""
         try:
-            text = dict(d["text"])
-            labels = (
-                tuple(Label(**x) for x in d["labels"]) if "labels" in d else _plain_label(d["label"], d.get("label_at_least"))
-            )
-            return FeatureSpec(
-                labels=labels,
-                dense=tuple(Dense(**x) for x in d["dense"]),
-                features=tuple(Feature(**x) for x in d["features"]),
-                tables=tuple(Table(**x) for x in d["tables"]),
-                order_by=d["order_by"],
-                order_type=d["order_type"],
-                text=TextFormat(**{**text, "columns": tuple(text["columns"]), "missing": tuple(text["missing"])}),
-                weight=d.get("weight"),
-                group=d.get("group"),
-            )
-        except (KeyError, TypeError) as error:
+            return of_json(with_labels(d), FeatureSpec)
+        except FormError as error:
             raise FeatureError(f"features: not a feature specification ({error}); it was written by another version") from error
 
     @staticmethod
@@ -257,8 +244,13 @@ def _check(spec: FeatureSpec) -> None:
         _check_table(table, [f for f in spec.features if f.table == place])
 
 
-def _plain_label(column: str, at_least: float | None) -> tuple[Label, ...]:
-    return (Label(column, column, at_least=at_least),) if column else ()
+def with_labels(told: Any) -> Any:
+    """JSON of a spec as the fields of FeatureSpec have it: with a list of labels, where `to_dict` wrote one alone."""
+    if not isinstance(told, dict) or "label" not in told:
+        return told
+    others = {name: value for name, value in told.items() if name not in ("label", "label_at_least")}
+    label = {"name": told["label"], "column": told["label"], "at_least": told.get("label_at_least")}
+    return others | {"labels": [] if told["label"] == "" else [label]}
 
 
 def _check_label(label: Label) -> None:

@@ -9,14 +9,15 @@ from bisect import bisect_right
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 import pyarrow as pa
 
+from foreload.pipelines.base.codec import MOST, Count, FormError, Name, Natural, between, of_json
 from foreload.pipelines.base.files import replacing
 from foreload.pipelines.errors import ScheduleError
-from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.features import FeatureSpec, with_labels
 
 FORMAT_VERSION = 1
 HEADER, MANIFEST, ROW_TABLE, FAILED = "header.json", "schedule.json", "rows.arrow", "failed.json"
@@ -28,6 +29,9 @@ PROVENANCE = "provenance.json"
 SET_NAME = r"[A-Za-z0-9_-]+"
 """A regular expression of what an evaluation set can be called."""
 
+MOST_LANES = 64  # the lanes that use a row are a mask of up to 64 bits
+
+Slots = Annotated[int, between(0, (1 << 31) - 1)]
 Kind = Literal["train", "evaluate"]
 SampleAssignment = Literal["order", "locality"]
 
@@ -70,6 +74,64 @@ def write_lists(path: Path, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -
     return {"name": path.name, "bytes": size, "crc32": crc32}
 
 
+class FileEntry(TypedDict):
+    """A file in a manifest."""
+
+    name: Name
+    bytes: Count
+    crc32: Count
+
+
+class RowTableEntry(FileEntry):
+    """The row table in a manifest, with how many rows it has."""
+
+    rows: Count
+
+
+class LaneFiles(TypedDict):
+    """The files of a lane in a segment; entry: where the segment has an entry state."""
+
+    samples: FileEntry
+    moves: FileEntry
+    entry: NotRequired[FileEntry]
+
+
+class Counts(TypedDict):
+    """What a schedule adds up to."""
+
+    training_samples: Count
+    training_steps: Count
+    evaluation_samples: Count
+    rows_used: Count
+    arrivals: Count
+    initial: Count
+    stored: Count
+    write_backs: Count
+
+
+class Lookahead(TypedDict):
+    """How far decisions looked ahead: see ScheduleOutput.finish."""
+
+    cover: Annotated[float, between(0, MOST)] | None
+    bound: int
+    exact: bool
+
+
+class ScheduleManifest(TypedDict):
+    """schedule.json (docs/schedule.md)."""
+
+    version: int
+    header: str
+    segments: list[str]
+    evaluation_slots: list[Slots]
+    occupied: list[Slots]
+    minimum_slots: list[Slots]
+    end_step: Count
+    counts: Counts
+    lookahead: Lookahead
+    rows: RowTableEntry
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """The settings of a schedule, known before its first segment.
@@ -84,21 +146,21 @@ class Header:
 
     version: int
     features: FeatureSpec
-    batch_size: int
-    lanes: int
-    slots: tuple[int, ...]
-    epochs: int
+    batch_size: Natural
+    lanes: Annotated[int, between(1, MOST_LANES)]
+    slots: tuple[Slots, ...]
+    epochs: Count
     shuffle_seed: int | None
-    training_samples: int
-    evaluation_samples: int
-    first_step: int
-    first_number: int
+    training_samples: Count
+    evaluation_samples: Count
+    first_step: Count
+    first_number: Count
     parent: str | None
     settings: dict[str, Any]
     placement: SampleAssignment = "order"
-    eval_every: int | None = None
-    first_epoch: int = 0
-    evaluation_sets: tuple[tuple[str, int], ...] = ()
+    eval_every: Natural | None = None
+    first_epoch: Count = 0
+    evaluation_sets: tuple[tuple[str, Count], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -112,14 +174,17 @@ class Header:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Header:
-        """Inverse of to_dict; raises ScheduleError for another format version."""
+        """Inverse of to_dict; raises ScheduleError for another format version, FormError for another form."""
         if value.get("version") != FORMAT_VERSION:
             raise ScheduleError(
-                f"schedule format version: must be {FORMAT_VERSION}, is {value.get('version')}: prepare the schedule again with this version"
+                f"schedule format version: must be {FORMAT_VERSION}, is {value.get('version')!r:.100}: prepare the schedule again with this version"
             )
-        sets = tuple((name, samples) for name, samples in value.get("evaluation_sets", ()))
-        features = FeatureSpec.from_dict(value["features"])
-        return cls(**{**value, "features": features, "slots": tuple(value["slots"]), "evaluation_sets": sets})
+        header = of_json(value | {"features": with_labels(value.get("features"))}, cls)
+        if len(header.slots) != header.lanes:
+            raise FormError(f"Header.slots: must be of {header.lanes} lanes; got {len(header.slots)}")
+        if header.evaluation_sets and sum(samples for _, samples in header.evaluation_sets) != header.evaluation_samples:
+            raise FormError("Header.evaluation_sets: must have all evaluation samples")
+        return header
 
     @property
     def program(self) -> str:
@@ -184,33 +249,32 @@ class Segment:
     besides the lane's slots; counts: rows_used, arrivals, initial and write_backs of all its lanes.
     """
 
-    index: int
+    index: Count
     kind: Kind
-    epoch: int
-    first: int
-    samples: tuple[int, ...]
-    files: tuple[dict[str, dict[str, Any]], ...]
-    evaluation_slots: tuple[int, ...]
-    ordinals: tuple[tuple[int, ...], ...] | None  # with an entry state: per lane and table, the ordinals given before the segment
-    counts: dict[str, int]
+    epoch: Count
+    first: Count
+    samples: tuple[Count, ...]
+    files: tuple[LaneFiles, ...]
+    evaluation_slots: tuple[Slots, ...]
+    ordinals: (
+        tuple[tuple[Count, ...], ...] | None
+    )  # with an entry state: per lane and table, the ordinals given before the segment
+    counts: dict[str, Count]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> Segment:
-        """Inverse of to_dict."""
-        ordinals = value["ordinals"]
-        return cls(
-            **{
-                **value,
-                "samples": tuple(value["samples"]),
-                "files": tuple(value["files"]),
-                "evaluation_slots": tuple(value["evaluation_slots"]),
-                "ordinals": None if ordinals is None else tuple(tuple(lane) for lane in ordinals),
-            }
-        )
+    def check(self, index: int, header: Header) -> None:
+        """Raise FormError where it is not segment `index` of a schedule with this header."""
+        shape = [len(header.features.tables)] * header.lanes
+        per_lane = {len(self.files), len(self.evaluation_slots)}
+        if (
+            self.index != index
+            or per_lane != {header.lanes}
+            or (self.ordinals and [len(lane) for lane in self.ordinals] != shape)
+        ):
+            raise FormError(f"Segment: must be segment {index} of {header.lanes} lanes and {len(header.features.tables)} tables")
 
 
 @dataclass(frozen=True, slots=True)

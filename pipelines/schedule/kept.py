@@ -10,10 +10,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
+from foreload.pipelines.base.codec import Count, Step, of_json
 from foreload.pipelines.base.files import read_sealed, replacing, write_sealed
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples import encoding_state
@@ -22,11 +23,13 @@ from foreload.pipelines.schedule.format import (
     MANIFEST,
     PROVENANCE,
     ROW_TABLE,
+    FileEntry,
     Segment,
     segment_name,
     write_lists,
 )
-from foreload.pipelines.schedule.reader import MappedLists, Schedule
+from foreload.pipelines.schedule.mapped_lists import MappedLists
+from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.replay import state_after
 
 POSITION = "position.json"
@@ -72,7 +75,7 @@ def ordinals_after(schedule: Schedule, step: int) -> np.ndarray:
         return counts.reshape(header.lanes, tables)
     if (schedule.path / POSITION).exists():
         position = _position(schedule.path)
-        if position["step"] == step:
+        if position["step"] == step and position["ordinals"] is not None:
             return np.array(position["ordinals"], np.int64)
     return np.array([lane.ordinals for lane in state_after(schedule, step).lanes], np.int64)
 
@@ -86,9 +89,17 @@ def last_occupants(schedule: Schedule) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(file.column("table", 0), file.column("id", 0)) for file in files]
 
 
-def _position(folder: Path) -> dict[str, Any]:
+class Position(TypedDict):
+    """position.json; ordinals: per lane and table; occupants: files of each lane's, both None at the end."""
+
+    step: Step
+    ordinals: list[list[Count]] | None
+    occupants: list[FileEntry]
+
+
+def _position(folder: Path) -> Position:
     try:
-        return read_sealed(folder / POSITION)[0]
+        return of_json(read_sealed(folder / POSITION)[0], Position)
     except (OSError, ValueError) as error:
         raise ScheduleError(f"{folder / POSITION}: cannot be read ({error}); put the whole schedule back") from None
 

@@ -8,13 +8,10 @@ and checks everything before it. Trainers map the files; a step's arrays are vie
 from __future__ import annotations
 
 import hashlib
-import json
-import mmap
-import os
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from foreload.pipelines.base.at_work import Watch
+from foreload.pipelines.base.codec import FormError, of_json, parse_json
 from foreload.pipelines.base.files import read_sealed
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.format import (
@@ -39,62 +37,15 @@ from foreload.pipelines.schedule.format import (
     Header,
     LaneEvent,
     Occupants,
+    ScheduleManifest,
     Segment,
     segment_name,
 )
-
-
-def _mapped(path: Path, entry: dict[str, Any], what: str) -> mmap.mmap:
-    """A file mapped whole. Raises ScheduleError unless it is, byte for byte, what its entry in a manifest says.
-
-    The mapping is a private one that could be written to without the file noticing, since numba takes arrays that are not writable only on
-    a detour of some 0.1 ms a call.
-    """
-    try:
-        with path.open("rb") as file:
-            whole = os.fstat(file.fileno()).st_size == entry["bytes"]  # an empty file cannot be mapped
-            source = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if whole else None
-    except OSError as error:
-        raise ScheduleError(f"{what} {path}: cannot be read ({error.strerror}): prepare the schedule again") from None
-    if source is None or zlib.crc32(source) != entry["crc32"]:
-        raise ScheduleError(f"{what} {path}: its checksum is not the manifest's: the file is damaged; prepare the schedule again")
-    return source
-
+from foreload.pipelines.schedule.mapped_lists import MappedLists, map_file
 
 # Columns of moves and of entry states, in the order of the fields of Arrivals and Occupants.
 _ARRIVAL_COLUMNS = ("table", "ordinal", "id", "tag", "slot", "after")
 _ENTRY_COLUMNS = ("table", "ordinal", "id", "tag", "stored")
-
-
-class MappedLists:
-    """A mapped Arrow file of list columns: `column(name, row)` is a view. entry: the file's in a manifest. ScheduleError where it does not fit."""
-
-    def __init__(self, path: Path, entry: dict[str, Any]) -> None:
-        source = _mapped(path, entry, "schedule file")
-        start = np.frombuffer(source, np.uint8).ctypes.data
-        batch = pa.ipc.open_file(pa.py_buffer(source)).get_batch(0)
-
-        def view(values: pa.Array) -> np.ndarray:
-            kind = values.to_numpy().dtype
-            if not len(values):
-                return np.empty(0, kind)
-            first = values.buffers()[1].address - start + values.offset * kind.itemsize
-            return np.frombuffer(source, kind, len(values), first)
-
-        self._columns = {name: (view(batch.column(name).offsets), view(batch.column(name).values)) for name in batch.schema.names}
-
-    def column(self, name: str, row: int) -> np.ndarray:
-        """Row `row` of a list column: a view. The file must have the column (`has`)."""
-        offsets, values = self._columns[name]
-        return values[offsets[row] : offsets[row + 1]]
-
-    def whole(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """All rows of a list column: their offsets, one more than rows, and the values between them; views."""
-        return self._columns[name]
-
-    def has(self, name: str) -> bool:
-        """Whether the file has this column."""
-        return name in self._columns
 
 
 def _load_json(path: Path, what: str) -> tuple[dict[str, Any], str]:
@@ -104,6 +55,15 @@ def _load_json(path: Path, what: str) -> tuple[dict[str, Any], str]:
         raise ScheduleError(f"{what} {path}: is missing: not a whole schedule; prepare it again") from None
     except (ValueError, OSError):
         raise ScheduleError(f"{what} {path}: cannot be read: the file is damaged; prepare the schedule again") from None
+
+
+@contextmanager
+def _parsing(path: Path, what: str) -> Iterator[None]:
+    """Raise ScheduleError where what is parsed is not of its form."""
+    try:
+        yield
+    except FormError as error:
+        raise ScheduleError(f"{what} {path}: is not as a schedule has it ({error}); prepare the schedule again") from error
 
 
 class Schedule:
@@ -145,7 +105,8 @@ class Schedule:
                 f"schedule {self.path}: is {state} (no {MANIFEST}): wait for `foreload prepare`, or train with --follow"
             )
         header, self.identity = _load_json(self.path / HEADER, "schedule header")
-        self.header = Header.from_dict(header)
+        with _parsing(self.path / HEADER, "schedule header"):
+            self.header = Header.from_dict(header)
         self._header_file = self._stat(HEADER)
         if self.complete and self.manifest["header"] != self.identity:
             raise ScheduleError(
@@ -157,7 +118,7 @@ class Schedule:
     def _refuse_failed(self) -> None:
         if (self.path / FAILED).exists():
             try:
-                reason = json.loads((self.path / FAILED).read_bytes())["error"]
+                reason = parse_json((self.path / FAILED).read_bytes())["error"]
             except (OSError, ValueError, KeyError, TypeError):
                 reason = f"{FAILED} is damaged, which would say why"
             raise ScheduleError(f"schedule {self.path}: preparing it failed: {reason}")
@@ -190,11 +151,25 @@ class Schedule:
         return self._complete
 
     @cached_property
-    def _manifest(self) -> tuple[dict[str, Any], str]:
-        return _load_json(self.path / MANIFEST, "schedule manifest")
+    def _manifest(self) -> tuple[ScheduleManifest, str]:
+        path = self.path / MANIFEST
+        stored, checksum = _load_json(path, "schedule manifest")
+        with _parsing(path, "schedule manifest"):
+            return self._checked(of_json(stored, ScheduleManifest)), checksum
+
+    def _checked(self, manifest: ScheduleManifest) -> ScheduleManifest:
+        header = self.header
+        for slots in (manifest["evaluation_slots"], manifest["occupied"], manifest["minimum_slots"]):
+            if len(slots) != header.lanes:
+                raise FormError(f"slots: must be of {header.lanes} lanes; got {len(slots)}")
+        if any(occupied > slots for occupied, slots in zip(manifest["occupied"], header.slots, strict=True)):
+            raise FormError("occupied: must be at most the slots in the header")
+        if manifest["end_step"] != header.end_step:
+            raise FormError(f"end_step: must be {header.end_step}; got {manifest['end_step']}")
+        return manifest
 
     @property
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> ScheduleManifest:
         """The manifest over all: counts, lookahead, checksums."""
         return self._manifest[0]
 
@@ -212,7 +187,7 @@ class Schedule:
     def made_with(self, option: str) -> Any:
         """What `foreload prepare` was given for an option, by name; None where that is not known, since it is no part of the schedule."""
         try:
-            return json.loads((self.path / PROVENANCE).read_bytes())["options"][option]
+            return parse_json((self.path / PROVENANCE).read_bytes())["options"][option]
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -237,7 +212,10 @@ class Schedule:
             value, checksum = _load_json(path, "segment manifest")
             if self.complete and self.manifest["segments"][k] != checksum:
                 raise ScheduleError(f"segment manifest {path}: its checksum is not the manifest's: prepare the schedule again")
-            self._segments.append(Segment.from_dict(value))
+            with _parsing(path, "segment manifest"):
+                segment = of_json(value, Segment)
+                segment.check(k, self.header)
+            self._segments.append(segment)
             self._checksums.append(checksum)
         return self._segments[index]
 
@@ -295,12 +273,31 @@ class Schedule:
         mapped = self._files.get((segment, lane))
         if mapped is None:
             files = self._segments[segment].files[lane]
-            samples, moves = (MappedLists(self.path / files[part]["name"], files[part]) for part in ("samples", "moves"))
+            samples, moves = (MappedLists(self.path / entry["name"], entry) for entry in (files["samples"], files["moves"]))
+            self._check_fits(self._segments[segment], lane, samples, moves)
             # Threads read ahead and behind one another by a few steps; two segments back nobody reads.
             for old in [k for k in list(self._files) if k[1] == lane and k[0] < segment - 2]:
                 self._files.pop(old, None)
             self._files[segment, lane] = mapped = samples, moves
         return mapped
+
+    def _check_fits(self, segment: Segment, lane: int, samples: MappedLists, moves: MappedLists) -> None:
+        """Raise ScheduleError where the files of a lane in a segment are not as the manifests say."""
+        features, first, most = self.header.features, self.header.slots[lane], self.slots[lane]
+        numbers = len(samples.whole("numbers")[1])
+        fits = samples.rows == moves.rows == len(segment.samples)
+        fits &= len(samples.whole("labels")[1]) == numbers * len(features.labels)
+        fits &= len(samples.whole("dense")[1]) == numbers * len(features.dense)
+        for name in ("slots", "arrival_slot"):
+            slots = moves.whole(name)[1]
+            # Slots of an evaluation come behind those of the header.
+            held = slots[slots < first] if segment.kind == "evaluate" else slots
+            fits &= held.min(initial=0) >= 0 and held.max(initial=-1) < most
+            fits &= slots.max(initial=-1) < first + segment.evaluation_slots[lane] or segment.kind == "train"
+        if not fits:
+            raise ScheduleError(
+                f"schedule {self.path}: the files of segment {segment.index}, lane {lane} are not as its manifests say; prepare it again"
+            )
 
     def lane(self, event: Event, lane: int) -> LaneEvent:
         """One lane's part of an event."""
@@ -368,7 +365,7 @@ class Schedule:
     def rows(self, batch_rows: int = 1 << 18) -> Iterator[dict[str, np.ndarray]]:
         """The row table by (table, id), in batches: table int16, id int64, lane uint8, ordinal int64, tag int32."""
         entry = self.manifest["rows"]
-        reader = pa.ipc.open_file(pa.py_buffer(_mapped(self.path / ROW_TABLE, entry, "row table")))
+        reader = pa.ipc.open_file(pa.py_buffer(map_file(self.path / ROW_TABLE, entry, "row table")))
         for k in range(reader.num_record_batches):
             batch = reader.get_batch(k)
             for start in range(0, batch.num_rows, batch_rows):

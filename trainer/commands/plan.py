@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from foreload.pipelines.base.memory import available_bytes
-from foreload.pipelines.base.settings import read_job_file, settings_of
+from foreload.pipelines.base.settings import local, read_job_file, settings_of
 from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, LaneUses, lane_uses
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.pipelines.schedule.format import PROVENANCE
@@ -320,7 +320,7 @@ def check_writable(path: str | None) -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise PlanError("--plot: needs matplotlib, which is not installed; `pip install matplotlib`, or leave it out") from error
-    if Path(path).suffix not in (".png", ".svg", ".pdf"):
+    if Path(local("--plot", path)).suffix not in (".png", ".svg", ".pdf"):
         raise PlanError(f"--plot: must be a file whose name ends in .png, .svg or .pdf; got {path}")
     folder = Path(path).absolute().parent
     if not os.access(folder, os.W_OK):

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from foreload.pipelines.base.files import replacing
 from foreload.pipelines.base.progress import Display
+from foreload.pipelines.base.settings import local
 from foreload.pipelines.errors import RecordError, SettingError, SourceError
 from foreload.pipelines.samples.features import FeatureSpec, Label, TextFormat
 from foreload.pipelines.samples.pieces import Samples
@@ -290,7 +291,7 @@ def _scores(outputs: np.ndarray, labels: Sequence[Label]) -> np.ndarray:
 
 def check_out(out: str) -> None:
     """Raise SettingError where scores cannot be written there."""
-    if Path(out).suffix not in (".csv", ".parquet"):
+    if Path(local("--out", out)).suffix not in (".csv", ".parquet"):
         raise SettingError(f"--out: must end in .csv or .parquet; got {out!r}")
     if not Path(out).absolute().parent.is_dir():
         raise SettingError(f"--out: cannot write {out}: there is no such folder")

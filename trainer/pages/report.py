@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from foreload.pipelines.base.files import unwritable, write_atomically
+from foreload.pipelines.base.settings import local
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.format import HEADER
 from foreload.pipelines.schedule.format import MANIFEST as SCHEDULE_MANIFEST
@@ -32,7 +33,7 @@ def report(places: list[str], out: str | None, state_of: Callable[[str], str]) -
         )
     names = "-".join(folder.absolute().name for folder in folders)
     alone = len(folders) == 1 and not schedules
-    target = Path(out) if out is not None else folders[0] / REPORT if alone else Path(f"{names}-report.html")
+    target = Path(local("--out", out)) if out is not None else folders[0] / REPORT if alone else Path(f"{names}-report.html")
     if schedules:
         _check(target)
         text = schedule_page(read_schedule(folders[0]))

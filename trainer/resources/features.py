@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from foreload.pipelines.compiler.other_slots import LaneUses, count_moves
-from foreload.pipelines.schedule.reader import MappedLists, Schedule
+from foreload.pipelines.schedule.mapped_lists import MappedLists
+from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.succession import next_copies
 
 MASKED_STEPS = 64  # in which it is counted who uses whose rows

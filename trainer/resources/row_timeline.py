@@ -14,7 +14,8 @@ from foreload.cache.parity.row_counts import RowCounts, count_rows
 from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.schedule.format import Segment
-from foreload.pipelines.schedule.reader import MappedLists, Schedule
+from foreload.pipelines.schedule.mapped_lists import MappedLists
+from foreload.pipelines.schedule.reader import Schedule
 
 _MOST_MOMENTS = 4096
 _MOST_COUNTS = 1 << 22  # of all moments together

@@ -35,7 +35,7 @@ from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.ownership import stale_shards
 from foreload.pipelines.base.codec import FormError, of_json, parse_json
 from foreload.pipelines.base.files import persist, remove_unfinished, replacing, write_json
-from foreload.pipelines.planning.options import MOST_LANES
+from foreload.pipelines.schedule.format import MOST_LANES
 from foreload.trainer.errors import CheckpointError, RunError
 from foreload.trainer.run.manifest import VERSION, Manifest, Status, code_sums, write_code
 from foreload.trainer.run.storage import AnyFolder, place

@@ -15,6 +15,7 @@ from foreload.pipelines.base.settings import (
     choice,
     integer,
     key_values,
+    local,
     named,
     number,
     parse_fields,
@@ -24,8 +25,8 @@ from foreload.pipelines.base.settings import (
     text,
 )
 from foreload.pipelines.errors import SettingError
-from foreload.pipelines.planning.options import MOST_LANES
 from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.schedule.format import MOST_LANES
 from foreload.trainer.compute.rate_schedules import RateSchedule
 from foreload.trainer.compute.row_optimizers import RowOptimizer
 from foreload.trainer.run.early_stopping import StopEarly
@@ -57,10 +58,10 @@ class TrainJob:
     """One call of `foreload train`, parsed and checked. Raises SettingError; the message names the setting, the rule, the value and the remedy."""
 
     schedule: str = setting(
-        "", text, "the folder that `foreload prepare` wrote", form="place", metavar="SCHEDULE", flag="SCHEDULE", required=True
+        "", local, "the folder that `foreload prepare` wrote", form="place", metavar="SCHEDULE", flag="SCHEDULE", required=True
     )
     run: str = setting(
-        "", text, "folder for everything this training leaves: model, metrics, summary", _WHAT, metavar="DIR", required=True
+        "", local, "folder for everything this training leaves: model, metrics, summary", _WHAT, metavar="DIR", required=True
     )
     model: str = setting(
         "dlrm",
@@ -70,7 +71,7 @@ class TrainJob:
         metavar="MODEL",
     )
     model_folder: str = setting(
-        "", text, "folder of a --model of one's own, remembered by the run; by default the one where this is called", _WHAT, metavar="DIR"
+        "", local, "folder of a --model of one's own, remembered by the run; by default the one where this is called", _WHAT, metavar="DIR"
     )  # fmt: skip
     dim: int = setting(32, integer(1), "columns of an embedding, for tables whose feature file gives none", _WHAT, metavar="D")
     model_options: dict[str, Any] = setting(
@@ -179,7 +180,7 @@ class TrainJob:
         metavar="K", stated=False,
     )  # fmt: skip
     token_file: str | None = setting(
-        None, text, "with --coordinator: a file with the token that other hosts show; by default FORELOAD_JOB_TOKEN, else a new one in RUN/token",
+        None, local, "with --coordinator: a file with the token that other hosts show; by default FORELOAD_JOB_TOKEN, else a new one in RUN/token",
         _WHERE, metavar="FILE", stated=False,
     )  # fmt: skip
     checkpoint: str | None = setting(
@@ -219,7 +220,7 @@ class TrainJob:
         metavar="METRIC:PATIENCE[:MIN_CHANGE]",
     )  # fmt: skip
     history: str = setting(
-        "", text, "file for the figures that a run leaves at its end, for foreload history and plan; by default in the user's data folder", _CALL,
+        "", local, "file for the figures that a run leaves at its end, for foreload history and plan; by default in the user's data folder", _CALL,
         metavar="FILE|off", stated=False,
     )  # fmt: skip
     no_report: bool = setting(

@@ -15,7 +15,7 @@ from foreload.cache.parity.placement import MOST_SHARDS
 from foreload.pipelines.base.codec import Amount, Count, Name, Natural, RelativePath, Step, between, filled
 from foreload.pipelines.base.settings import settings_of, spelled
 from foreload.pipelines.errors import SettingError
-from foreload.pipelines.planning.options import MOST_LANES
+from foreload.pipelines.schedule.format import MOST_LANES
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.run.early_stopping import Watched
 from foreload.trainer.run.job import TrainJob

@@ -21,6 +21,7 @@ from foreload.cache.errors import CacheError
 from foreload.cache.rows.layout import MOST_COLUMNS, RowLayout
 from foreload.pipelines.base.codec import Count, FormError, Name, Natural, between, of_json
 from foreload.pipelines.base.files import is_full, read_sealed, replacing, within, write_sealed
+from foreload.pipelines.base.settings import local
 from foreload.trainer.errors import ExportError
 
 FORMAT = 1
@@ -170,7 +171,7 @@ class TableWriter:
 
 def check_new(out: str) -> Path:
     """The folder that an export is to make. Raises ExportError where there is something, or nothing can be."""
-    target = Path(out)
+    target = Path(local("--out", out))
     if target.exists():
         raise ExportError(f"--out: {out} exists already; choose a new folder")
     there = next(folder for folder in target.absolute().parents if folder.exists())

@@ -81,6 +81,8 @@ def _train(values: dict[str, Any], leave: Callable[[], None]) -> Iterator[Part]:
     else:
         with contextlib.closing(Preforked(job.trainers + 1, leave)) as processes:
             ending = train(job, start_process=processes)
+    if ending is not None and ending.no_digest is not None:
+        raise ending.no_digest
     yield {"run": job.run, "stopped": ending is not None and ending.stopped}, b""
 
 

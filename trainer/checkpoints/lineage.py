@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from foreload.trainer.checkpoints.policies import Policy, baseline_is_due, delet
 from foreload.trainer.checkpoints.writable import holding, removed
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
 from foreload.trainer.run.manifest import Manifest
-from foreload.trainer.run.storage import AnyFolder
+from foreload.trainer.run.storage import AnyFolder, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,29 @@ def newest_of_run(folder: AnyFolder, run: Manifest, after: int = -1) -> Checkpoi
         if checkpoint.contents.run.run_id == run.run_id:
             return checkpoint if checkpoint.contents.step > after else None
     return None
+
+
+def named_or_newest(path: str) -> Checkpoint:
+    """The checkpoint in a folder, or the newest one in a folder of checkpoints that can be opened and has its files; says which on stderr.
+
+    Raises CheckpointError where there is neither.
+    """
+    folder = place(path)
+    if (folder / MANIFEST).is_file():
+        return Checkpoint.open(folder)
+    for candidate in reversed(_there(folder)):
+        try:
+            checkpoint = Checkpoint.open(candidate)
+            why = "" if checkpoint.files_there else f"checkpoint {candidate}: lacks files"
+        except CheckpointUnreachable:
+            raise
+        except CheckpointError as error:
+            why = str(error)
+        if not why:
+            sys.stderr.write(f"foreload: the newest complete checkpoint in {path} is {candidate.name}\n")
+            return checkpoint
+        sys.stderr.write(f"foreload: warning: {why}\n")
+    return Checkpoint.open(folder)  # says that it is none
 
 
 def unusable(path: AnyFolder, why: CheckpointError) -> CheckpointError:

@@ -43,7 +43,8 @@ SHARED = ("steps", "samples", "seconds", "seconds_compute", "seconds_exchange", 
 @dataclass(frozen=True, slots=True)
 class Ending:
     """How a call of `foreload train` ended: its summary, the last step, the signal or request that stopped it early, if any, and what each trainer
-    told at its end. full: why it stopped before a store shard was full; None where it did not.
+    told at its end. full: why it stopped before a store shard was full; None where it did not. no_digest: why the digest that was asked for could not
+    be computed.
     """
 
     summary: dict[str, Any]
@@ -52,6 +53,7 @@ class Ending:
     signal_number: int | None
     told: tuple[TrainerEnd | Departed, ...] = ()
     full: str | None = None
+    no_digest: ForeloadError | None = None
 
     @property
     def early(self) -> str | None:

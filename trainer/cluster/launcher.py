@@ -27,7 +27,7 @@ from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.spare import check_spare
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.base.interrupts import Interrupts
-from foreload.pipelines.errors import SettingError
+from foreload.pipelines.errors import ForeloadError, SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.restoring import check_restorable, restored_manifest
@@ -356,9 +356,13 @@ class Launcher:
             # The digest may be interrupted. Until here nothing was, since the status tells of rows that local servers have not saved.
             self._interrupts.defer_signals = False
             if self._job.digest and group.failure is None:
-                with Store.connect(asked(shards.urls), self._job.store_silence, run.placement.r) as store:
-                    ending.summary["digest"] = saved_run_at(run, store, group.status).digest()
-                write_json(run.path / SUMMARY, ending.summary)
+                try:
+                    with Store.connect(asked(shards.urls), self._job.store_silence, run.placement.r) as store:
+                        ending.summary["digest"] = saved_run_at(run, store, group.status).digest()
+                except ForeloadError as error:
+                    ending = replace(ending, no_digest=error)
+                else:
+                    write_json(run.path / SUMMARY, ending.summary)
         if not self._job.no_report:
             leave_report(run.path)
         if group.failure is not None:

@@ -190,6 +190,8 @@ def _train(parsed: argparse.Namespace) -> int:
             f"stopped after step {ending.step}{why}; go on with: foreload train {job.schedule} --run {job.run} --resume",
             file=sys.stderr,
         )
+    if ending.no_digest is not None:
+        raise ending.no_digest
     if ending.full is not None:
         return FULL
     return 128 + ending.signal_number if ending.signal_number is not None else 0

@@ -67,7 +67,7 @@ def saved(
             raise SettingError(
                 f"{flags[0]}: is for a run that rests; run {path} is being trained, as --checkpoint-policy and --checkpoint-bits say; leave it out"
             )
-        return _told(save_while_training(run.path, to)) | {"deleted": []}
+        return _told(save_while_training(run, to, folder)) | {"deleted": []}
     step = run.saved_status().step
     check_absent(folder, step)
     with open_saved(path, store) as opened, progress_bar(0, "row") as bar:

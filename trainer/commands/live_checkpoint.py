@@ -6,28 +6,46 @@ import time
 from pathlib import Path
 
 from foreload.trainer.checkpoints.format import Checkpoint
-from foreload.trainer.cluster.control import AskCheckpoint, AskCheckpointed, CheckpointProgress, Refused, ask
-from foreload.trainer.errors import CheckpointError
-from foreload.trainer.run.storage import place
+from foreload.trainer.checkpoints.lineage import of_run
+from foreload.trainer.cluster.control import AskCheckpoint, AskCheckpointed, CheckpointBegun, CheckpointProgress, Refused, ask
+from foreload.trainer.errors import CheckpointError, RunError
+from foreload.trainer.run.directory import Run
+from foreload.trainer.run.storage import AnyFolder, place
 
 _PAUSE_SECONDS = 0.2  # between two looks how far it is
 
 
-def save_while_training(run: Path, to: str | None) -> Checkpoint:
-    """Have a checkpoint saved, in a folder of checkpoints or that of the run, and return it when it is there. Raises CheckpointError, RunError."""
+def save_while_training(run: Run, to: str | None, folder: AnyFolder) -> Checkpoint:
+    """Have a checkpoint saved, in a folder of checkpoints or that of the run, and return it when it is there.
+
+    folder: where that is. Raises CheckpointError and RunError.
+    """
+    before = {checkpoint.sha256 for checkpoint in of_run(folder, run.manifest)}
+    try:
+        told = _asked_for(run.path, to)
+    except RunError as error:
+        # It has the request, and does what it asks for when it goes on.
+        raise CheckpointError(
+            f"{error} If it goes on, it still saves the checkpoint: `foreload checkpoint list {folder}` shows it then"
+        ) from error
+    if isinstance(told, Refused):
+        raise CheckpointError(f"run {run.path}: {told.error}")
+    if told is None:
+        saved = [checkpoint for checkpoint in of_run(folder, run.manifest) if checkpoint.sha256 not in before]
+        if saved:
+            return saved[-1]
+        raise CheckpointError(f"run {run.path}: its training ended meanwhile; save a checkpoint of it now that it rests")
+    if told.path is None:
+        raise CheckpointError(f"run {run.path}: the checkpoint was not saved: {told.failed}")
+    return Checkpoint.open(told.path)
+
+
+def _asked_for(run: Path, to: str | None) -> CheckpointProgress | Refused | None:
+    """What the run says in the end of a checkpoint that it is asked for; None if its training ended meanwhile. Raises RunError if it is silent."""
     begun = ask(run, AskCheckpoint(None if to is None else str(place(to).absolute())))
-    if isinstance(begun, Refused):
-        raise CheckpointError(f"run {run}: {begun.error}")
-    told: CheckpointProgress | Refused | None = None
-    while begun is not None:
+    while isinstance(begun, CheckpointBegun):
         told = ask(run, AskCheckpointed(begun.checkpoint))
         if not isinstance(told, CheckpointProgress) or told.done:
-            break
+            return told
         time.sleep(_PAUSE_SECONDS)
-    if isinstance(told, Refused):
-        raise CheckpointError(f"run {run}: {told.error}")
-    if told is None:
-        raise CheckpointError(f"run {run}: its training ended meanwhile; save a checkpoint of it now that it rests")
-    if told.path is None:
-        raise CheckpointError(f"run {run}: the checkpoint was not saved: {told.failed}")
-    return Checkpoint.open(told.path)
+    return begun

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from foreload.pipelines.base.settings import read_job_file, settings_of
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.checkpoints.lineage import named_or_newest
 from foreload.trainer.cluster.processes import ChildProcess, StartProcess
 from foreload.trainer.compute import numerics
 from foreload.trainer.run.directory import Run
@@ -41,8 +42,9 @@ def restored(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     from foreload.trainer.cluster import launcher
 
     status = launcher.restored(job)
-    rows = Checkpoint.open(path).row_count
-    return {"run": job.run, "checkpoint": path, "state": status.state, "step": status.step, "rows": rows}
+    assert job.from_checkpoint is not None
+    rows = Checkpoint.open(job.from_checkpoint).row_count
+    return {"run": job.run, "checkpoint": job.from_checkpoint, "state": status.state, "step": status.step, "rows": rows}
 
 
 def call_values(given: Mapping[str, Any], job_file: str | Path | None) -> tuple[dict[str, Any], Any]:
@@ -63,7 +65,9 @@ def call_values(given: Mapping[str, Any], job_file: str | Path | None) -> tuple[
         run = Run.open(values["run"])
         return _remembered(run.manifest) | {"store": store_setting(run.manifest, run.placement)} | values, summary
     if values.get("from_checkpoint"):
-        before = _remembered(Checkpoint.open(values["from_checkpoint"]).contents.run)
+        checkpoint = named_or_newest(values["from_checkpoint"])
+        values["from_checkpoint"] = str(checkpoint.place)
+        before = _remembered(checkpoint.contents.run)
         # Where it was trained says nothing of where it is to be.
         elsewhere = set(FREE_SETTINGS) - {"schedule", "model_folder", "stop_early"}
         return {name: value for name, value in before.items() if name not in elsewhere} | values, summary

@@ -166,11 +166,20 @@ class Run:
                 target.unlink(missing_ok=True)
 
     def delete(self) -> None:
-        """Delete everything of the run, whose lock is held, in the folder, which goes too if that was all, and end its local stores."""
+        """Delete everything of the run, whose lock is held, in the folder, and end its local stores.
+
+        The folder goes too if that was all, with the links by which its path leads to it.
+        """
         self._empty()
         (self.path / LOCK).unlink(missing_ok=True)
+        links, folder = [], self.path
+        while folder.is_symlink():
+            links.append(folder)
+            folder = folder.parent / folder.readlink()
         with contextlib.suppress(OSError):
-            self.path.rmdir()
+            folder.rmdir()
+            for link in links:
+                link.unlink()
 
     @property
     def manifest(self) -> Manifest:

@@ -1,0 +1,412 @@
+"""Manifests that others may have written: whatever they say, a command works, or ends with one line; nothing is written elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import SMALL, Clicks, done, refused, run_here
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from foreload.cache.errors import StoreUnavailable
+from foreload.pipelines.base.files import write_json, write_sealed
+from foreload.pipelines.errors import ForeloadError
+from foreload.pipelines.schedule.format import HEADER, segment_name
+from foreload.pipelines.schedule.format import MANIFEST as SCHEDULE
+from foreload.trainer.checkpoints.format import MANIFEST as CHECKPOINT
+from foreload.trainer.cli import main
+from foreload.trainer.commands import live_checkpoint
+from foreload.trainer.commands.train import call_values
+from foreload.trainer.errors import CheckpointError, RunError
+from foreload.trainer.run.directory import MANIFEST, PLACEMENT, STATUS, Run
+from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.saved_run import SavedRun
+from foreload.trainer.serving.format import ABOUT
+
+EXAMPLES = settings(max_examples=30, phases=[Phase.generate])
+_MOST_GROWTH_KIB = 700 << 10
+_DEEP: Any = json.loads("[" * 400 + "]" * 400)
+WRONG: tuple[Any, ...] = (
+    None, True, "", "text", "../evil", "/evil", "a\nb", "\ud800", -1, 0, 1, 1 << 40, 1 << 63, 10**400, 1.5, float("nan"), float("inf"),
+    [], {}, [[]], [None], {"name": 1}, _DEEP,
+)  # fmt: skip
+"""What a value is replaced by."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule, a run of it, its checkpoints (the second an increment of the first), and exports: one in full, and an increment."""
+
+    home: Path
+    schedule: Path
+    run: Path
+    checkpoints: tuple[Path, Path]
+    full: Path
+    increment: Path
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    home = tmp_path_factory.mktemp("manifests")
+    clicks, run, saved = Clicks.prepare(home), home / "run", home / "saved"
+    every = ("--checkpoint", saved, "--checkpoint-every", 100, "--checkpoint-policy", "consecutive")
+    done("train", clicks.schedule, "--run", run, "--store", "local:1", *SMALL, *every)
+    first, second = sorted(saved.glob("step-*"), key=lambda path: (len(path.name), path.name))
+    done("export", first, "--out", home / "full")
+    done("export", second, "--since", first, "--out", home / "increment")
+    return Case(home, clicks.schedule, run, (first, second), home / "full", home / "increment")
+
+
+def places(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every value in JSON."""
+    if before:
+        yield before
+    if isinstance(value, dict):
+        for name in value:
+            yield from places(value[name], (*before, name))
+    elif isinstance(value, list):
+        # Those of a long list are alike.
+        for place in {*range(min(3, len(value))), *range(max(len(value) - 1, 0), len(value))}:
+            yield from places(value[place], (*before, place))
+
+
+def changed(value: dict[str, Any], draw: st.DataObject) -> dict[str, Any]:
+    """The value with one change: another value somewhere, one that is missing, or one more."""
+    result = copy.deepcopy(value)
+    ways = list(places(result))
+    *way, last = ways[draw.draw(st.integers(0, len(ways) - 1), label="place")]
+    inside: Any = result
+    for step in way:
+        inside = inside[step]
+    how = draw.draw(st.sampled_from(["other", "other", "other", "missing", "more"]), label=f"at {(*way, last)}")
+    if how == "other":
+        inside[last] = copy.deepcopy(draw.draw(st.sampled_from(WRONG)))
+    elif how == "missing":
+        del inside[last]
+    elif isinstance(inside, dict):
+        inside["further"] = 1
+    else:
+        inside.append(copy.deepcopy(inside[last]))
+    return result
+
+
+def check(*arguments: object) -> tuple[int, str]:
+    """Run a command, which must succeed or end with one line; returns its status and what it printed."""
+    out, err, before = io.StringIO(), io.StringIO(), dict(os.environ)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = main([str(argument) for argument in arguments])
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    errors = [line for line in err.getvalue().splitlines() if line.startswith("foreload: error: ")]
+    assert "Traceback" not in err.getvalue(), err.getvalue()
+    # `checkpoint list` says of each checkpoint why it cannot be used.
+    assert len(errors) == (status == 2) or " cannot be used: " in out.getvalue(), err.getvalue()
+    return status, out.getvalue()
+
+
+@contextlib.contextmanager
+def working(*folders: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """A folder with copies of others; nothing may be written beside it, and what is held must not grow."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with tempfile.TemporaryDirectory(prefix="fl") as home:
+        inside = Path(home) / "a" / "b"
+        inside.mkdir(parents=True)
+        copies = [
+            Path(shutil.copytree(folder, inside / folder.name, ignore=shutil.ignore_patterns("stores"))) for folder in folders
+        ]
+        yield inside, copies
+        assert [path.name for path in Path(home).iterdir()] == ["a"]
+        assert [path.name for path in (Path(home) / "a").iterdir()] == ["b"]
+    assert not Path("/evil").exists()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < _MOST_GROWTH_KIB
+
+
+def sealed_in(path: Path) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(path.read_bytes())
+    del told["sha256"]
+    return told
+
+
+@EXAMPLES
+@given(draw=st.data())
+@pytest.mark.parametrize("name", [HEADER, segment_name(0), segment_name(3), SCHEDULE])
+def test_a_schedule(case: Case, name: str, draw: st.DataObject) -> None:
+    with working(case.schedule) as (home, (schedule,)):
+        checksum = write_sealed(schedule / name, changed(sealed_in(schedule / name), draw))
+        whole = sealed_in(schedule / SCHEDULE) if name != SCHEDULE else None
+        if whole is not None and name == HEADER:
+            whole["header"] = checksum
+        elif whole is not None:
+            whole["segments"][int(name[8:14])] = checksum
+        if whole is not None:
+            write_sealed(schedule / SCHEDULE, whole)
+        check("report", schedule, "--out", home / "report.html")
+
+
+@EXAMPLES
+@given(draw=st.data())
+@pytest.mark.parametrize("name", [MANIFEST, STATUS, PLACEMENT])
+def test_a_run(case: Case, name: str, draw: st.DataObject) -> None:
+    with working(case.run) as (home, (run,)):
+        write_json(run / name, changed(json.loads((run / name).read_bytes()), draw))
+        check("report", run, "--out", home / "report.html")
+        check("checkpoint", "list", run)
+        check("digest", run)
+
+
+@EXAMPLES
+@given(draw=st.data())
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_checkpoint(case: Case, which: int, draw: st.DataObject) -> None:
+    with working(case.home / "saved") as (home, (saved,)):
+        path = saved / case.checkpoints[which].name
+        write_sealed(path / CHECKPOINT, changed(sealed_in(path / CHECKPOINT), draw))
+        for command in (("checkpoint", "verify", path), ("digest", path), ("export", path, "--out", home / "out")):
+            check(*command)
+        check("checkpoint", "list", saved)
+
+
+@EXAMPLES
+@given(draw=st.data())
+def test_an_export(case: Case, draw: st.DataObject) -> None:
+    with working(case.full) as (home, (full,)):
+        write_sealed(full / ABOUT, changed(sealed_in(full / ABOUT), draw))
+        status, _ = check("apply", full, "--to", home / "served")
+        assert (home / "served").exists() == (status == 0)
+        check("apply", case.increment, "--to", home / "served")
+
+
+@EXAMPLES
+@given(draw=st.data())
+def test_an_increment(case: Case, draw: st.DataObject) -> None:
+    with working(case.increment) as (home, (increment,)):
+        done("apply", case.full, "--to", home / "served")
+        before = {path.name: path.read_bytes() for path in (home / "served").iterdir()}
+        write_sealed(increment / ABOUT, changed(sealed_in(increment / ABOUT), draw))
+        status, _ = check("apply", increment, "--to", home / "served")
+        after = {path.name: path.read_bytes() for path in (home / "served").iterdir()}
+        assert (after == before) == (status != 0)
+
+
+JOB: dict[str, Any] = {
+    "schedule": "clicks", "run": "run", "store": "local:3", "lr": 0.1, "dim": 8, "parity": "2+1", "row-options": {"eps": 1e-6},
+    "model-options": {"top": [8, 1]}, "lr-schedule": "warmup:10", "checkpoint": "saved", "checkpoint-every": "10m", "keep": 3, "resume": False,
+    "row-optimizer": "adagrad", "label-weights": {"clicked": 2.0}, "tables": {"ad": {"lr": 0.5}}, "stop-early": "auc:3", "memory": "1GiB",
+}  # fmt: skip
+
+
+def toml(value: Any) -> str:
+    """A value as TOML has it, inline."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(name)} = {toml(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    if (isinstance(value, float) and value != value) or value in (float("inf"),):
+        return repr(value)
+    return json.dumps(value)
+
+
+@settings(max_examples=300)
+@given(draw=st.data())
+def test_a_job_file(draw: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory(prefix="fl") as home:
+        told = changed({"train": JOB}, draw)
+        path = Path(home) / "job.toml"
+        path.write_text(
+            "\n".join(f"{name} = {toml(value)}" for name, value in told.items()), encoding="utf-8", errors="surrogatepass"
+        )
+        # A refusal is a ForeloadError, of one line on the command line.
+        with contextlib.suppress(ForeloadError):
+            job = TrainJob.of(call_values({}, path)[0])
+            assert TrainJob.of(json.loads(json.dumps(job.to_dict()))) == job
+
+
+# -- Names -----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["../evil.parquet", "/evil.parquet", "a/evil.parquet", "..", "", "ad.parquet\n"])
+def test_an_export_names_files_of_its_folder_alone(case: Case, tmp_path: Path, name: str) -> None:
+    export = Path(shutil.copytree(case.full, tmp_path / "in" / "export"))
+    told = sealed_in(export / ABOUT)
+    table, *others = told["tables"]
+    if name.endswith("evil.parquet"):
+        target = export / name if not name.startswith("/") else tmp_path / "evil.parquet"
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(export / table["file"], target)
+    files = {name if file == table["file"] else file: entry for file, entry in told["files"].items()}
+    write_sealed(export / ABOUT, told | {"tables": [table | {"file": name}, *others], "files": files})
+    why = refused("apply", export, "--to", tmp_path / "out" / "served")
+    assert why.startswith(f"{export}: export.json is damaged: ")
+    assert "must be the name of a file in the same folder; got " in why
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/secret", "..", ""])
+def test_a_checkpoint_names_files_of_its_folder_alone(case: Case, tmp_path: Path, name: str) -> None:
+    checkpoint = Path(shutil.copytree(case.checkpoints[0], tmp_path / "in" / "step-99"))
+    told = sealed_in(checkpoint / CHECKPOINT)
+    shutil.copyfile(checkpoint / told["dense"]["name"], tmp_path / "secret")
+    write_sealed(checkpoint / CHECKPOINT, told | {"dense": told["dense"] | {"name": name}})
+    assert "must be the name of a file in the same folder; got " in refused("digest", checkpoint)
+    write_sealed(checkpoint / CHECKPOINT, told | {"base": {"name": name, "sha256": "0"}})
+    assert "must be the name of a file in the same folder; got " in refused("checkpoint", "verify", checkpoint)
+
+
+def test_a_link_out_of_a_folder_is_refused_and_one_to_the_folder_is_not(case: Case, tmp_path: Path) -> None:
+    for folder, manifest, command in (
+        (case.full, ABOUT, lambda path: ("apply", path, "--to", tmp_path / "served")),
+        (case.checkpoints[0], CHECKPOINT, lambda path: ("checkpoint", "verify", path)),
+    ):
+        inside = Path(shutil.copytree(folder, tmp_path / "in" / folder.name))
+        (linked := tmp_path / f"link-{folder.name}").symlink_to(inside)
+        file = next(path for path in inside.iterdir() if path.suffix == ".safetensors" and path.name != "optimizer.safetensors")
+        shutil.move(file, tmp_path / file.name)
+        file.symlink_to(tmp_path / file.name)
+        why = refused(*command(linked))
+        assert f"{manifest} is damaged: {file.name} is a link to {tmp_path / file.name}, out of the folder" in why
+        file.unlink()
+        shutil.move(tmp_path / file.name, file)
+        done(*command(linked))
+
+
+@pytest.mark.parametrize(
+    ("columns", "why"), [(1 << 40, "in 1 .. 1048576"), (5, "its rows are not those that export.json describes")]
+)
+def test_columns_that_no_file_has_are_refused_before_anything_is_allocated(
+    case: Case, tmp_path: Path, columns: int, why: str
+) -> None:
+    export = Path(shutil.copytree(case.full, tmp_path / "export"))
+    told = sealed_in(export / ABOUT)
+    tables = [table | {"parts": [[name, columns] for name, _ in table["parts"]]} for table in told["tables"]]
+    write_sealed(export / ABOUT, told | {"tables": tables})
+    assert why in refused("apply", export, "--to", tmp_path / "served")
+
+
+# -- Paths -----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        (["train", "clicks", "--run", "URL", "--store", "local:1"], "--run"),
+        (["train", "URL", "--run", "r", "--store", "local:1"], "SCHEDULE"),
+        (["train", "clicks", "--run", "r", "--store", "local:1", "--history", "URL"], "--history"),
+        (["train", "clicks", "--run", "r", "--store", "local:1", "--token-file", "URL"], "--token-file"),
+        (["checkpoint", "restore", "file:///saved", "--run", "URL", "--store", "local:1"], "--run"),
+        (["prepare", "--format", "synthetic", "--rows", "9", "--out", "URL"], "--out"),
+        (["prepare", "URL", "--format", "csv", "--features", "f.toml", "--out", "x"], "SOURCE"),
+        (
+            ["prepare", "a.csv", "--eval-source", "day=URL", "--format", "csv", "--features", "f.toml", "--out", "x"],
+            "--eval-source",
+        ),
+        (["export", "r", "--out", "URL"], "--out"),
+        (["export", "r", "--format", "torch", "--out", "URL"], "--out"),
+        (["predict", "r", "a.csv", "--out", "URL.csv"], "--out"),
+        (["report", "RUN", "--out", "URL"], "--out"),
+        (["plan", "clicks", "--plot", "URL.png"], "--plot"),
+    ],
+)
+@pytest.mark.parametrize("url", ["s3://user:secret@bucket/x", "gs://bucket/x", "file:///x"])
+def test_a_url_is_refused_where_a_local_path_is_needed(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], flag: str, url: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [word.replace("URL", url) if word != "RUN" else str(case.run) for word in arguments]
+    if "restore" in words:
+        words[2] = str(case.checkpoints[0])
+    why = refused(*words)
+    assert why.startswith(f"{flag}: must be a path on this machine; got {url.replace('user:secret', '***')}")
+    assert "secret" not in why
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_url_is_refused_from_a_job_file_and_from_python_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text('[train]\nrun = "s3://bucket/run"\nstore = "local:1"\n')
+    assert refused("train", "clicks", "--job", "job.toml").startswith(
+        "--run: must be a path on this machine; got s3://bucket/run"
+    )
+    with pytest.raises(ForeloadError, match="--run: must be a path on this machine; got s3://bucket/run"):
+        TrainJob.of({"schedule": "clicks", "run": "s3://bucket/run", "store": "local:1"})
+
+
+# -- Of a folder of checkpoints --------------------------------------------------------------------------------------------------------
+
+
+def test_from_takes_the_newest_complete_checkpoint_of_a_folder(case: Case, tmp_path: Path) -> None:
+    saved = Path(shutil.copytree(case.home / "saved", tmp_path / "saved"))
+    (saved / "empty").mkdir()
+    call = ("--from", saved, "--store", "local:1")
+    status, _, err = run_here("train", "--run", tmp_path / "one", *call)
+    assert (status, f"the newest complete checkpoint in {saved} is step-199" in err) == (0, True), err
+    next((saved / "step-199").glob("rows-*")).unlink()
+    status, _, err = run_here("train", "--run", tmp_path / "two", *call)
+    assert (status, f"the newest complete checkpoint in {saved} is step-99" in err) == (0, True), err
+    assert f"checkpoint {saved / 'step-199'}: lacks files" in err
+    assert "has no checkpoint.json, so it is none" in refused(
+        "train", "--from", tmp_path, "--run", tmp_path / "x", "--store", "local:1"
+    )
+
+
+def test_a_digest_that_fails_leaves_results_and_report(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: SavedRun) -> str:
+        raise StoreUnavailable("store redis://here: does not answer")
+
+    monkeypatch.setattr(SavedRun, "digest", fails)
+    run = tmp_path / "run"
+    status, out, err = run_here("train", case.schedule, "--run", run, "--store", "local:1", *SMALL, "--digest")
+    assert status == 2
+    assert "foreload: error: store redis://here: does not answer" in err
+    assert "steps, " in out
+    assert (run / "report.html").exists()
+    assert json.loads((run / "summary.json").read_text())["steps"] > 0
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_deleting_a_run_by_a_link_deletes_the_link_too_and_nothing_else(case: Case, tmp_path: Path, more: bool) -> None:
+    run = Path(shutil.copytree(case.run, tmp_path / "disk" / "run", ignore=shutil.ignore_patterns("stores", "control.sock")))
+    (tmp_path / "link").symlink_to(run)
+    (tmp_path / "second").symlink_to("link")
+    (tmp_path / "disk" / "other").touch()
+    if more:
+        (run / "mine").touch()
+    done("delete", tmp_path / "second")
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert left == (["disk", "disk/other", "disk/run", "disk/run/mine", "link", "second"] if more else ["disk", "disk/other"])
+
+
+def test_a_save_that_is_not_answered_says_that_the_checkpoint_may_come(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher is silent at first; in the second case it saves the checkpoint, and ends before it says so."""
+    run, folder = Run.open(case.run), tmp_path / "saved"
+    folder.mkdir()
+
+    def silent(*_: object) -> None:
+        raise RunError("its launcher does not answer")
+
+    monkeypatch.setattr(live_checkpoint, "ask", silent)
+    with pytest.raises(
+        CheckpointError, match="does not answer If it goes on, it still saves the checkpoint: `foreload checkpoint list"
+    ):
+        live_checkpoint.save_while_training(run, str(folder), folder)
+
+    def ends(*_: object) -> None:
+        shutil.copytree(case.checkpoints[0], folder / "step-99")
+
+    monkeypatch.setattr(live_checkpoint, "ask", ends)
+    assert live_checkpoint.save_while_training(run, str(folder), folder).contents.step == 99

@@ -62,6 +62,11 @@ def finite(value: Any, where: str) -> None:
         raise FormError(f"{where}: must be a finite number; got {value!r}")
 
 
+def one_of(*known: Any) -> Check:
+    """The value must be one of these."""
+    return lambda value, where: _literal(value, known, where)
+
+
 def filled(value: Any, where: str) -> None:
     """There must be at least one."""
     if not value:

@@ -27,6 +27,7 @@ Form = Literal["value", "switch", "repeated", "several", "place", "places", "fil
 """How a setting stands on the command line. value: a flag and a word; switch: a flag alone; repeated: a flag and a word, any number of times;
 several: a flag and any number of words; place, places: one word, or any number of words, without a flag; file: not at all, only in the job file."""
 
+_MOST_BYTES = 2**63 - 1
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}iB": 1 << 10 * (i + 1) for i, p in enumerate("KMGT")} | {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
@@ -204,7 +205,7 @@ def number(least: float) -> Parse:
     def parse(flag: str, value: Any) -> float:
         try:
             result = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             result = math.nan
         if not math.isfinite(result):
             raise SettingError(f"{flag}: must be a finite number; got {value!r}")
@@ -228,7 +229,10 @@ def size_bytes(flag: str, value: Any) -> int:
     unit = None if match is None else next((u for u in _UNITS if u.lower() == match[2].lower()), None)
     if match is None or unit is None or isinstance(value, bool):
         raise SettingError(f"{flag}: must be a size such as 1GiB or 500MB; got {value!r}")
-    result = int(float(match[1]) * _UNITS[unit])
+    size = float(match[1]) * _UNITS[unit]
+    if size > _MOST_BYTES:
+        raise SettingError(f"{flag}: must be at most {_MOST_BYTES} bytes; got {value!r:.100}")
+    result = int(size)
     if result < 1:
         raise SettingError(f"{flag}: must be at least 1 byte; got {value!r}")
     return result

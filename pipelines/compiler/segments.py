@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,7 @@ from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.schedule.format import (
     ROW_TABLE,
     Kind,
+    LaneFiles,
     Segment,
     mask_dtype,
     segment_name,
@@ -253,7 +254,7 @@ def write_segment(out: Path, index: int, samples: SampleFiles, parts: Sequence[L
         epoch=samples.epoch,
         first=samples.first,
         samples=samples.samples,
-        files=tuple({"samples": entry, **part.files} for entry, part in zip(samples.files, parts, strict=True)),
+        files=tuple(cast(LaneFiles, {"samples": entry, **part.files}) for entry, part in zip(samples.files, parts, strict=True)),
         evaluation_slots=tuple(part.evaluation_slots for part in parts),
         ordinals=None if None in ordinals else tuple(tuple(of_lane) for of_lane in ordinals if of_lane is not None),
         counts={name: sum(part.counts[name] for part in parts) for name in parts[0].counts},

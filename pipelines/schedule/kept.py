@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -52,7 +52,7 @@ def note_position(schedule: Schedule, folder: Path, step: int) -> None:
     Who sits in the slots is that of the schedule's end, whatever the step, and written once. Raises OSError and ScheduleError.
     """
     end = schedule.header.end_step - 1
-    occupants = []
+    occupants: list[Any] = []
     if last_evaluation(schedule) and not (folder / POSITION).exists():
         for lane, state in enumerate(state_after(schedule, end).lanes):
             values = {"table": state.occupants.table, "id": state.occupants.id}

@@ -191,6 +191,8 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{needed}, and which is another one now; put the right one there, or use another checkpoint"
                 )
+            if contents.tables != read[-1][1].tables or contents.run.lanes != read[-1][1].run.lanes:
+                raise CheckpointError(f"{needed}, and which has other tables or lanes; use another checkpoint")
             read.append((folder, contents, sha256))
         checkpoint = opened
         for one in reversed(read):

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from foreload.cache.rows.layout import RowLayout
-from foreload.pipelines.base.codec import Count, Natural, RelativePath
-from foreload.trainer.checkpoints.quantisation import QuantisedRows, decode, encode, packed_bytes
+from foreload.pipelines.base.codec import Count, Natural, RelativePath, one_of
+from foreload.trainer.checkpoints.quantisation import WIDTHS, QuantisedRows, decode, encode, packed_bytes
 from foreload.trainer.run.storage import AnyFolder, write_new
 
 EXACT_BITS = 32
@@ -50,7 +50,7 @@ class RowFile(FileEntry):
     first: Count
     last: Count
     rows: Natural
-    bits: Literal[32, 8, 4, 3, 2]
+    bits: Annotated[int, one_of(EXACT_BITS, *WIDTHS)]
 
     @property
     def gapless(self) -> bool:
@@ -245,6 +245,9 @@ class OpenRows:
 
 
 def _of_arrow(batch: pa.RecordBatch, layout: RowLayout) -> CheckpointRows:
+    for name, width in (("weights", layout.width), ("state", layout.state_width)):
+        if width and getattr(batch.column(name).type, "list_size", 0) != width:
+            raise ValueError(f"{name}: must have {width} columns; got {batch.column(name).type}")
     state = np.empty((len(batch), 0), np.float32)
     if layout.state_width:
         state = batch.column("state").flatten().to_numpy().reshape(-1, layout.state_width)

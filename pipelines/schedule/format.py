@@ -109,12 +109,10 @@ class Counts(TypedDict):
     write_backs: Count
 
 
-class Lookahead(TypedDict):
-    """How far decisions looked ahead: see ScheduleOutput.finish."""
-
-    cover: Annotated[float, between(0, MOST)] | None
-    bound: int
-    exact: bool
+_Cover = Annotated[float, between(0, MOST)] | None
+# Written so since "cover" is the file's word, and no name of the code.
+Lookahead = TypedDict("Lookahead", {"cover": _Cover, "bound": int, "exact": bool})  # noqa: UP013
+"""How far decisions looked ahead: see ScheduleOutput.finish."""
 
 
 class ScheduleManifest(TypedDict):

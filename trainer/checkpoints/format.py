@@ -11,7 +11,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -70,21 +69,18 @@ class Contents:
 
     def __post_init__(self) -> None:
         lanes, tables = self.run.lanes, len(self.tables)
-        if [table.table for table in self.tables] != list(range(tables)):
-            raise CheckpointError("tables: must be numbered in order")
-        if [len(lane) for lane in self.ordinals] != [tables] * lanes:
-            raise CheckpointError(f"ordinals: must be of {lanes} lanes and {tables} tables")
-        if len({file.name for file in self.files}) < len(self.files):
-            raise CheckpointError("rows: must name each file once")
+        numbered = [table.table for table in self.tables] == list(range(tables))
+        if not numbered or [len(lane) for lane in self.ordinals] != [tables] * lanes:
+            raise CheckpointError(f"ordinals: must be of {lanes} lanes and {tables} tables, which are numbered in order")
         held: Counter[tuple[int, int]] = Counter()
         for file in self.rows:
             in_model = file.lane < lanes and file.table < tables and file.last < self.ordinals[file.lane][file.table]
             if not in_model or file.rows > file.last - file.first + 1:
                 raise CheckpointError(f"rows: {file.name} must have ordinals of the model, each once")
             held[file.lane, file.table] += file.rows
-        wrong = [place for place in product(range(lanes), range(tables)) if held[place] != self.ordinals[place[0]][place[1]]]
-        if self.base is None and wrong:
-            raise CheckpointError(f"rows: must have all rows; got others of lane {wrong[0][0]}, table {wrong[0][1]}")
+        counted = tuple(tuple(held[lane, table] for table in range(tables)) for lane in range(lanes))
+        if self.base is None and counted != self.ordinals:
+            raise CheckpointError("rows: must have each row of the model")
 
     @property
     def files(self) -> tuple[FileEntry, ...]:

@@ -61,8 +61,11 @@ class Case:
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     home = tmp_path_factory.mktemp("manifests")
     clicks, run, saved = Clicks.prepare(home), home / "run", home / "saved"
-    every = ("--checkpoint", saved, "--checkpoint-every", 100, "--checkpoint-policy", "consecutive")
-    done("train", clicks.schedule, "--run", run, "--store", "local:1", *SMALL, *every)
+    done("train", clicks.schedule, "--run", run, "--store", "local:1", *SMALL)
+    done("checkpoint", "save", run, "--to", saved)
+    done("prepare", "--after", clicks.schedule, "--epochs", 1, "--out", home / "more")
+    done("train", home / "more", "--run", run, "--resume")
+    done("checkpoint", "save", run, "--to", saved, "--policy", "consecutive")
     first, second = sorted(saved.glob("step-*"), key=lambda path: (len(path.name), path.name))
     done("export", first, "--out", home / "full")
     done("export", second, "--since", first, "--out", home / "increment")
@@ -257,7 +260,7 @@ def test_an_export_names_files_of_its_folder_alone(case: Case, tmp_path: Path, n
 
 @pytest.mark.parametrize("name", ["../../secret", "/secret", "..", ""])
 def test_a_checkpoint_names_files_of_its_folder_alone(case: Case, tmp_path: Path, name: str) -> None:
-    checkpoint = Path(shutil.copytree(case.checkpoints[0], tmp_path / "in" / "step-99"))
+    checkpoint = Path(shutil.copytree(case.checkpoints[0], tmp_path / "in" / case.checkpoints[0].name))
     told = sealed_in(checkpoint / CHECKPOINT)
     shutil.copyfile(checkpoint / told["dense"]["name"], tmp_path / "secret")
     write_sealed(checkpoint / CHECKPOINT, told | {"dense": told["dense"] | {"name": name}})
@@ -350,13 +353,20 @@ def test_a_url_is_refused_from_a_job_file_and_from_python_too(tmp_path: Path, mo
 def test_from_takes_the_newest_complete_checkpoint_of_a_folder(case: Case, tmp_path: Path) -> None:
     saved = Path(shutil.copytree(case.home / "saved", tmp_path / "saved"))
     (saved / "empty").mkdir()
-    call = ("--from", saved, "--store", "local:1")
-    status, _, err = run_here("train", "--run", tmp_path / "one", *call)
-    assert (status, f"the newest complete checkpoint in {saved} is step-199" in err) == (0, True), err
-    next((saved / "step-199").glob("rows-*")).unlink()
-    status, _, err = run_here("train", "--run", tmp_path / "two", *call)
-    assert (status, f"the newest complete checkpoint in {saved} is step-99" in err) == (0, True), err
-    assert f"checkpoint {saved / 'step-199'}: lacks files" in err
+    first, second = (checkpoint.name for checkpoint in case.checkpoints)
+    status, _, err = run_here("train", "--from", saved, "--run", tmp_path / "none", "--store", "local:1")
+    assert f"the newest complete checkpoint in {saved} is {second}" in err
+    assert f"checkpoint {saved / second}: is at the end of" in err
+    told = done("checkpoint", "restore", saved, "--run", tmp_path / "one", "--store", "local:1")
+    assert f"after {second.replace('-', ' ')}, " in told
+    next((saved / second).glob("rows-*")).unlink()
+    status, out, err = run_here("checkpoint", "restore", saved, "--run", tmp_path / "two", "--store", "local:1")
+    assert (
+        status,
+        f"after {first.replace('-', ' ')}, " in out,
+        f"the newest complete checkpoint in {saved} is {first}" in err,
+    ) == (0, True, True), err
+    assert f"checkpoint {saved / second}: lacks files" in err
     assert "has no checkpoint.json, so it is none" in refused(
         "train", "--from", tmp_path, "--run", tmp_path / "x", "--store", "local:1"
     )
@@ -406,7 +416,7 @@ def test_a_save_that_is_not_answered_says_that_the_checkpoint_may_come(
         live_checkpoint.save_while_training(run, str(folder), folder)
 
     def ends(*_: object) -> None:
-        shutil.copytree(case.checkpoints[0], folder / "step-99")
+        shutil.copytree(case.checkpoints[0], folder / case.checkpoints[0].name)
 
     monkeypatch.setattr(live_checkpoint, "ask", ends)
-    assert live_checkpoint.save_while_training(run, str(folder), folder).contents.step == 99
+    assert live_checkpoint.save_while_training(run, str(folder), folder).path == folder / case.checkpoints[0].name

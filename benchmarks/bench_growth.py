@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -101,7 +102,9 @@ def measure(given: argparse.Namespace, epoch: int) -> Measured:
         runs = alternate(
             {name: partial(run, contender) for name, contender in contenders.items()}, given.pairs, given.budget.until(0.95)
         )
-        return Measured(seconds, {name: schedule.manifest["counts"] for name, schedule in schedules.items()}, runs)
+        return Measured(
+            seconds, {name: dict[str, Any](schedule.manifest["counts"]) for name, schedule in schedules.items()}, runs
+        )
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from foreload.trainer.resources.step_model import Load, Observation, Setup, Step
 
 def test_counts_are_those_that_the_schedule_states(clicks: Clicks) -> None:
     schedule = Schedule(clicks.schedule)
-    counts, told = step_counts(schedule), schedule.manifest["counts"]
+    counts, told = step_counts(schedule), dict[str, Any](schedule.manifest["counts"])
     assert counts.steps == told["training_steps"]
     totals = {"rows_used": counts.used, "arrivals": counts.arrived, "stored": counts.fetched}
     assert {name: int(values.sum()) for name, values in totals.items()} == {name: told[name] for name in totals}

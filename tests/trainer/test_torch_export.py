@@ -377,6 +377,8 @@ class _Subclass(torch.Tensor):
 
 
 class _HasSubclass(torch.nn.Module):
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.ones(1).as_subclass(_Subclass))

@@ -138,11 +138,11 @@ def memory(runs: Sequence[RunFigures]) -> Html:
 def _memory_rows(run: RunFigures) -> dict[str, str]:
     rows = {}
     if run.schedule is not None:
-        header, manifest = run.schedule.header, run.schedule.manifest if run.schedule.complete else {}
-        rows["lanes"] = count(header.lanes)
+        rows["lanes"] = count(run.schedule.header.lanes)
         rows["slots a lane that a row ever takes"] = " / ".join(map(count, _ends(run.schedule.slots)))
-        if "minimum_slots" in manifest:
-            rows["slots a lane that the largest step needs"] = " / ".join(map(count, _ends(manifest["minimum_slots"])))
+        if run.schedule.complete:
+            needed = _ends(run.schedule.manifest["minimum_slots"])
+            rows["slots a lane that the largest step needs"] = " / ".join(map(count, needed))
     told = (run.summary or {}).get("memory") or {}
     if "lane_bytes" in told:
         rows["memory of a lane, with staging"] = readable(told["lane_bytes"])

@@ -215,9 +215,7 @@ class Manifest:
         )
         return replace(self, code=code, mixed_code=mixed)
 
-    def _since(
-        self, told: tuple[dict[str, Any], ...], step: int, before: dict[str, Any], now: dict[str, Any]
-    ) -> tuple[dict[str, Any], ...]:
+    def _since(self, told: Sequence[Any], step: int, before: dict[str, Any], now: dict[str, Any]) -> tuple[Any, ...]:
         """What a run went by, since which steps. told: so far; before, now: what it went by until a step, and goes by from it on."""
         # By what was so before the same step, nothing was trained.
         kept = [one for one in told or ({"step": self.stages[0].first_step, **before},) if one["step"] < step]

@@ -20,7 +20,8 @@ from comparison import Cell, Claim, Results, Series, Table, arguments, save, tel
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints import writer
 from foreload.trainer.checkpoints.changed_rows import increment_sizes
-from foreload.trainer.checkpoints.format import Checkpoint, Contents
+from foreload.trainer.checkpoints.contents import Contents
+from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.policies import BITS, KEPT, POLICIES, bases, kept, planned_to_keep_least, written
 from foreload.trainer.checkpoints.row_files import CheckpointRows, write_rows
 from foreload.trainer.run.directory import Run

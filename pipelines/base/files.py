@@ -68,6 +68,17 @@ def remove_path(path: Path) -> None:
             path.unlink()
 
 
+def remove_empty(folder: Path) -> None:
+    """Remove a folder that is empty, and the links by which its path leads to it. Raises OSError."""
+    links = []
+    while folder.is_symlink():
+        links.append(folder)
+        folder = folder.parent / folder.readlink()
+    folder.rmdir()
+    for link in links:
+        link.unlink()
+
+
 def within(folder: Path, name: str) -> Path:
     """The path of a file of a folder that others may have written. Raises FormError if it is, or a link leads it, out of the folder."""
     plain_path(name, str(folder))

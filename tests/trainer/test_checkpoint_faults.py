@@ -16,7 +16,8 @@ from small_job import summary
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.base.at_work import at_work
-from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint
+from foreload.trainer.checkpoints.contents import MANIFEST
+from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.writable import LOCK
 from foreload.trainer.cluster.faults import Fault, TrainerFault
 from foreload.trainer.run.directory import CHECKPOINTS

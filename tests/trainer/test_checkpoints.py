@@ -27,7 +27,8 @@ from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.files import write_sealed
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints import row_files
-from foreload.trainer.checkpoints.format import DENSE, MANIFEST, Checkpoint
+from foreload.trainer.checkpoints.contents import DENSE, MANIFEST
+from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.reader import dense_of
 from foreload.trainer.checkpoints.restoring import restore_rows
 from foreload.trainer.checkpoints.writable import LOCK

@@ -26,7 +26,8 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints import row_files
 from foreload.trainer.checkpoints.chain import newest_rows
 from foreload.trainer.checkpoints.changed_rows import changed_rows, increment_sizes
-from foreload.trainer.checkpoints.format import DENSE, MANIFEST, Checkpoint, Contents
+from foreload.trainer.checkpoints.contents import DENSE, MANIFEST, Contents
+from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import Increment
 from foreload.trainer.checkpoints.reader import digest_of
 from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows, write_file, write_rows

@@ -17,8 +17,8 @@ from small_job import summary
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.namespace import claim
+from foreload.trainer.checkpoints.contents import MANIFEST
 from foreload.trainer.checkpoints.draft import Draft
-from foreload.trainer.checkpoints.format import MANIFEST
 from foreload.trainer.cluster import trainer_checkpoints
 from foreload.trainer.cluster.control import (
     AskCheckpoint,

@@ -25,7 +25,7 @@ from foreload.pipelines.base.files import write_json, write_sealed
 from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.schedule.format import HEADER, segment_name
 from foreload.pipelines.schedule.format import MANIFEST as SCHEDULE
-from foreload.trainer.checkpoints.format import MANIFEST as CHECKPOINT
+from foreload.trainer.checkpoints.contents import MANIFEST as CHECKPOINT
 from foreload.trainer.cli import main
 from foreload.trainer.commands import live_checkpoint
 from foreload.trainer.commands.train import call_values

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 
 from foreload.pipelines.base.files import canonical
-from foreload.trainer.checkpoints.format import MANIFEST
+from foreload.trainer.checkpoints.contents import MANIFEST
 from foreload.trainer.checkpoints.writable import folder_of
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.storage import AnyFolder, write_whole

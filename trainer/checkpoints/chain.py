@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from foreload.trainer.checkpoints.contents import DENSE, Contents
 from foreload.trainer.checkpoints.draft import published
-from foreload.trainer.checkpoints.format import DENSE, Checkpoint, Contents
+from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows, RowFile, rows_of_a_file, write_file, write_rows
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.storage import AnyFolder

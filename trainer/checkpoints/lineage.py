@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from foreload.trainer.checkpoints.changed_rows import Plan
-from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint, bases_in, checkpoints_in, run_of
+from foreload.trainer.checkpoints.contents import MANIFEST
+from foreload.trainer.checkpoints.format import Checkpoint, bases_in, checkpoints_in, run_of
 from foreload.trainer.checkpoints.policies import Policy, baseline_is_due, deletable, dependents
 from foreload.trainer.checkpoints.writable import holding, removed
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable

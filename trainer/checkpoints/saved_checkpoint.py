@@ -17,7 +17,8 @@ from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.checkpoints.format import MANIFEST, Checkpoint
+from foreload.trainer.checkpoints.contents import MANIFEST
+from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.reader import dense_of, digest_of, rows_by_id
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import CHECKPOINTS, KEPT

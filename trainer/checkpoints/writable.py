@@ -12,7 +12,7 @@ from typing import Literal
 
 from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.codec import parse_json
-from foreload.trainer.checkpoints.format import MANIFEST
+from foreload.trainer.checkpoints.contents import MANIFEST
 from foreload.trainer.errors import FolderBusy
 from foreload.trainer.run.storage import AnyFolder, ObjectPath
 

@@ -11,8 +11,9 @@ from foreload.cache.repair.scrub import TableRows
 from foreload.pipelines.schedule.format import RowColumns
 from foreload.pipelines.schedule.kept import POSITION
 from foreload.trainer.checkpoints.changed_rows import changed_rows
+from foreload.trainer.checkpoints.contents import DENSE, Contents
 from foreload.trainer.checkpoints.draft import published
-from foreload.trainer.checkpoints.format import DENSE, Checkpoint, Contents
+from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import Increment
 from foreload.trainer.checkpoints.row_files import EXACT_BITS, CheckpointRows, RowFile, rows_of_a_file, write_file, write_rows
 from foreload.trainer.errors import CheckpointError

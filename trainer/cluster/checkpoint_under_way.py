@@ -13,8 +13,9 @@ import numpy as np
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.schedule.format import Header
 from foreload.trainer.checkpoints.best import Best
+from foreload.trainer.checkpoints.contents import Contents
 from foreload.trainer.checkpoints.draft import AnyDraft
-from foreload.trainer.checkpoints.format import Checkpoint, Contents
+from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import Increment
 from foreload.trainer.cluster.messages import CheckpointTaken, CheckpointWritten
 from foreload.trainer.cluster.wanted_checkpoints import Wanted

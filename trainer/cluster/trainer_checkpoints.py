@@ -23,7 +23,7 @@ from foreload.cache.rows.layout import RowLayout
 from foreload.cache.rows.slot_copy import SlotCopy
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.changed_rows import changed_rows
-from foreload.trainer.checkpoints.format import DENSE
+from foreload.trainer.checkpoints.contents import DENSE
 from foreload.trainer.checkpoints.part import GRACE_SECONDS, Increment, PartWriter
 from foreload.trainer.checkpoints.part import rehearse as rehearse_part
 from foreload.trainer.checkpoints.policies import LEAST_BITS

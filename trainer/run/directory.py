@@ -34,8 +34,7 @@ from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.ownership import stale_shards
 from foreload.pipelines.base.codec import FormError, of_json, parse_json
-from foreload.pipelines.base.files import persist, remove_unfinished, replacing, write_json
-from foreload.pipelines.schedule.format import MOST_LANES
+from foreload.pipelines.base.files import persist, remove_empty, remove_unfinished, replacing, write_json
 from foreload.trainer.errors import CheckpointError, RunError
 from foreload.trainer.run.manifest import VERSION, Manifest, Status, code_sums, write_code
 from foreload.trainer.run.storage import AnyFolder, place
@@ -166,20 +165,11 @@ class Run:
                 target.unlink(missing_ok=True)
 
     def delete(self) -> None:
-        """Delete everything of the run, whose lock is held, in the folder, and end its local stores.
-
-        The folder goes too if that was all, with the links by which its path leads to it.
-        """
+        """Delete everything of the run, whose lock is held, in the folder, which goes too if that was all, and end its local stores."""
         self._empty()
         (self.path / LOCK).unlink(missing_ok=True)
-        links, folder = [], self.path
-        while folder.is_symlink():
-            links.append(folder)
-            folder = folder.parent / folder.readlink()
         with contextlib.suppress(OSError):
-            folder.rmdir()
-            for link in links:
-                link.unlink()
+            remove_empty(self.path)
 
     @property
     def manifest(self) -> Manifest:
@@ -209,10 +199,7 @@ class Run:
         if not (self.path / STATUS).exists():
             return None
         status = self._parsed(STATUS, self._read(STATUS), Status)
-        if status.batches.keys() - {str(lane) for lane in range(MOST_LANES)} or len(status.batches) not in (
-            0,
-            self.manifest.lanes,
-        ):
+        if status.batches and status.batches.keys() != {str(lane) for lane in range(self.manifest.lanes)}:
             raise self._damaged(STATUS, "batches: must have each lane of the run")
         return status
 
@@ -378,12 +365,9 @@ class Run:
 
     def _read(self, name: str) -> dict[str, Any]:
         try:
-            value = parse_json((self.path / name).read_bytes())
+            return of_json(parse_json((self.path / name).read_bytes()), dict[str, Any])
         except (OSError, ValueError) as error:
             raise RunError(f"run {self.path}: cannot read {name} ({error}); {_REMEDY}") from error
-        if not isinstance(value, dict):
-            raise self._damaged(name, "must be a JSON object")
-        return value
 
     def _parsed(self, name: str, stored: dict[str, Any], kind: type[_Kind]) -> _Kind:
         try:

@@ -102,6 +102,9 @@ class ModelInMemory:
                 state = np.zeros((len(part), 1), np.float32)
                 yield ModelRows(table, ids[part], np.ones(len(part), np.int32), weights[part], state)
 
+    def check_code(self) -> None:
+        """Nothing: its code is that of this process."""
+
     def row_counts(self) -> np.ndarray:
         return np.array([len(ids) for ids, _ in self.stored])
 
@@ -389,7 +392,7 @@ class _HasSubclass(torch.nn.Module):
 
 def test_a_model_whose_constants_torch_pickles_is_refused(tmp_path: Path) -> None:
     trained = ModelInMemory.of("model_cases:Sum", FEATURES)
-    block = dense_program.BlockModel(_HasSubclass(), BlockLayout.of(trained.features, trained.layouts))
+    block = dense_program.BlockModel(_HasSubclass(), BlockLayout.of(trained.features, trained.layouts), 0)
     program = dense_program.trace(block, len(trained.features.dense), "mine")
     with pytest.raises(ExportError, match=r"--format torch: mine has weights or constants that torch .* pickles"):
         dense_program.write_program(program, tmp_path / "dense.pt2", block, len(trained.features.dense), "mine")

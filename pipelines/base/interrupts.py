@@ -57,6 +57,12 @@ class Interrupts:
         if isinstance(error, RuntimeError) and came_of_interrupt(error):
             raise KeyboardInterrupt from error
 
+    def heed(self) -> None:
+        """Raise KeyboardInterrupt from now on, and at once if a signal was only noted so far."""
+        self.defer_signals = False
+        if self.received:
+            raise KeyboardInterrupt
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         """The handler of SIGNALS: notes the signal, and raises KeyboardInterrupt now or, by the alarm, soon."""
         if number == signal.SIGHUP:

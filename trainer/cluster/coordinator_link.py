@@ -72,7 +72,7 @@ class CoordinatorLink:
         self._told: ShardSnapshot | None = None  # what the coordinator was told last
         self._commands = commands  # how many were taken from the board
         self.placement = self._placement_after(spec.placement, commands)
-        self.stores = numbered(store_urls, self.placement, spec.stores)
+        self.stores = numbered(store_urls, self.placement)
         self._later: deque[Scrub | CountRows | TakeCheckpoint | WriteCheckpoint | DropCheckpoint] = (
             deque()
         )  # taken, and yet to be done

@@ -8,7 +8,6 @@ import contextlib
 import os
 import signal
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -16,16 +15,13 @@ from typing import Any
 
 from foreload.cache.client.load import together
 from foreload.cache.client.local import LocalStores
-from foreload.cache.errors import CacheError, RowsLost
+from foreload.cache.errors import CacheError
 from foreload.cache.traffic import Traffic
-from foreload.pipelines.errors import ForeloadError, error_of
 from foreload.pipelines.planning.sizing import lane_bytes
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.facts import Term
 from foreload.trainer.cluster.host_messages import HOST_GONE
-from foreload.trainer.cluster.messages import Departed, Failed, LostRows, TrainerEnd
+from foreload.trainer.cluster.messages import Departed, TrainerEnd
 from foreload.trainer.compute.reports import ProcessUse
-from foreload.trainer.errors import PeerLost, ShardsLost, TrainerError
 from foreload.trainer.resources import shard_loads
 from foreload.trainer.run.directory import CONTROL, STORES, Run
 from foreload.trainer.run.event_log import CallEnded, EventLog
@@ -157,35 +153,6 @@ def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], lef
             os.unlink(path)
     with contextlib.suppress(OSError):
         sys.stderr.write(f"foreload: run {run.path}: {told}\n")
-
-
-def all_lost(told: Sequence[LostRows]) -> ShardsLost:
-    """What trainers told of the rows that are gone, as one error."""
-    rows: Counter[str] = Counter()
-    for one in told:
-        rows.update(one.rows or {})
-    shards = sorted({shard for one in told for shard in one.shards})
-    counted = any(one.rows is not None for one in told)
-    return ShardsLost(str(RowsLost(shards, told[0].covered, rows if counted else None)), shards)
-
-
-def reason(failures: Sequence[Failed], silent: Mapping[int, str], term: Term) -> ForeloadError:
-    """Why trainers ended before their time: rows that are lost; else the first reason that is not a lost peer; else who ended without a word.
-
-    silent: how those did.
-    """
-    causes = [failed for failed in failures if failed.code != PeerLost.code]
-    if lost := [failed.lost for failed in causes if failed.lost is not None]:
-        return all_lost(lost)
-    if causes:
-        return error_of(causes[0].code, causes[0].message)
-    for trainer, how in silent.items():
-        hosted = ", ".join(map(str, term.lanes_of(trainer)))
-        return TrainerError(
-            f"trainer {trainer} (lanes {hosted}): {how}; the others were stopped, and the dense part since the last clean stop "
-            "is lost; --resume goes on from that stop if its rows are still there, or says what is missing"
-        )
-    return PeerLost(failures[0].message)
 
 
 def ended_how(status: int) -> str:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from foreload.pipelines.base.token_server import TokenServer
@@ -107,6 +107,11 @@ class HostConnections:
                 if offered.poll() is None:
                     return offered
             return None
+
+    def offer_again(self, trainers: Sequence[HostedTrainer]) -> None:
+        """Put trainers that were taken back, before those that are offered."""
+        with self._changed:
+            self._offered.extendleft(reversed(trainers))
 
     def await_offers(self, wanted: int, said: Callable[[int], None], every: timedelta) -> list[HostedTrainer]:
         """Wait until so many are offered, and give them. said: called at once and then every so often with how many there are."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,9 +49,14 @@ class StartTrainer:
 
 @dataclass(frozen=True, slots=True)
 class NotWanted:
-    """The trainer is not needed, or cannot be one of this job. why: a line."""
+    """The trainer, started or not, is not needed, or cannot be one of this job. why: a line."""
 
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartAgain:
+    """Training could not begin because of another host's trainer. The host ends its own, and waits for the next StartTrainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +84,9 @@ class TrainerExited:
     status: int
 
 
-HostMessage = AskJoin | StartTrainer | NotWanted | Waits | Beat | EndTrainer | TrainerExited
+HostMessage = AskJoin | StartTrainer | StartAgain | NotWanted | Waits | Beat | EndTrainer | TrainerExited
 _KINDS: dict[str, type] = {
-    kind.__name__: kind for kind in (AskJoin, StartTrainer, NotWanted, Waits, Beat, EndTrainer, TrainerExited)
+    kind.__name__: kind for kind in (AskJoin, StartTrainer, StartAgain, NotWanted, Waits, Beat, EndTrainer, TrainerExited)
 }
 
 
@@ -103,7 +107,7 @@ def hear_host(source: socket.socket) -> HostMessage | None:
     """The next message; None at the end. Raises OSError, and MessageError for what is none."""
     try:
         message = receive(source, _MOST_BYTES)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no JSON, or not even UTF-8
         raise MessageError(f"message: must be JSON ({error})") from error
     if message is None:
         return None

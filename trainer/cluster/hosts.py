@@ -9,8 +9,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from foreload.pipelines.base.job_token import given_token, new_token, write_token
+from foreload.trainer.cluster.failures import GuestsRefused
 from foreload.trainer.cluster.host_connections import HostConnections, HostedTrainer
-from foreload.trainer.cluster.host_messages import NotWanted, StartTrainer, program_version
+from foreload.trainer.cluster.host_messages import NotWanted, StartAgain, StartTrainer, program_version
 from foreload.trainer.cluster.processes import OnHost
 from foreload.trainer.run.directory import TOKEN
 from foreload.trainer.run.job import TrainJob
@@ -82,6 +83,19 @@ class Hosts:
                 self._silence.total_seconds(),
             )
         )  # fmt: skip
+
+    def begin_again(self, refused: GuestsRefused) -> None:
+        """Training did not begin: refuse those of the first trainers that are to blame, and keep the others for the next attempt."""
+        kept = []
+        for trainer, hosted in enumerate(self.first, self._job.trainers_here):
+            if trainer in refused.why:
+                sys.stderr.write(f"foreload: {hosted.host}: its trainer is refused: {refused.why[trainer]}\n")
+                self.refuse(hosted, "see above" if trainer in refused.said else refused.why[trainer])
+            elif hosted.poll() is None:
+                hosted.tell(StartAgain())
+                kept.append(hosted)
+        self._connections.offer_again(kept)
+        self.first = []
 
     @staticmethod
     def refuse(hosted: HostedTrainer, why: str) -> None:

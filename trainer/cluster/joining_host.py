@@ -23,6 +23,7 @@ from foreload.trainer.cluster.host_messages import (
     Beat,
     EndTrainer,
     NotWanted,
+    StartAgain,
     StartTrainer,
     TrainerExited,
     Waits,
@@ -90,6 +91,8 @@ class _Coordinator:
                     match message:
                         case StartTrainer():
                             self.start = message
+                        case StartAgain():
+                            self.start = None
                         case NotWanted(why):
                             self.refused = why
                         case Waits():
@@ -115,26 +118,43 @@ def run_host(job: HostJob, interrupts: Interrupts, tell: Callable[[str], None]) 
     """
     with contextlib.closing(_reached(job, tell)) as connection:
         coordinator = _Coordinator(connection)
-        start = _started(job, coordinator, tell)
-        interrupts.defer_signals = True
-        told = TrainerStart(
-            start.trainer,
-            start.rendezvous,
-            job.address or str(connection.getsockname()[0]),
-            job.stores or start.stores,
-            os.getpid(),
-            start.commands,
-            OnHost(job.token, has_run=False, schedule=job.schedule or start.schedule),
-        )
-        variables = numerics.environment(start.cpu_capability, start.threads) | told.environment()
-        process = ChildProcess(ProcessStart(WORKER, (), variables))
-        tell(f"trainer {start.trainer}: started here, pid {process.pid}, address {told.address}")
-        try:
-            _follow(start, process, coordinator, interrupts, tell)
-        finally:
-            process.kill()
-            process.wait()
+        tell(f"coordinator at {job.host}:{job.port}: reached; it says when there is something to train")
+        while _run_trainer(job, connection.getsockname()[0], coordinator, interrupts, tell):
+            tell("training could not begin because of another host's trainer; waiting until it begins again")
+
+
+def _run_trainer(
+    job: HostJob, own_address: str, coordinator: _Coordinator, interrupts: Interrupts, tell: Callable[[str], None]
+) -> bool:
+    """Wait until the coordinator starts a trainer, and run it to its end. Returns whether the coordinator will start another in its place.
+
+    own_address: of this machine, on the way to the coordinator. Raises as `run_host` does.
+    """
+    start = _started(job, coordinator, tell)
+    interrupts.defer_signals = True
+    told = TrainerStart(
+        start.trainer,
+        start.rendezvous,
+        job.address or own_address,
+        job.stores or start.stores,
+        os.getpid(),
+        start.commands,
+        OnHost(job.token, has_run=False, schedule=job.schedule or start.schedule),
+    )
+    variables = numerics.environment(start.cpu_capability, start.threads) | told.environment()
+    process = ChildProcess(ProcessStart(WORKER, (), variables))
+    tell(f"trainer {start.trainer}: started here, pid {process.pid}, address {told.address}")
+    again = False
+    try:
+        again = _follow(start, process, coordinator, interrupts, tell)
+    finally:
+        process.kill()
+        process.wait()
+        if not again:
             coordinator.tell(TrainerExited(process.poll() or 0))
+    if again:
+        interrupts.heed()
+    return again
 
 
 def _reached(job: HostJob, tell: Callable[[str], None]) -> socket.socket:
@@ -162,9 +182,8 @@ def _reached(job: HostJob, tell: Callable[[str], None]) -> socket.socket:
 def _started(job: HostJob, coordinator: _Coordinator, tell: Callable[[str], None]) -> StartTrainer:
     """What the coordinator says that is to be started, waited for."""
     place = f"coordinator at {job.host}:{job.port}"
-    tell(f"{place}: reached; it says when there is something to train")
     said: Waits | None = None
-    while coordinator.start is None:
+    while (start := coordinator.start) is None:
         if coordinator.refused is not None:
             raise RunError(f"{place}: {coordinator.refused}")
         if coordinator.gone or time.monotonic() - coordinator.heard_at > _SILENCE.total_seconds():
@@ -173,15 +192,22 @@ def _started(job: HostJob, coordinator: _Coordinator, tell: Callable[[str], None
             said = coordinator.waits
             tell(f"{place}: {said.there} of {said.wanted} further trainers are there")
         coordinator.await_change()
-    return coordinator.start
+    return start
 
 
 def _follow(
     start: StartTrainer, process: ChildProcess, coordinator: _Coordinator, interrupts: Interrupts, tell: Callable[[str], None]
-) -> None:
-    """Stay until the trainer has ended, and tell how. Raises TrainerError, PeerLost."""
+) -> bool:
+    """Stay until the trainer has ended, and tell how, or until the coordinator wants it started again: returns whether it does.
+
+    Raises TrainerError, PeerLost.
+    """
     name, heeded, alone = f"trainer {start.trainer}", 0, False
     while (status := process.poll()) is None:
+        if coordinator.start is not start:
+            return True
+        if coordinator.refused is not None:
+            raise TrainerError(f"{name}: refused by the coordinator: {coordinator.refused}")
         if coordinator.ends:
             raise TrainerError(f"{name}: the coordinator has ended it: it was taken for lost, or is not needed any more")
         if len(interrupts.received) > heeded:
@@ -203,6 +229,7 @@ def _follow(
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else "stopped before its time"
         raise TrainerError(f"{name}: {how}; see above, or what the coordinator says")
     tell(f"{name}: ended in order")
+    return False
 
 
 def report(line: str) -> None:

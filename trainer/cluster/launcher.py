@@ -7,16 +7,11 @@ only its own trainer is a child of it.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from foreload.cache.client.local import LocalStores
@@ -33,6 +28,7 @@ from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.restoring import check_restorable, restored_manifest
 from foreload.trainer.cluster.claimed import claimed
 from foreload.trainer.cluster.ending import Ending
+from foreload.trainer.cluster.failures import GuestsRefused
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.hosts import Hosts
 from foreload.trainer.cluster.processes import ChildProcess, StartProcess
@@ -62,11 +58,8 @@ from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_trainable, resumed
 from foreload.trainer.run.run_rows import delete_replaced
 from foreload.trainer.run.saved_run import saved_run_at
-from foreload.trainer.run.scheduler import scheduler_address, under_scheduler
+from foreload.trainer.run.scheduler import meet, under_scheduler
 from foreload.trainer.run.servers import asked, open_stores, servers_of, with_named
-
-_MEET_PAUSE = timedelta(seconds=1)  # between two looks whether a scheduler's trainers have all met
-_MEET_SAID = timedelta(minutes=1)  # between two lines on stderr that they are waited for
 
 
 def train(job: TrainJob, observer: RunObserver | None = None, start_process: StartProcess = ChildProcess) -> Ending | None:
@@ -89,7 +82,7 @@ def train(job: TrainJob, observer: RunObserver | None = None, start_process: Sta
         with Interrupts() as interrupts:
             return Launcher(job, interrupts, None, observer or RunObserver(), start_process).run()
     with Interrupts(relayed=True) as interrupts:
-        store, rank, world = _scheduled_store()
+        store, rank, world = meet(JOIN_TIMEOUT)
         if world != job.trainers:
             job = replace(job, trainers=world)
         if not rank:
@@ -109,42 +102,6 @@ def restored(job: TrainJob) -> Status:
     numerics.check_processor()
     with Interrupts() as interrupts:
         return Launcher(job, interrupts, None, RunObserver(), ChildProcess).restore()
-
-
-def _scheduled_store() -> tuple[Any, int, int]:
-    """The store at which a scheduler's trainers meet, this one's number, and how many they are. While others are waited for, that is said.
-
-    Raises SettingError where they do not meet.
-    """
-    import torch.distributed as dist
-
-    place = scheduler_address()
-    met: Future[tuple[Any, int, int]] = Future()
-
-    def meet() -> None:
-        try:
-            met.set_result(next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
-        except Exception as error:
-            met.set_exception(error)
-
-    # In a thread that nobody waits for, since torch heeds no signal meanwhile.
-    Thread(target=meet, name="rendezvous", daemon=True).start()
-    waited = 0.0
-    while True:
-        try:
-            return met.result(_MEET_PAUSE.total_seconds())
-        except FutureTimeout:
-            waited += _MEET_PAUSE.total_seconds()
-            if waited % _MEET_SAID.total_seconds() == _MEET_PAUSE.total_seconds():
-                sys.stderr.write(
-                    f"foreload: trainer {os.environ['RANK']} of {os.environ['WORLD_SIZE']} waits at {place} until all have come, "
-                    f"{JOIN_TIMEOUT.total_seconds() - waited:.0f} s more at most\n"
-                )
-        except (RuntimeError, ValueError) as error:
-            raise SettingError(
-                f"RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: must let {os.environ['WORLD_SIZE']} trainers meet at a free port of rank 0's "
-                f"machine; got {place}: {str(error).strip().splitlines()[0]}; start all of them, with another port if that is taken"
-            ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,40 +276,11 @@ class Launcher:
             local.start()
         with contextlib.ExitStack() as stack:
             stack.push(partial(self._end_stores, local, start))
-            urls = list(local.urls if local is not None else servers_of(run, str(self._job.store)))
-            with claimed(self._job, run, manifest, start, urls):
-                if run.status is not None:
-                    # Before lanes are owned in it: where this call dies, the next begins with a higher one.
-                    run.raise_term(start.term)
-                events = self._events
-                events.step, events.term = start.step, start.term
-                events.note(CallBegan(trainers=self._job.trainers, copies=self._job.copies_held, resumed=self._job.resume))
-                keep_schedule(run, schedule)
-                self._profiling.begin(run, start, urls)
-                check = self._spare_check(manifest)
-                shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._observer, check, events)
-                shards.memory = stack.enter_context(self._watched_memory(run, schedule, start, shards.urls))
-                with Hosts.of(self._job, run.path) as hosts:
-                    if hosts is not None:
-                        hosts.await_first()
-                    self._group = group = TrainerGroup(
-                        replace(self._job, namespace=manifest.namespace),
-                        self._interrupts,
-                        run,
-                        manifest,
-                        start,
-                        schedule,
-                        shards,
-                        self._observer,
-                        self._start_process,
-                        events,
-                        self._layouts,
-                        hosts,
-                    )
-                    ending = group.train(self._rendezvous, self._spawned)
-                    if shards.memory is not None and ending.stopped and ending.signal_number is None and not ending.early:
-                        ending = replace(ending, full=shards.memory.why_stopped(ending.step))
-                    self._profiling.leave(ending, group.status, shards.urls)
+            with Hosts.of(self._job, run.path) as hosts:
+                while (trained := self._attempt(run, manifest, start, schedule, local, hosts)) is None:
+                    # What the trainers of this attempt may still do on the store is fenced by the next one's term.
+                    start = replace(start, term=start.term + 1)
+            group, shards, ending = trained
             # The digest may be interrupted. Until here nothing was, since the status tells of rows that local servers have not saved.
             self._interrupts.defer_signals = False
             if self._job.digest and group.failure is None:
@@ -368,6 +296,48 @@ class Launcher:
         if group.failure is not None:
             raise TrainerError(group.failure)
         return ending
+
+    def _attempt(
+        self, run: Run, manifest: Manifest, start: Status, schedule: Schedule, local: LocalStores | None, hosts: Hosts | None
+    ) -> tuple[TrainerGroup, StoreShards, Ending] | None:
+        """Train; None if training did not begin because of other hosts' trainers, which are refused then."""
+        try:
+            return self._train(run, manifest, start, schedule, local, hosts)
+        except GuestsRefused as refused:
+            assert hosts is not None
+            hosts.begin_again(refused)
+        self._interrupts.heed()
+        return None
+
+    def _train(
+        self, run: Run, manifest: Manifest, start: Status, schedule: Schedule, local: LocalStores | None, hosts: Hosts | None
+    ) -> tuple[TrainerGroup, StoreShards, Ending]:
+        """Train, once the trainers of other hosts are there. Raises GuestsRefused, and what `train` does."""
+        urls = list(local.urls if local is not None else servers_of(run, str(self._job.store)))
+        with claimed(self._job, run, manifest, start, urls), contextlib.ExitStack() as stack:
+            if run.status is not None:
+                # Before lanes are owned in it: where this call dies, the next begins with a higher one.
+                run.raise_term(start.term)
+            events = self._events
+            events.step, events.term = start.step, start.term
+            if self._group is None:  # else it is a further attempt of this call
+                events.note(CallBegan(trainers=self._job.trainers, copies=self._job.copies_held, resumed=self._job.resume))
+            keep_schedule(run, schedule)
+            self._profiling.begin(run, start, urls)
+            check = self._spare_check(manifest)
+            shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._observer, check, events)
+            shards.memory = stack.enter_context(self._watched_memory(run, schedule, start, shards.urls))
+            if hosts is not None:
+                hosts.await_first()
+            job = replace(self._job, namespace=manifest.namespace)
+            self._group = group = TrainerGroup(
+                job, self._interrupts, run, manifest, start, schedule, shards, self._observer, self._start_process, events, self._layouts, hosts
+            )  # fmt: skip
+            ending = group.train(self._rendezvous, self._spawned)
+            if shards.memory is not None and ending.stopped and ending.signal_number is None and not ending.early:
+                ending = replace(ending, full=shards.memory.why_stopped(ending.step))
+            self._profiling.leave(ending, group.status, shards.urls)
+            return group, shards, ending
 
     @contextlib.contextmanager
     def _watched_memory(self, run: Run, schedule: Schedule, start: Status, urls: Sequence[str]) -> Iterator[StoreWatch]:

@@ -27,7 +27,7 @@ from foreload.trainer.run.event_log import (
 LEAVE_TIMEOUT = timedelta(seconds=30)
 # For members that are silent, or do not leave, where the others have no complete copy of their lanes: as long as they are not dead, all may go on.
 UNCOVERED_TIMEOUT = timedelta(seconds=300)
-_SILENT, _LATE = "it is silent", "it does not leave the term"
+SILENT, _LATE = "it is silent", "it does not leave the term"
 FRUITLESS_TERMS = (
     3  # ended in a row without a step committed, all members alive: then one of them must go, since two cannot reach each other
 )
@@ -109,7 +109,7 @@ class Membership:
         match event:
             case Ready():
                 self.ready[trainer] = event
-            case TermLeft() if self._lost.get(trainer, _SILENT) in (_SILENT, _LATE):
+            case TermLeft() if self._lost.get(trainer, SILENT) in (SILENT, _LATE):
                 # It has come back in time.
                 self._lost.pop(trainer, None)
                 self._left[trainer] = event
@@ -125,9 +125,9 @@ class Membership:
         dead = {trainer: gone[trainer] for trainer in self.term.members if trainer in gone}
         if self.survives:
             self._lost = {trainer: why for trainer, why in dead.items() if trainer not in ended} | self._lost
-            for trainer in self._silent():
+            for trainer in self.silent():
                 if trainer not in self._left:
-                    self._lost.setdefault(trainer, _SILENT)
+                    self._lost.setdefault(trainer, SILENT)
         self._see_handed_over(gone)
         if self._over_at is None:
             planned = all(left.why is None for left in self._left.values())
@@ -271,7 +271,7 @@ class Membership:
         self._events.note(TermBegan(members=self.term.members, lanes=self.term.hosts))
         return True
 
-    def _silent(self) -> list[int]:
+    def silent(self) -> list[int]:
         """Members whose lease has run out; none where there is only one, whose lanes nobody else has."""
         if len(self.term.members) == 1:
             return []

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from foreload.cache.client.store import Store
+from foreload.cache.errors import StoreError
 from foreload.cache.protocol.batch_log import FileLog, LoggedBatch
+from foreload.cache.protocol.namespace import are_of
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.facts import DenseAtEnd, DenseAtStart
@@ -66,6 +69,10 @@ class RunFolder(ABC):
         """Raise RunError unless a schedule is the one to be trained, with the segments that were trained on already where the run resumes."""
 
     @abstractmethod
+    def check_stores(self, store: Store, namespace: str) -> None:
+        """Raise StoreError unless the servers that answer are the run's shards, each in its place."""
+
+    @abstractmethod
     def load_dense(self, dense: DenseModel, step: int) -> None:
         """Put the dense part of the last clean stop, after `step`, in its place. Raises RunError."""
 
@@ -85,6 +92,9 @@ class OwnFolder(RunFolder):
         """See RunFolder. Its launcher has opened the same schedule."""
         if resumes:
             check_same(self._run.manifest.stages[-1], schedule)
+
+    def check_stores(self, store: Store, namespace: str) -> None:
+        """See RunFolder. Its launcher has claimed the same servers."""
 
     def load_dense(self, dense: DenseModel, step: int) -> None:
         """See RunFolder."""
@@ -115,6 +125,15 @@ class FolderElsewhere(RunFolder):
             )
         if resumes:
             check_same(stage, schedule)
+
+    def check_stores(self, store: Store, namespace: str) -> None:
+        """See RunFolder."""
+        for shard, is_it in are_of(store, namespace, self.identity).items():
+            if not is_it:
+                raise StoreError(
+                    f"store {store.urls[shard]}: is not shard {shard} of the job's run; give --store the servers that the coordinator has, in the "
+                    "same order, or leave it out"
+                )
 
     def load_dense(self, dense: DenseModel, step: int) -> None:
         """See RunFolder."""

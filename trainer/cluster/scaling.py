@@ -43,6 +43,7 @@ class Scaling:
         self._rebalancing = rebalancing
         self._wanted, self._next = trainers, trainers
         self._starting: dict[int, bool] = {}  # trainer -> whether it can join
+        self._offered: set[int] = set()  # those of these that other hosts started, and nobody asked for
         self._waited_since: float | None = None  # since when one that can join waits for others
         self._leaving: set[int] = set()
         self._new: set[int] = set()  # members that have not trained a step yet
@@ -61,6 +62,7 @@ class Scaling:
             )
         with self._changed:
             before, self._wanted, self._failed, self._fruitless = self._wanted, trainers, None, 0
+            self._offered.clear()
             self._asked += 1
             return ScaleBegun(self._asked, before, trainers)
 
@@ -72,6 +74,7 @@ class Scaling:
             self._wanted += 1
             trainer, self._next = self._next, self._next + 1
             self._starting[trainer] = False
+            self._offered.add(trainer)
             return trainer
 
     def progress(self, number: int) -> ScaleProgress | Refused:
@@ -136,6 +139,7 @@ class Scaling:
             there = set(members.term.members)
             for trainer in there & self._starting.keys():
                 del self._starting[trainer]
+                self._offered.discard(trainer)
                 self._new.add(trainer)
             self._leaving &= there
             for trainer in [trainer for trainer in self._starting if trainer in ended]:
@@ -167,7 +171,12 @@ class Scaling:
 
     def _did_not_join(self, trainer: int, how: str) -> None:
         del self._starting[trainer]
-        self._fruitless += 1
+        if trainer in self._offered:
+            # It would have been one more; none is started here in its place.
+            self._offered.discard(trainer)
+            self._wanted -= 1
+        else:
+            self._fruitless += 1
         why = self._reasons.pop(trainer, None) or f"it {how} before it joined"
         self._tell(f"trainer {trainer}: did not join: {why}")
         self._end(trainer)

@@ -98,6 +98,10 @@ class SpawnedTrainers:
         """Wait until each has ended, but no longer than that for any. Those of other hosts, which then see to their own end, are let go."""
         for process in self._processes.values():
             process.wait(patience)
+        self.let_go_of_guests()
+
+    def let_go_of_guests(self) -> None:
+        """Leave the trainers of other hosts to their hosts."""
         self._processes = {
             trainer: process for trainer, process in self._processes.items() if not isinstance(process, HostedTrainer)
         }

@@ -21,15 +21,16 @@ from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.checkpointing import Checkpointing
 from foreload.trainer.cluster.control import ControlSocket
 from foreload.trainer.cluster.control_answers import ControlAnswers, Phase
-from foreload.trainer.cluster.ending import Ending, early_stop, figures_told, first_of, manifest_of, reason, status_of
+from foreload.trainer.cluster.ending import Ending, early_stop, figures_told, first_of, manifest_of, status_of
 from foreload.trainer.cluster.events import EventReceiver
-from foreload.trainer.cluster.facts import Go, RunSaved, StopWanted
+from foreload.trainer.cluster.facts import Go, RunSaved, StopWanted, Term
+from foreload.trainer.cluster.failures import Failures, GuestsRefused
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.hosts import Hosts
 from foreload.trainer.cluster.keeper import Keeper
 from foreload.trainer.cluster.lane_copies import LaneCopies
 from foreload.trainer.cluster.launch_spec import launch_spec
-from foreload.trainer.cluster.membership import Membership
+from foreload.trainer.cluster.membership import SILENT, Membership
 from foreload.trainer.cluster.messages import (
     CanJoin,
     CheckpointArmed,
@@ -67,7 +68,6 @@ from foreload.trainer.cluster.spawned_trainers import SpawnedTrainers
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.cluster.terms import first_term
 from foreload.trainer.compute.succession import ONE_MACHINE
-from foreload.trainer.errors import PeerLost
 from foreload.trainer.resources.seen_servers import check_room
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import CallEnded, EventLog, StopAsked, TrainerLost
@@ -119,7 +119,7 @@ class TrainerGroup:
         self._copies = LaneCopies(self._first, _tell, events)
         self._training = False  # whether all trainers were ready once
         self._ended: dict[int, TrainerEnd] = {}
-        self._failures: list[tuple[int, Failed]] = []
+        self._failures = Failures(machines)
         room = partial(check_room, manifest, schedule, layouts)
         self._moves = RowMoves(run, job, shards, events, lambda: self.manifest, self._write_manifest, room)
         self._run_requests = RunRequests(self._first.members, shards.protected, lambda: self._training, hosts is not None)
@@ -203,15 +203,18 @@ class TrainerGroup:
         gone = False  # whether a trainer failed, and the others were given time to say why
         while self._ended.keys() != set(members.term.members):
             # Before the event is read: what a process sent before it ended is then there.
-            dead = self._trainers.ended()
+            dead = self._failures.with_reports(self._trainers.ended())
             for trainer, event in receiver.poll():
                 self._receive(trainer, event, board, report)
             missing = dead.keys() & set(members.term.members) - self._ended.keys()
+            silent: dict[int, str] = {}
+            if not self._training and (guests := self._failures.guests(members.term)):
+                silent = dict.fromkeys(guests & set(members.silent()), SILENT)
             if self._training and not self._failures and (members.survives or not missing):
                 self._see_to_members(members, dead, report)
-            elif self._failures or missing:
-                if gone:
-                    raise self._reason()
+            elif self._failures or missing or silent:
+                if gone or silent:
+                    raise self._reason(members.term, silent)
                 gone = True
                 self._linger(receiver, board, report)
                 continue
@@ -269,7 +272,7 @@ class TrainerGroup:
         while time.monotonic() < deadline and self._trainers.ended().keys() != self._trainers.pids.keys():
             for trainer, event in receiver.poll():
                 self._receive(trainer, event, board, report)
-            if any(failed.code != PeerLost.code and failed.lost is None for _, failed in self._failures):
+            if self._failures.explained:
                 return
             time.sleep(POLL.total_seconds())
         for trainer, event in receiver.poll():
@@ -321,7 +324,7 @@ class TrainerGroup:
             case CheckpointArmed() | CheckpointTaken() | CheckpointWritten() | CheckpointFailed():
                 self._checkpointing.receive(trainer, event)
             case Failed():
-                self._failures.append((trainer, event))
+                self._failures.receive(trainer, event, self._training and self._membership.survives)
             case FaultInjected() | TrainerFaultInjected() | CanJoin():
                 pass  # the observer's; and it has joined
             case _:
@@ -346,18 +349,17 @@ class TrainerGroup:
         """End a trainer that is lost, or only seems to be; returns whether it is dead."""
         return self._observer.may_kill(trainer) and self._trainers.end(trainer)
 
-    def _reason(self) -> ForeloadError:
-        """Why trainers ended before their time."""
-        assert self._membership is not None
-        heard = {trainer for trainer, _ in self._failures} | self._ended.keys()
-        silent = {
-            trainer: how
-            for trainer, how in self._trainers.ended().items()
-            if trainer in self._membership.term.members and trainer not in heard
-        }
-        for trainer, how in silent.items():
+    def _reason(self, term: Term, silent: Mapping[int, str]) -> ForeloadError | GuestsRefused:
+        """Why trainers ended before their time. silent: those that are alive, but silent, and so to be told."""
+        heard, unheard = self._failures.heard() | self._ended.keys(), silent | self._trainers.ended()
+        unheard = {trainer: how for trainer, how in unheard.items() if trainer in term.members and trainer not in heard}
+        why = self._failures.reason(term, unheard, self._training)
+        if isinstance(why, GuestsRefused):
+            self._trainers.let_go_of_guests()
+            return why
+        for trainer, how in unheard.items():
             self._events.note(TrainerLost(trainer=trainer, cause=how))
-        return reason([failed for _, failed in self._failures], silent, self._membership.term)
+        return why
 
     def _finish(self, report: RunReport, left: Sequence[Departed]) -> Ending:
         """What all trainers' ends come to: sets status and failure, and writes the summary. left: of those that left before."""

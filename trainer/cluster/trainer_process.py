@@ -125,6 +125,7 @@ class TrainerProcess:
             self._terms.watched(),
             contextlib.closing(self._open_log()) as log,
         ):
+            folder.check_stores(store, job.run_namespace)
             access = StoreAccess(
                 store, self._link.placement, job.run_namespace, log.log,
                 ownership=Ownership(self._terms.term.number, folder.identity),

@@ -106,6 +106,8 @@ def work(
                 commands, on_host,
             ).run()  # fmt: skip
     except ForeloadError as error:
+        if on_host is not None and not on_host.has_run:
+            sys.stderr.write(f"foreload: error: trainer {trainer}: {error}\n")  # the coordinator tells its own host
         with contextlib.suppress(PeerLost):
             sender.send(Failed(error.code, str(error), _lost_rows(error) if isinstance(error, RowsLost) else None))
         return 2

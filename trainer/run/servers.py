@@ -13,6 +13,7 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.url import StoreUrl, parse_url
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
+from foreload.pipelines.errors import SettingError
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.event_log import ShardReplaced, read_events
@@ -28,13 +29,15 @@ def by_number(urls: Iterable[str], count: int, removed: Collection[int]) -> tupl
     return numbered
 
 
-def numbered(urls: Sequence[str], placement: Placement, told: tuple[str, ...]) -> tuple[str, ...]:
-    """A trainer's URLs by the numbers of the shards, whether they are told so or are those that there are, in order. told: the coordinator's."""
+def numbered(urls: Sequence[str], placement: Placement) -> tuple[str, ...]:
+    """A trainer's URLs by the numbers of the shards, whether they are given so or are those that there are, in order. Raises SettingError."""
     if len(urls) == placement.shard_count:
         return tuple(urls)
     if len(urls) == len(placement.live):
         return by_number(urls, placement.shard_count, placement.removed)
-    return told
+    raise SettingError(
+        f"--store: must name the {len(placement.live)} store shards of the run, in the order of their numbers; got {len(urls)}"
+    )
 
 
 def asked(urls: Sequence[str]) -> list[str | None]:

@@ -1,0 +1,222 @@
+"""What a joining host or its trainer can get wrong, before training begins and while others train: it alone is refused, with the reason."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from command_line import ROOT, Command, free_port
+from growing import GrowingRun, growing
+from small_job import arguments, summary, synthetic_schedule, train_undisturbed
+
+from foreload.pipelines.base.job_token import new_token
+from foreload.pipelines.base.token_server import connected
+from foreload.trainer.cluster.failures import guests_to_blame
+from foreload.trainer.cluster.host_messages import PURPOSE, AskJoin, program_version, tell_host
+from foreload.trainer.cluster.messages import Failed
+from foreload.trainer.errors import FingerprintError, PeerLost
+from foreload.trainer.run.event_log import read_events
+
+TOKEN = new_token()
+MODEL = "from foreload.trainer.models.dlrm import DLRM as Net\n"
+
+
+@pytest.fixture(scope="module")
+def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty steps in four lanes, in several segments."""
+    return synthetic_schedule(tmp_path_factory.mktemp("schedule"), 60 * 128, lanes=4, slots=500, further="--segment-bytes 100KB")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another schedule."""
+    return synthetic_schedule(tmp_path_factory.mktemp("other"), 1000, lanes=4, slots=500)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of a run with one trainer that nothing happened to."""
+    return str(summary(train_undisturbed(schedule, tmp_path_factory.mktemp("run")))["digest"])
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A guest with something wrong. reason: what it is told, on its own host; told: what the coordinator's user is told.
+
+    given: further arguments; how: the name in wrong_guest.WRONGS, None for `foreload join` as it is; environment: variables; folder: where it is.
+    """
+
+    reason: str
+    told: str
+    given: Sequence[str] = ()
+    how: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    folder: Path = ROOT
+
+
+class Job:
+    """A coordinator, whose model is in its working directory, and guests that are not as they should be."""
+
+    def __init__(self, launched: Callable[..., Command], schedule: Path, run: Path, folder: Path, *further: str) -> None:
+        (folder / "net.py").write_text(MODEL, encoding="utf-8")
+        self._launched, self._folder = launched, folder
+        self.place = f"127.0.0.1:{free_port()}"
+        given = arguments(schedule, run, "--coordinator", self.place, "--digest", "--model", "net.py:Net", *further)
+        self.coordinator = launched(*given, FORELOAD_JOB_TOKEN=TOKEN, within=["env", "-C", str(folder)])
+
+    def join(self, wrong: Wrong | None = None) -> Command:
+        """Start a guest."""
+        if wrong is None:
+            wrong = Wrong("", "", folder=self._folder)
+        variables = {"FORELOAD_JOB_TOKEN": TOKEN} | wrong.environment
+        module = "foreload.trainer.cli"
+        if wrong.how is not None:
+            module = "wrong_guest"
+            variables |= {"WRONG": wrong.how, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
+        return self._launched(
+            "join", self.place, *wrong.given, module=module, within=["env", "-C", str(wrong.folder)], **variables
+        )
+
+    def refuses(self, wrong: Wrong) -> None:
+        """Start a guest that is refused, for its reason."""
+        status, _, err = self.join(wrong).end()
+        assert status == 2, (wrong, err)
+        assert re.search(wrong.reason, err), (wrong, err)
+        assert self.coordinator.process.poll() is None, (wrong, self.coordinator.process.communicate())
+
+    def meets_a_stranger(self) -> None:
+        """Somebody with the token sends what is no message, before and after it has offered a trainer."""
+        host, _, port = self.place.rpartition(":")
+        for offers in (False, True):
+            with connected(host, int(port), TOKEN, PURPOSE, 10) as stranger:
+                if offers:
+                    tell_host(stranger, AskJoin("stranger", 1, program_version()))
+                stranger.sendall(b"\0\0\0\4\0\0\0\0\0\0\0\0\xff\xfe\xfd\xfc" * 10)
+                stranger.shutdown(socket.SHUT_WR)
+                while stranger.recv(1 << 16):  # until the coordinator has closed the connection
+                    pass
+
+
+def wrongs(folder: Path, other: Path, urls: Sequence[str]) -> list[Wrong]:
+    """What a guest can get wrong before it has any part in the training."""
+    not_there = f"redis://127.0.0.1:{free_port()}"
+    swapped = ",".join((urls[1], urls[0], *urls[2:]))
+    return [
+        Wrong("is not the one that the job trains", "is not the one that the job trains", ["--schedule", str(other)], folder=folder),
+        Wrong("is not a folder", "is not a folder", ["--schedule", str(folder / "nowhere")], folder=folder),
+        Wrong("this host has foreload 0.0.1, the coordinator ", "", how="version", folder=folder),
+        Wrong("refuses this host: the token is not the job's", "", environment={"FORELOAD_JOB_TOKEN": new_token()}),
+        Wrong("model: .*net.py", "model: .*net.py"),  # it is not in the working directory
+        Wrong("torch .*0.0.1", "torch .*0.0.1", how="numerics", folder=folder),
+        Wrong("--address: must be an address", "--address: must be an address", ["--address", "192.0.2.1"], folder=folder),
+        Wrong("is not shard 0 of the job's run", "is not shard 0 of the job's run", ["--store", swapped], folder=folder),
+        Wrong("--store: must name the 3 store shards", "must name the 3 store shards", ["--store", urls[0]], folder=folder),
+        Wrong("redis://127.0.0.1", "redis://127.0.0.1", ["--store", ",".join([not_there] * 3)], folder=folder),
+        Wrong("ZeroDivisionError", "ZeroDivisionError", how="raises", folder=folder),
+        Wrong("was killed by SIGKILL", "was killed by SIGKILL", how="killed at once", folder=folder),
+    ]  # fmt: skip
+
+
+def test_before_training_begins(
+    schedule: Path, undisturbed: str, other: Path, urls: Sequence[str], tmp_path: Path, launched: Callable[..., Command]
+) -> None:
+    run = tmp_path / "run"
+    job = Job(launched, schedule, run, tmp_path, "--store", ",".join(urls), "--trainers", "2", "--peer-timeout", "20")
+    given = [
+        *wrongs(tmp_path, other, urls),
+        Wrong("was killed by SIGKILL", "was killed by SIGKILL", how="killed when it is ready", folder=tmp_path),
+        Wrong("refused by the coordinator: it is silent", "it is silent", how="stopped when it is ready", folder=tmp_path),
+        Wrong("refused by the coordinator: ", "does not take the batch log", how="elsewhere", folder=tmp_path),
+    ]
+    for wrong in given:
+        job.refuses(wrong)
+    job.meets_a_stranger()
+    guest = job.join()
+    status, _, err = job.coordinator.end()
+    assert status == 0, err
+    assert guest.end()[0] == 0
+    assert (summary(run)["digest"], summary(run)["trainers"]) == (undisturbed, 2)
+    assert "Traceback" not in err
+    for wrong in given:
+        assert not wrong.told or re.search(f"its trainer is refused: .*{wrong.told}", err), (wrong, err)
+    assert [event["kind"] for event in read_events(run)].count("call-began") == 1
+
+
+def test_the_other_guests_begin_again(
+    schedule: Path, undisturbed: str, other: Path, urls: Sequence[str], tmp_path: Path, launched: Callable[..., Command]
+) -> None:
+    """A guest that is as it should be is started again, and its user need not do anything."""
+    run = tmp_path / "run"
+    job = Job(launched, schedule, run, tmp_path, "--store", ",".join(urls), "--trainers", "3")
+    first = job.join()
+    job.refuses(Wrong("is not the one that the job trains", "", ["--schedule", str(other)], folder=tmp_path))
+    second = job.join()
+    status, _, err = job.coordinator.end()
+    assert status == 0, err
+    (status, _, err), (others_status, _, _) = first.end(), second.end()
+    assert (status, others_status) == (0, 0), err
+    assert "training could not begin because of another host's trainer; waiting until it begins again" in err
+    assert (summary(run)["digest"], summary(run)["trainers"]) == (undisturbed, 3)
+
+
+def test_while_others_train(
+    schedule: Path, undisturbed: str, other: Path, urls: Sequence[str], tmp_path: Path, launched: Callable[..., Command]
+) -> None:
+    """No guest that fails leaves a trainer in its place on the coordinator's host, and the next one joins."""
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    with growing(schedule, tmp_path / "growing", 3) as followed:
+        copy.symlink_to(followed)
+        further = ["--follow", "--store", ",".join(urls), "--peer-timeout", "20"]
+        job = Job(launched, followed, run, tmp_path, *further)
+        training = GrowingRun(job.coordinator, run, schedule, followed, 3)
+        given = [
+            *wrongs(tmp_path, other, urls),
+            Wrong("was killed by SIGKILL", "was killed by SIGKILL", how="killed when it can join", folder=tmp_path),
+        ]
+        for wrong in given:
+            job.refuses(wrong)
+            assert len(job.coordinator.workers) == 1
+        as_members = [
+            Wrong("ZeroDivisionError", "ZeroDivisionError", how="fails as a member", folder=tmp_path),
+            Wrong("was killed by SIGKILL", "was killed by SIGKILL", how="killed when it is ready", folder=tmp_path),
+        ]
+        for wrong in as_members:
+            job.refuses(wrong)
+            training.members(0)
+        job.meets_a_stranger()
+        guest = job.join(Wrong("", "", ["--schedule", str(copy)], folder=tmp_path))
+        training.hosting(0, training.status.members[-1])
+        job.coordinator.until(lambda: len(training.status.members) == 2)
+        assert len(job.coordinator.workers) == 1
+        err = training.end(undisturbed, trainers=2)
+        assert guest.end()[0] == 0
+    for wrong in given:
+        assert not wrong.told or re.search(f"trainer \\d+: did not join: .*{wrong.told}", err), (wrong, err)
+    for wrong in as_members:
+        assert re.search(f"trainer \\d+: lost \\(.*{wrong.told}.*\\); training goes on", err), (wrong, err)
+
+
+LOST, OTHER_NUMERICS = Failed(PeerLost.code, "trainer 0: lost a peer"), Failed(FingerprintError.code, "torch: must be 2")
+
+
+@pytest.mark.parametrize(
+    ("reports", "unheard", "blamed"),
+    [
+        ([(0, LOST), (1, OTHER_NUMERICS), (2, LOST)], {}, [1]),
+        ([(0, LOST), (2, LOST)], {1: "was killed by SIGKILL"}, [1]),
+        ([(0, LOST), (2, LOST)], {}, [1]),
+        ([(0, LOST), (1, LOST), (2, LOST)], {}, [1, 2]),
+        ([(1, OTHER_NUMERICS), (2, OTHER_NUMERICS)], {}, [1, 2]),
+        ([(0, OTHER_NUMERICS), (1, OTHER_NUMERICS)], {}, []),
+        ([(1, OTHER_NUMERICS)], {0: "was killed by SIGKILL"}, []),
+        ([], {0: "was killed by SIGKILL"}, []),
+    ],
+)
+def test_who_is_to_blame(reports: list[tuple[int, Failed]], unheard: dict[int, str], blamed: list[int]) -> None:
+    """Trainers 1 and 2 are guests; 0 is the coordinator's own, whose failure ends the job."""
+    assert sorted(guests_to_blame([1, 2], reports, unheard)) == blamed

@@ -93,6 +93,8 @@ class TrainSummary(_Result):
     stopped_early: Mapping[str, Any] | None = None
     rebalanced: tuple[Mapping[str, Any], ...] = ()
     memory: Mapping[str, Any] = field(default_factory=dict)
+    checkpoints: Mapping[str, Any] = field(default_factory=dict)
+    steps_incomplete: int = 0
     digest: str | None = None
     predicted_over_observed: float | None = None
     grouped_auc: float | None = None
@@ -105,7 +107,9 @@ class TrainSummary(_Result):
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics(_Result):
-    """One training step, a line of metrics.jsonl. loss: mean over its samples; ms: milliseconds of the trainer that took longest."""
+    """One training step, a line of metrics.jsonl. loss: mean over its samples; ms: milliseconds of the trainer that took longest; without: trainers
+    that were lost before they told of the step, whose times and bytes are missing.
+    """
 
     step: int
     epoch: int
@@ -122,6 +126,7 @@ class StepMetrics(_Result):
     ms_waiting: float
     ms_processor: float = 0.0
     ms_thread: float = 0.0
+    without: tuple[int, ...] = ()
     kind: str = "step"
 
 

@@ -73,3 +73,8 @@ def step_report(step: int, **changed: Any) -> StepReport:
         seconds=0.5, seconds_compute=0.25, seconds_exchange=0.125, seconds_waiting=0.125, bytes_sent=1000,
     )  # fmt: skip
     return replace(report, **changed)
+
+
+def no_rows(first: int, last: int) -> dict[int, dict[str, int]]:
+    """The `rows_of` of a RunReport whose trainers all tell of every step."""
+    raise AssertionError(f"steps {first} to {last} were told of")

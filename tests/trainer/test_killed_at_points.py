@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from foreload.trainer.cluster.faults import (
 )
 from foreload.trainer.cluster.messages import TermLeft
 from foreload.trainer.cluster.terms import first_term, next_term
-from foreload.trainer.run.directory import Run
+from foreload.trainer.run.directory import METRICS, Run
 
 MOVE_POINTS = ("rows to move read", "rows copied", "rows moved")  # at which test_store_moves.py has trainers killed
 TRAINERS, LANES, STEPS = 4, 4, 82
@@ -44,11 +45,21 @@ def schedule(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digest of a run with one trainer that nothing happened to."""
+def undisturbed(schedule: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with one trainer that nothing happened to."""
     run = train_undisturbed(schedule, tmp_path_factory.mktemp("run"))
     assert summary(run)["steps"] == STEPS
-    return str(summary(run)["digest"])
+    return run
+
+
+def rows_of(run: Path) -> list[tuple[int, ...]]:
+    """Of each step in the run's metrics.jsonl, and of the whole run in its summary.json, the figures that the schedule determines."""
+    lines = [json.loads(line) for line in (run / METRICS).read_text(encoding="utf-8").splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    return [
+        tuple(told[name] for name in ("samples", "rows_used", "rows_arrived", "rows_fetched", "rows_written_back"))
+        for told in (*steps, summary(run))
+    ]
 
 
 def killed(trainer: int, point: str, step: int) -> TrainerFault:
@@ -57,7 +68,7 @@ def killed(trainer: int, point: str, step: int) -> TrainerFault:
 
 def check_faults(
     schedule: Path,
-    undisturbed: str,
+    undisturbed: Path,
     run: Path,
     faults: Sequence[TrainerFault | Fault],
     store: str,
@@ -75,8 +86,9 @@ def check_faults(
     # One that has ended may be missed by nobody.
     assert set(lost) >= {fault.trainer for fault in of_trainers if fault.point != "ended"}, err
     assert len(lost) == len(set(lost))
-    assert summary(run)["digest"] == undisturbed
+    assert summary(run)["digest"] == summary(undisturbed)["digest"]
     assert summary(run)["steps"] == STEPS
+    assert rows_of(run) == rows_of(undisturbed)
     assert "Traceback" not in err
     assert not list(run.rglob("*.tmp"))
     return err
@@ -159,7 +171,7 @@ def _covered(cases: Sequence[object], first: int) -> list[object]:
 
 @pytest.mark.parametrize(("store", "faults"), _covered(ONE_BY_ONE, 1))
 def test_trainers_are_killed_one_after_the_other(
-    schedule: Path, undisturbed: str, tmp_path: Path, store: str, faults: list[TrainerFault]
+    schedule: Path, undisturbed: Path, tmp_path: Path, store: str, faults: list[TrainerFault]
 ) -> None:
     check_faults(schedule, undisturbed, tmp_path / "run", faults, store, copies=2)
     assert Run.open(tmp_path / "run").saved_status().term == 1 + len(faults)
@@ -167,14 +179,14 @@ def test_trainers_are_killed_one_after_the_other(
 
 @pytest.mark.parametrize(("store", "faults"), _covered(AT_THE_END, 0))
 def test_trainers_are_killed_at_the_end(
-    schedule: Path, undisturbed: str, tmp_path: Path, store: str, faults: list[TrainerFault]
+    schedule: Path, undisturbed: Path, tmp_path: Path, store: str, faults: list[TrainerFault]
 ) -> None:
     check_faults(schedule, undisturbed, tmp_path / "run", faults, store, copies=4)
 
 
 @pytest.mark.parametrize(("store", "point"), _covered(TAKEOVERS, 1))
 def test_who_takes_lanes_over_is_killed_meanwhile(
-    schedule: Path, undisturbed: str, tmp_path: Path, store: str, point: str
+    schedule: Path, undisturbed: Path, tmp_path: Path, store: str, point: str
 ) -> None:
     gone = 2
     faults = [killed(gone, "gradients sent", 20), killed(successor(gone, 3), point, 0)]
@@ -182,7 +194,7 @@ def test_who_takes_lanes_over_is_killed_meanwhile(
 
 
 @pytest.mark.full
-def test_a_trainer_is_killed_while_a_shard_is_rebuilt(schedule: Path, undisturbed: str, tmp_path: Path) -> None:
+def test_a_trainer_is_killed_while_a_shard_is_rebuilt(schedule: Path, undisturbed: Path, tmp_path: Path) -> None:
     faults: list[Fault | TrainerFault] = [Fault(20, 1, signal.SIGKILL), killed(2, "rows rebuilt", 20), killed(0, "committed", 60)]
     err = check_faults(schedule, undisturbed, tmp_path / "run", faults, PARITY, copies=2)
     assert "store shard 1: is whole again" in err
@@ -190,7 +202,7 @@ def test_a_trainer_is_killed_while_a_shard_is_rebuilt(schedule: Path, undisturbe
 
 @pytest.mark.full
 @pytest.mark.parametrize("point", ["committed", "parity leaves", "data leaves"])
-def test_a_trainer_and_a_shard_are_killed_in_the_same_step(schedule: Path, undisturbed: str, tmp_path: Path, point: str) -> None:
+def test_a_trainer_and_a_shard_are_killed_in_the_same_step(schedule: Path, undisturbed: Path, tmp_path: Path, point: str) -> None:
     faults: list[Fault | TrainerFault] = [Fault(20, 1, signal.SIGKILL), killed(0, point, 22), killed(2, point, 50)]
     err = check_faults(schedule, undisturbed, tmp_path / "run", faults, PARITY, copies=2)
     assert "store shard 1: is whole again" in err
@@ -199,7 +211,7 @@ def test_a_trainer_and_a_shard_are_killed_in_the_same_step(schedule: Path, undis
 @pytest.mark.full
 @pytest.mark.parametrize("point", ["committed", "exchanged", "data leaves"])
 def test_two_that_have_a_lane_are_killed_in_the_same_step_and_a_third_has_it(
-    schedule: Path, undisturbed: str, tmp_path: Path, point: str
+    schedule: Path, undisturbed: Path, tmp_path: Path, point: str
 ) -> None:
     check_faults(schedule, undisturbed, tmp_path / "run", [killed(0, point, 20), killed(1, point, 20)], PARITY, copies=3)
 
@@ -207,7 +219,7 @@ def test_two_that_have_a_lane_are_killed_in_the_same_step_and_a_third_has_it(
 @pytest.mark.full
 @pytest.mark.parametrize("store", [PLAIN, PARITY])
 def test_where_all_that_have_a_lane_are_killed_the_run_ends_and_a_resume_begins_where_rows_were_saved_last(
-    schedule: Path, undisturbed: str, tmp_path: Path, store: str, hold: Hold
+    schedule: Path, undisturbed: Path, tmp_path: Path, store: str, hold: Hold
 ) -> None:
     run = tmp_path / "run"
     command = arguments(schedule, run, "--store", store, "--trainers", str(TRAINERS), "--copies", "2", "--digest")
@@ -228,4 +240,5 @@ def test_where_all_that_have_a_lane_are_killed_the_run_ends_and_a_resume_begins_
     status, _, err = Command(*command, "--resume").end()
     assert status == 0, err
     assert f"resumed after step {stopped}: the run was broken off since" in err
-    assert summary(run)["digest"] == undisturbed
+    assert summary(run)["digest"] == summary(undisturbed)["digest"]
+    assert rows_of(run)[-1] == rows_of(undisturbed)[-1]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_job import step_report
+from small_job import no_rows, step_report
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from foreload.cache.parity.placement import Placement
@@ -241,7 +241,7 @@ def test_a_run_that_cannot_go_on_says_why(
 
 
 def test_a_step_counts_when_every_trainer_has_told_of_it(tmp_path: Path) -> None:
-    report = RunReport(tmp_path, Totals(), 0, 2, members=(4, 7))
+    report = RunReport(tmp_path, Totals(), 0, 2, members=(4, 7), rows_of=no_rows)
     report.step(4, step_report(0))
     report.step(4, step_report(1, rows_arrived=0))
     assert report.totals.steps == 0
@@ -263,30 +263,45 @@ def test_a_step_counts_when_every_trainer_has_told_of_it(tmp_path: Path) -> None
     assert summary["auc"] == 0.7
 
 
-def test_a_step_of_which_a_lost_trainer_did_not_tell_counts_without_it(tmp_path: Path) -> None:
-    report = RunReport(tmp_path, Totals(), 0, 2, members=(4, 7))
-    report.step(4, step_report(0))
-    evaluated = EvaluationReport(step=0, epoch=0, samples=7, log_loss=0.6, auc=0.7, normalized_entropy=0.9)
+def test_a_step_of_which_a_lost_trainer_did_not_tell_has_the_rows_of_the_schedule(tmp_path: Path) -> None:
+    names = ("rows_used", "rows_arrived", "rows_fetched", "rows_written_back")
+    asked = []
+
+    def rows_of(first: int, last: int) -> dict[int, dict[str, int]]:
+        asked.append((first, last))
+        return {step: dict.fromkeys(names, 100 + step) for step in range(first, last + 1)}
+
+    report = RunReport(tmp_path, Totals(), 0, 4, members=(4, 7), rows_of=rows_of)
+    for trainer, step in ((4, 0), (7, 0), (4, 1), (7, 1), (4, 2)):
+        report.step(trainer, step_report(step))
+    evaluated = EvaluationReport(step=1, epoch=0, samples=7, log_loss=0.6, auc=0.7, normalized_entropy=0.9)
     report.evaluation(evaluated)
-    assert report.totals.steps == 0
-    report.now_members([4], 0)
-    report.step(4, step_report(1))
+    # Step 3 is committed, too, which trainer 4 tells of when it goes back there.
+    report.now_members([4, 8], 3)
+    report.step(4, step_report(3))
     report.evaluation(evaluated)  # the pass is run again, to the same end
+    for trainer in (4, 8):
+        report.step(trainer, step_report(4))
+    summary = report.summary()
     report.close()
     lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
-    assert [(line["kind"], line["step"]) for line in lines] == [("evaluation", 0), ("step", 0), ("step", 1)]
-    assert report.totals.rows_used == 80
+    told = [(line["step"], *(line[name] for name in names), line.get("without")) for line in lines if line["kind"] == "step"]
+    whole = [(step, 80, 20, 10, 12, None) for step in (0, 1, 4)]
+    assert told == [*whole[:2], (2, *[102] * 4, [7]), (3, *[103] * 4, [7]), whole[2]]
+    assert [line["step"] for line in lines if line["kind"] == "evaluation"] == [1]
+    assert asked == [(2, 3)]
+    assert (summary["rows_used"], summary["steps_incomplete"]) == (3 * 80 + 102 + 103, 2)
 
 
 def test_a_summary_without_a_step_has_nulls(tmp_path: Path) -> None:
-    report = RunReport(tmp_path, Totals(), 0, 0, members=(0,))
+    report = RunReport(tmp_path, Totals(), 0, 0, members=(0,), rows_of=no_rows)
     assert report.summary()["samples_per_second"] is None
     report.close()
 
 
 def test_without_a_terminal_there_is_a_line_a_minute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
-    report = RunReport(tmp_path, Totals(steps=100, samples=10_000), 100, 1000, members=(0,), clock=lambda: now)
+    report = RunReport(tmp_path, Totals(steps=100, samples=10_000), 100, 1000, members=(0,), rows_of=no_rows, clock=lambda: now)
     for step in range(100, 220):
         now += 1.0
         report.step(0, step_report(step, loss=0.75 if step < 130 else 0.25))
@@ -306,7 +321,7 @@ def test_tensorboard_has_means_over_steps_and_the_settings(tmp_path: Path) -> No
     def samples_of(step: int) -> int:
         return 100 if step % 2 else 300
 
-    report = RunReport(tmp_path, Totals(), 20, None, members=(0,), settings={"lr": 0.5, "model": "dcn"})
+    report = RunReport(tmp_path, Totals(), 20, None, members=(0,), rows_of=no_rows, settings={"lr": 0.5, "model": "dcn"})
     for step in range(20, 110):
         report.step(
             0,
@@ -352,7 +367,7 @@ def test_a_full_disk_that_tensorboards_thread_meets_is_told_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = threading.excepthook
-    report = RunReport(tmp_path, Totals(), 0, 1, members=(0,))
+    report = RunReport(tmp_path, Totals(), 0, 1, members=(0,), rows_of=no_rows)
 
     def full(data: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from small_job import step_report
+from small_job import no_rows, step_report
 
 from foreload.trainer.compute.reports import EvaluationReport
 from foreload.trainer.run.directory import METRICS
@@ -15,7 +15,7 @@ from foreload.trainer.run.report import RunReport, Totals
 
 def test_an_evaluation_that_an_earlier_call_told_is_not_written_again(tmp_path: Path) -> None:
     def call(first_step: int, steps: int, auc: float = 0.7, ended: str = "") -> None:
-        report = RunReport(tmp_path, Totals(), first_step, 9, members=(0,))
+        report = RunReport(tmp_path, Totals(), first_step, 9, members=(0,), rows_of=no_rows)
         if first_step:
             report.evaluation(evaluated(first_step - 1, auc))
         for step in range(first_step, first_step + steps):

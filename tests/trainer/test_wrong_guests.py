@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,17 +93,16 @@ class Job:
         """Somebody with the token sends what is no message, before and after it has offered a trainer."""
         host, _, port = self.place.rpartition(":")
         for offers in (False, True):
-            with connected(host, int(port), TOKEN, PURPOSE, 10) as stranger:
+            with connected(host, int(port), TOKEN, PURPOSE, 10) as stranger, contextlib.suppress(ConnectionError):
                 if offers:
                     tell_host(stranger, AskJoin("stranger", 1, program_version()))
                 stranger.sendall(b"\0\0\0\4\0\0\0\0\0\0\0\0\xff\xfe\xfd\xfc" * 10)
-                stranger.shutdown(socket.SHUT_WR)
                 while stranger.recv(1 << 16):  # until the coordinator has closed the connection
                     pass
 
 
-def wrongs(folder: Path, other: Path, urls: Sequence[str]) -> list[Wrong]:
-    """What a guest can get wrong before it has any part in the training."""
+def wrongs(folder: Path, other: Path, urls: Sequence[str], count: int) -> list[Wrong]:
+    """What a guest can get wrong before it has any part in the training: the first `count` of a list."""
     not_there = f"redis://127.0.0.1:{free_port()}"
     swapped = ",".join((urls[1], urls[0], *urls[2:]))
     return [
@@ -112,27 +111,38 @@ def wrongs(folder: Path, other: Path, urls: Sequence[str]) -> list[Wrong]:
         Wrong("this host has foreload 0.0.1, the coordinator ", "", how="version", folder=folder),
         Wrong("refuses this host: the token is not the job's", "", environment={"FORELOAD_JOB_TOKEN": new_token()}),
         Wrong("model: .*net.py", "model: .*net.py"),  # it is not in the working directory
-        Wrong("torch .*0.0.1", "torch .*0.0.1", how="numerics", folder=folder),
+        Wrong("alike on all hosts", "alike on all hosts", how="numerics", folder=folder),
         Wrong("--address: must be an address", "--address: must be an address", ["--address", "192.0.2.1"], folder=folder),
         Wrong("is not shard 0 of the job's run", "is not shard 0 of the job's run", ["--store", swapped], folder=folder),
         Wrong("--store: must name the 3 store shards", "must name the 3 store shards", ["--store", urls[0]], folder=folder),
         Wrong("redis://127.0.0.1", "redis://127.0.0.1", ["--store", ",".join([not_there] * 3)], folder=folder),
         Wrong("ZeroDivisionError", "ZeroDivisionError", how="raises", folder=folder),
         Wrong("was killed by SIGKILL", "was killed by SIGKILL", how="killed at once", folder=folder),
-    ]  # fmt: skip
+    ][:count]  # fmt: skip
 
 
+COUNTS = pytest.mark.parametrize("count", [pytest.param(1, id="a few"), pytest.param(20, marks=pytest.mark.full, id="all")])
+"""How many of `wrongs` a test goes over: each starts two processes."""
+
+
+@COUNTS
 def test_before_training_begins(
-    schedule: Path, undisturbed: str, other: Path, urls: Sequence[str], tmp_path: Path, launched: Callable[..., Command]
+    schedule: Path,
+    undisturbed: str,
+    other: Path,
+    urls: Sequence[str],
+    tmp_path: Path,
+    launched: Callable[..., Command],
+    count: int,
 ) -> None:
     run = tmp_path / "run"
     job = Job(launched, schedule, run, tmp_path, "--store", ",".join(urls), "--trainers", "2", "--peer-timeout", "20")
     given = [
-        *wrongs(tmp_path, other, urls),
+        *wrongs(tmp_path, other, urls, count),
         Wrong("was killed by SIGKILL", "was killed by SIGKILL", how="killed when it is ready", folder=tmp_path),
         Wrong("refused by the coordinator: it is silent", "it is silent", how="stopped when it is ready", folder=tmp_path),
         Wrong("refused by the coordinator: ", "does not take the batch log", how="elsewhere", folder=tmp_path),
-    ]
+    ][: count + 1]
     for wrong in given:
         job.refuses(wrong)
     job.meets_a_stranger()
@@ -164,8 +174,15 @@ def test_the_other_guests_begin_again(
     assert (summary(run)["digest"], summary(run)["trainers"]) == (undisturbed, 3)
 
 
+@COUNTS
 def test_while_others_train(
-    schedule: Path, undisturbed: str, other: Path, urls: Sequence[str], tmp_path: Path, launched: Callable[..., Command]
+    schedule: Path,
+    undisturbed: str,
+    other: Path,
+    urls: Sequence[str],
+    tmp_path: Path,
+    launched: Callable[..., Command],
+    count: int,
 ) -> None:
     """No guest that fails leaves a trainer in its place on the coordinator's host, and the next one joins."""
     run, copy = tmp_path / "run", tmp_path / "copy"
@@ -175,7 +192,7 @@ def test_while_others_train(
         job = Job(launched, followed, run, tmp_path, *further)
         training = GrowingRun(job.coordinator, run, schedule, followed, 3)
         given = [
-            *wrongs(tmp_path, other, urls),
+            *wrongs(tmp_path, other, urls, count),
             Wrong("was killed by SIGKILL", "was killed by SIGKILL", how="killed when it can join", folder=tmp_path),
         ]
         for wrong in given:

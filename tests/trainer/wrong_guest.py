@@ -27,8 +27,8 @@ def _elsewhere(host: str, _: int, has_run: bool) -> TrainerPlace:
 
 
 WRONGS = {
-    "version": mock.patch.object(joining_host, "program_version", lambda: "0.0.1"),
-    "numerics": mock.patch.object(numerics, "fingerprint", lambda _: {"torch": "0.0.1"}),
+    "version": mock.patch.object(joining_host, "program_version", return_value="0.0.1"),
+    "numerics": mock.patch.object(numerics, "fingerprint", return_value={"torch": "0.0.1"}),
     "killed at once": mock.patch.object(worker, "work", _signals(signal.SIGKILL)),
     "killed when it is ready": mock.patch.object(TrainerTerms, "await_begin", _signals(signal.SIGKILL)),
     "killed when it can join": mock.patch.object(TrainerTerms, "join", _signals(signal.SIGKILL)),

@@ -24,14 +24,15 @@ from foreload.trainer.cluster.messages import Departed, TrainerEnd
 from foreload.trainer.compute.reports import ProcessUse
 from foreload.trainer.resources import shard_loads
 from foreload.trainer.run.directory import CONTROL, STORES, Run
-from foreload.trainer.run.event_log import CallEnded, EventLog
+from foreload.trainer.run.event_log import CallBegan, CallEnded, EventLog, TrainerLost, read_events
 from foreload.trainer.run.kept import keep_schedule
 from foreload.trainer.run.manifest import Manifest, Stage, Status
 from foreload.trainer.run.report import Totals
+from foreload.trainer.run.step_lines import ROWS, rows_of_steps
 
 # Of StepReport and Totals: each trainer tells of its own rows and bytes, so they add up; samples are of the whole step on every trainer, and
 # times of one trainer stand for all.
-ADDED = ("rows_used", "rows_arrived", "rows_fetched", "rows_written_back", "bytes_sent")
+ADDED = (*ROWS, "bytes_sent")
 _IN_SUMMARY = {"rows_written_at_stop": "rows_written_beyond"}  # names that summary.json has had from the beginning
 SHARED = ("steps", "samples", "seconds", "seconds_compute", "seconds_exchange", "seconds_waiting")
 
@@ -134,8 +135,15 @@ def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], lef
     totals, own = replace(before), [one.totals for one in ended.values()] + [one.totals for one in left]
     for name in ADDED:
         setattr(totals, name, getattr(totals, name) + sum(getattr(one, name) for one in own))
+    first = first_of(ended)
     for name in SHARED:
-        setattr(totals, name, getattr(totals, name) + getattr(first_of(ended).totals, name))
+        setattr(totals, name, getattr(totals, name) + getattr(first.totals, name))
+    if _lost_a_trainer(run):
+        # Only the launcher knew what that one told; what all told of rows is known from the schedule.
+        rows = rows_of_steps(schedule, first.step - first.totals.steps + 1, first.step).values()
+        for name in ROWS:
+            setattr(totals, name, getattr(before, name) + sum(of_step[name] for of_step in rows))
+        totals.steps_incomplete += first.totals.steps
     status = status_of(ended, totals, run.saved_status().term, run.placement.removed)
     run.come_to_rest(manifest_of(run.manifest, schedule, ended), status)
     EventLog(run.path, status.step, status.term).note(CallEnded(state=status.state, cause="its launcher was killed"))
@@ -153,6 +161,14 @@ def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], lef
             os.unlink(path)
     with contextlib.suppress(OSError):
         sys.stderr.write(f"foreload: run {run.path}: {told}\n")
+
+
+def _lost_a_trainer(run: Run) -> bool:
+    """Whether a trainer was lost in the last call."""
+    lost = False
+    for event in read_events(run.path):
+        lost = event["kind"] == TrainerLost.kind or (lost and event["kind"] != CallBegan.kind)
+    return lost
 
 
 def ended_how(status: int) -> str:

@@ -76,6 +76,7 @@ from foreload.trainer.run.kept import keep_schedule
 from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.report import RunReport
 from foreload.trainer.run.scheduler import scheduler_address, under_scheduler
+from foreload.trainer.run.step_lines import rows_of_steps
 
 POLL = timedelta(milliseconds=30)  # between two looks at events and requests
 CHANGE_POLL = timedelta(milliseconds=2)  # while trainers wait for their next term
@@ -148,21 +149,16 @@ class TrainerGroup:
     def _lead(self, board: Board, spec: LaunchSpec) -> Ending:
         """Tell trainers who hosts what, follow them to their end, and publish how far the run is then."""
         members = self._membership = Membership(
-            board,
-            self._first,
-            self._job.copies_wanted,
-            self._job.peer_silence,
-            self._raise_term,
-            self._end_process,
-            _tell,
-            self._events,
+            board, self._first, self._job.copies_wanted, self._job.peer_silence, self._raise_term, self._end_process, _tell, self._events,
             machines=self._machines,
-        )
+        )  # fmt: skip
         publish_dense(board, self._run, spec)
         board.publish(spec)
         header, first = self._schedule.header, self._start.step + 1
-        given = header.end_step - self.manifest.stages[0].first_step, self._first.members, self.manifest.job
-        report = RunReport(self._run.path, replace(spec.totals), first, *given, is_amid=header.is_amid)
+        rows_of = partial(rows_of_steps, self._schedule)
+        given = self._first.members, rows_of, self.manifest.job
+        steps = header.end_step - self.manifest.stages[0].first_step
+        report = RunReport(self._run.path, replace(spec.totals), first, steps, *given, is_amid=header.is_amid)
         self._checkpointing = Checkpointing(
             self._job, self._run.path, self._schedule, self._layouts, lambda: self.manifest, board, report,
             lambda command: self._tell_all(board, command), self._observer.at_checkpoint, self._events,
@@ -291,7 +287,7 @@ class TrainerGroup:
         if trainer not in self._membership.term.members:
             # It was taken for lost, and the others went on without it, or it has left.
             if isinstance(event, Failed):
-                sys.stderr.write(f"trainer {trainer}: was lost, and has stopped now: {event.message}\n")
+                _tell(f"trainer {trainer}: was lost, and has stopped now: {event.message}")
             return
         self._observer.see(trainer, event)
         match event:

@@ -7,7 +7,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,13 +18,13 @@ from foreload.pipelines.base.progress import Display
 from foreload.trainer.compute.reports import EvaluationReport, StepReport, without_calibration
 from foreload.trainer.run.directory import METRICS, SUMMARY, TENSORBOARD
 from foreload.trainer.run.metric_text import metric_lines
+from foreload.trainer.run.step_lines import ROWS, merged
 from foreload.trainer.run.told_before import evaluations_told
 
 LINE_SECONDS = 60.0  # between two lines where stderr is not a terminal; what a line tells is of as long a time at most
 TENSORBOARD_STEPS = 50  # of which TensorBoard has the mean
 _FLUSH_SECONDS = 0.5
 _MS = ("ms", "ms_compute", "ms_exchange", "ms_waiting")
-_ROWS = ("rows_used", "rows_arrived", "rows_fetched", "rows_written_back")
 _METRICS = ("log_loss", "auc", "normalized_entropy")
 _FURTHER_METRICS = ("predicted_over_observed", "grouped_auc", "rmse", "mae", "loss", "labels")  # where there are any
 _SECONDS = ("seconds", "seconds_compute", "seconds_exchange", "seconds_waiting")
@@ -34,7 +34,8 @@ _SECONDS = ("seconds", "seconds_compute", "seconds_exchange", "seconds_waiting")
 class Totals:
     """What the metrics of all steps so far add up to; seconds are those of the steps, over all calls of a run.
 
-    rows_written_back: as the schedule says; rows_flushed: beyond it, at clean stops.
+    rows_written_back: as the schedule says; rows_flushed: beyond it, at clean stops. steps_incomplete: steps whose times and bytes lack those of a
+    trainer that was lost.
     """
 
     steps: int = 0
@@ -49,12 +50,13 @@ class Totals:
     seconds_compute: float = 0.0
     seconds_exchange: float = 0.0
     seconds_waiting: float = 0.0
+    steps_incomplete: int = 0
 
     def add(self, report: StepReport) -> None:
         """Count in a step as one trainer tells of it."""
         self.steps += 1
         self.samples += report.samples
-        for name in (*_ROWS, "bytes_sent", *_SECONDS):
+        for name in (*ROWS, "bytes_sent", *_SECONDS):
             setattr(self, name, getattr(self, name) + getattr(report, name))
 
     @property
@@ -76,28 +78,6 @@ class Totals:
     def samples_per_second(self) -> float:
         """Over the time of the steps, without start and evaluation; nan before the first step."""
         return self.samples / self.seconds if self.seconds else math.nan
-
-
-def merged(reports: Sequence[StepReport]) -> dict[str, Any]:
-    """One step's line of metrics.jsonl from the reports of all trainers about it.
-
-    Rows, bytes and processor time are added up; times are those of the trainer that took longest, waiting, and processor time of the step's own
-    thread, the longest any took.
-    """
-    first = reports[0]
-    slowest = max(reports, key=lambda report: report.seconds)
-    waiting = max(report.seconds_waiting for report in reports)
-    return {
-        "kind": "step",
-        **{name: getattr(first, name) for name in ("step", "epoch", "samples", "loss")},
-        **{name: sum(getattr(report, name) for report in reports) for name in (*_ROWS, "bytes_sent")},
-        "ms": 1000 * slowest.seconds,
-        "ms_compute": 1000 * slowest.seconds_compute,
-        "ms_exchange": 1000 * slowest.seconds_exchange,
-        "ms_waiting": 1000 * waiting,
-        "ms_processor": 1000 * sum(report.seconds_processor for report in reports),
-        "ms_thread": 1000 * max(report.seconds_thread for report in reports),
-    }
 
 
 @dataclass(slots=True)
@@ -122,7 +102,7 @@ class _Sums:
         self.steps += 1
         self.samples += line["samples"]
         self.loss += line["loss"] * line["samples"]
-        for name in (*_ROWS, "bytes_sent", *_MS):
+        for name in (*ROWS, "bytes_sent", *_MS):
             setattr(self, name, getattr(self, name) + line[name])
 
     @property
@@ -141,7 +121,7 @@ class _Sums:
             "train/loss": self.mean_loss,
             "train/samples_per_second": 1000 * self.samples / self.ms if self.ms else 0.0,
             "cache/hit_rate": self.hit_rate,
-            **{f"cache/{name}": getattr(self, name) / self.steps for name in _ROWS},
+            **{f"cache/{name}": getattr(self, name) / self.steps for name in ROWS},
             **{f"time/{name}": getattr(self, name) / self.steps for name in (*_MS, "bytes_sent")},
         }
 
@@ -149,8 +129,9 @@ class _Sums:
 class RunReport:
     """Takes the trainers' reports and tells the user; one thread of the coordinator uses it.
 
-    steps: of the whole schedule, None while it grows; members: numbers of the trainers, each of which tells of every step; settings: what
-    TensorBoard shows of the job; clock: seconds; is_amid: whether an evaluation after a step is amid its epoch.
+    steps: of the whole schedule, None while it grows; members: numbers of the trainers, each of which tells of every step; rows_of: as
+    `step_lines.rows_of_steps`, for steps that a lost trainer did not tell of; settings: what TensorBoard shows of the job; clock: seconds;
+    is_amid: whether an evaluation after a step is amid its epoch.
     """
 
     def __init__(
@@ -160,6 +141,7 @@ class RunReport:
         first_step: int,
         steps: int | None,
         members: Iterable[int],
+        rows_of: Callable[[int, int], Mapping[int, Mapping[str, int]]],
         settings: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
         is_amid: Callable[[int], bool] = lambda step: False,
@@ -172,6 +154,10 @@ class RunReport:
         self._run = run
         self._members = dict.fromkeys(members, first_step)  # trainer -> the first step that it tells of
         self._waiting: dict[int, dict[int, StepReport]] = {}  # step -> trainer -> what that one tells of it
+        self._rows_of = rows_of
+        self._instead: dict[
+            int, dict[str, Any]
+        ] = {}  # of steps that a lost trainer did not tell of, what their lines have for that
         self._excepthook, threading.excepthook = threading.excepthook, self._except_full
         # TensorBoard's, not the trainers' board.
         self._board = SummaryWriter(str(run / TENSORBOARD))
@@ -198,9 +184,20 @@ class RunReport:
         self._count(report.step)
 
     def now_members(self, members: Iterable[int], step: int) -> None:
-        """Who tells of the steps after `step`: of those that were lost, what they told before counts, and what they did not tell is missing; those
-        that joined tell of no step before.
+        """Change who tells of the steps after `step`.
+
+        Where a trainer that is no member any more did not tell of a step before, the step's rows are those of the schedule, and its line says whose
+        times and bytes it lacks. Trainers that joined tell of no step before.
         """
+        former, uncounted = self._members.keys() - set(members), range(self.last_step + 1, step + 1)
+        silent = {
+            missed: [trainer for trainer in sorted(former) if self._members[trainer] <= missed and trainer not in told]
+            for missed in uncounted
+            for told in [self._waiting.get(missed, {})]
+        }
+        if any(silent.values()):
+            rows = self._rows_of(uncounted.start, step)
+            self._instead |= {missed: {**rows[missed], "without": trainers} for missed, trainers in silent.items() if trainers}
         self._members = {trainer: self._members.get(trainer, step + 1) for trainer in members}
         for step in sorted(self._waiting):
             self._count(step)
@@ -211,11 +208,13 @@ class RunReport:
         if not reports.keys() >= {trainer for trainer, since in self._members.items() if since <= step}:
             return
         del self._waiting[step]
-        line = merged([reports[member] for member in sorted(reports)])
+        instead = self._instead.pop(step, {})
+        line = merged([reports[member] for member in sorted(reports)]) | instead
         totals = self.totals
         totals.steps += 1
+        totals.steps_incomplete += bool(instead)
         totals.samples += line["samples"]
-        for name in (*_ROWS, "bytes_sent"):
+        for name in (*ROWS, "bytes_sent"):
             setattr(totals, name, getattr(totals, name) + line[name])
         totals.seconds += line["ms"] / 1000
         for name in ("compute", "exchange", "waiting"):
@@ -284,7 +283,7 @@ class RunReport:
             **{name: last.get(name) for name in _METRICS},
             **{name: last[name] for name in _FURTHER_METRICS if name in last},
             **({"sets": {line["set"]: metrics_of_set(line) for line in last_pass}} if "set" in last else {}),
-            **{name: getattr(totals, name) for name in (*_ROWS, "rows_flushed", "bytes_sent")},
+            **{name: getattr(totals, name) for name in (*ROWS, "rows_flushed", "bytes_sent", "steps_incomplete")},
             "cache_hit_rate": totals.cache_hit_rate,
             "wait_fraction": totals.wait_fraction,
             **totals.ms_a_step(),

@@ -232,8 +232,9 @@ def _summary(out: Path, spec: FeatureSpec, results: dict[str, Any], seconds: flo
 
 
 def _provenance(options: PrepareOptions, flags: list[str], summary: dict[str, Any]) -> dict[str, Any]:
-    version = metadata.version("apache-beam")
-    return {"options": options.to_dict(), "flags": flags, "beam": version, "seconds": summary["seconds"], "finished": time.time()}
+    """How the schedule was made. folder: the working directory, which relative paths in the options start from."""
+    told = {"options": options.to_dict(), "flags": flags, "folder": os.getcwd(), "beam": metadata.version("apache-beam")}
+    return told | {"seconds": summary["seconds"], "finished": time.time()}
 
 
 def _lookahead_lines(summary: dict[str, Any]) -> list[str]:

@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +22,7 @@ from held import held
 
 import foreload
 from foreload.api import client
+from foreload.api.results import EvaluationMetrics, StepMetrics, TrainSummary
 from foreload.api.settings import PrepareSettings, TrainSettings
 from foreload.pipelines.base.settings import settings_of
 from foreload.pipelines.errors import PipelineError, SettingError
@@ -164,6 +167,12 @@ def test_a_run_tells_what_its_files_do(run: foreload.Run) -> None:
     assert run.auc == summary["auc"]
     assert run.log_loss == summary["log_loss"]
     assert run.summary.steps == summary["steps"]
+    assert run.summary.checkpoints["saved"] == 0
+    told: list[tuple[Any, dict[str, Any]]] = [(TrainSummary, summary)]
+    of_kind = {"step": StepMetrics, "evaluation": EvaluationMetrics}
+    told += [(of_kind[line["kind"]], line) for line in map(json.loads, (run.path / "metrics.jsonl").read_text().splitlines())]
+    for kind, values in told:
+        assert values.keys() <= {item.name for item in fields(kind)}
     metrics = run.metrics()
     assert [line.kind for line in metrics].count("evaluation") == 2
     assert len(metrics) == summary["steps"] + 2

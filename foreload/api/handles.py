@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from foreload.api import client
+from foreload.api.arguments import checked
 from foreload.api.client import Numerics
 from foreload.api.models import AnyPath, Model, plain
 from foreload.api.results import (
@@ -28,6 +29,7 @@ from foreload.trainer.errors import CheckpointError, ModelError, RunError
 class Schedule:
     """A schedule on disk, taken wherever a path to one is. summary: what `prepare` told of it; None unless `prepare` returned this."""
 
+    @checked()
     def __init__(self, path: AnyPath, summary: PrepareSummary | None = None) -> None:
         self.path = Path(path)
         self.summary = summary
@@ -49,6 +51,7 @@ class Run(Model):
     _manifest = "manifest.json"
     path: Path
 
+    @checked()
     def __init__(self, path: AnyPath, store: str | None = None, accept_model: bool = False) -> None:
         super().__init__(path)
         self._store, self._accept_model = store, accept_model
@@ -85,6 +88,7 @@ class Run(Model):
         lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
         return [kinds[line["kind"]].of(line) for line in lines if line["kind"] in kinds]
 
+    @checked()
     def report(self, out: AnyPath | None = None, *, beside: AnyPath | None = None) -> Path:
         """Write a page to look at, also while it trains; returns where it is. beside: another run on the same axes.
 
@@ -118,6 +122,7 @@ class Checkpoint(Model):
 
     _manifest = "checkpoint.json"
 
+    @checked()
     def __init__(self, path: AnyPath, schedule: AnyPath | None = None, accept_model: bool = False) -> None:
         super().__init__(path)
         self._accept_model = accept_model
@@ -142,6 +147,7 @@ class Checkpoint(Model):
         )
 
 
+@checked()
 def open_checkpoint(checkpoint: AnyPath, *, schedule: AnyPath | None = None, accept_model: bool = False) -> Checkpoint:
     """The checkpoint in a folder, or under a URL. schedule, accept_model: as Checkpoint has them. Raises CheckpointError where there is none."""
     opened = Checkpoint(checkpoint, schedule, accept_model)
@@ -149,16 +155,18 @@ def open_checkpoint(checkpoint: AnyPath, *, schedule: AnyPath | None = None, acc
     return opened
 
 
+@checked()
 def apply(export: AnyPath, to: AnyPath, *, key: str | None = None, keep: int = 0, progress: bool = False) -> Applied:
     """Bring an export to where it is served: a full one to where there is none yet, an increment to where its predecessor is.
 
     to: a folder, or the URL of a Redis server, whose keys are called by `key`. keep: how many versions before it can still be read. Raises
     ExportError, also for one out of order, applied already, or after a gap; nothing is changed then.
     """
-    values = {"export": os.fspath(export), "to": os.fspath(to), "key": key, "keep": keep}
+    values = {"export": os.fspath(export), "to": os.fspath(to), "key": key, "keep": plain(keep)}
     return Applied.of(client.result("apply", values, None, progress))
 
 
+@checked()
 def open_run(run: AnyPath, *, store: str | None = None, accept_model: bool = False) -> Run:
     """The run in a folder. store, accept_model: as Run has them. Raises RunError where there is none."""
     opened = Run(run, store, accept_model)
@@ -166,6 +174,7 @@ def open_run(run: AnyPath, *, store: str | None = None, accept_model: bool = Fal
     return opened
 
 
+@checked()
 def prepare(
     *sources: AnyPath, progress: bool = False, beam_flags: Sequence[str] = (), **settings: Unpack[PrepareSettings]
 ) -> Schedule:
@@ -178,6 +187,7 @@ def prepare(
     return Schedule(summary.schedule, summary)
 
 
+@checked()
 def train(
     schedule: AnyPath | None = None,
     *,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foreload.api import client
+from foreload.api.arguments import checked
 from foreload.api.client import Numerics
 from foreload.api.results import Evaluation, Export, Rows, TorchExport
 from foreload.pipelines.errors import ForeloadError, SettingError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from foreload.trainer.run.storage import AnyFolder
 
 AnyPath = str | os.PathLike[str]
+RECORDS = "predict reads files; write the records into a CSV or Parquet file, or export_torch the model, which then takes records"
 
 
 class Model:
@@ -40,11 +42,13 @@ class Model:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r})"
 
+    @checked()
     def evaluate(self, schedule: AnyPath | None = None, *, progress: bool = False) -> Evaluation:
         """Measure its model on the evaluation steps of a schedule, its own by default."""
         return Evaluation.of(self._call("evaluate", {"schedule": None if schedule is None else os.fspath(schedule)}, progress))
 
-    def rows(self, table: str, *, values: Sequence[str | int | None] | None = None, ids: Sequence[int] | None = None) -> Rows:
+    @checked()
+    def rows(self, table: str, *, values: Sequence[str | float | None] | None = None, ids: Sequence[int] | None = None) -> Rows:
         """Rows of a table, by raw values (None where missing), encoded as the schedule says, or by ids. One of the two must be given."""
         import numpy as np
 
@@ -59,6 +63,7 @@ class Model:
         trained = np.frombuffer(data, np.bool_, count, 8 * count + vectors.nbytes)
         return Rows(table, np.frombuffer(data, np.int64, count), vectors, trained, message.values["step"])
 
+    @checked(sources=RECORDS)
     def predict(
         self,
         *sources: AnyPath,
@@ -75,6 +80,7 @@ class Model:
         batches = list(self.predict_batches(*sources, format=format, steps_of=steps_of, logits=logits, progress=progress))
         return np.concatenate(batches) if batches else np.empty(0, np.float32)
 
+    @checked(sources=RECORDS)
     def predict_batches(
         self,
         *sources: AnyPath,
@@ -101,14 +107,16 @@ class Model:
             for message in parts:
                 yield np.frombuffer(message.payload, np.float32).reshape(message.values["shape"])
 
+    @checked()
     def export(self, out: AnyPath, *, since: AnyPath | int | None = None, progress: bool = False) -> Export:
         """Write its model into a new folder: rows as Parquet, the dense part as safetensors.
 
         since: a step, or the path of a checkpoint or an export: write an increment, with the rows changed since, for `apply`.
         """
-        before = None if since is None else str(since) if isinstance(since, int) else os.fspath(since)
+        before = None if since is None else os.fspath(since) if isinstance(since, str | os.PathLike) else str(since)
         return Export.of(self._call("export", {"out": os.fspath(out), "since": before}, progress))
 
+    @checked()
     def export_torch(
         self,
         out: AnyPath,
@@ -125,7 +133,7 @@ class Model:
         program: the dense part as torch.export follows it; else its parameters alone, for the model's class. onnx: as ONNX, too. most_rows: tables of
         more trained rows stay Parquet or, with rows_at, at that Redis server, under keys as `apply` has them.
         """
-        options = {"program": program, "onnx": onnx, "most_rows": most_rows, "rows_at": rows_at, "key": key}
+        options = {"program": program, "onnx": onnx, "most_rows": plain(most_rows), "rows_at": rows_at, "key": key}
         return TorchExport.of(self._call("export_torch", {"out": os.fspath(out), "options": options}, progress))
 
     def digest(self) -> str:

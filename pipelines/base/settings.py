@@ -276,17 +276,19 @@ def local(flag: str, value: Any) -> str:
 
 def path(flag: str, value: Any) -> Path:
     """The path of a file or folder on this machine."""
-    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+    if not _is_path(value):
         raise SettingError(f"{flag}: must be a path; got {value!r}")
     return Path(local(flag, value))
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike) and os.fspath(value) != "" and "\0" not in os.fspath(value)
 
 
 def texts(flag: str, value: Any) -> tuple[str, ...]:
     """The path of a file or folder on this machine, or several, as text; a tuple in any case. Each may begin with NAME=."""
     values = [value] if isinstance(value, str | os.PathLike) else value
-    if not isinstance(values, list | tuple) or not all(
-        isinstance(item, str | os.PathLike) and os.fspath(item) for item in values
-    ):
+    if not isinstance(values, list | tuple) or not all(map(_is_path, values)):
         raise SettingError(f"{flag}: must be a path or a list of paths; got {value!r}")
     for item in values:
         local(flag, re.sub(r"^[^/=]*=", "", os.fspath(item)))

@@ -187,7 +187,7 @@ class PrepareOptions:
                 )
             stated = _inherited(Schedule(after), again=not stated.keys() & {"sources", "eval_source", "rows"}) | stated
         elif "features" in stated:  # else only criteo's columns are known, whose files may end in anything
-            stated = _by_ending(stated.get("sources", ())) | stated
+            stated = _by_ending(texts("SOURCE", stated.get("sources", ()))) | stated
         options = cls(**to_fields(cls, stated))
         _check_together(options, given)
         return options
@@ -214,10 +214,9 @@ class PrepareOptions:
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
-def _by_ending(sources: str | Sequence[str]) -> dict[str, Any]:
+def _by_ending(sources: Sequence[str]) -> dict[str, Any]:
     """The format that the names of all sources say, if they do."""
-    paths = [sources] if isinstance(sources, str) else sources
-    endings = {re.sub(r"\.(gz|zst)$", "", path.lower()).rpartition(".")[2] for path in paths}
+    endings = {re.sub(r"\.(gz|zst)$", "", path.lower()).rpartition(".")[2] for path in sources}
     return {"format": endings.pop()} if len(endings) == 1 and endings <= {"csv", "parquet"} else {}
 
 

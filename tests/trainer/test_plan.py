@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import DEADLINE_SECONDS, SMALL, Clicks, Command, main
+from command_line import DEADLINE_SECONDS, SMALL, Clicks, Command, main, write_features, write_log
 
 from foreload.pipelines.base.memory import total_bytes
 from foreload.pipelines.compiler.other_slots import LaneUses
@@ -125,6 +125,43 @@ def test_a_plan_tells_its_front_its_choice_and_the_commands(
     assert prepare[:3] == ["foreload", "prepare", str(clicks.log)]
     assert prepare[-4:] == ["--slots", str(other["slots"]), "--out", f"{clicks.schedule}-{other['slots']}"]
     assert shlex.split(other["commands"][1])[2] == f"{clicks.schedule}-{other['slots']}"
+
+
+def test_its_command_prepares_from_another_folder_than_the_schedule_was_made_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, here = tmp_path / "made", tmp_path / "made" / "deep" / "here"
+    for folder in (made / "logs", here):
+        folder.mkdir(parents=True)
+    write_log(made / "logs" / "a=b.csv", 600)
+    write_log(here / "held.csv", 100)
+    write_features(made / "features.toml")
+    monkeypatch.chdir(made)
+    sources = ["logs/a=b.csv", "--eval-source", "held=deep/here/held.csv", "--eval-source", "same=logs/a=b.csv"]
+    options = ["--format", "csv", "--features", "features.toml", "--batch-size", "10", "--lanes", "2", "--out", "clicks"]
+    assert main(["prepare", *sources, *options]) == 0
+    monkeypatch.chdir(here)
+    known, told = tmp_path / "history.sqlite", tmp_path / "plan.json"
+    schedule = Path("../../clicks")
+    profiles(known, schedule)
+    assert plan(schedule, "--history", known, "--json", told) == 0
+    choices = json.loads(told.read_text())["choices"]
+    other = min((one for one in choices if not one["prepared"]), key=lambda one: int(one["slots"]))
+    words = shlex.split(other["commands"][0])
+    assert words[2] == str(made / "logs" / "a=b.csv")
+    assert words[words.index("--eval-source") + 1] == "held=held.csv"
+    assert main(words[1:]) == 0
+    prepared = Schedule(f"../../clicks-{other['slots']}")
+    assert prepared.header.slots == (other["slots"],) * 2
+    assert [name for name, _ in prepared.header.evaluation_sets] == ["held", "same"]
+    # One of an earlier version does not say where its paths start.
+    provenance = json.loads((schedule / "provenance.json").read_text())
+    del provenance["folder"]
+    (schedule / "provenance.json").write_text(json.dumps(provenance))
+    assert plan(schedule, "--history", known, "--json", told) == 0
+    choices = json.loads(told.read_text())["choices"]
+    again = next(one["commands"][0] for one in choices if one["slots"] == other["slots"])
+    assert again.startswith("foreload prepare ... --slots ")
 
 
 def test_with_nothing_said_of_a_pool_it_is_this_machine_s(clicks: Clicks, tmp_path: Path) -> None:

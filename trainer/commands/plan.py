@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -16,7 +17,7 @@ from foreload.pipelines.base.memory import available_bytes
 from foreload.pipelines.base.settings import local, read_job_file, settings_of
 from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, LaneUses, lane_uses
 from foreload.pipelines.planning.options import PrepareOptions
-from foreload.pipelines.schedule.format import PROVENANCE
+from foreload.pipelines.schedule.format import PROVENANCE, SET_NAME
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import HistoryError, PlanError
@@ -176,9 +177,10 @@ def commands(one: Choice, request: PlanRequest, schedule: Schedule) -> list[str]
 
 
 def _prepare_line(schedule: Schedule, slots: int, out: str) -> str:
-    """How the schedule was prepared, with other slots, and to another folder."""
+    """How the schedule was prepared, with other slots, and to another folder; paths lead there from the working directory."""
     try:
-        told = json.loads((schedule.path / PROVENANCE).read_bytes())["options"]
+        provenance = json.loads((schedule.path / PROVENANCE).read_bytes())
+        told, folder = provenance["options"], provenance["folder"]
     except (OSError, ValueError, KeyError, TypeError):
         return f"foreload prepare ... --slots {slots} --out {shlex.quote(out)}"
     places: list[str] = []
@@ -193,12 +195,31 @@ def _prepare_line(schedule: Schedule, slots: int, out: str) -> str:
         ):
             continue
         if known.form == "places":
-            places += map(str, value)
+            places += [_from_here(one, folder) for one in value]
         elif known.form == "repeated":
-            words += [word for one in value for word in (known.flag, str(one))]
+            words += [word for one in value for word in (known.flag, _source_from_here(one, folder))]
+        elif known.field in ("features", "after"):
+            words += [known.flag, _from_here(value, folder)]
         else:
             words += [known.flag] if value is True else [known.flag, str(value)]
     return shlex.join(["foreload", "prepare", *places, *words, "--slots", str(slots), "--out", out])
+
+
+def _from_here(path: str, folder: str) -> str:
+    """A path that starts from `folder`, as it is given in the working directory."""
+    here = os.getcwd()
+    if folder == here or os.path.isabs(path) or "://" in path:
+        return path
+    whole = os.path.normpath(os.path.join(folder, path))
+    return os.path.relpath(whole, here) if whole.startswith(here + os.sep) else whole
+
+
+def _source_from_here(source: str, folder: str) -> str:
+    """An --eval-source, NAME=SOURCE or a source alone, as it is given in the working directory."""
+    named = re.fullmatch(rf"({SET_NAME}=)(.+)", source, re.DOTALL)
+    if named is None or os.path.exists(os.path.join(folder, source)):
+        return _from_here(source, folder)
+    return named[1] + _from_here(named[2], folder)
 
 
 def _setups(job: TrainJob, settings: Mapping[str, Any], pool: Pool) -> list[Setup]:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from foreload.pipelines.base import exit_status
+from foreload.pipelines.base.entry import use_utf8, working_directory
 from foreload.pipelines.base.files import is_full
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import ForeloadError
 from foreload.trainer.cluster.processes import ChildProcess, StartProcess
-from foreload.trainer.command_line import checkpoints, models, resources, stores, training
 from foreload.trainer.command_line.shared import Command, Parser, check_json
 from foreload.trainer.run.own_exit import exits_told
 
@@ -43,6 +43,8 @@ def main(
 
     start_process: how a training starts its keeper and its trainers. observer: of `foreload train`; drills have their own.
     """
+    if arguments is None:
+        use_utf8()
     return exit_status.note(_run(arguments, start_process, observer))
 
 
@@ -50,6 +52,7 @@ def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with Interrupts() as interrupts:
+            working_directory()  # first of all: without one, a library that torch loads ends the process
             if given[:1] == ["prepare"]:
                 # Beam takes long to import, and only prepare needs it.
                 from foreload.pipelines.prepare import run
@@ -86,6 +89,8 @@ def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer:
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line, but for the flags of prepare."""
+    from foreload.trainer.command_line import checkpoints, models, resources, stores, training  # which import torch
+
     top = Parser(
         prog="foreload",
         description=ABOUT,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 
+from foreload.pipelines.base.entry import use_utf8
 from foreload.trainer.cli import main
 
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main(["train", *sys.argv[1:]]))

@@ -20,6 +20,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from foreload.pipelines.base.entry import UTF8, working_directory
 from foreload.pipelines.base.forking import THREADLESS
 from foreload.pipelines.base.own_process import command_of
 from foreload.pipelines.base.socket_messages import Message, receive, send
@@ -78,6 +79,7 @@ class _Call:
     """A call under way. progress: what it writes goes to this process's stderr, else only the last of it is kept, for errors that nobody foresaw."""
 
     def __init__(self, name: str, values: dict[str, Any], numerics: Numerics | None, progress: bool) -> None:
+        folder = working_directory()
         self._progress, self._told, self._silent = progress, bytearray(), False
         self._interrupted, self._finished = False, False
         self._reply, theirs = socket.socketpair()
@@ -89,8 +91,8 @@ class _Call:
             "call": name,
             "values": values,
             "torch": numerics is not None,
-            "environment": dict(os.environ),
-            "folder": os.getcwd(),
+            "environment": os.environ | UTF8,
+            "folder": folder,
         }
         try:
             self._server, self._process, self._interrupted = _start(numerics or Numerics(), request, [theirs.fileno(), output])
@@ -190,7 +192,7 @@ class _Server:
     def __init__(self, numerics: Numerics) -> None:
         self.running = 0
         self._control, theirs = socket.socketpair()
-        variables = os.environ | environment(numerics.cpu_capability, numerics.threads) | THREADLESS
+        variables = os.environ | environment(numerics.cpu_capability, numerics.threads) | THREADLESS | UTF8
         with theirs:
             self._process = subprocess.Popen(
                 command_of("foreload.api.fork_server", str(theirs.fileno())), env=variables,

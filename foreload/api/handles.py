@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from foreload.api import client
-from foreload.api.arguments import checked
 from foreload.api.client import Numerics
 from foreload.api.models import AnyPath, Model, plain
 from foreload.api.results import (
@@ -23,6 +22,7 @@ from foreload.api.results import (
     TrainSummary,
 )
 from foreload.api.settings import PrepareSettings, TrainSettings
+from foreload.pipelines.base.arguments import checked
 from foreload.trainer.errors import CheckpointError, ModelError, RunError
 
 
@@ -97,6 +97,7 @@ class Run(Model):
         asked = {"out": None if out is None else os.fspath(out), "beside": None if beside is None else os.fspath(beside)}
         return Path(self._call("report", asked, False)["report"])
 
+    @checked()
     def delete(self, *, folder_moved: bool = False, force: bool = False) -> Deletion:
         """Delete its rows on the store, its local stores and its folder. Refused while it trains, and for a folder that does not own the rows.
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foreload.api import client
-from foreload.api.arguments import checked
 from foreload.api.client import Numerics
 from foreload.api.results import Evaluation, Export, Rows, TorchExport
+from foreload.pipelines.base.arguments import checked
 from foreload.pipelines.errors import ForeloadError, SettingError
 from foreload.trainer.errors import RunError
 

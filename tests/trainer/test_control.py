@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +39,31 @@ def said(run: Path, line: bytes) -> dict[str, Any]:
         stream.flush()
         answer: dict[str, Any] = json.loads(stream.readline())
         return answer
+
+
+def test_a_client_that_goes_away_before_its_answer_is_no_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    handlers: list[threading.Thread] = []
+    asked, gone = threading.Event(), threading.Event()
+
+    def respond(_: ControlRequest) -> Answer:
+        if not handlers:
+            handlers.append(threading.current_thread())
+            asked.set()
+            gone.wait()
+        return STATUS
+
+    control = ControlSocket(tmp_path, respond)
+    try:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(tmp_path / "control.sock"))
+            client.sendall(b'{"do": "status"}\n' * 2)
+            asked.wait()
+        gone.set()
+        handlers[0].join()
+        assert training_status(tmp_path) == STATUS
+    finally:
+        control.close()
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("depth", [1, 12], ids=["short path", "path longer than a socket's may be"])

@@ -26,6 +26,7 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.files import write_sealed
+from foreload.pipelines.errors import SettingError
 from foreload.trainer.errors import ExportError
 from foreload.trainer.run.directory import CHECKPOINTS
 from foreload.trainer.serving import folder, redis_keys, standalone
@@ -446,6 +447,9 @@ def test_redis_has_each_version_that_is_kept(case: Case, url: str, key: str) -> 
     check_served(url, key, case.full[0], first)
     assert "goes from step" in refused("apply", case.increments[1], *call)
     with ServedRows(url, key) as reader:
+        for ids in ([1.5], ["1"], "1", [None], [True], np.array([1.0])):
+            with pytest.raises(SettingError, match=r"^ids: must be a list \(each element a whole number\); got "):
+                reader.read("ad", ids)  # type: ignore[arg-type]
         assert reader.step == first
         done("apply", case.increments[0], *call)
         for full, step in zip(case.full[:2], (first, second), strict=True):

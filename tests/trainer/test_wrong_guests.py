@@ -115,7 +115,7 @@ def wrongs(folder: Path, other: Path, urls: Sequence[str], count: int) -> list[W
         Wrong("--address: must be an address", "--address: must be an address", ["--address", "192.0.2.1"], folder=folder),
         Wrong("is not shard 0 of the job's run", "is not shard 0 of the job's run", ["--store", swapped], folder=folder),
         Wrong("--store: must name the 3 store shards", "must name the 3 store shards", ["--store", urls[0]], folder=folder),
-        Wrong("redis://127.0.0.1", "redis://127.0.0.1", ["--store", ",".join([not_there] * 3)], folder=folder),
+        Wrong("shards? 0, 1, 2", "shards? 0, 1, 2", ["--store", ",".join([not_there] * 3)], folder=folder),
         Wrong("ZeroDivisionError", "ZeroDivisionError", how="raises", folder=folder),
         Wrong("was killed by SIGKILL", "was killed by SIGKILL", how="killed at once", folder=folder),
     ][:count]  # fmt: skip

@@ -6,6 +6,7 @@ a line: the fields of the request's answer below, or {"error": "..."}.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -306,8 +307,10 @@ class ControlSocket:
 
         class Handler(socketserver.StreamRequestHandler):
             def handle(self) -> None:
-                for line in self.rfile:
-                    self.wfile.write(json.dumps(to_json(answered(line))).encode() + b"\n")
+                # A client that goes away wants no answer any more.
+                with contextlib.suppress(ConnectionError):
+                    for line in self.rfile:
+                        self.wfile.write(json.dumps(to_json(answered(line))).encode() + b"\n")
 
         def answered(line: bytes) -> Answer:
             try:

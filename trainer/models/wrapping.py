@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foreload.pipelines.base.arguments import checked
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.arguments import Arguments, Columns, DenseValues
 from foreload.trainer.models.faults import raised_at
@@ -69,6 +70,7 @@ def _as_column(output: Any) -> Any:
     return output.squeeze(1) if isinstance(output, Tensor) and output.dim() == 2 and output.shape[1] == 1 else output
 
 
+@checked()
 def wrap(
     module: nn.Module,
     *,

@@ -20,6 +20,7 @@ import numpy as np
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import Fenced
+from foreload.pipelines.base.arguments import checked
 from foreload.pipelines.base.codec import Count, FormError, Natural, of_json, parse_json
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.errors import ExportError
@@ -320,6 +321,7 @@ class ServedRows:
     Raises ExportError where there is none, and StoreError. What is served may move on meanwhile: see `read`.
     """
 
+    @checked()
     def __init__(self, url: str, key: str, step: int | None = None) -> None:
         self._keys = Keys(key)
         self._store = Store([url], _TIMEOUT)
@@ -342,6 +344,7 @@ class ServedRows:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    @checked()
     def read(self, table: str, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Weights float32 [n, W] of rows, zeros where a row was never trained, and whether it was (bool [n]).
 

@@ -1,4 +1,4 @@
-"""What the functions of the Python interface are given: checked against the types that they declare, before anything is done."""
+"""What functions that users call are given: checked against the types that they declare, before anything is done."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _word(hint: Any) -> str:
     origin = get_origin(hint) or hint
     if origin is Sequence:
         return f"a list (each element {_words(get_args(hint)[0])})"
-    return _WORDS.get(hint) or origin.__name__
+    return _WORDS.get(hint) or ("a dict" if origin is Mapping else f"of type {origin.__name__}")
 
 
 def _described(value: object) -> str:

@@ -124,7 +124,7 @@ class Link:
 
     def bytes_passed(self) -> tuple[int, int]:
         """Bytes that came from the servers and that went to them so far, all headers included."""
-        for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        for line in Path("/proc/thread-self/net/dev").read_text(encoding="utf-8").splitlines():
             name, _, figures = line.partition(":")
             if name.strip() == "near":
                 return int(figures.split()[0]), int(figures.split()[8])

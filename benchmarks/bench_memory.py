@@ -55,7 +55,7 @@ def _sample(pid: int, peak: Peak, command: str) -> None:
         try:
             if command not in Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace"):
                 continue
-            lines = Path(f"/proc/{process}/smaps").read_text().splitlines()
+            lines = Path(f"/proc/{process}/smaps").read_text(encoding="utf-8").splitlines()
         except OSError:
             continue
         size, of_row_table = 0, False

@@ -122,7 +122,7 @@ def _processor_seconds(stores: LocalStores) -> float:
     total = 0
     for pid in stores.pids:
         # The name, in brackets, may hold spaces.
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         total += int(words[11]) + int(words[12])
     return total / os.sysconf("SC_CLK_TCK")
 

@@ -285,7 +285,9 @@ def given_name(text: str) -> str:
 def machine() -> dict[str, str | int | float]:
     """Processor, cores that this process may use, memory, kernel, and the CUDA device if there is one."""
     names = [
-        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
+        line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if line.startswith("model name")
     ]
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     gpu = graphics()

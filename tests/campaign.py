@@ -719,7 +719,7 @@ def _words(process: psutil.Process) -> list[str]:
 
 def _json(path: Path) -> dict[str, Any] | None:
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return content

@@ -60,7 +60,7 @@ class Remains:
         if _environment(process).get(MARK) == self.mark:
             return True
         try:
-            named = Path(f"/proc/{process.pid}/comm").read_text().strip() == self.name
+            named = Path(f"/proc/{process.pid}/comm").read_text(encoding="utf-8").strip() == self.name
             return named and process.status() != psutil.STATUS_ZOMBIE
         except (psutil.Error, OSError):
             return False
@@ -319,7 +319,7 @@ CLICKS_ROWS, CLICKS_HELD_OUT = 1200, 120
 
 def write_features(path: Path, ad_dimension: int | None = None) -> Path:
     """The feature file of the logs that write_log writes. ad_dimension: that of the table `ad`, where it is not the job's."""
-    path.write_text(FEATURES.format(ad_dimension="" if ad_dimension is None else f"dimension = {ad_dimension}"))
+    path.write_text(FEATURES.format(ad_dimension="" if ad_dimension is None else f"dimension = {ad_dimension}"), encoding="utf-8")
     return path
 
 
@@ -344,7 +344,7 @@ def write_log(
     for (row, column), text in (changes or {}).items():
         values[column][row] = text
     lines = [",".join(columns), *(",".join(str(values[column][row]) for column in columns) for row in range(rows))]
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 

@@ -248,7 +248,7 @@ def _child(request: Message, control: socket.socket) -> Callable[[], int]:
 def _command(values: dict[str, Any]) -> int:
     """Run a command from its beginning to its end, in the process that was forked for it."""
     # The processes that it forks inherit the name.
-    Path("/proc/self/comm").write_text(values["name"])
+    Path("/proc/self/comm").write_text(values["name"], encoding="utf-8")
     tempfile.tempdir, sys.path[0] = None, values["folder"]
     arguments = values["arguments"]
     cli = importlib.import_module(COMMAND_LINE)
@@ -261,7 +261,7 @@ def _command(values: dict[str, Any]) -> int:
         """Write the file that ForkedCommand.trainers reads."""
         lines = [f"{number} {process.pid} {process.poll()}\n" for number, process in started]
         written = Path(f"{values['trainers']}.new")
-        written.write_text("".join(lines))
+        written.write_text("".join(lines), encoding="utf-8")
         written.replace(values["trainers"])
 
     with contextlib.closing(Preforked(1 + count + _MORE_TRAINERS if arguments[0] == "train" else 0, lambda: None)) as processes:

@@ -70,7 +70,7 @@ def test_what_a_sequence_holds_is_checked_too() -> None:
             run.rows("ad", ids=good)  # type: ignore[arg-type]
     for values in (["B1", None, 3, 1.5], np.array(["a"])):
         with pytest.raises(ForeloadError, match=r"has no manifest\.json"):
-            run.rows("ad", values=values)
+            run.rows("ad", values=values)  # type: ignore[arg-type]
 
 
 _STRANGE = [

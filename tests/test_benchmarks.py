@@ -53,7 +53,7 @@ def result(
 
 def row(page: Path, start: str) -> list[str]:
     """The cells of a page's only table row that starts so."""
-    (line,) = [line for line in page.read_text().splitlines() if line.startswith(f"| {start} |")]
+    (line,) = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {start} |")]
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 

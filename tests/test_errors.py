@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import foreload
-import foreload.cache.errors
 import foreload.trainer.errors
 from foreload.cache.errors import CacheError, RowsLost
 from foreload.pipelines.errors import ForeloadError, PipelineError, SettingError, SlotsError, all_errors, error_of

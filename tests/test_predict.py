@@ -66,7 +66,7 @@ def write_log(path: Path, start: int, end: int, labels: bool = True) -> Path:
             words,
         ]
         lines.append(",".join(row if labels else row[1:]))
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 

@@ -32,7 +32,7 @@ def available_bytes() -> int:
     """Memory that can be had without swapping, by the kernel's estimate and the control group's limit; 0 where nothing tells."""
     limits = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         limits.append(1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
     for limit, used in (  # control groups, version 2 and version 1
         ("memory.max", "memory.current"),
@@ -48,7 +48,7 @@ def peak_bytes() -> int:
     """The most memory that this process has had at once, resident; 0 where nothing tells."""
     # Not getrusage's: that begins with what the process had from which this one was made.
     with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
     return 0
 
@@ -57,7 +57,7 @@ def total_bytes() -> int:
     """Memory of this machine, or of the control group's limit where that is less; 0 where nothing tells."""
     limits = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         limits.append(1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemTotal:")))
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):

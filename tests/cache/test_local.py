@@ -72,7 +72,7 @@ def test_servers_may_have_huge_pages_and_yield_to_the_trainers(tmp_path: Path) -
     with LocalStores(1, tmp_path / "stores") as stores:
         (pid,) = stores.pids
         assert pid is not None
-        assert "THP_enabled:\t1" in Path(f"/proc/{pid}/status").read_text()
+        assert "THP_enabled:\t1" in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
         assert os.getpriority(os.PRIO_PROCESS, pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + NICENESS, 19)
 
 

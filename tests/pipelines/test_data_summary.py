@@ -60,7 +60,7 @@ Rows = list[dict[str, str]]
 
 
 def write(path: Path, rows: Rows) -> Path:
-    with path.open("w", newline="") as file:
+    with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(rows)

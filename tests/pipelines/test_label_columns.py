@@ -75,7 +75,7 @@ def written(path: Path, log: list[list[str]]) -> Path:
         path.with_suffix(".csv").write_text(text)
         pq.write_table(arrow_csv.read_csv(path.with_suffix(".csv")), path, row_group_size=40)
     else:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     return path
 
 

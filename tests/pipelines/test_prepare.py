@@ -81,7 +81,8 @@ class Case:
         vocabulary = self.encoding == "vocabulary"
         word, min_count = ("", 3) if vocabulary else ("rows = 30", 1)
         path.write_text(
-            FEATURES.format(order=order, word=word, transform=self.transform, encoding=self.encoding, min_count=min_count)
+            FEATURES.format(order=order, word=word, transform=self.transform, encoding=self.encoding, min_count=min_count),
+            encoding="utf-8",
         )
         return path
 
@@ -107,7 +108,7 @@ def write_csv(path: Path, rows: int, seed: int) -> Path:
         tags = "|".join(str(generator.randrange(40)) for _ in range(generator.randrange(4)))
         time = "" if generator.random() < 0.02 else str(generator.randrange(100))
         lines.append(f"{generator.randrange(2)},{price},w{generator.randrange(25)},w{generator.randrange(60)},{tags},{time}")
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 

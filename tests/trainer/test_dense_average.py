@@ -123,7 +123,7 @@ def test_a_run_evaluates_predicts_and_exports_its_average(
     prepare.run(given.split())
     common = ["train", "clicks", *SMALL, "--store", "local:1", "--dense-optimizer", "Adam", "--dense-ema", "0.9"]
     assert main([*common, "--run", "run", "--digest"]) == 0
-    last = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()][-1]
+    last = [json.loads(line) for line in Path("run/metrics.jsonl").read_text(encoding="utf-8").splitlines()][-1]
     told = summary(Path("run"))
     parameters, state = read_dense(Run.open("run").dense(29), 29)
     averages = dense_average.to_serve(parameters, state)
@@ -131,7 +131,7 @@ def test_a_run_evaluates_predicts_and_exports_its_average(
     assert not any(torch.equal(averages[name], value) for name, value in parameters.items())
     capsys.readouterr()
     assert main(["evaluate", "run", "--json", "evaluated.json"]) == 0
-    assert json.loads(Path("evaluated.json").read_text())["log_loss"] == pytest.approx(last["log_loss"])
+    assert json.loads(Path("evaluated.json").read_text(encoding="utf-8"))["log_loss"] == pytest.approx(last["log_loss"])
     with open_saved("run", None) as model:
         assert sum(len(one.outputs.numpy()) for one in evaluated(model, model.schedule)) == 240
     assert main(["export", "run", "--out", "export"]) == 0

@@ -115,7 +115,7 @@ def test_without_a_schedule_clicks_are_made_up(
     monkeypatch.setattr(drill, "MADE_UP", "--format synthetic --rows 5120 --batch-size 128 --lanes 2 --slots 900")
     assert main(["drill", "lost-shard", *SMALL]) == 0
     assert Schedule("drill-schedule").header.end_step == 40
-    figures = json.loads(Path("drill", SUMMARY).read_text())["drill"]
+    figures = json.loads(Path("drill", SUMMARY).read_text(encoding="utf-8"))["drill"]
     assert 40 // 4 <= figures["step"] <= 40 // 2, "by default in the second quarter of the training"
     check_picture(Path("drill", DRILL))
     # As for any run, the folder is not free now.

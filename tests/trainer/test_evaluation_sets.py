@@ -130,7 +130,7 @@ def test_a_trainer_dies_in_an_evaluation(schedule: Schedule, servers: LocalStore
 def test_what_is_named_and_what_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a.csv", "day=1.csv", "x=a.csv"):
-        Path(name).write_text("")
+        Path(name).write_text("", encoding="utf-8")
     assert evaluation_sets(["a.csv", "b.csv"]) == {"": ("a.csv", "b.csv")}
     assert evaluation_sets(["y=a.csv", "z=b=c", "y=*.csv"]) == {"y": ("a.csv", "*.csv"), "z": ("b=c",)}
     assert evaluation_sets(["day=1.csv", "./x=a.csv", "s3://b/k=v"]) == {"": ("day=1.csv", "./x=a.csv", "s3://b/k=v")}

@@ -124,13 +124,13 @@ def test_predictions_have_a_column_a_label(run: Path, folder: Path, tmp_path: Pa
     held_out = (folder / "held-out.csv", "--steps-of", folder / "visits")
     done("predict", run, *held_out, "--out", tmp_path / "scores.csv")
     done("predict", run, *held_out, "--logits", "--out", tmp_path / "logits.parquet")
-    with open(tmp_path / "scores.csv", newline="") as file:
+    with open(tmp_path / "scores.csv", encoding="utf-8", newline="") as file:
         scores = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
     logits = pq.read_table(tmp_path / "logits.parquet").to_pydict()
     assert list(scores[0]) == list(logits) == ["clicked", "seconds"]
     assert [row["seconds"] for row in scores] == pytest.approx(logits["seconds"])
     assert [row["clicked"] for row in scores] == pytest.approx(1 / (1 + np.exp(-np.array(logits["clicked"]))), rel=1e-6)
-    with open(folder / "held-out.csv", newline="") as file:
+    with open(folder / "held-out.csv", encoding="utf-8", newline="") as file:
         seconds = np.array([float(row["seconds"]) for row in csv.DictReader(file)])
     rmse = float(np.sqrt(np.mean((np.array(logits["seconds"]) - seconds) ** 2)))
     assert rmse == pytest.approx(json.loads((run / "summary.json").read_text())["labels"]["seconds"]["rmse"], rel=1e-5)

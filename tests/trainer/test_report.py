@@ -246,7 +246,7 @@ def test_a_run_that_has_hardly_begun_has_a_page(steps: int, copied: Path) -> Non
 
 def test_a_long_run_is_read_in_few_points(run: Path, copied: Path) -> None:
     steps, evaluation = lines(run, "step"), lines(run, "evaluation")[0]
-    with open(copied / METRICS, "w") as file:
+    with open(copied / METRICS, "w", encoding="utf-8") as file:
         for number in range(30_001):
             file.write(f"{json.dumps(steps[number % len(steps)] | {'step': number})}\n")
             if number % 30 == 0:
@@ -280,7 +280,7 @@ def test_a_run_may_be_told_to_leave_none(clicks: Clicks, tmp_path: Path) -> None
 def test_a_schedule_has_a_page(clicks: Clicks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert done("report", clicks.schedule) == "schedule-report.html\n"
-    page, schedule = checked(Path("schedule-report.html").read_text()), Schedule(clicks.schedule)
+    page, schedule = checked(Path("schedule-report.html").read_text(encoding="utf-8")), Schedule(clicks.schedule)
     counts = schedule.manifest["counts"]
     assert page.headings == ["Rows by frequency", "Working set over time", "Arrivals against slots", "Tables' shares", "Settings"]
     assert number(page.tiles["rows used"][0]) == counts["rows_used"]

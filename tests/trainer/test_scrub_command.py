@@ -48,7 +48,7 @@ def asked(command: list[str], capsys: pytest.CaptureFixture[str], path: Path) ->
     """Exit status, output and --json (written to the path) of a command."""
     capsys.readouterr()
     status = main([*command, "--json", str(path)])
-    return status, capsys.readouterr().out, json.loads(path.read_text())
+    return status, capsys.readouterr().out, json.loads(path.read_text(encoding="utf-8"))
 
 
 def test_a_run_that_ended_is_clean_and_what_is_repaired_in_local_stores_is_saved(

@@ -23,7 +23,7 @@ def test_an_evaluation_that_an_earlier_call_told_is_not_written_again(tmp_path: 
             report.evaluation(evaluated(step))
         assert report.summary()["auc"] == (0.7 if steps else auc)
         report.close()
-        with open(tmp_path / METRICS, "a") as file:
+        with open(tmp_path / METRICS, "a", encoding="utf-8") as file:
             file.write(ended)
 
     def evaluated(step: int, auc: float = 0.7) -> EvaluationReport:

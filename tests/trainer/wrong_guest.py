@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from typing import Any
 from unittest import mock
 
 from foreload.trainer.cli import main
@@ -26,7 +27,7 @@ def _elsewhere(host: str, _: int, has_run: bool) -> TrainerPlace:
     return TrainerPlace(host, 1, has_run)  # nobody listens at port 1
 
 
-WRONGS = {
+WRONGS: dict[str, Any] = {
     "version": mock.patch.object(joining_host, "program_version", return_value="0.0.1"),
     "numerics": mock.patch.object(numerics, "fingerprint", return_value={"torch": "0.0.1"}),
     "killed at once": mock.patch.object(worker, "work", _signals(signal.SIGKILL)),

@@ -345,7 +345,7 @@ class TrainerGroup:
         """End a trainer that is lost, or only seems to be; returns whether it is dead."""
         return self._observer.may_kill(trainer) and self._trainers.end(trainer)
 
-    def _reason(self, term: Term, silent: Mapping[int, str]) -> ForeloadError | GuestsRefused:
+    def _reason(self, term: Term, silent: dict[int, str]) -> ForeloadError | GuestsRefused:
         """Why trainers ended before their time. silent: those that are alive, but silent, and so to be told."""
         heard, unheard = self._failures.heard() | self._ended.keys(), silent | self._trainers.ended()
         unheard = {trainer: how for trainer, how in unheard.items() if trainer in term.members and trainer not in heard}

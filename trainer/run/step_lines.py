@@ -29,8 +29,9 @@ def rows_of_steps(schedule: Schedule, first: int, last: int) -> dict[int, dict[s
             for step in steps:
                 assert moves is not None
                 used, tags, ends = (moves.column(name, step - segment.first) for name in ("slots", "arrival_tag", "ends"))
-                for name, rows in zip(ROWS, (used.size, tags.size, np.count_nonzero(tags), ends.size), strict=True):
-                    figures[step][name] += int(rows)
+                counts = used.size, tags.size, int(np.count_nonzero(tags)), ends.size
+                for name, count in zip(ROWS, counts, strict=True):
+                    figures[step][name] += count
         if segment.kind == "train" and segment.first + len(segment.samples) > last:
             break
     return figures

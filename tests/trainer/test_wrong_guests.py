@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import ROOT, Command, free_port
-from growing import GrowingRun, growing
+from held import HeldRun, Hold, check_end
 from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 
 from foreload.pipelines.base.job_token import new_token
@@ -60,14 +60,25 @@ class Wrong:
 
 
 class Job:
-    """A coordinator, whose model is in its working directory, and guests that are not as they should be."""
+    """A coordinator, whose model is in its working directory, and guests that are not as they should be.
 
-    def __init__(self, launched: Callable[..., Command], schedule: Path, run: Path, folder: Path, *further: str) -> None:
+    start: how the coordinator is started, given its command line and further arguments of Command.
+    """
+
+    def __init__(
+        self,
+        start: Callable[..., Command],
+        launched: Callable[..., Command],
+        schedule: Path,
+        run: Path,
+        folder: Path,
+        *further: str,
+    ) -> None:
         (folder / "net.py").write_text(MODEL, encoding="utf-8")
         self._launched, self._folder = launched, folder
         self.place = f"127.0.0.1:{free_port()}"
         given = arguments(schedule, run, "--coordinator", self.place, "--digest", "--model", "net.py:Net", *further)
-        self.coordinator = launched(*given, FORELOAD_JOB_TOKEN=TOKEN, within=["env", "-C", str(folder)])
+        self.coordinator = start(given, FORELOAD_JOB_TOKEN=TOKEN, within=["env", "-C", str(folder)])
 
     def join(self, wrong: Wrong | None = None) -> Command:
         """Start a guest."""
@@ -87,7 +98,7 @@ class Job:
         status, _, err = self.join(wrong).end()
         assert status == 2, (wrong, err)
         assert re.search(wrong.reason, err), (wrong, err)
-        assert self.coordinator.process.poll() is None, (wrong, self.coordinator.process.communicate())
+        assert self.coordinator.process.poll() is None, (wrong, self.coordinator.said)
 
     def meets_a_stranger(self) -> None:
         """Somebody with the token sends what is no message, before and after it has offered a trainer."""
@@ -99,6 +110,11 @@ class Job:
                 stranger.sendall(b"\0\0\0\4\0\0\0\0\0\0\0\0\xff\xfe\xfd\xfc" * 10)
                 while stranger.recv(1 << 16):  # until the coordinator has closed the connection
                     pass
+
+
+def started(launched: Callable[..., Command]) -> Callable[..., Command]:
+    """As `hold` starts a command, without holding it."""
+    return lambda words, **how: launched(*words, **how)
 
 
 def wrongs(folder: Path, other: Path, urls: Sequence[str], count: int) -> list[Wrong]:
@@ -136,7 +152,8 @@ def test_before_training_begins(
     count: int,
 ) -> None:
     run = tmp_path / "run"
-    job = Job(launched, schedule, run, tmp_path, "--store", ",".join(urls), "--trainers", "2", "--peer-timeout", "20")
+    further = ["--store", ",".join(urls), "--trainers", "2", "--peer-timeout", "20"]
+    job = Job(started(launched), launched, schedule, run, tmp_path, *further)
     given = [
         *wrongs(tmp_path, other, urls, count),
         Wrong("was killed by SIGKILL", "was killed by SIGKILL", how="killed when it is ready", folder=tmp_path),
@@ -162,7 +179,7 @@ def test_the_other_guests_begin_again(
 ) -> None:
     """A guest that is as it should be is started again, and its user need not do anything."""
     run = tmp_path / "run"
-    job = Job(launched, schedule, run, tmp_path, "--store", ",".join(urls), "--trainers", "3")
+    job = Job(started(launched), launched, schedule, run, tmp_path, "--store", ",".join(urls), "--trainers", "3")
     first = job.join()
     job.refuses(Wrong("is not the one that the job trains", "", ["--schedule", str(other)], folder=tmp_path))
     second = job.join()
@@ -182,36 +199,34 @@ def test_while_others_train(
     urls: Sequence[str],
     tmp_path: Path,
     launched: Callable[..., Command],
+    hold: Hold,
     count: int,
 ) -> None:
     """No guest that fails leaves a trainer in its place on the coordinator's host, and the next one joins."""
-    run, copy = tmp_path / "run", tmp_path / "copy"
-    with growing(schedule, tmp_path / "growing", 3) as followed:
-        copy.symlink_to(followed)
-        further = ["--follow", "--store", ",".join(urls), "--peer-timeout", "20"]
-        job = Job(launched, followed, run, tmp_path, *further)
-        training = GrowingRun(job.coordinator, run, schedule, followed, 3)
-        given = [
-            *wrongs(tmp_path, other, urls, count),
-            Wrong("was killed by SIGKILL", "was killed by SIGKILL", how="killed when it can join", folder=tmp_path),
-        ]
-        for wrong in given:
-            job.refuses(wrong)
-            assert len(job.coordinator.workers) == 1
-        as_members = [
-            Wrong("ZeroDivisionError", "ZeroDivisionError", how="fails as a member", folder=tmp_path),
-            Wrong("was killed by SIGKILL", "was killed by SIGKILL", how="killed when it is ready", folder=tmp_path),
-        ]
-        for wrong in as_members:
-            job.refuses(wrong)
-            training.members(0)
-        job.meets_a_stranger()
-        guest = job.join(Wrong("", "", ["--schedule", str(copy)], folder=tmp_path))
-        training.hosting(0, training.status.members[-1])
-        job.coordinator.until(lambda: len(training.status.members) == 2)
-        assert len(job.coordinator.workers) == 1
-        err = training.end(undisturbed, trainers=2)
-        assert guest.end()[0] == 0
+    run = tmp_path / "run"
+    job = Job(hold, launched, schedule, run, tmp_path, "--store", ",".join(urls), "--peer-timeout", "20")
+    training = job.coordinator
+    assert isinstance(training, HeldRun)
+    given = [
+        *wrongs(tmp_path, other, urls, count),
+        Wrong("was killed by SIGKILL", "was killed by SIGKILL", how="killed when it can join", folder=tmp_path),
+    ]
+    for wrong in given:
+        job.refuses(wrong)
+        assert len(training.workers) == 1
+    as_members = [
+        Wrong("ZeroDivisionError", "ZeroDivisionError", how="fails as a member", folder=tmp_path),
+        Wrong("was killed by SIGKILL", "was killed by SIGKILL", how="killed when it is ready", folder=tmp_path),
+    ]
+    for wrong in as_members:
+        job.refuses(wrong)
+        training.members(0)
+    job.meets_a_stranger()
+    guest = job.join()
+    training.until(lambda: len(training.status.members) == 2)
+    assert len(training.workers) == 1
+    err = check_end(training, undisturbed, trainers=2)
+    assert guest.end()[0] == 0
     for wrong in given:
         assert not wrong.told or re.search(f"trainer \\d+: did not join: .*{wrong.told}", err), (wrong, err)
     for wrong in as_members:

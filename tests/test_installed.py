@@ -57,7 +57,7 @@ def editable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     packages = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
     # The packages that foreload needs, installed but foreload: what .pth files of that folder do is not done again.
-    Path(packages, "needed.pth").write_text(sysconfig.get_path("purelib"))
+    Path(packages, "needed.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", str(python)]
     install = ["install", "--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed", "--editable", str(checkout)]
     subprocess.run([*pip, *install], check=True)

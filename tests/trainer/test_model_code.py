@@ -198,7 +198,7 @@ def test_what_is_accepted_is_told_and_noted(home: Home, clicks: Clicks, tmp_path
     told = f"code of the model changed: from step {first} on {home.scale}"
     assert told in out.splitlines()
     assert told in done("digest", run, "--json", "digest.json").splitlines()
-    assert json.loads(Path("digest.json").read_text())["mixed_code"] == list(after.mixed_code)
+    assert json.loads(Path("digest.json").read_text(encoding="utf-8"))["mixed_code"] == list(after.mixed_code)
     assert json.loads((run / "summary.json").read_text())["mixed_code"] == list(after.mixed_code)
     assert [(Run.open(run).code_copy(one) / home.scale).read_text() for one in (before, after)] == [
         "FACTOR = 1.0\n",

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 from unittest import mock
 
-from foreload.trainer.cli import main
+from foreload.trainer import cli
 from foreload.trainer.cluster import hosted_log, joining_host, trainer_process, worker
 from foreload.trainer.cluster.facts import TrainerPlace
 from foreload.trainer.cluster.trainer_terms import TrainerTerms
@@ -39,6 +39,12 @@ WRONGS: dict[str, Any] = {
     "elsewhere": mock.patch.object(hosted_log, "TrainerPlace", _elsewhere),
 }
 
-if __name__ == "__main__":
+
+def main() -> int:
+    """The command, or the process of its trainer."""
     with WRONGS[os.environ["WRONG"]], mock.patch.object(joining_host, "WORKER", "wrong_guest"):
-        sys.exit(worker.main() if "FORELOAD_TRAINER" in os.environ else main())
+        return worker.main() if "FORELOAD_TRAINER" in os.environ else cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

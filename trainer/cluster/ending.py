@@ -17,6 +17,7 @@ from foreload.cache.client.load import together
 from foreload.cache.client.local import LocalStores
 from foreload.cache.errors import CacheError
 from foreload.cache.traffic import Traffic
+from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.planning.sizing import lane_bytes
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.host_messages import HOST_GONE

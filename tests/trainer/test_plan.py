@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import DEADLINE_SECONDS, SMALL, Clicks, Command, main, write_features, write_log
+from command_line import SMALL, Clicks, Command, main, write_features, write_log
 
 from foreload.pipelines.base.memory import total_bytes
 from foreload.pipelines.compiler.other_slots import LaneUses
@@ -211,21 +210,41 @@ def test_where_nothing_is_known_moments_are_run_and_remembered(
     assert "moment" not in capsys.readouterr().err
 
 
+HELD_MODEL = """
+import os, time
+from foreload.trainer.models.dlrm import DLRM
+
+class Model(DLRM):
+    def forward(self, dense, embeddings, step):
+        if step == 3 and os.path.exists("{held}"):
+            open("{held}.entered", "w").close()
+            while os.path.exists("{held}"):
+                time.sleep(0.01)
+        if step > 3 and os.path.exists("{held}.entered"):
+            time.sleep(0.1)
+        return super().forward(dense, embeddings)
+"""
+
+
 @pytest.mark.full
 def test_where_it_is_killed_its_short_run_ends_and_the_next_one_removes_what_it_left(clicks: Clicks, tmp_path: Path) -> None:
-    known = tmp_path / "history.sqlite"
-    arguments = ["plan", clicks.schedule, *SMALL, "--pool", "cores=1,stores=3", "--history", known]
+    known, held = tmp_path / "history.sqlite", tmp_path / "held"
+    # The short run is held in a step until plan is killed; its later steps are slow, so that it is asked to stop before its end.
+    (tmp_path / "held_model.py").write_text(HELD_MODEL.format(held=held), encoding="utf-8")
+    model = (*SMALL, "--model", f"{tmp_path / 'held_model.py'}:Model")
+    arguments = ["plan", clicks.schedule, *model, "--pool", "cores=1,stores=3", "--history", known]
+    held.touch()
     killed = Command(*arguments)
     try:
         temporary = killed.remains.temporary
-        killed.until(lambda: any(path.stat().st_size for path in temporary.glob("foreload-plan-*/run/metrics.jsonl")))
+        killed.until((tmp_path / "held.entered").exists)
         (left,) = temporary.glob("foreload-plan-*")
         killed.process.kill()
-        gone = time.monotonic() + DEADLINE_SECONDS
-        while killed.remains.processes():
-            assert time.monotonic() < gone
-            time.sleep(0.05)
+        killed.process.wait()
+        held.unlink()
+        killed.remains.wait_for_python()
         assert json.loads((left / "run" / "status.json").read_text())["state"] == "stopped"
+        (tmp_path / "held.entered").unlink()
         status, _, err = Command(*arguments, TMPDIR=str(temporary)).end()
         assert status == 0, err
         assert not list(temporary.glob("foreload-plan-*"))

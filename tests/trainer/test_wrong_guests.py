@@ -14,9 +14,10 @@ from command_line import ROOT, Command, free_port
 from held import HeldRun, Hold, check_end
 from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 
+from foreload.cache.errors import CopyLost
 from foreload.pipelines.base.job_token import new_token
 from foreload.pipelines.base.token_server import connected
-from foreload.trainer.cluster.failures import guests_to_blame
+from foreload.trainer.cluster.failures import Failures, guests_to_blame
 from foreload.trainer.cluster.host_messages import PURPOSE, AskJoin, program_version, tell_host
 from foreload.trainer.cluster.messages import Failed
 from foreload.trainer.errors import FingerprintError, PeerLost
@@ -252,3 +253,13 @@ LOST, OTHER_NUMERICS = Failed(PeerLost.code, "trainer 0: lost a peer"), Failed(F
 def test_who_is_to_blame(reports: list[tuple[int, Failed]], unheard: dict[int, str], blamed: list[int]) -> None:
     """Trainers 1 and 2 are guests; 0 is the coordinator's own, whose failure ends the job."""
     assert sorted(guests_to_blame([1, 2], reports, unheard)) == blamed
+
+
+def test_a_lost_trainer_explains_nothing() -> None:
+    """Whoever lost another trainer, or its copy of a batch log, speaks first; the others get time to say why."""
+    failures = Failures({0: "", 1: "other"})
+    failures.receive(0, LOST, survived=False)
+    failures.receive(0, Failed(CopyLost.code, "trainer 1: does not take the batch log"), survived=False)
+    assert not failures.explained
+    failures.receive(1, OTHER_NUMERICS, survived=False)
+    assert failures.explained

@@ -20,7 +20,7 @@ def _raises(*_: object, **__: object) -> None:
 
 
 def _signals(number: int) -> object:
-    return lambda *_: os.kill(os.getpid(), number)
+    return lambda *_, **__: os.kill(os.getpid(), number)
 
 
 def _elsewhere(host: str, _: int, has_run: bool) -> TrainerPlace:

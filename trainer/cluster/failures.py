@@ -40,7 +40,7 @@ class Failures:
     @property
     def explained(self) -> bool:
         """Whether a trainer reported the cause, and not only that it lost another one, or rows."""
-        return any(failed.code != PeerLost.code and failed.lost is None for _, failed in self._reports)
+        return any(failed.code not in _OF_OTHERS and failed.lost is None for _, failed in self._reports)
 
     def guests(self, term: Term) -> set[int]:
         """The members of a term that other hosts run."""

@@ -55,8 +55,9 @@ def test_a_run_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert again.manifest.training_job.lr == 0.5
     assert again.placement.shard_count == 2
     assert again.status is None
-    run.write_status(Status("stopped", 7, {"0": 3}, {"steps": 8}))
-    assert again.saved_status() == Status("stopped", 7, {"0": 3}, {"steps": 8})
+    stopped = Status("stopped", 7, {str(lane): 3 + lane for lane in range(run.manifest.lanes)}, {"steps": 8})
+    run.write_status(stopped)
+    assert again.saved_status() == stopped
 
 
 def test_passwords_are_not_kept(tmp_path: Path) -> None:

@@ -21,11 +21,11 @@ demo: venv
 
 # All that CI runs, or some of it: make test T=tests/cache/test_rows.py, make test T="tests/cache -k parity"
 test: venv
-	$(BIN)/python -m pytest -q -rs -m "not full" $(or $(T),-n $(WORKERS) --dist worksteal)
+	$(BIN)/python -m pytest -q -rfEs -m "not full" $(or $(T),-n $(WORKERS) --dist worksteal)
 
 # Every grid. A run that was broken off goes on where it stopped: --stepwise remembers the first test that has not passed.
 test-full: venv
-	$(BIN)/python -m pytest -q -rs --stepwise
+	$(BIN)/python -m pytest -q -rfEs --stepwise
 	$(MAKE) test-stores
 
 # The suite, and the tests that act on running work, again and again, also on a machine that is slow or busy; goes on where it stopped. Hours.

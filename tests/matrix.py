@@ -64,7 +64,7 @@ def condition(name: str) -> Iterator[None]:
 
 def run_tests(tests: str, name: str, workers: int, log: Path) -> dict[str, Any]:
     """Run them once; what the line of it says of the result. log: gets pytest's output."""
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", MARKS[tests], "-n", str(workers), "--dist", "worksteal"]
+    command = [sys.executable, "-m", "pytest", "-q", "-rfEs", "-m", MARKS[tests], "-n", str(workers), "--dist", "worksteal"]
     began = time.monotonic()
     with condition(name), log.open("wb") as out:
         status = subprocess.run(command, cwd=ROOT, stdout=out, stderr=out, check=False).returncode

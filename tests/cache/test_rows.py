@@ -27,8 +27,8 @@ def test_a_row_is_its_weights_its_state_and_twelve_bytes(optimizer: str, state: 
 def test_a_layout_refuses_what_cannot_be() -> None:
     for rows, parts, optimizer, message in [
         (0, PARTS, "sgd", "table sites: rows must be at least 1; got 0"),
-        (5, (), "sgd", "table sites: needs parts of at least one column each"),
-        (5, (("weights", 0),), "sgd", "table sites: needs parts of at least one column each"),
+        (5, (), "sgd", "table sites: needs parts of 1 to 1048576 columns each"),
+        (5, (("weights", 0),), "sgd", "table sites: needs parts of 1 to 1048576 columns each"),
         (5, PARTS, "lion", "row optimizer: must be one of .*; got 'lion'"),
     ]:
         with pytest.raises(CacheError, match=message):

@@ -185,7 +185,8 @@ def test_the_schedule_may_have_other_slots_if_its_rows_are_the_same(case: Case, 
     other = prepared("other", write_log(tmp_path / "other.csv", CLICKS_ROWS, {(7, "user"): "another"}))
     assert f"its rows are not those that schedule {other} has trained after step" in refused("train", other, *call)
     longer = prepared("longer", case.clicks.log, epochs=3)
-    assert f"schedule {longer}: does not continue {case.clicks.schedule}" in refused("train", longer, *call)
+    trained_on = Checkpoint.open(checkpoint).contents.run.stages[-1].path
+    assert f"schedule {longer}: does not continue {trained_on}" in refused("train", longer, *call)
     with held(many, tmp_path / "growing", 10) as grows:
         line = refused("train", grows.path, "--follow", *call)
         assert f"other --slots than schedule {grows.path} has, which is to be complete" in line
@@ -200,7 +201,8 @@ def test_the_schedule_may_have_other_slots_if_its_rows_are_the_same(case: Case, 
 
 def test_an_increment_may_begin_in_the_schedule_before(case: Case, tmp_path: Path) -> None:
     more, run = tmp_path / "more", tmp_path / "run"
-    done("prepare", write_log(tmp_path / "more.csv", 4000), "--after", case.clicks.schedule, "--out", more)
+    further = ("--after", case.clicks.schedule, "--segment-bytes", 3000, "--out", more)
+    done("prepare", write_log(tmp_path / "more.csv", 4000), *further)
     call = ["train", more, "--from", case.checkpoint("default", 2), "--run", run, "--store", "local:1", "--trainers", 1]
     step = stop_after(case.steps[2] + 3, call, tmp_path)
     assert case.steps[2] < step < Schedule(more).header.end_step - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -88,7 +89,9 @@ def test_it_is_what_a_clean_stop_there_leaves(case: Case, tmp_path: Path) -> Non
     assert {name: one.contents.totals[name] for name in ("steps", "samples", "rows_used", "rows_fetched")} == {
         name: status.totals[name] for name in ("steps", "samples", "rows_used", "rows_fetched")
     }
-    assert one.contents.run.stages == Run.open(tmp_path / "stopped").manifest.stages
+    stages = [manifest.stages for manifest in (one.contents.run, Run.open(tmp_path / "stopped").manifest)]
+    # A schedule that is being prepared has no checksum yet.
+    assert len({tuple(replace(stage, path="", checksum=None) for stage in of_run) for of_run in stages}) == 1
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from foreload.cache.client.store import Store
 from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.files import write_sealed
 from foreload.pipelines.errors import SettingError
+from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.errors import ExportError
 from foreload.trainer.run.directory import CHECKPOINTS
 from foreload.trainer.serving import folder, redis_keys, standalone
@@ -122,7 +123,8 @@ def test_a_checkpoint_answers_as_the_run_does_without_a_store(case: Case, tmp_pa
 
 
 def test_a_checkpoint_needs_its_schedule_for_evaluation_alone(case: Case, tmp_path: Path) -> None:
-    elsewhere = case.clicks.schedule.rename(tmp_path / "elsewhere")
+    trained_on = Path(Checkpoint.open(case.models[0]).contents.run.stages[-1].path)
+    elsewhere = trained_on.rename(tmp_path / "elsewhere")
     try:
         done("export", case.models[0], "--out", tmp_path / "out")
         assert files(tmp_path / "out") == files(case.full[0])
@@ -135,7 +137,7 @@ def test_a_checkpoint_needs_its_schedule_for_evaluation_alone(case: Case, tmp_pa
         assert "--schedule" in refused("predict", case.models[0], case.clicks.log, "--out", tmp_path / "scores.csv")
         done("predict", case.models[0], case.clicks.log, "--out", tmp_path / "scores.csv", "--schedule", elsewhere)
     finally:
-        elsewhere.rename(case.clicks.schedule)
+        elsewhere.rename(trained_on)
     in_run = shutil.copytree(case.models[2], case.run / CHECKPOINTS / "step-107")
     other = case.clicks.schedule.rename(tmp_path / "elsewhere")
     try:

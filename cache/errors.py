@@ -90,7 +90,7 @@ class StoreSilent(StoreUnavailable):
 
 
 class ForeignKey(StoreUnavailable):
-    """A key of another type stands in the place of a lane's hash on a store shard: another program wrote it, and the lane's rows are lost there."""
+    """Another program wrote a lane's hash, its epoch key or the run's note on a store shard: the shard's rows are lost."""
 
     code = "foreign-key"
 

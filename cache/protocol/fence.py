@@ -19,7 +19,7 @@ from foreload.cache.client.url import StoreUrl
 from foreload.cache.errors import Fenced, ForeignKey, StoreError
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.migrated import Migrated
-from foreload.cache.protocol.namespace import EPOCH, lane_key
+from foreload.cache.protocol.namespace import epoch_key, highest_epoch, lane_key, parse_epoch
 
 _ATTEMPTS = 10
 _EPOCHS = 1 << 20  # of a term, more than its owners will ever need
@@ -27,28 +27,16 @@ _FENCED = b"fenced"
 _LOOK = timedelta(milliseconds=200)  # for a server to say why it refuses
 
 
-def epoch_key(namespace: str, lane: int) -> bytes:
-    """The key of a lane's fence epoch and of the term of who set it, "e t"; it is in the same slot of a cluster as the lane's hashes."""
-    return b"{%b:%d}%b" % (namespace.encode(), lane, EPOCH)
-
-
-def parse_epoch(stored: object) -> tuple[int, int]:
-    """The fence epoch and the term of an epoch key's value; 0, 0 where there is none."""
-    if stored is None:
-        return 0, 0
-    assert isinstance(stored, bytes)
-    epoch, _, term = stored.partition(b" ")
-    return int(epoch), int(term)
-
-
 def read_epochs(store: Store, shard: int, namespace: str, lanes: int) -> np.ndarray:
     """The fence epochs of lanes 0 .. lanes - 1 on a store shard: int64 [lanes], 0 where none was ever fenced."""
-    return np.array(_epochs(store, shard, namespace, range(lanes)), np.int64)
+    return np.array([epoch or 0 for epoch in _epochs(store, shard, namespace, range(lanes))], np.int64)
 
 
-def _epochs(store: Store, shard: int, namespace: str, lanes: Sequence[int]) -> list[int]:
-    stored = store.commands_at_once(shard, [("GET", epoch_key(namespace, lane)) for lane in lanes])
-    return [parse_epoch(value)[0] for value in stored]
+def _epochs(store: Store, shard: int, namespace: str, lanes: Sequence[int]) -> list[int | None]:
+    """The same, None where another program wrote the key."""
+    stored = store.commands_at_once(shard, [plain_of_any("GET", epoch_key(namespace, lane)) for lane in lanes])
+    known = map(parse_epoch, stored)
+    return [None if one is None else one[0] for one in known]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +44,8 @@ class Found:
     """What a fence found of a lane on a store shard, or `look_at` without one.
 
     epoch: the fence epoch from now on; marker: the lane's, that of batch 0 where there is none; marked: whether there is one; rows: how many rows
-    and parity rows. migrated: the last chunk of a move there, None where there was none. foreign: of `look_at`, another program's key stands in
-    the place of the hash; then there is no marker and no row. A fence fails there.
+    and parity rows. migrated: the last chunk of a move there, None where there was none. foreign: of `look_at`, why the shard is lost if another
+    program wrote the lane's hash or epoch key; then there is no marker and no row. A fence fails there.
     """
 
     epoch: int
@@ -65,13 +53,11 @@ class Found:
     marked: bool
     rows: int
     migrated: Migrated | None = None
-    foreign: bool = False
+    foreign: ForeignKey | None = None
 
     @classmethod
     def of(cls, epoch: int, answers: Sequence[object]) -> Found:
         """From the answers to `_looks`."""
-        if WRONG_TYPE in answers:
-            return cls(epoch, Marker.parse(None), False, 0, foreign=True)
         marker, stored, fields = answers
         assert marker is None or isinstance(marker, bytes)
         assert stored is None or isinstance(stored, bytes)
@@ -85,18 +71,24 @@ def _looks(key: bytes) -> list[tuple[bytes | str, ...]]:
     return [("HGET", key, MARKER), ("HGET", key, MIGRATED), ("HLEN", key)]
 
 
-def foreign_key(store: Store, shard: int, namespace: str, found: Mapping[int, Found]) -> ForeignKey | None:
-    """Why a store shard is lost on which another program's key stands in the place of a lane's hash; None where none does. found: by lane."""
-    for lane, there in found.items():
-        if there.foreign:
-            return _foreign(store, shard, lane_key(namespace, lane, there.epoch), lane)
-    return None
+def foreign_key(found: Mapping[int, Found]) -> ForeignKey | None:
+    """Return why a store shard is lost on which another program wrote a key of a lane, or None if none is. found: by lane."""
+    return next((there.foreign for there in found.values() if there.foreign is not None), None)
 
 
 def _foreign(store: Store, shard: int, key: bytes, lane: int) -> ForeignKey:
     return ForeignKey(
         f"store {store.urls[shard]}: the key {key.decode()} is not the hash of lane {lane}'s rows, but of another type, so another program wrote it; "
         "the rows of this shard are lost"
+    )
+
+
+def _foreign_epoch(store: Store, shard: int, namespace: str, lane: int) -> ForeignKey:
+    key = epoch_key(namespace, lane).decode()
+    return ForeignKey(
+        f"store {store.urls[shard]}: the key {key} is not the fence epoch and term of lane {lane}, so another program wrote it; the rows of "
+        f"this shard cannot be found; to have them again, write it again, in the server's redis-cli: "
+        f"SET {key} '{highest_epoch(store, shard, namespace, lane)} 0'"
     )
 
 
@@ -109,7 +101,7 @@ def judge_wrong_type(url: StoreUrl, namespace: str, epochs: Mapping[int, int], r
         with Store([url], _LOOK, _LOOK) as store:
             found = look_at(store, 0, namespace, list(epochs))
             fenced = any(there.epoch > epochs[lane] for lane, there in found.items())
-            return refusal if fenced else foreign_key(store, 0, namespace, found) or refusal
+            return refusal if fenced else foreign_key(found) or refusal
     except StoreError as error:
         return error
 
@@ -136,11 +128,16 @@ def fence_everywhere(
     failures: dict[int, StoreError] = {}
     left = list(shards)
     for _ in range(_ATTEMPTS):
-        stored, failed = store.ask({shard: [("WATCH", name), ("GET", name)] for shard in left})
+        stored, failed = store.ask({shard: [("WATCH", name), plain_of_any("GET", name)] for shard in left})
         failures |= failed
         epochs = {}
         for shard, (_, value) in stored.items():
-            epochs[shard], owner = parse_epoch(value)
+            known_there = parse_epoch(value)
+            if known_there is None and not empty:
+                # Lost with its older connections: those cannot finish a batch without the other shards.
+                failures[shard] = _foreign_epoch(store, shard, namespace, lane)
+                continue
+            epochs[shard], owner = known_there or (highest_epoch(store, shard, namespace, lane), 0)
             if owner > term:
                 raise Fenced(
                     f"store {store.urls[shard]}: lane {lane} has an owner of term {owner}, this one's is {term}; it stops"
@@ -186,12 +183,21 @@ def fence_everywhere(
 def look_at(store: Store, shard: int, namespace: str, lanes: Sequence[int]) -> dict[int, Found]:
     """What lanes have on a store shard, by lane, for who does not fence them. Raises StoreError and StoreUnavailable as `Store.command` does."""
     epochs = _epochs(store, shard, namespace, lanes)
-    keys = [lane_key(namespace, lane, epoch) for lane, epoch in zip(lanes, epochs, strict=True)]
+    keys = [lane_key(namespace, lane, epoch or 0) for lane, epoch in zip(lanes, epochs, strict=True)]
     answers = store.commands_at_once(shard, [plain_of_any(*command) for key in keys for command in _looks(key)])
     if WRONG_TYPE in answers and _epochs(store, shard, namespace, lanes) != epochs:
         raise Fenced(f"store {store.urls[shard]}: another owner takes the lanes of {namespace} over right now; try again")
-    three = zip(answers[::3], answers[1::3], answers[2::3], strict=True)
-    return {lane: Found.of(epoch, found) for lane, epoch, found in zip(lanes, epochs, three, strict=True)}
+    found: dict[int, Found] = {}
+    for i, (lane, epoch) in enumerate(zip(lanes, epochs, strict=True)):
+        of_lane = answers[3 * i : 3 * i + 3]
+        foreign = None
+        if epoch is None:
+            foreign = _foreign_epoch(store, shard, namespace, lane)
+        elif WRONG_TYPE in of_lane:
+            foreign = _foreign(store, shard, keys[i], lane)
+        nothing = Found(epoch or 0, Marker.parse(None), False, 0, foreign=foreign)
+        found[lane] = Found.of(epoch or 0, of_lane) if foreign is None else nothing
+    return found
 
 
 def fence_all(

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from foreload.cache.client.resp import MARKER, MIGRATED
+from foreload.cache.client.resp import MARKER, MIGRATED, plain_of_any
 from foreload.cache.client.store import Store
 from foreload.cache.errors import (
     CommandRefused,
+    ForeignKey,
     StoreAuth,
     StoreError,
     StoreUnavailable,
 )
-from foreload.cache.protocol.fence import epoch_key, parse_epoch
-from foreload.cache.protocol.namespace import NAME, FolderId, is_run, lane_keys, owner, scan
+from foreload.cache.protocol.namespace import NAME, FolderId, Note, epoch_key, is_run, lane_keys, owner, parse_epoch, scan
 
 _LANE = re.compile(rb"\{(%b):(\d+)\}:\d+" % NAME.encode())
 _NOTE = re.compile(rb"(%b):run" % NAME.encode())
@@ -32,7 +33,7 @@ class Holding:
     """
 
     namespace: str
-    note: Mapping[str, Any] | None
+    note: Note | None
     lanes: int
     rows: int
     bytes: int | None
@@ -50,10 +51,13 @@ def claims(store: Store, namespace: str, identity: Mapping[str, Any], lanes: int
     """What the store shards that answer, and have rows of the run with this identity, say of its owner. Raises StoreError."""
     found = []
     for shard in store.used:
-        note = None if shard in store.down else owner(store, namespace, shard)
+        note = None
+        with contextlib.suppress(ForeignKey):
+            note = None if shard in store.down else owner(store, namespace, shard)
         if note is not None and is_run(note, identity):
-            stored = store.commands_at_once(shard, [("GET", epoch_key(namespace, lane)) for lane in range(lanes)])
-            found.append(Claim(max(parse_epoch(value)[1] for value in stored), FolderId.parse(note.get("folder"))))
+            stored = store.commands_at_once(shard, [plain_of_any("GET", epoch_key(namespace, lane)) for lane in range(lanes)])
+            terms = [known[1] for known in map(parse_epoch, stored) if known is not None]
+            found.append(Claim(max(terms, default=0), note.get("folder")))
     return found
 
 
@@ -94,8 +98,10 @@ def _holding(store: Store, shard: int, namespace: str, keys: set[bytes]) -> Hold
         used = None
     try:
         note = owner(store, namespace, shard)
+    except ForeignKey:
+        note = None
     except StoreUnavailable:
         raise
-    except StoreError:  # not this program's
+    except StoreError:  # of another version of this program
         note = None
     return Holding(namespace, note, len(hashes), rows, used)

@@ -10,15 +10,20 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, TypedDict
 
+from foreload.cache.client.resp import WRONG_TYPE, Request, plain_of_any
 from foreload.cache.client.store import Store
-from foreload.cache.errors import NamespaceInUse, RowsLost, StoreError
+from foreload.cache.errors import ForeignKey, NamespaceInUse, RowsLost, StoreError
+from foreload.pipelines.base.codec import Count, FormError, Natural, of_json, parse_json
 
 FORMAT = 1
 NAME = "[A-Za-z0-9_.-]{1,100}"
 _SCAN_KEYS = 1000
 EPOCH = b":epoch"  # how the key of a lane's fence epoch ends
+_EPOCH_KEY = re.compile(rb"\{.+:(\d+)\}%b" % EPOCH)
+_NUMBER = re.compile(rb"\d{1,18}")
+_EPOCH_AND_TERM = re.compile(rb"(\d{1,18}) (\d{1,18})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +42,6 @@ class FolderId:
         status = path.stat()
         return cls(socket.gethostname(), status.st_dev, status.st_ino, os.fspath(path))
 
-    @classmethod
-    def parse(cls, stored: object) -> FolderId | None:
-        """The folder that a run's key names; None for a key of an earlier version, which names none."""
-        try:
-            return cls(**stored)  # type: ignore[arg-type]
-        except TypeError:
-            return None
-
     def is_same(self, other: FolderId) -> bool:
         """Whether both are one folder. `mv` within a file system changes its path alone; mounting that again may change its device alone."""
         at_one_place = self.device == other.device or self.path == other.path
@@ -52,6 +49,16 @@ class FolderId:
 
     def __str__(self) -> str:
         return f"{self.path} on host {self.host}"
+
+
+class Note(TypedDict):
+    """The value of a run's key, as JSON. Earlier versions noted no folder."""
+
+    format: int
+    shard: Count
+    shards: Natural
+    identity: dict[str, Any]
+    folder: NotRequired[FolderId]
 
 
 def check_name(namespace: str) -> None:
@@ -70,28 +77,62 @@ def run_key(namespace: str) -> bytes:
     return b"%b:run" % namespace.encode()
 
 
-def owner(store: Store, namespace: str, shard: int) -> dict[str, Any] | None:
-    """What `claim` noted on a store shard: {"format", "shard", "shards", "identity", "folder"}; None if the namespace is not there.
+def epoch_key(namespace: str, lane: int) -> bytes:
+    """The key of a lane's fence epoch and of the term of who set it, "e t"; it is in the same slot of a cluster as the lane's hashes."""
+    return b"{%b:%d}%b" % (namespace.encode(), lane, EPOCH)
 
-    folder: as `FolderId.parse` reads it; earlier versions noted none.
+
+def parse_epoch(stored: object) -> tuple[int, int] | None:
+    """Return the fence epoch and the term of an epoch key's value: 0, 0 if there is no key, None if another program wrote the value."""
+    if stored is None:
+        return 0, 0
+    matched = _EPOCH_AND_TERM.fullmatch(stored) if isinstance(stored, bytes) else None
+    return None if matched is None else (int(matched[1]), int(matched[2]))
+
+
+def highest_epoch(store: Store, shard: int, namespace: str, lane: int) -> int:
+    """Return the highest fence epoch of which a lane has a key on a store shard, or 0 if it has none. Scans all keys of the server."""
+    head = epoch_key(namespace, lane).removesuffix(EPOCH) + b":"
+    numbers = (key.removeprefix(head) for keys in lane_keys(store, shard, namespace) for key in keys if key.startswith(head))
+    return max((int(number) for number in numbers if _NUMBER.fullmatch(number)), default=0)
+
+
+def owner(store: Store, namespace: str, shard: int) -> Note | None:
+    """Return what `claim` noted on a store shard, or None if the namespace does not exist there.
+
+    Raises ForeignKey if another program wrote the key, StoreError if another version of this program did.
     """
     check_name(namespace)
-    return _note(store, namespace, shard, store.command(shard, "GET", run_key(namespace)))
+    return _note(store, namespace, shard, store.commands_at_once(shard, [_read_note(namespace)])[0])
 
 
-def _note(store: Store, namespace: str, shard: int, text: object) -> dict[str, Any] | None:
-    """What stands in the value of a run's key."""
+def foreign_note(store: Store, shard: int, namespace: str) -> ForeignKey | None:
+    """Return why a store shard is lost if another program wrote the run's key there; None if it did not."""
+    try:
+        owner(store, namespace, shard)
+    except ForeignKey as error:
+        return error
+    return None
+
+
+def _read_note(namespace: str) -> Request:
+    return plain_of_any("GET", run_key(namespace))
+
+
+def _note(store: Store, namespace: str, shard: int, text: object) -> Note | None:
+    """Parse the value of a run's key. Raises as `owner` does."""
     if text is None:
         return None
-    try:
-        stored = json.loads(text if isinstance(text, bytes) else b"")
-        if stored["format"] == FORMAT and isinstance(stored["identity"], dict):
-            return dict(stored)
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise StoreError(
-        f"store {store.urls[shard]}: the key {run_key(namespace).decode()} was not written by this program's version"
-    )
+    key, what = f"store {store.urls[shard]}: the key {run_key(namespace).decode()}", "is of another type"
+    if text is not WRONG_TYPE:
+        what = "has other content"
+        with contextlib.suppress(FormError):
+            stored = parse_json(text if isinstance(text, bytes) else b"")
+            version = stored.get("format") if isinstance(stored, dict) else None
+            if isinstance(version, int) and version != FORMAT:
+                raise StoreError(f"{key} was written by another version of this program (format {version}, must be {FORMAT})")
+            return of_json(stored, Note)
+    raise ForeignKey(f"{key} must be the note of a run, but {what}: another program wrote it")
 
 
 def claim(
@@ -110,14 +151,27 @@ def claim(
     """
     check_name(namespace)
     if mode == "resume":
-        everyone = store.used
-        gone = [s for s in everyone if s in store.down or (spared > 0 and owner(store, namespace, s) is None)]
-        for shard in everyone:
-            if shard not in gone:
-                _check_owner(store, namespace, identity, shard)
+        gone: dict[int, ForeignKey | None] = {}  # the shards that are lost, and of which of them another program has the note
+        for shard in store.used:
+            try:
+                if shard in store.down or ((note := owner(store, namespace, shard)) is None and spared > 0):
+                    gone[shard] = None
+                else:
+                    _check_owner(store, namespace, identity, shard, note, spared)
+            except ForeignKey as error:
+                text = _text(identity, shard, store.shards, folder)
+                gone[shard] = ForeignKey(
+                    f"{error}; if the run's rows are on that server, write the note again, in its redis-cli: "
+                    f"SET {run_key(namespace).decode()} '{text}'"
+                )
+        for shard, why in gone.items():
+            if why is not None and len(gone) > spared:
+                raise why
+            if why is not None:
+                store.give_up(shard, why)
         if len(gone) > spared:
             urls = ", ".join(str(store.urls[shard].plain) for shard in gone)
-            raise RowsLost(gone, spared, why=f"{urls}: no answer there, or no namespace {namespace}")
+            raise RowsLost([*gone], spared, why=f"{urls}: no answer there, or no namespace {namespace}")
         return
     if mode == "overwrite":
         remove(store, namespace)
@@ -125,19 +179,23 @@ def claim(
     for shard in store.used:
         text = _text(identity, shard, store.shards, folder)
         if store.command(shard, "SET", run_key(namespace), text, "NX") is None:
-            holder = None
-            with contextlib.suppress(StoreError):
+            holder, whose = None, "belongs to a run already; --resume goes on with that run, --overwrite removes its rows"
+            try:
                 holder = owner(store, namespace, shard)
+            except ForeignKey:
+                name = run_key(namespace).decode()
+                whose = (
+                    f"is in use: another program wrote the key {name}; give another --namespace, or --overwrite replaces that key"
+                )
+            except StoreError:
+                pass
             if holder is not None and "run" in identity and holder["identity"].get("run") == identity["run"]:
                 # Claimed by the same run before, which then was killed.
                 store.command(shard, "SET", run_key(namespace), text)
                 continue
             for earlier in claimed:
                 store.command(earlier, "UNLINK", run_key(namespace))
-            raise NamespaceInUse(
-                f"store {store.urls[shard]}: namespace {namespace} belongs to a run already; "
-                "--resume goes on with that run, --overwrite removes its rows"
-            )
+            raise NamespaceInUse(f"store {store.urls[shard]}: namespace {namespace} {whose}")
         claimed.append(shard)
 
 
@@ -151,26 +209,43 @@ def _text(identity: Mapping[str, Any], shard: int, shards: int, folder: FolderId
 
 def name_folder(store: Store, namespace: str, identity: Mapping[str, Any], folder: FolderId) -> None:
     """Note a run's folder on all store shards that are this run's, answer, and name none or another."""
-    asked = {shard: [("GET", run_key(namespace))] for shard in store.used if shard not in store.down}
-    answers, _ = store.ask(asked)
-    notes = {shard: _note(store, namespace, shard, text) for shard, (text,) in answers.items()}
+    notes, _ = _notes(store, namespace)
     store.ask(
         {
             shard: [("SET", run_key(namespace), _text(identity, note["shard"], note["shards"], folder))]
             for shard, note in notes.items()
-            if note is not None and is_run(note, identity) and FolderId.parse(note.get("folder")) != folder
+            if note is not None and is_run(note, identity) and note.get("folder") != folder
         }
     )
+
+
+def _notes(store: Store, namespace: str) -> tuple[dict[int, Note | None], dict[int, ForeignKey]]:
+    """`owner`, asked of all store shards at once: the notes of those that answer, and the errors of those where another program wrote the key."""
+    answers, _ = store.ask({shard: [_read_note(namespace)] for shard in store.used})
+    notes: dict[int, Note | None] = {}
+    foreign: dict[int, ForeignKey] = {}
+    for shard, (text,) in answers.items():
+        try:
+            notes[shard] = _note(store, namespace, shard, text)
+        except ForeignKey as error:
+            foreign[shard] = error
+    return notes, foreign
 
 
 def join(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, shards: int) -> bool:
     """Note on the one server of a Store that it is shard `shard` of a run's `shards`, unless it has a namespace of this name already.
 
-    Returns whether it is noted as that shard of that run then. The next call notes the run's folder there.
+    The server is about to be emptied of the lanes, so the note replaces another program's key. Returns whether it is noted as that shard of that run
+    then. The next call notes the run's folder there.
     """
-    store.command(0, "SET", run_key(namespace), _text(identity, shard, shards, None), "NX")
-    # How many shards there are may be another number by now than when it was noted.
-    return is_of(store, namespace, identity, shard, 0)
+    set_note = ("SET", run_key(namespace), _text(identity, shard, shards, None))
+    store.command(0, *set_note, "NX")
+    try:
+        # How many shards there are may be another number by now than when it was noted.
+        return is_of(store, namespace, identity, shard, 0)
+    except ForeignKey:
+        store.command(0, *set_note)
+        return is_of(store, namespace, identity, shard, 0)
 
 
 def is_of(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, at: int | None = None) -> bool:
@@ -180,19 +255,19 @@ def is_of(store: Store, namespace: str, identity: Mapping[str, Any], shard: int,
 
 
 def are_of(store: Store, namespace: str, identity: Mapping[str, Any]) -> dict[int, bool]:
-    """`is_of`, asked of all store shards at once; those that do not answer are left out. Raises StoreError for a note that is none."""
-    answers, _ = store.ask({shard: [("GET", run_key(namespace))] for shard in store.used})
-    notes = {shard: _note(store, namespace, shard, text) for shard, (text,) in answers.items()}
+    """`is_of`, asked of all store shards at once. Leaves out those that do not answer; gives up those where another program wrote the key."""
+    notes, foreign = _notes(store, namespace)
+    for shard, error in foreign.items():
+        store.give_up(shard, error)
     return {shard: note is not None and is_run(note, identity) and note["shard"] == shard for shard, note in notes.items()}
 
 
-def is_run(note: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
+def is_run(note: Note, identity: Mapping[str, Any]) -> bool:
     """Whether a note of `owner` is of the run with this identity."""
     return bool(note["identity"] == json.loads(json.dumps(dict(identity))))
 
 
-def _check_owner(store: Store, namespace: str, identity: Mapping[str, Any], shard: int) -> None:
-    note = owner(store, namespace, shard)
+def _check_owner(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, note: Note | None, spared: int) -> None:
     url = store.urls[shard]
     if note is None:
         raise StoreError(
@@ -207,9 +282,10 @@ def _check_owner(store: Store, namespace: str, identity: Mapping[str, Any], shar
     different = sorted(name for name in wanted.keys() | note["identity"].keys() if wanted.get(name) != note["identity"].get(name))
     if different:
         name = different[0]
+        instead = "give another server in its place (--resume --store URL,...), or " if spared else ""
         raise NamespaceInUse(
             f"store {url}: namespace {namespace} is another run's: {name} there is {note['identity'].get(name)!r}, here "
-            f"{wanted.get(name)!r}; --overwrite removes its rows"
+            f"{wanted.get(name)!r}; {instead}--overwrite removes its rows"
         )
 
 
@@ -240,17 +316,18 @@ def remove(store: Store, namespace: str) -> int:
     check_name(namespace)
     removed = 0
     for shard in store.used:
-        for keys in lane_keys(store, shard, namespace):
-            # A fence epoch stays: a stopped owner of an earlier run may still write under its own, which must never be used again. The term
-            # of who set it goes: it is the earlier run's.
-            for key in (key for key in keys if key.endswith(EPOCH)):
-                epoch = store.command(shard, "GET", key)
-                assert isinstance(epoch, bytes)
-                store.command(shard, "SET", key, epoch.partition(b" ")[0] + b" 0")
-            keys = [key for key in keys if not key.endswith(EPOCH)]
-            # UNLINK frees in the background; DEL would block the server for everyone.
-            store.commands_at_once(shard, [("UNLINK", key) for key in keys])
-            removed += len(keys)
+        keys = {key for page in lane_keys(store, shard, namespace) for key in page}
+        # A fence epoch stays: a stopped owner of an earlier run may still write under its own, which must never be used again. The term
+        # of who set it goes: it is the earlier run's.
+        for key, matched in ((key, _EPOCH_KEY.fullmatch(key)) for key in keys.copy()):
+            if matched is not None:
+                keys.discard(key)
+                (stored,) = store.commands_at_once(shard, [plain_of_any("GET", key)])
+                epoch, _ = parse_epoch(stored) or (highest_epoch(store, shard, namespace, int(matched[1])), 0)
+                store.command(shard, "SET", key, b"%d 0" % epoch)
+        # UNLINK frees in the background; DEL would block the server for everyone.
+        store.commands_at_once(shard, [("UNLINK", key) for key in keys])
+        removed += len(keys)
         # Last: while lanes are left, the namespace is still taken.
         store.command(shard, "UNLINK", run_key(namespace))
     return removed

@@ -43,7 +43,7 @@ def inspect_shards(
 ) -> Iterator[tuple[int, Mapping[int, Found] | None]]:
     """Each store shard with what `look` finds of its lanes; None for one that is down, or is none of the run's.
 
-    One where another program's key stands in the place of a lane's hash is given up, and counts as down.
+    One on which another program wrote a key of a lane, or the run's note, is given up, and counts as down.
     may_lose: one that refuses is given up, and counts as down. Raises StoreError.
     """
     for shard in store.used:
@@ -51,7 +51,7 @@ def inspect_shards(
         try:
             if shard not in store.down and belongs(shard):
                 by_lane = look(shard)
-                if (foreign := foreign_key(store, shard, namespace, by_lane)) is not None:
+                if (foreign := foreign_key(by_lane)) is not None:
                     raise foreign
         except ForeignKey as error:
             store.give_up(shard, error)

@@ -12,7 +12,7 @@ from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_urls
 from foreload.cache.errors import StoreFull
 from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.namespace import FolderId, claim, owner
+from foreload.cache.protocol.namespace import FolderId, claim, foreign_note, owner
 from foreload.cache.protocol.ownership import Ownership
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.format import Checkpoint
@@ -102,7 +102,13 @@ def _has_rows_of(run: Run, job: TrainJob, before: Status) -> bool:
     manifest, spared = run.manifest, run.placement.r
     with Store.connect(asked(servers_of(run, str(job.store))), job.store_silence, spared) as store:
         there = [shard for shard in run.placement.live if shard not in store.down]
-        if sum(owner(store, manifest.namespace, shard) is not None for shard in there) < len(run.placement.live) - spared:
+        # Where another program wrote the key, the rows may exist, and `claim` decides.
+        noted = [
+            shard
+            for shard in there
+            if foreign_note(store, shard, manifest.namespace) or owner(store, manifest.namespace, shard) is not None
+        ]
+        if len(noted) < len(run.placement.live) - spared:
             return False
         try:
             claim(store, manifest.namespace, manifest.identity, "resume", spared)

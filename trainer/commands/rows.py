@@ -87,12 +87,12 @@ def _entry(server: Server) -> dict[str, Any]:
 
 
 def _told(holding: Holding) -> dict[str, Any]:
-    note = holding.note or {}
+    note = holding.note
     return {
         "namespace": holding.namespace,
-        "shard": note.get("shard"),
-        "shards": note.get("shards"),
-        "run": note.get("identity", {}).get("run"),
+        "shard": note and note["shard"],
+        "shards": note and note["shards"],
+        "run": note and note["identity"].get("run"),
         "lanes": holding.lanes,
         "rows": holding.rows,
         "bytes": holding.bytes,

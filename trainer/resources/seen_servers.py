@@ -14,7 +14,7 @@ from foreload.cache.client.url import parse_url
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.fence import foreign_key, look_at
-from foreload.cache.protocol.namespace import lane_key
+from foreload.cache.protocol.namespace import foreign_note, lane_key
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.reader import Schedule
@@ -39,7 +39,7 @@ def ask_server(url: str, namespace: str, lanes: int) -> dict[str, Any]:
             keys = [lane_key(namespace, lane, one.epoch) for lane, one in found.items()]
             sizes = [store.command(0, "MEMORY", "USAGE", key, "SAMPLES", _SAMPLES) for key in keys]
             rows = [one.rows for one in found.values()]
-            foreign = foreign_key(store, 0, namespace, found)
+            foreign = foreign_key(found) or foreign_note(store, 0, namespace)
             return {
                 **({} if foreign is None else {"foreign": str(foreign)}),
                 "url": str(store.urls[0]),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import SMALL, Clicks, done, refused, run_here
+from command_line import SMALL, Clicks, Command, done, refused, run_here
 from held import Hold
+from small_job import scheduler_environment, summary
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
@@ -78,6 +79,25 @@ def test_a_lost_shard_is_rebuilt_on_its_own_server(ended: Ended) -> None:
     status, out, err = run_here(*resume)
     assert (status, out) == (0, "")
     check_whole(ended, err)
+
+
+def test_the_digest_is_printed_if_it_is_asked_for(ended: Ended) -> None:
+    ended.servers[1].start()
+    status, out, err = run_here("train", "--run", ended.run, "--resume", "--digest")
+    assert status == 0, err
+    assert out == f"digest {ended.digest.strip()}\n"
+    assert summary(ended.run)["digest"] == ended.digest.strip()
+    check_whole(ended, err)
+
+
+def test_all_trainers_of_a_scheduler_end_well(ended: Ended, launched: Callable[..., Command]) -> None:
+    ended.servers[1].start()
+    meeting = scheduler_environment()
+    jobs = [launched("train", "--run", ended.run, "--resume", "--digest", RANK=str(rank), **meeting) for rank in range(2)]
+    ends = [job.end() for job in jobs]
+    assert [status for status, _, _ in ends] == [0, 0], ends
+    assert [out for _, out, _ in ends] == [f"digest {ended.digest.strip()}\n", ""]
+    check_whole(ended, ends[0][2])
 
 
 def test_a_lost_shard_is_rebuilt_on_another_server(ended: Ended, tmp_path: Path) -> None:

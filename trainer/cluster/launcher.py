@@ -26,8 +26,10 @@ from foreload.pipelines.errors import ForeloadError, SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.restoring import check_restorable, restored_manifest
+from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.claimed import claimed
 from foreload.trainer.cluster.ending import Ending
+from foreload.trainer.cluster.facts import Leaves, StepsLeft
 from foreload.trainer.cluster.failures import GuestsRefused
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.hosts import Hosts
@@ -148,12 +150,21 @@ class Launcher:
                     if before is not None and before.state == "training":
                         self._job = restore_broken_off(self._job, Run.open(path, lock), before, schedule, model)
                     elif before is not None and rebuild_at_end(Run.open(path, lock), self._job, schedule, self._events):
+                        self._dismiss_trainers()
                         return None
                     return self._resume(schedule, lock)
         with self._new_run(schedule, model) as made:
             if made.rests:
                 return self._resume(schedule, made.lock)
             return self._with_stores(made.run, made.run.manifest, made.start, schedule, made.local)
+
+    def _dismiss_trainers(self) -> None:
+        """Let the trainers that a scheduler started leave: there is nothing to train. The store where they meet ends with this process."""
+        if self._rendezvous is not None:
+            board = Board(self._rendezvous)
+            board.publish(StepsLeft(False))
+            for trainer in range(1, self._job.trainers):
+                board.read(Leaves, trainer)
 
     def restore(self) -> Status:
         """Make a run of a checkpoint, and leave it at rest; see `restored`."""

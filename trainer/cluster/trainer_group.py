@@ -23,7 +23,7 @@ from foreload.trainer.cluster.control import ControlSocket
 from foreload.trainer.cluster.control_answers import ControlAnswers, Phase
 from foreload.trainer.cluster.ending import Ending, early_stop, figures_told, first_of, manifest_of, status_of
 from foreload.trainer.cluster.events import EventReceiver
-from foreload.trainer.cluster.facts import Go, RunSaved, StopWanted, Term
+from foreload.trainer.cluster.facts import Go, RunSaved, StepsLeft, StopWanted, Term
 from foreload.trainer.cluster.failures import Failures, GuestsRefused
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.hosts import Hosts
@@ -153,6 +153,7 @@ class TrainerGroup:
             machines=self._machines,
         )  # fmt: skip
         publish_dense(board, self._run, spec)
+        board.publish(StepsLeft(True))
         board.publish(spec)
         header, first = self._schedule.header, self._start.step + 1
         rows_of = partial(rows_of_steps, self._schedule)

@@ -23,6 +23,7 @@ from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import ForeloadError
 from foreload.trainer.cluster.board import Board, join_store
 from foreload.trainer.cluster.events import EventSender
+from foreload.trainer.cluster.facts import Leaves, StepsLeft
 from foreload.trainer.cluster.messages import Failed, LaunchSpec, LostRows
 from foreload.trainer.cluster.processes import OnHost, TrainerStart
 from foreload.trainer.cluster.trainer_process import TrainerProcess
@@ -97,6 +98,9 @@ def work(
     board = Board(rendezvous)
     sender = EventSender(board, trainer)
     try:
+        if not board.read(StepsLeft).any:
+            board.publish(Leaves(), trainer)
+            return 0
         spec = board.read(LaunchSpec)
         # What was imported stays: a search for cycles of garbage that goes through it takes a tenth of a second, and may come in any step.
         gc.freeze()

@@ -18,9 +18,11 @@ from foreload.cache.protocol.ownership import Ownership, stale_shards, take_over
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.server_probe import ServerUnreachable, ShardNews
 from foreload.cache.traffic import Traffic
+from foreload.pipelines.base.codec import FormError, parse_json
+from foreload.pipelines.base.files import write_json
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import RunError
-from foreload.trainer.run.directory import LOG, Run
+from foreload.trainer.run.directory import LOG, SUMMARY, Run
 from foreload.trainer.run.event_log import EventLog, ShardRebuilt
 from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.job import TrainJob
@@ -28,7 +30,7 @@ from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.resume import check_place, why_at_end
 from foreload.trainer.run.run_rows import own_rows
-from foreload.trainer.run.saved_run import layouts_of, leave_stores
+from foreload.trainer.run.saved_run import layouts_of, leave_stores, saved_run_at
 from foreload.trainer.run.servers import asked, open_stores, servers_of, with_named
 
 PATIENCE = timedelta(milliseconds=100)  # between two looks at how far the work is
@@ -61,7 +63,8 @@ def owned_at_rest(run: Run, store: Store, on_shards: Callable[[ShardNews], None]
 def rebuild_at_end(run: Run, job: TrainJob, schedule: Schedule, events: EventLog) -> bool:
     """Rebuild the store shards that lack rows of a run that has no step left to train, and say so; whether there were any.
 
-    job: a call with --resume. Raises RunError where there is no server for one, and CacheError.
+    job: a call with --resume; if it asks for the digest, that is printed, and goes into the summary. Raises RunError where there is no server for
+    one, and CacheError.
     """
     manifest, status = run.manifest, run.saved_status()
     why = why_at_end(manifest, status.state, status.step, job, schedule)
@@ -70,19 +73,27 @@ def rebuild_at_end(run: Run, job: TrainJob, schedule: Schedule, events: EventLog
     check_place(run, job)
     if not manifest.local_stores:
         manifest = with_named(manifest, run.placement, str(job.store))
-    if rebuilt := _rebuild_lost(run, manifest, job, status):
+    rebuilt, digest = _rebuild_lost(run, manifest, job, status)
+    if rebuilt:
         for shard in rebuilt:
             sys.stderr.write(f"store shard {shard}: is whole again\n")
             events.note(ShardRebuilt(shard=shard))
         sys.stderr.write(f"run {run.path}: there is nothing to train; it {why}\n")
+    if digest is not None:
+        with contextlib.suppress(FileNotFoundError, FormError):
+            write_json(run.path / SUMMARY, parse_json((run.path / SUMMARY).read_bytes()) | {"digest": digest})
+        sys.stdout.write(f"digest {digest}\n")
     return bool(rebuilt)
 
 
-def _rebuild_lost(run: Run, manifest: Manifest, job: TrainJob, status: Status) -> list[int]:
-    """Rebuild the store shards that lack rows; returns which these were. manifest: with the servers that the run is to have from now on."""
+def _rebuild_lost(run: Run, manifest: Manifest, job: TrainJob, status: Status) -> tuple[list[int], str | None]:
+    """Rebuild the store shards that lack rows. Returns which these were, and the digest if there were any and the job asks for it.
+
+    manifest: with the servers that the run is to have from now on.
+    """
     placement, silence = run.placement, job.store_silence
     local = open_stores(run, status)
-    whole = False
+    whole, digest = False, None
     with contextlib.ExitStack() as stack:
         if local is not None:
             local.start()
@@ -95,12 +106,15 @@ def _rebuild_lost(run: Run, manifest: Manifest, job: TrainJob, status: Status) -
         batches = [int(status.batches[str(lane)]) for lane in range(manifest.lanes)]
         lost = sorted({*status.lost, *stale_shards(store, manifest.namespace, batches)} & {*placement.live})
         if not lost:
-            return []
+            return [], None
         run.write_manifest(manifest)
         sys.stderr.write(f"store shard {', '.join(map(str, lost))}: is rebuilt from parity\n")
         _rebuild(run, store, lost)
         whole = True
-    return lost
+        if job.digest:
+            with Store.connect(asked(urls), silence, placement.r) as whole_store:
+                digest = saved_run_at(run, whole_store, run.saved_status()).digest()
+    return lost, digest
 
 
 def _rebuild(run: Run, store: Store, lost: list[int]) -> None:

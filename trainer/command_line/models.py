@@ -7,7 +7,7 @@ from typing import Any
 
 from foreload.pipelines.base.settings import add_arguments, given, settings_of
 from foreload.pipelines.errors import SettingError
-from foreload.trainer.command_line.shared import add_accept_model, add_command, add_json, add_plain, add_schedule, tell
+from foreload.trainer.command_line.shared import a_path, add_accept_model, add_command, add_json, add_plain, add_schedule, tell
 from foreload.trainer.compute import numerics
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import code_text, inexact_text, rates_text
@@ -25,7 +25,9 @@ def add_to(commands: Any) -> None:
         "Computes log loss, AUC and normalised entropy of the model, of a number RMSE and MAE, on the evaluation steps of a schedule.",
         or_checkpoint=True,
     )  # fmt: skip
-    evaluate.add_argument("schedule", nargs="?", metavar="SCHEDULE", help="evaluate on this one instead of the run's own")
+    evaluate.add_argument(
+        "schedule", nargs="?", metavar="SCHEDULE", type=a_path("SCHEDULE"), help="evaluate on this one instead of the run's own"
+    )
     add_accept_model(evaluate)
     _add_predict(commands)
     lookup = add_command(
@@ -55,7 +57,13 @@ def _add_check(commands: Any) -> None:
     check.add_argument(
         "model", metavar="MODEL", help="file.py:Class or package.module:Class, as `foreload train --model` takes it"
     )
-    check.add_argument("--features", required=True, metavar="FILE.toml", help="the feature file of the data that it is for")
+    check.add_argument(
+        "--features",
+        required=True,
+        metavar="FILE.toml",
+        type=a_path("--features"),
+        help="the feature file of the data that it is for",
+    )
     add_arguments(check, TrainJob, _OF_MODELS)
     add_json(check, "result")
 
@@ -111,7 +119,7 @@ def _add_apply(commands: Any) -> None:
         "Brings a full export to a folder or a Redis server where there is none yet, an increment to where the model is that it goes on from. One "
         "out of order, applied already, or after a gap is refused, and nothing is changed. Whoever reads there sees the old model or the new one.",
     )  # fmt: skip
-    apply.add_argument("export", metavar="EXPORT", help="a folder that `foreload export` wrote")
+    apply.add_argument("export", metavar="EXPORT", type=a_path("EXPORT"), help="a folder that `foreload export` wrote")
     apply.add_argument(
         "--to",
         required=True,
@@ -137,7 +145,11 @@ def _add_predict(commands: Any) -> None:
         or_checkpoint=True,
     )  # fmt: skip
     predict.add_argument(
-        "sources", nargs="+", metavar="FILE", help="files or quoted globs, read in the order given; .gz and .zst too"
+        "sources",
+        nargs="+",
+        metavar="FILE",
+        type=a_path("FILE"),
+        help="files or quoted globs, read in the order given; .gz and .zst too",
     )
     predict.add_argument(
         "--out",
@@ -149,7 +161,7 @@ def _add_predict(commands: Any) -> None:
         "--format", metavar="NAME", help="criteo, csv, tsv or parquet (default: as the files' names or the schedule say)"
     )
     predict.add_argument(
-        "--steps-of", metavar="SCHEDULE",
+        "--steps-of", metavar="SCHEDULE", type=a_path("--steps-of"),
         help="whose evaluation samples these records are, in order: the logits are then those of `foreload evaluate`, bit for bit",
     )  # fmt: skip
     predict.add_argument(

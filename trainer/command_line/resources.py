@@ -10,7 +10,7 @@ from typing import Any
 from foreload.pipelines.base.memory import total_bytes
 from foreload.pipelines.base.settings import add_arguments, given, size_bytes
 from foreload.pipelines.errors import SettingError
-from foreload.trainer.command_line.shared import add_json, add_plain, tell
+from foreload.trainer.command_line.shared import a_path, add_json, add_plain, tell
 from foreload.trainer.run.job import TrainJob
 
 _OF_THE_JOB = (
@@ -49,7 +49,7 @@ def add_to(commands: Any) -> None:
         "of trainers, store shards and slots, and what that costs; tells which of them no other one beats, which one to take and why, and the "
         "command lines. Where no profile tells, a few seconds of the schedule are run.",
     )  # fmt: skip
-    plan.add_argument("schedule", metavar="SCHEDULE", help="the folder that `foreload prepare` wrote")
+    plan.add_argument("schedule", metavar="SCHEDULE", type=a_path("SCHEDULE"), help="the folder that `foreload prepare` wrote")
     group = plan.add_argument_group("what there is, and what is wanted")
     group.add_argument(
         "--pool",
@@ -62,7 +62,7 @@ def add_to(commands: Any) -> None:
     group.add_argument("--plot", metavar="FILE", help="draw all choices there, by time and cost")
     _add_history(group)
     add_arguments(plan, TrainJob, _OF_THE_JOB)
-    plan.add_argument("--job", metavar="FILE.toml", help="take settings of the training from this file")
+    plan.add_argument("--job", metavar="FILE.toml", type=a_path("--job"), help="take settings of the training from this file")
     add_json(plan, "plan")
     _add_report(commands)
 
@@ -74,8 +74,10 @@ def _add_report(commands: Any) -> None:
         "goes, the cache, store shards over time, slots and memory, calibration, the settings; of two runs the same beside each other; of a schedule "
         "rows by frequency, the working set over time, arrivals against slots, tables' shares.",
     )  # fmt: skip
-    report.add_argument("place", metavar="RUN|SCHEDULE", help="the folder of a run, or of a schedule")
-    report.add_argument("beside", metavar="RUN2", nargs="?", help="the folder of another run")
+    report.add_argument(
+        "place", metavar="RUN|SCHEDULE", type=a_path("RUN|SCHEDULE"), help="the folder of a run, or of a schedule"
+    )
+    report.add_argument("beside", metavar="RUN2", nargs="?", type=a_path("RUN2"), help="the folder of another run")
     report.add_argument(
         "--out",
         metavar="FILE",
@@ -91,7 +93,12 @@ def _report(parsed: argparse.Namespace) -> int:
 
 
 def _add_history(command: Any) -> None:
-    command.add_argument("--history", metavar="FILE", help="the file of the profiles; by default that in the user's data folder")
+    command.add_argument(
+        "--history",
+        metavar="FILE",
+        type=a_path("--history"),
+        help="the file of the profiles; by default that in the user's data folder",
+    )
 
 
 def _history(parsed: argparse.Namespace) -> int:

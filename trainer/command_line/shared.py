@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from foreload.pipelines.base.files import unwritable
+from foreload.pipelines.base.settings import local
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.run.job_values import masked
 
@@ -32,7 +34,7 @@ def add_command(
     if or_checkpoint:
         added.add_argument("run", metavar="RUN|CHECKPOINT", help=f"{of_run}, or one that `foreload checkpoint save` wrote")
     else:
-        added.add_argument("run", metavar="RUN", help=of_run)
+        added.add_argument("run", metavar="RUN", type=a_path("RUN"), help=of_run)
     added.add_argument(
         "--store",
         metavar="URL,...",
@@ -40,6 +42,11 @@ def add_command(
     )
     add_json(added, "result")
     return added
+
+
+def a_path(name: str) -> Callable[[str], str]:
+    """Return the type of an argument that must be a path on this machine. name: of the argument, in errors."""
+    return partial(local, name)
 
 
 def add_moved(command: argparse.ArgumentParser) -> None:
@@ -54,7 +61,10 @@ def add_moved(command: argparse.ArgumentParser) -> None:
 def add_schedule(command: argparse.ArgumentParser) -> None:
     """The flag --schedule of a command that may need the schedule of a checkpoint."""
     command.add_argument(
-        "--schedule", metavar="SCHEDULE", help="where the schedule of a CHECKPOINT is now, if it is needed and was moved"
+        "--schedule",
+        metavar="SCHEDULE",
+        type=a_path("--schedule"),
+        help="where the schedule of a CHECKPOINT is now, if it is needed and was moved",
     )
 
 
@@ -81,7 +91,7 @@ def add_group(commands: Any, name: str, help: str) -> Any:
 
 def add_json(command: argparse.ArgumentParser, what: str) -> None:
     """The flag --json of a command that tells a result."""
-    command.add_argument("--json", metavar="FILE", help=f"write the {what} there too, for programs")
+    command.add_argument("--json", metavar="FILE", type=a_path("--json"), help=f"write the {what} there too, for programs")
 
 
 def check_json(path: str | Path | None) -> None:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foreload.trainer.command_line.shared import add_command, add_group, add_json, add_moved, add_plain, tell
+from foreload.trainer.command_line.shared import a_path, add_command, add_group, add_json, add_moved, add_plain, tell
 
 if TYPE_CHECKING:
     from foreload.trainer.run.store_moves import Change
@@ -50,7 +50,7 @@ def _add_stores(commands: Any) -> None:
         commands, "replace", _stores_replace, "use another server in place of a shard's, while the run trains",
         "Has a run that trains use another, empty server in place of a store shard's; its rows are rebuilt there from parity.",
     )  # fmt: skip
-    replaced.add_argument("run", metavar="RUN", help="the folder of a run that trains")
+    replaced.add_argument("run", metavar="RUN", type=a_path("RUN"), help="the folder of a run that trains")
     replaced.add_argument("old", metavar="OLD", help="the URL of the shard's server now, or the shard's number")
     replaced.add_argument("new", metavar="NEW", help="the URL of an empty server")
     added = add_command(

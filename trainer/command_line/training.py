@@ -9,7 +9,7 @@ from typing import Any
 
 from foreload.pipelines.base.settings import add_arguments, given, path
 from foreload.pipelines.errors import SettingError
-from foreload.trainer.command_line.shared import add_group, add_json, add_plain, check_json, tell
+from foreload.trainer.command_line.shared import a_path, add_group, add_json, add_plain, check_json, tell
 from foreload.trainer.compute import numerics
 from foreload.trainer.resources import shard_loads
 from foreload.trainer.run.job import TrainJob
@@ -34,7 +34,7 @@ def add_to(commands: Any) -> None:
         "Tells how far a run is. While it trains: its term, its trainers with their lanes and processes, which of them have copies of which "
         "lanes and how far these are, and whether the loss of a trainer is survived now.",
     )  # fmt: skip
-    status.add_argument("run", metavar="RUN", help="the folder that `foreload train --run` wrote")
+    status.add_argument("run", metavar="RUN", type=a_path("RUN"), help="the folder that `foreload train --run` wrote")
     add_json(status, "result")
     _add_join(commands)
     _add_drill(add_group(commands, "drill", "practise a failure"))
@@ -51,9 +51,15 @@ def _add_join(commands: Any) -> None:
     join.add_argument(
         "--token-file",
         metavar="FILE",
+        type=a_path("--token-file"),
         help="a copy of RUN/token of the coordinator's host; by default the token in FORELOAD_JOB_TOKEN",
     )
-    join.add_argument("--schedule", metavar="PATH", help="the schedule on this host, where it is not in the same place as there")
+    join.add_argument(
+        "--schedule",
+        metavar="PATH",
+        type=a_path("--schedule"),
+        help="the schedule on this host, where it is not in the same place as there",
+    )
     join.add_argument(
         "--address",
         metavar="HOST",
@@ -82,7 +88,7 @@ def _add_scale(commands: Any) -> None:
         "Has a run that trains go on with N trainers, from where it is: new ones are started and get copies of lanes first, then "
         "lanes are handed over; trainers that are too many hand theirs over and leave. The model does not depend on it. Returns when it is done.",
     )  # fmt: skip
-    scale.add_argument("run", metavar="RUN", help="the folder of a run that trains")
+    scale.add_argument("run", metavar="RUN", type=a_path("RUN"), help="the folder of a run that trains")
     scale.add_argument("trainers", metavar="N", type=int, help="how many trainers, 1 to the schedule's lanes")
     scale.add_argument("--no-wait", action="store_true", help="return at once; it is done meanwhile")
 
@@ -155,7 +161,7 @@ def _add_check(group: Any) -> None:
 
 def _add_settings(command: argparse.ArgumentParser) -> None:
     add_arguments(command, TrainJob)
-    command.add_argument("--job", metavar="FILE.toml", help="take settings from this file")
+    command.add_argument("--job", metavar="FILE.toml", type=a_path("--job"), help="take settings from this file")
     add_json(command, "summary")
 
 

@@ -14,16 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
+from typing import Annotated, NotRequired, TypedDict
 
 from foreload.cache.client.channel import pauses
 from foreload.cache.client.local_server import READY_TIMEOUT, LocalServer
-from foreload.cache.client.servers import (
-    SERVER_VARIABLE,
-    find_executable,
-    saved_by,
-    version_of,
-)
+from foreload.cache.client.servers import SERVER_VARIABLE, find_executable, saved_by, version_of
 from foreload.cache.errors import StoreError, StoreFull, StoreUnavailable
+from foreload.pipelines.base.codec import FormError, filled, of_json, parse_json
 from foreload.pipelines.base.files import replacing
 
 _SOCKET_PATH_BYTES = 100  # sun_path holds 108 on Linux, 104 elsewhere, with the closing zero
@@ -38,6 +35,19 @@ _HUGE_PAGES = {
 of 4 KiB a third of a server's time goes to finding pages. (Redis switches huge pages off for the sake of a fork that saves while it serves; these
 servers save only as they stop.)"""
 _KILL_AFTER = timedelta(seconds=10)
+
+
+def _socket(value: str, where: str) -> None:
+    """The text must be the path of a shard's socket."""
+    if not (value.startswith("/") and value.endswith(".sock") and value.isprintable()):
+        raise FormError(f"{where}: must be the path of a socket; got {value!r:.100}")
+
+
+class _Noted(TypedDict):
+    """The content of servers.json. sockets: by the numbers of the shards, None for those removed; inode: of the directory."""
+
+    sockets: Annotated[list[Annotated[str, _socket] | None], filled]
+    inode: NotRequired[int]
 
 
 class LocalStores:
@@ -75,11 +85,11 @@ class LocalStores:
     def find(cls, directory: Path) -> LocalStores | None:
         """The servers that were started in a directory, whether or not they still run; None if there were none, or the directory is a copy."""
         try:
-            stored = json.loads((Path(directory) / _SERVERS).read_text(encoding="utf-8"))
+            noted = of_json(parse_json((Path(directory) / _SERVERS).read_bytes()), _Noted)
             # The sockets named in a copy are those of the original's servers.
-            if stored.get("inode", inode := Path(directory).stat().st_ino) != inode:
+            if noted.get("inode", inode := Path(directory).stat().st_ino) != inode:
                 return None
-            sockets = dict(enumerate(stored["sockets"]))
+            sockets = dict(enumerate(noted["sockets"]))
             removed = [shard for shard, socket in sockets.items() if socket is None]
             stores = cls(len(sockets), directory, removed=removed)
             stores._servers = [
@@ -87,9 +97,9 @@ class LocalStores:
             ]
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (FormError, OSError) as error:
             raise StoreError(
-                f"store local: {Path(directory) / _SERVERS} is damaged ({error}); stop its servers by hand"
+                f"store local: {Path(directory) / _SERVERS} is damaged ({error}); end its servers, if any run, and delete that file"
             ) from error
         return stores
 

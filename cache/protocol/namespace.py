@@ -151,27 +151,7 @@ def claim(
     """
     check_name(namespace)
     if mode == "resume":
-        gone: dict[int, ForeignKey | None] = {}  # the shards that are lost, and of which of them another program has the note
-        for shard in store.used:
-            try:
-                if shard in store.down or ((note := owner(store, namespace, shard)) is None and spared > 0):
-                    gone[shard] = None
-                else:
-                    _check_owner(store, namespace, identity, shard, note, spared)
-            except ForeignKey as error:
-                text = _text(identity, shard, store.shards, folder)
-                gone[shard] = ForeignKey(
-                    f"{error}; if the run's rows are on that server, write the note again, in its redis-cli: "
-                    f"SET {run_key(namespace).decode()} '{text}'"
-                )
-        for shard, why in gone.items():
-            if why is not None and len(gone) > spared:
-                raise why
-            if why is not None:
-                store.give_up(shard, why)
-        if len(gone) > spared:
-            urls = ", ".join(str(store.urls[shard].plain) for shard in gone)
-            raise RowsLost([*gone], spared, why=f"{urls}: no answer there, or no namespace {namespace}")
+        _claim_again(store, namespace, identity, spared, folder)
         return
     if mode == "overwrite":
         remove(store, namespace)
@@ -197,6 +177,31 @@ def claim(
                 store.command(earlier, "UNLINK", run_key(namespace))
             raise NamespaceInUse(f"store {store.urls[shard]}: namespace {namespace} {whose}")
         claimed.append(shard)
+
+
+def _claim_again(store: Store, namespace: str, identity: Mapping[str, Any], spared: int, folder: FolderId | None) -> None:
+    """`claim` for a run that goes on; gives up the shards where another program wrote the run's key."""
+    gone: dict[int, ForeignKey | None] = {}  # the shards that are lost, and of which of them another program has the note
+    for shard in store.used:
+        try:
+            if shard in store.down or ((note := owner(store, namespace, shard)) is None and spared > 0):
+                gone[shard] = None
+            else:
+                _check_owner(store, namespace, identity, shard, note, spared)
+        except ForeignKey as error:
+            text = _text(identity, shard, store.shards, folder)
+            gone[shard] = ForeignKey(
+                f"{error}; if the run's rows are on that server, write the note again, in its redis-cli: "
+                f"SET {run_key(namespace).decode()} '{text}'"
+            )
+    for shard, why in gone.items():
+        if why is not None and len(gone) > spared:
+            raise why
+        if why is not None:
+            store.give_up(shard, why)
+    if len(gone) > spared:
+        urls = ", ".join(str(store.urls[shard].plain) for shard in gone)
+        raise RowsLost([*gone], spared, why=f"{urls}: no answer there, or no namespace {namespace}")
 
 
 def _text(identity: Mapping[str, Any], shard: int, shards: int, folder: FolderId | None) -> str:

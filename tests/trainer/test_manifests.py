@@ -25,12 +25,13 @@ from foreload.pipelines.base.files import write_json, write_sealed
 from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.schedule.format import HEADER, segment_name
 from foreload.pipelines.schedule.format import MANIFEST as SCHEDULE
+from foreload.trainer.checkpoints.best import BEST
 from foreload.trainer.checkpoints.contents import MANIFEST as CHECKPOINT
 from foreload.trainer.cli import main
 from foreload.trainer.commands import live_checkpoint
 from foreload.trainer.commands.train import call_values
 from foreload.trainer.errors import CheckpointError, RunError
-from foreload.trainer.run.directory import MANIFEST, PLACEMENT, STATUS, Run
+from foreload.trainer.run.directory import MANIFEST, PLACEMENT, STATUS, STORES, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.saved_run import SavedRun
 from foreload.trainer.serving.format import ABOUT
@@ -169,6 +170,29 @@ def test_a_run(case: Case, name: str, draw: st.DataObject) -> None:
         check("report", run, "--out", home / "report.html")
         check("checkpoint", "list", run)
         check("digest", run)
+
+
+@settings(EXAMPLES, max_examples=12)
+@given(draw=st.data())
+def test_the_note_of_the_best_checkpoint(case: Case, draw: st.DataObject) -> None:
+    with working(case.home / "saved") as (home, (saved,)):
+        write_json(
+            saved / BEST, changed({"run": "r", "metric": "auc", "value": 0.7, "step": int(case.checkpoints[0].name[5:])}, draw)
+        )
+        status, _ = check("export", saved, "--best", "--out", home / "best")
+        assert (home / "best").exists() == (status == 0)
+        check("checkpoint", "list", saved)
+
+
+@EXAMPLES
+@given(draw=st.data())
+def test_the_note_of_local_servers(case: Case, draw: st.DataObject) -> None:
+    with working(case.run) as (_, (run,)):
+        (run / STORES).mkdir()
+        noted = {"sockets": [str(run / STORES / "shard-0.sock"), None], "inode": (run / STORES).stat().st_ino}
+        write_json(run / STORES / "servers.json", changed(noted, draw))
+        assert check("digest", run)[0] == 2  # neither saved rows nor a server
+        check("delete", run)
 
 
 @EXAMPLES

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
+from typing import Annotated, TypedDict
 
+from foreload.pipelines.base.codec import Count, FormError, finite, of_json, parse_json
 from foreload.pipelines.base.files import canonical
 from foreload.trainer.checkpoints.contents import MANIFEST
 from foreload.trainer.checkpoints.writable import folder_of
@@ -12,6 +13,15 @@ from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.storage import AnyFolder, write_whole
 
 BEST = "best.json"  # in the folder of checkpoints
+
+
+class _Noted(TypedDict):
+    """The content of the file."""
+
+    run: str
+    metric: str
+    value: Annotated[float, finite]
+    step: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +35,38 @@ class Best:
 
     def write(self, folder: AnyFolder) -> None:
         """Note it in a folder of checkpoints, where there is one of its step, durably. Raises OSError and CheckpointUnreachable."""
-        told = {"run": self.run_id, "metric": self.metric, "value": self.value, "step": self.step}
-        write_whole(folder / BEST, canonical(told))
+        noted = _Noted(run=self.run_id, metric=self.metric, value=self.value, step=self.step)
+        write_whole(folder / BEST, canonical(noted))
 
 
 def best_in(folder: AnyFolder, run_id: str | None = None) -> Best | None:
-    """What is noted in a folder of checkpoints, of a run if one is named; None where nothing is, or what it names is not there."""
+    """Return what is noted in a folder of checkpoints, of a run if one is named.
+
+    Returns None if nothing is, if what it names is not there, or if the file is damaged: the next best evaluation then replaces it.
+    """
     try:
-        told = json.loads((folder / BEST).read_text(encoding="utf-8"))
-        best = Best(str(told["run"]), str(told["metric"]), float(told["value"]), int(told["step"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        best = _read(folder)
+    except (OSError, FormError):
         return None
     return best if run_id in (None, best.run_id) and (folder / folder_of(best.step) / MANIFEST).is_file() else None
 
 
+def _read(folder: AnyFolder) -> Best:
+    """Raises OSError and FormError."""
+    noted = of_json(parse_json((folder / BEST).read_bytes()), _Noted)
+    return Best(noted["run"], noted["metric"], noted["value"], noted["step"])
+
+
 def best_checkpoint(folder: AnyFolder) -> AnyFolder:
-    """The folder of the best checkpoint in a folder of checkpoints. Raises CheckpointError where none is noted."""
+    """The folder of the best checkpoint in a folder of checkpoints. Raises CheckpointError where none is noted, or the note is damaged."""
+    try:
+        _read(folder)
+    except OSError:
+        pass
+    except FormError as error:
+        raise CheckpointError(
+            f"--best: {folder / BEST} is damaged: {error}; name a checkpoint, or delete the file: training with --keep-best writes it anew"
+        ) from error
     best = best_in(folder)
     if best is None:
         raise CheckpointError(

@@ -229,6 +229,26 @@ def test_an_increment(case: Case, draw: st.DataObject) -> None:
         assert (after == before) == (status != 0)
 
 
+_NESTED = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "text", [f'{{"metric": "auc", "run": "r", "step": 1, "value": 1{"0" * 400}}}', '{"run": "r", "step": 1e999}', _NESTED]
+)
+def test_a_damaged_note_of_the_best_checkpoint_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / BEST).write_text(text)
+    why = refused("export", tmp_path, "--best", "--out", tmp_path / "out")
+    assert why.startswith(f"--best: {tmp_path / BEST} is damaged: ")
+
+
+@pytest.mark.parametrize("text", ['{"sockets": "text"}', '{"sockets": []}', '{"sockets": ["a\\u0000b"]}', _NESTED])
+def test_a_damaged_note_of_local_servers_is_refused(case: Case, text: str) -> None:
+    with working(case.run) as (_, (run,)):
+        (run / STORES).mkdir()
+        (run / STORES / "servers.json").write_text(text)
+        assert f"{run / STORES / 'servers.json'} is damaged (" in refused("digest", run)
+
+
 JOB: dict[str, Any] = {
     "schedule": "clicks", "run": "run", "store": "local:3", "lr": 0.1, "dim": 8, "parity": "2+1", "row-options": {"eps": 1e-6},
     "model-options": {"top": [8, 1]}, "lr-schedule": "warmup:10", "checkpoint": "saved", "checkpoint-every": "10m", "keep": 3, "resume": False,

@@ -31,7 +31,7 @@ from foreload.trainer.cli import main
 from foreload.trainer.commands import live_checkpoint
 from foreload.trainer.commands.train import call_values
 from foreload.trainer.errors import CheckpointError, RunError
-from foreload.trainer.run.directory import MANIFEST, PLACEMENT, STATUS, STORES, Run
+from foreload.trainer.run.directory import MANIFEST, PLACEMENT, STATUS, STORES, SUMMARY, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.saved_run import SavedRun
 from foreload.trainer.serving.format import ABOUT
@@ -239,6 +239,13 @@ def test_a_damaged_note_of_the_best_checkpoint_is_refused(tmp_path: Path, text: 
     (tmp_path / BEST).write_text(text)
     why = refused("export", tmp_path, "--best", "--out", tmp_path / "out")
     assert why.startswith(f"--best: {tmp_path / BEST} is damaged: ")
+
+
+@pytest.mark.parametrize("text", [_NESTED, "[]", '"text"'])
+def test_a_report_leaves_out_a_damaged_summary(case: Case, text: str) -> None:
+    with working(case.run) as (home, (run,)):
+        (run / SUMMARY).write_text(text)
+        done("report", run, "--out", home / "report.html")
 
 
 @pytest.mark.parametrize("text", ['{"sockets": "text"}', '{"sockets": []}', '{"sockets": ["a\\u0000b"]}', _NESTED])

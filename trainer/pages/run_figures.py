@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from foreload.pipelines.base.codec import FormError, parse_json
 from foreload.pipelines.base.memory import available_bytes
 from foreload.pipelines.compiler.lru import lru_arrivals, lru_depths
 from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, count_moves, lane_uses
@@ -86,8 +86,8 @@ def read_run(path: Path | str, state: str | None = None, most_uses: int | None =
 
 
 def _summary(path: Path) -> Mapping[str, Any] | None:
-    with suppress(OSError, ValueError):
-        told = json.loads(path.read_text(encoding="utf-8"))
+    with suppress(OSError, FormError):
+        told = parse_json(path.read_bytes())
         return told if isinstance(told, dict) else None
     return None
 

@@ -81,7 +81,9 @@ def rebuild_at_end(run: Run, job: TrainJob, schedule: Schedule, events: EventLog
         sys.stderr.write(f"run {run.path}: there is nothing to train; it {why}\n")
     if digest is not None:
         with contextlib.suppress(FileNotFoundError, FormError):
-            write_json(run.path / SUMMARY, parse_json((run.path / SUMMARY).read_bytes()) | {"digest": digest})
+            summary = parse_json((run.path / SUMMARY).read_bytes())
+            if isinstance(summary, dict):
+                write_json(run.path / SUMMARY, summary | {"digest": digest})
         sys.stdout.write(f"digest {digest}\n")
     return bool(rebuilt)
 

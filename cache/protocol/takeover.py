@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from foreload.cache.client.store import COMMAND_ROWS, NO_ROWS, Read, Write
-from foreload.cache.errors import CacheError, RowError, StoreError
+from foreload.cache.client.store import COMMAND_ROWS, NO_ROWS, Read, Store, Write
+from foreload.cache.errors import CacheError, RowError, StoreBusy, StoreError, StoreSilent, StoreUnavailable
 from foreload.cache.parity.row_counts import count_rows
 from foreload.cache.parity.stripes import Written
 from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
+from foreload.cache.protocol.failover import RECONNECT
 from foreload.cache.protocol.fence import Found, fence_everywhere
 from foreload.cache.protocol.interrupted_migration import Taking, finish_migration, joins
 from foreload.cache.protocol.lanes import LanePlan, Plan
@@ -86,6 +88,8 @@ def take_over_lost(
     Raises Fenced, StoreError, RowError for a row that is none of its versions, RowsLost where parity does not cover what is lost, and CacheError.
     """
     takings = [_Taking.of(stored, lane, one, ownership.term) for lane, one in copied.items()]
+    if not set(stored.shards.lanes) - copied.keys():
+        _connect_again(stored)
     _fence(stored, ownership, takings)
     on_action("fenced")
     if not stored.placement.r:
@@ -170,6 +174,20 @@ class _Taking:
 
 def _names(rows: Occupants) -> np.ndarray:
     return fields(rows.table, rows.ordinal)
+
+
+def _connect_again(stored: StoredRows) -> None:
+    """Replace the connections that broke since they were last used, for an owner that serves no other lanes over them.
+
+    Such an owner expects nothing of a server yet that would have to be verified first: the fence finds out what is there. For others a broken
+    connection is a lost shard here, since `Failover` alone knows what their lanes have there.
+    """
+    down = stored.store.down
+    _, failed = stored.store.ask({shard: [("PING",)] for shard in stored.placement.live if shard not in down})
+    for shard, error in failed.items():
+        if isinstance(error, StoreUnavailable) and not isinstance(error, StoreSilent | StoreBusy):
+            with contextlib.suppress(StoreError):
+                stored.store.adopt(shard, Store([stored.shards.urls[shard]], RECONNECT, RECONNECT))
 
 
 def _fence(stored: StoredRows, ownership: Ownership, takings: Sequence[_Taking]) -> None:

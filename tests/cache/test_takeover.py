@@ -137,6 +137,26 @@ def test_without_parity_whatever_a_batch_has_reached_is_written_again(
     to_the_end(second, urls, (1, 0))
 
 
+@pytest.mark.parametrize("parity", PARITIES)
+def test_connections_that_broke_before_a_takeover_are_made_again(
+    urls: Sequence[str], histories: Mapping[int, History], tmp_path: Path, parity: tuple[int, int]
+) -> None:
+    first = Owner(Store(urls, TIMEOUT), histories, tmp_path, parity, Ownership(1), dies_at("data leaves", 12)).begin()
+    until_dead(first)
+    step, copies = first.copies(1, all_ending=False)
+    first.abandon()
+    second = Owner(Store(urls, TIMEOUT), histories, tmp_path, parity, Ownership(2))
+    with Store(urls, TIMEOUT) as store:
+        for shard in range(2):
+            store.command(shard, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    # With parity one shard more may be lost now: those whose connections broke are not.
+    if parity[1]:
+        flush(urls, 2)
+    second.take_over(step, copies)
+    assert not second.stored.shards.lost
+    to_the_end(second, urls, parity)
+
+
 # What a takeover asks the store for, with parity: parity rows, their new values, rows, the unsure rows, the empty batch's markers.
 ASKED = range(1, 6)
 

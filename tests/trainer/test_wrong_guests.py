@@ -175,6 +175,7 @@ def test_before_training_begins(
     assert [event["kind"] for event in read_events(run)].count("call-began") == 1
 
 
+@pytest.mark.full
 def test_the_other_guests_begin_again(
     schedule: Path, undisturbed: str, other: Path, urls: Sequence[str], tmp_path: Path, launched: Callable[..., Command]
 ) -> None:

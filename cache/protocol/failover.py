@@ -7,7 +7,8 @@ is asked of it is decoded, what is meant for it is left out. A server that is th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -301,6 +302,22 @@ class Failover:
     def close(self) -> None:
         """Stop looking for lost shards."""
         self._probe.close()
+
+
+def connect_again(stored: StoredRows, lanes: Collection[int]) -> None:
+    """Replace the connections that broke since they were last used, for an owner that serves no lanes over them but these, which it takes over.
+
+    Such an owner expects nothing of a server yet that would have to be verified first: the fence finds out what is there. For others a broken
+    connection is a lost shard here, since `Failover` alone knows what their lanes have there.
+    """
+    if set(stored.shards.lanes) - set(lanes):
+        return
+    down = stored.store.down
+    _, failed = stored.store.ask({shard: [("PING",)] for shard in stored.placement.live if shard not in down})
+    for shard, error in failed.items():
+        if isinstance(error, StoreUnavailable) and not isinstance(error, StoreSilent | StoreBusy):
+            with contextlib.suppress(StoreError):
+                stored.store.adopt(shard, Store([stored.shards.urls[shard]], RECONNECT, RECONNECT))
 
 
 def _done(write: Write, there: Found) -> bool:

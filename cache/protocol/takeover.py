@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from foreload.cache.client.store import COMMAND_ROWS, NO_ROWS, Read, Store, Write
-from foreload.cache.errors import CacheError, RowError, StoreBusy, StoreError, StoreSilent, StoreUnavailable
+from foreload.cache.client.store import COMMAND_ROWS, NO_ROWS, Read, Write
+from foreload.cache.errors import CacheError, RowError, StoreError
 from foreload.cache.parity.row_counts import count_rows
 from foreload.cache.parity.stripes import Written
 from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
-from foreload.cache.protocol.failover import RECONNECT
+from foreload.cache.protocol.failover import connect_again
 from foreload.cache.protocol.fence import Found, fence_everywhere
 from foreload.cache.protocol.interrupted_migration import Taking, finish_migration, joins
 from foreload.cache.protocol.lanes import LanePlan, Plan
@@ -88,8 +87,7 @@ def take_over_lost(
     Raises Fenced, StoreError, RowError for a row that is none of its versions, RowsLost where parity does not cover what is lost, and CacheError.
     """
     takings = [_Taking.of(stored, lane, one, ownership.term) for lane, one in copied.items()]
-    if not set(stored.shards.lanes) - copied.keys():
-        _connect_again(stored)
+    connect_again(stored, copied.keys())
     _fence(stored, ownership, takings)
     on_action("fenced")
     if not stored.placement.r:
@@ -176,30 +174,12 @@ def _names(rows: Occupants) -> np.ndarray:
     return fields(rows.table, rows.ordinal)
 
 
-def _connect_again(stored: StoredRows) -> None:
-    """Replace the connections that broke since they were last used, for an owner that serves no other lanes over them.
-
-    Such an owner expects nothing of a server yet that would have to be verified first: the fence finds out what is there. For others a broken
-    connection is a lost shard here, since `Failover` alone knows what their lanes have there.
-    """
-    down = stored.store.down
-    _, failed = stored.store.ask({shard: [("PING",)] for shard in stored.placement.live if shard not in down})
-    for shard, error in failed.items():
-        if isinstance(error, StoreUnavailable) and not isinstance(error, StoreSilent | StoreBusy):
-            with contextlib.suppress(StoreError):
-                stored.store.adopt(shard, Store([stored.shards.urls[shard]], RECONNECT, RECONNECT))
-
-
 def _fence(stored: StoredRows, ownership: Ownership, takings: Sequence[_Taking]) -> None:
     """Fence the lanes on every shard; one that cannot be is lost, without parity an error."""
-    shards = stored.placement.live
-    own = (
-        dict.fromkeys(shards, True) if ownership.identity is None else are_of(stored.store, stored.namespace, ownership.identity)
-    )
+    shards, name = stored.placement.live, stored.namespace
+    own = dict.fromkeys(shards, True) if ownership.identity is None else are_of(stored.store, name, ownership.identity)
     failures: dict[int, StoreError] = {
-        shard: StoreError(
-            f"store {stored.shards.urls[shard]}: is not shard {shard} of namespace {stored.namespace}; check --store"
-        )
+        shard: StoreError(f"store {stored.shards.urls[shard]}: is not shard {shard} of namespace {name}; check --store")
         for shard in shards
         if not own.get(shard, False)
     }

@@ -165,10 +165,10 @@ class Command:
         process = psutil.Process(self.process.pid)
         self.until(lambda: process.status() == psutil.STATUS_STOPPED)
 
-    def interrupt(self, satisfied: Callable[[], bool], number: int = signal.SIGINT) -> None:
+    def interrupt(self, satisfied: Callable[[], bool]) -> None:
         """Once something has come about, do what Ctrl-C in a terminal does: a signal to the whole process group."""
         self.until(satisfied)
-        os.killpg(self.process.pid, number)
+        os.killpg(self.process.pid, signal.SIGINT)
 
     @property
     def workers(self) -> list[psutil.Process]:

@@ -7,7 +7,6 @@ what is published and waits there for the next segment. All of its processes liv
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -144,17 +143,6 @@ class HeldRun(Command):
         """Let it go on to its end; exit status, output and errors, as Command.end."""
         self.schedule.release()
         return super().end()
-
-
-def check_end(run: HeldRun, undisturbed: str, trainers: int) -> str:
-    """Let a run go on to its end; assert that it is the undisturbed model, every step reported once. Returns what it said."""
-    status, _, err = run.end()
-    assert status == 0, err
-    assert "Traceback" not in err
-    summary = json.loads((run.path / "summary.json").read_text())
-    steps = Schedule(run.schedule.path).header.end_step
-    assert [summary[name] for name in ("digest", "steps", "state", "trainers")] == [undisturbed, steps, "ended", trainers]
-    return err
 
 
 def stop_after(step: int, words: Sequence[object], folder: Path, **how: Any) -> int:

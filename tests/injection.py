@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from foreload.pipelines.sources.files import quiet_import
 from foreload.trainer.cluster.faults import Fault, RunObserver, TrainerFault
+from foreload.trainer.cluster.messages import CanJoin
 from foreload.trainer.run.directory import STORES
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Injector(RunObserver):
 
     def see(self, trainer: int, event: TrainerEvent) -> None:
         """See RunObserver."""
-        if type(event).__name__ == "CanJoin":  # by its name, since its module imports torch
+        if isinstance(event, CanJoin):
             sys.stderr.write(f"{CAN_JOIN.format(trainer)}\n")
 
     def at_checkpoint(self, point: str) -> None:

@@ -202,8 +202,7 @@ class Failover:
         writes: what was under way there.
         """
         why, table = str(error), self._table
-        broken = isinstance(error, StoreUnavailable) and not isinstance(error, StoreSilent | StoreBusy | ForeignKey)
-        if broken and table.complete(shard):
+        if _is_broken(error) and table.complete(shard):
             try:
                 fresh = Store([table.urls[shard]], RECONNECT, RECONNECT)
                 try:
@@ -315,9 +314,14 @@ def connect_again(stored: StoredRows, lanes: Collection[int]) -> None:
     down = stored.store.down
     _, failed = stored.store.ask({shard: [("PING",)] for shard in stored.placement.live if shard not in down})
     for shard, error in failed.items():
-        if isinstance(error, StoreUnavailable) and not isinstance(error, StoreSilent | StoreBusy):
+        if _is_broken(error):
             with contextlib.suppress(StoreError):
                 stored.store.adopt(shard, Store([stored.shards.urls[shard]], RECONNECT, RECONNECT))
+
+
+def _is_broken(error: StoreError) -> bool:
+    """Whether a shard failed since its connection broke: its server may be as it was, and take another one."""
+    return isinstance(error, StoreUnavailable) and not isinstance(error, StoreSilent | StoreBusy | ForeignKey)
 
 
 def _done(write: Write, there: Found) -> bool:

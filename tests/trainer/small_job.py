@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from command_line import SMALL, free_port, main
+from held import HeldRun
 
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.fence import read_epochs
 from foreload.cache.protocol.namespace import lane_key
 from foreload.cache.rows.fields import PARITY_BIT
 from foreload.pipelines import prepare
+from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.reports import StepReport
 from foreload.trainer.run.directory import Run
 
@@ -54,6 +56,17 @@ def summary(run: Path) -> dict[str, Any]:
     """What the run's summary.json says."""
     told: dict[str, Any] = json.loads((run / "summary.json").read_text())
     return told
+
+
+def check_end(run: HeldRun, undisturbed: str, trainers: int) -> str:
+    """Let a run go on to its end; assert that it is the undisturbed model, every step reported once. Returns what it said."""
+    status, _, err = run.end()
+    assert status == 0, err
+    assert "Traceback" not in err
+    told = summary(run.path)
+    steps = Schedule(run.schedule.path).header.end_step
+    assert [told[name] for name in ("digest", "steps", "state", "trainers")] == [undisturbed, steps, "ended", trainers]
+    return err
 
 
 def rows_of(store: Store, run: Path, lane: int, shard: int) -> tuple[bytes, list[bytes]]:

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 from command_line import DEADLINE_SECONDS, Command, free_port, main, refused
-from held import Hold, check_end
-from small_job import arguments, summary, synthetic_schedule, train_undisturbed
+from held import Hold
+from small_job import arguments, check_end, summary, synthetic_schedule, train_undisturbed
 
 from foreload.pipelines.base.job_token import new_token
 from foreload.trainer.cluster.messages import TermLeft

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from command_line import done, main, refused
-from held import HeldRun, Hold, check_end
-from small_job import arguments, summary, synthetic_schedule, train_undisturbed
+from held import HeldRun, Hold
+from small_job import arguments, check_end, summary, synthetic_schedule, train_undisturbed
 
 from foreload.trainer.run.event_log import read_events
 

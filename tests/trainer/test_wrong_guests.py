@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from command_line import ROOT, Command, free_port
-from held import HeldRun, Hold, check_end
-from small_job import arguments, summary, synthetic_schedule, train_undisturbed
+from held import HeldRun, Hold
+from small_job import arguments, check_end, summary, synthetic_schedule, train_undisturbed
 
 from foreload.cache.errors import CopyLost
 from foreload.pipelines.base.job_token import new_token

@@ -45,15 +45,18 @@ def own_rows(run: Run, store: Store, moved: bool = False) -> None:
     """
     manifest = run.manifest
     if manifest.local_stores is None:
-        _check(run, claims(store, manifest.namespace, manifest.identity, manifest.lanes), Overrule(moved))
+        _check(run, _claims(manifest, store), Overrule(moved))
         name_folder(store, manifest.namespace, manifest.identity, FolderId.of(run.path))
 
 
 def check_current(run: Run, store: Store) -> None:
     """Raise RunError where the rows on a run's servers are of a later term than its folder is: then it cannot read them. Raises StoreError."""
     if run.manifest.local_stores is None:
-        manifest = run.manifest
-        _check(run, claims(store, manifest.namespace, manifest.identity, manifest.lanes), None)
+        _check(run, _claims(run.manifest, store), None)
+
+
+def _claims(manifest: Manifest, store: Store) -> list[Claim]:
+    return claims(store, manifest.namespace, manifest.identity, manifest.lanes)
 
 
 def _check(run: Run, said: Sequence[Claim], overrule: Overrule | None) -> str | None:
@@ -172,7 +175,7 @@ def delete_rows(
     said: list[Claim] = []
     with reached(used, former) as servers:
         for server in servers:
-            server.ask(lambda store: said.extend(claims(store, manifest.namespace, manifest.identity, manifest.lanes)))
+            server.ask(lambda store: said.extend(_claims(manifest, store)))
         forced = _check(run, said, overrule)
         for server in servers:
             server.ask(partial(_delete, server, manifest))

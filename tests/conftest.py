@@ -20,7 +20,8 @@ from hypothesis import HealthCheck, settings
 from foreload.trainer.compute import numerics
 
 if TYPE_CHECKING:
-    from command_line import Clicks, Command
+    from clicks import Clicks
+    from command_line import Command
     from held import Hold
     from tls import TlsServer
 
@@ -88,7 +89,7 @@ def cases_on_path() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def clicks(tmp_path_factory: pytest.TempPathFactory) -> Clicks:
     """A small log and its schedule, prepared through the command line; tests damage copies of it only."""
-    from command_line import Clicks
+    from clicks import Clicks
 
     return Clicks.prepare(tmp_path_factory.mktemp("clicks"))
 

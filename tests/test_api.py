@@ -17,7 +17,8 @@ from typing import Any
 
 import psutil
 import pytest
-from command_line import DEADLINE_SECONDS, ROOT, done, reached, write_features, write_log
+from clicks import write_features, write_log
+from command_line import DEADLINE_SECONDS, ROOT, done, reached
 from held import held
 
 import foreload

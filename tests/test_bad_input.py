@@ -11,22 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from command_line import (
-    COLUMNS,
-    SMALL,
-    Clicks,
-    Command,
-    click_columns,
-    done,
-    error_of,
-    fill,
-    flip,
-    refused,
-    refused_apart,
-    run_here,
-    write_features,
-    write_log,
-)
+from clicks import COLUMNS, Clicks, click_columns, write_features, write_log
+from command_line import SMALL, Command, done, error_of, fill, flip, refused, refused_apart, run_here
 from held import Hold
 from injection import CallFault
 

@@ -11,7 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from command_line import SMALL, Clicks, Command, done, error_of, free_port, refused, refused_apart, run_here
+from clicks import Clicks
+from command_line import SMALL, Command, done, error_of, free_port, refused, refused_apart, run_here
 from held import Hold
 from tls import TlsServer
 

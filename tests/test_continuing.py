@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import CLICKS_HELD_OUT, SMALL, Clicks, done, refused, write_log
+from clicks import CLICKS_HELD_OUT, Clicks, write_log
+from command_line import SMALL, done, refused
 
 from foreload.pipelines.schedule.reader import Schedule
 

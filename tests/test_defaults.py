@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from command_line import Clicks, done, refused
+from clicks import Clicks
+from command_line import done, refused
 
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.run.job import TrainJob

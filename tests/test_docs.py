@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import Clicks, done, run_here
+from clicks import Clicks
+from command_line import done, run_here
 from docs_pages import ROOT, Block, agree, anchors, blocks, is_module, links, modules, pages, table_fields
 
 from foreload.cache.client.url import parse_url

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from command_line import SMALL, Clicks, done, refused
+from clicks import Clicks
+from command_line import SMALL, done, refused
 
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.kept import (

@@ -66,13 +66,8 @@ def server(tmp_path: Path) -> Iterator[LocalStores]:
         yield stores
 
 
-def cluster_port() -> int:
-    """A free port to which 10,000 can be added, as clusters do."""
-    return next(port for port in iter(free_port, 0) if port < 55_000)
-
-
 def test_a_cluster_of_one_shard_is_a_store_shard(tmp_path: Path) -> None:
-    settings = {"port": str(cluster_port()), "bind": "127.0.0.1", "cluster-enabled": "yes"}
+    settings = {"port": str(free_port()), "bind": "127.0.0.1", "cluster-enabled": "yes"}
     with LocalStores(1, tmp_path / "server", settings=settings) as server, Store(server.urls, TIMEOUT) as store:
         with pytest.raises(StoreError, match="CLUSTERDOWN"):
             store.command(0, "GET", "x")

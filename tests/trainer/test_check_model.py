@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import Clicks, done, refused
+from clicks import Clicks
+from command_line import done, refused
 
 HERE = Path(__file__).parent
 

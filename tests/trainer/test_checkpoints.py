@@ -14,7 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, SMALL, Clicks, Command, Remains, done, fill, flip, refused, run_here, write_log
+from clicks import Clicks, write_log
+from command_line import ROOT, SMALL, Command, Remains, done, fill, flip, refused, run_here
 from held import stop_after
 from small_job import summary
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import small_terms
 import torch
-from command_line import Clicks, done, refused, run_here
+from clicks import Clicks
+from command_line import done, refused, run_here
 from training import train
 
 from foreload.cache.client.local import LocalStores

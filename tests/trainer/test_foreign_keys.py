@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import SMALL, Clicks, Command, done, refused, run_here
+from clicks import Clicks
+from command_line import SMALL, Command, done, refused, run_here
 from held import Hold, stop_after
 
 from foreload.cache.client.local import LocalStores

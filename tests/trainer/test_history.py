@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import Clicks, main
+from clicks import Clicks
+from command_line import main
 from small_job import arguments
 
 from foreload.trainer.errors import HistoryError

@@ -214,10 +214,10 @@ def test_who_has_another_token_is_refused_and_harms_nothing(
     )
     with socket.create_connection(("127.0.0.1", int(place.split(":")[1]))) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+    coordinator.until(lambda: "waiting for 1 of 2 trainers: foreload join " in coordinator.said)
     guest = launched("join", place, "--token-file", run / "token")
     status, _, err = coordinator.end()
     assert status == 0, err
-    assert "waiting for 1 of 2 trainers: foreload join " in err
     assert "127.0.0.1: refused at --coordinator: the token is not the job's" in err
     assert guest.end()[0] == 0
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from command_line import CLICKS_ROWS, SMALL, Clicks, Command, done, flip, refused, run_here, write_log
+from clicks import CLICKS_ROWS, Clicks, write_log
+from command_line import SMALL, Command, done, flip, refused, run_here
 from held import held, stop_after
 from small_job import summary
 

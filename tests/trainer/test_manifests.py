@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import SMALL, Clicks, done, refused, run_here
+from clicks import Clicks
+from command_line import SMALL, done, refused, run_here
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 

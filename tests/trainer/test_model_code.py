@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import Clicks, done, refused, run_here, write_log
+from clicks import Clicks, write_log
+from command_line import done, refused, run_here
 
 import foreload
 from foreload.trainer.errors import ModelError, RunError

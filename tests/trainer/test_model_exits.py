@@ -7,7 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from command_line import Clicks, Command, done, refused
+from clicks import Clicks
+from command_line import Command, done, refused
 
 from foreload.trainer.cluster.ending import ended_how
 from foreload.trainer.errors import ModelError

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import Clicks, done, refused
+from clicks import Clicks
+from command_line import done, refused
 
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models import load_model

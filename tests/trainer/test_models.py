@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import Clicks, run_here
+from clicks import Clicks
+from command_line import run_here
 from torch import Tensor, nn
 
 from foreload.trainer.compute.numerics import ENVIRONMENTS, fingerprint

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import SMALL, Clicks, done, refused, run_here, write_log
+from clicks import Clicks, write_log
+from command_line import SMALL, done, refused, run_here
 from model_cases import POISON_ABOVE
 from training import Trained, job_in_memory, train
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import SMALL, Clicks, Command, main, write_features, write_log
+from clicks import Clicks, write_features, write_log
+from command_line import SMALL, Command, main
 
 from foreload.pipelines.base.memory import total_bytes
 from foreload.pipelines.compiler.other_slots import LaneUses

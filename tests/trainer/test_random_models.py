@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import reference
 import small_terms
-from command_line import Clicks, done
+from clicks import Clicks
+from command_line import done
 from small_terms import assert_same
 from training import Death, train
 

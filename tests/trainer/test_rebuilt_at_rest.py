@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import SMALL, Clicks, Command, done, refused, run_here
+from clicks import Clicks
+from command_line import SMALL, Command, done, refused, run_here
 from held import Hold
 from small_job import scheduler_environment, summary
 

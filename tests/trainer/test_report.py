@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import Clicks, done, main, refused
+from clicks import Clicks
+from command_line import done, main, refused
 from small_job import arguments, summary
 
 from foreload.pipelines.schedule.reader import Schedule

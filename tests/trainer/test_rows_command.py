@@ -8,7 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from command_line import SMALL, Clicks, done, refused, run_here
+from clicks import Clicks
+from command_line import SMALL, done, refused, run_here
 from held import Hold
 
 from foreload.cache.client.local import LocalStores

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_line import SMALL, Clicks, done, refused, run_here
+from clicks import Clicks
+from command_line import SMALL, done, refused, run_here
 from held import Hold, stop_after
 
 from foreload.cache.client.local import LocalStores

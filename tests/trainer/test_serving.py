@@ -16,7 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from command_line import ROOT, SMALL, Clicks, Remains, click_columns, done, fill, flip, refused, run_here
+from clicks import Clicks, click_columns
+from command_line import ROOT, SMALL, Remains, done, fill, flip, refused, run_here
 from held import stop_after
 from hypothesis import given
 from hypothesis import strategies as st

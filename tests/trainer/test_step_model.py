@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from belady import belady_arrivals
-from command_line import Clicks
+from clicks import Clicks
 
 from foreload.pipelines.compiler.other_slots import LaneUses, count_moves, lane_uses
 from foreload.pipelines.errors import SlotsError

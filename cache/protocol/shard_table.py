@@ -155,7 +155,7 @@ class ShardTable:
         self._lanes: dict[int, LaneShards] = {}
         self._rebuilt = dict.fromkeys(range(len(self.urls)), 0.0)
         self._survivors: dict[bytes, Survivors] = {}
-        self._migrated = 1.0 if not placement.migrating else 0.0
+        self._migrated = 1.0  # of no lane there is nothing to move
         self.avoided: int | None = None  # rows are decoded rather than read from there, where they can be: it takes longer
         self._publish()
 

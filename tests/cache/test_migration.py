@@ -148,6 +148,19 @@ def finished(owner: Owner, urls: Sequence[str], settled: Placement) -> None:
             assert settled.r or sorted(names) == [MARKER, MIGRATED], "rows are left where all have moved away"
 
 
+@pytest.mark.parametrize("began", [False, True], ids=["that comes amid a move", "that is there"])
+def test_of_an_owner_without_lanes_all_has_moved(stores: LocalStores, tmp_path: Path, began: bool) -> None:
+    case = CASES[3]
+    placement = case.before if began else case.migrating
+    owner = Owner(Store(stores.urls[: placement.shard_count], TIMEOUT), {}, tmp_path, placement, Ownership(1)).begin()
+    assert owner.traffic is not None
+    if began:
+        move(owner, case.migrating, stores.urls)
+    shards = owner.traffic.shards
+    assert (shards.version, shards.migrated) == (case.migrating.version, 1.0)
+    owner.abandon()
+
+
 @pytest.mark.parametrize(("case", "slow_source"), list(product(CASES, (False, True))), ids=str, indirect=["slow_source"])
 def test_rows_move_while_their_owner_trains(
     stores: LocalStores, histories: Mapping[int, History], tmp_path: Path, case: Case, slow_source: bool

@@ -68,6 +68,8 @@ def test_it_says_why_a_file_cannot_be_imported(clicks: Clicks, tmp_path: Path) -
     assert message.startswith("model: cannot import lost.py:net: ModuleNotFoundError: No module named 'no_such_package'")
     message = refused("check-model", "none.py:net", "--features", clicks.features, "--model-folder", tmp_path)
     assert "FileNotFoundError: there is no file none.py" in message
+    message = refused("check-model", "s3://user:secret@bucket/net.py:net", "--features", clicks.features)
+    assert message.startswith("model: must be a path on this machine; got s3://***@bucket/net.py:net;")
 
 
 def test_it_says_what_a_sound_model_is(clicks: Clicks, tmp_path: Path) -> None:

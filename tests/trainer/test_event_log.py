@@ -58,6 +58,13 @@ def test_a_torn_last_line_is_closed_off_by_the_next_writer(tmp_path: Path, cut: 
     assert path.read_bytes().startswith(first)
 
 
+def test_a_line_that_is_no_event_is_left_out(tmp_path: Path) -> None:
+    EventLog(tmp_path, 1, 1).note(StopAsked(cause="first"))
+    with open(tmp_path / EVENTS, "ab") as file:
+        file.write(b"[" * 100_000 + b"\n" + b'{"kind": NaN}\n' + b"7\n" + b"\xff\n")
+    assert [event["cause"] for event in read_events(tmp_path)] == ["first"]
+
+
 def test_a_full_disk_leaves_events_out_and_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / EVENTS).symlink_to("/dev/full")
     log = EventLog(tmp_path, 1, 1)

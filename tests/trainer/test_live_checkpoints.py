@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 from command_line import Command, done, fill, flip, refused
 from held import standing, stop_after
+from injection import CallFault, LauncherFault
 from live_runs import EVERY, Case, arguments, live_case, saved
 from small_job import summary
 
@@ -200,6 +203,41 @@ def test_one_can_be_asked_for_while_it_trains(case: Case, tmp_path: Path) -> Non
     (one,) = saved(tmp_path / "asked")
     assert f"checkpoint {one.path}: after step {one.contents.step}, " in err
     case.check_goes_on(one.path, tmp_path / "next", "--store", "local:1", "--trainers", 1)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
+def test_who_asks_for_one_is_told_of_it_though_the_launcher_does_not_say_that_it_is_there(
+    case: Case, tmp_path: Path, sent: int, launched: Callable[..., Command]
+) -> None:
+    run, to = tmp_path / "run", tmp_path / "asked"
+    train = arguments(case.schedule, run, "--store", "local:3", "--trainers", "2", "--peer-timeout", "600")
+    begun = launched(
+        *train, faults=[TrainerFault(1, "rows applied", 5, signal.SIGSTOP), LauncherFault("published", 1, None, sent)]
+    )
+    process = standing(begun, run, 1)
+    # It stands when the launcher has answered that the checkpoint is begun.
+    asked = launched(
+        "checkpoint", "save", run, "--to", to, faults=[CallFault("foreload.trainer.commands.live_checkpoint:AskCheckpointed")]
+    )
+    asked.stand()
+    process.resume()
+    if sent == signal.SIGSTOP:
+        begun.stand()
+    psutil.Process(asked.process.pid).resume()
+    status, out, err = asked.end()
+    (one,) = saved(to)
+    if sent == signal.SIGSTOP:
+        assert status == 2
+        assert (
+            "its launcher does not answer for 5 s; is that process stopped? If it goes on, it still saves the checkpoint: " in err
+        )
+        assert f"`foreload checkpoint list {to}` shows it then" in err
+        psutil.Process(begun.process.pid).resume()
+        assert begun.end()[0] == 0
+    else:
+        assert status == 0, err
+        assert str(one.path) in out
+        begun.communicate()
 
 
 def test_a_part_that_is_taken_after_it_was_told_to_be_written_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,19 +9,22 @@ import json
 import os
 import resource
 import shutil
+import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from clicks import Clicks
-from command_line import SMALL, done, refused, run_here
+from command_line import SMALL, Command, done, refused, run_here
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from injection import CallFault
 
-from foreload.cache.errors import StoreUnavailable
+from foreload.cache.client.local import LocalStores
 from foreload.pipelines.base.files import write_json, write_sealed
 from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.schedule.format import HEADER, segment_name
@@ -29,12 +32,10 @@ from foreload.pipelines.schedule.format import MANIFEST as SCHEDULE
 from foreload.trainer.checkpoints.best import BEST
 from foreload.trainer.checkpoints.contents import MANIFEST as CHECKPOINT
 from foreload.trainer.cli import main
-from foreload.trainer.commands import live_checkpoint
+from foreload.trainer.commands.predict import Records
 from foreload.trainer.commands.train import call_values
-from foreload.trainer.errors import CheckpointError, RunError
-from foreload.trainer.run.directory import MANIFEST, PLACEMENT, STATUS, STORES, SUMMARY, Run
+from foreload.trainer.run.directory import MANIFEST, PLACEMENT, STATUS, STORES, SUMMARY
 from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.saved_run import SavedRun
 from foreload.trainer.serving.format import ABOUT
 
 EXAMPLES = settings(max_examples=30, phases=[Phase.generate])
@@ -418,6 +419,10 @@ def test_a_url_is_refused_from_a_job_file_and_from_python_too(tmp_path: Path, mo
     )
     with pytest.raises(ForeloadError, match="--run: must be a path on this machine; got s3://bucket/run"):
         TrainJob.of({"schedule": "clicks", "run": "s3://bucket/run", "store": "local:1"})
+    with pytest.raises(ForeloadError, match=r"FILE: must be a path on this machine; got s3://bucket/log\.csv"):
+        Records(("a.csv", "s3://bucket/log.csv"))
+    with pytest.raises(ForeloadError, match="--steps-of: must be a path on this machine; got s3://bucket/clicks"):
+        Records(("a.csv",), steps_of="s3://bucket/clicks")
 
 
 # -- Of a folder of checkpoints --------------------------------------------------------------------------------------------------------
@@ -445,15 +450,19 @@ def test_from_takes_the_newest_complete_checkpoint_of_a_folder(case: Case, tmp_p
     )
 
 
-def test_a_digest_that_fails_leaves_results_and_report(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: SavedRun) -> str:
-        raise StoreUnavailable("store redis://here: does not answer")
-
-    monkeypatch.setattr(SavedRun, "digest", fails)
+def test_a_digest_that_fails_leaves_results_and_report(case: Case, tmp_path: Path, launched: Callable[..., Command]) -> None:
     run = tmp_path / "run"
-    status, out, err = run_here("train", case.schedule, "--run", run, "--store", "local:1", *SMALL, "--digest")
+    before = CallFault("foreload.trainer.cluster.launcher:saved_run_at")
+    job = launched("train", case.schedule, "--run", run, "--store", "local:1", *SMALL, "--digest", faults=[before])
+    job.stand()
+    local = LocalStores.find(run / STORES)
+    assert local is not None
+    assert local.pids[0] is not None
+    os.kill(local.pids[0], signal.SIGKILL)
+    psutil.Process(job.process.pid).resume()
+    status, out, err = job.end()
     assert status == 2
-    assert "foreload: error: store redis://here: does not answer" in err
+    assert f"foreload: error: store {local.urls[0]}: " in err
     assert "steps, " in out
     assert (run / "report.html").exists()
     assert json.loads((run / "summary.json").read_text())["steps"] > 0
@@ -470,26 +479,3 @@ def test_deleting_a_run_by_a_link_deletes_the_link_too_and_nothing_else(case: Ca
     done("delete", tmp_path / "second")
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
     assert left == (["disk", "disk/other", "disk/run", "disk/run/mine", "link", "second"] if more else ["disk", "disk/other"])
-
-
-def test_a_save_that_is_not_answered_says_that_the_checkpoint_may_come(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The launcher is silent at first; in the second case it saves the checkpoint, and ends before it says so."""
-    run, folder = Run.open(case.run), tmp_path / "saved"
-    folder.mkdir()
-
-    def silent(*_: object) -> None:
-        raise RunError("its launcher does not answer")
-
-    monkeypatch.setattr(live_checkpoint, "ask", silent)
-    with pytest.raises(
-        CheckpointError, match="does not answer If it goes on, it still saves the checkpoint: `foreload checkpoint list"
-    ):
-        live_checkpoint.save_while_training(run, str(folder), folder)
-
-    def ends(*_: object) -> None:
-        shutil.copytree(case.checkpoints[0], folder / case.checkpoints[0].name)
-
-    monkeypatch.setattr(live_checkpoint, "ask", ends)
-    assert live_checkpoint.save_while_training(run, str(folder), folder).path == folder / case.checkpoints[0].name

@@ -22,7 +22,7 @@ from foreload.trainer.pages.run_figures import read_run
 from foreload.trainer.pages.run_page import run_page
 from foreload.trainer.pages.run_story import story_of
 from foreload.trainer.pages.step_figures import MOST_POINTS, read_steps
-from foreload.trainer.run.directory import METRICS, REPORT, STATUS, SUMMARY
+from foreload.trainer.run.directory import METRICS, REPORT, STATUS, SUMMARY, Run
 
 _EMPTY = {"meta"}  # elements without an end
 
@@ -212,6 +212,17 @@ def test_of_a_run_that_was_killed_what_is_whole_is_shown(copied: Path) -> None:
     assert page.column(f"Loss ({unit})", unit) == pytest.approx([step["loss"] for step in told], rel=1e-5)
     assert page.tiles["log loss"] == ["-"]
     assert "it has no evaluation" in page.text
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 10_000, '{"kind": "step", "step": 1e999}', '{"kind": "step", "step": null, "loss": 1}', "\0"]
+)
+def test_lines_that_tell_of_no_step_are_left_out(copied: Path, line: str) -> None:
+    whole = (copied / METRICS).read_text()
+    (copied / METRICS).write_text(whole + line + "\n")
+    assert read_steps(copied / METRICS) is not None
+    assert Run.open(copied).reported_step() == Run.open(copied).saved_status().step
+    assert "broken off" not in checked(run_page([read_run(copied)])).text
 
 
 def test_of_a_run_of_an_earlier_version_it_is_said_what_is_missing(copied: Path, clicks: Clicks) -> None:

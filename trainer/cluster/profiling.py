@@ -111,7 +111,7 @@ def _steps_told(metrics: Path, start_bytes: int) -> list[list[float]]:
                     told = json.loads(line)
                     if told["kind"] == "step":
                         lines.append([float(told[name]) for name in history.COLUMNS])
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):
                     continue
     except OSError:
         return []

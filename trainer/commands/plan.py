@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from foreload.pipelines.base.codec import parse_json
 from foreload.pipelines.base.memory import available_bytes
 from foreload.pipelines.base.settings import local, read_job_file, settings_of
 from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, LaneUses, lane_uses
@@ -179,7 +179,7 @@ def commands(one: Choice, request: PlanRequest, schedule: Schedule) -> list[str]
 def _prepare_line(schedule: Schedule, slots: int, out: str) -> str:
     """How the schedule was prepared, with other slots, and to another folder; paths lead there from the working directory."""
     try:
-        provenance = json.loads((schedule.path / PROVENANCE).read_bytes())
+        provenance = parse_json((schedule.path / PROVENANCE).read_bytes())
         told, folder = provenance["options"], provenance["folder"]
     except (OSError, ValueError, KeyError, TypeError):
         return f"foreload prepare ... --slots {slots} --out {shlex.quote(out)}"

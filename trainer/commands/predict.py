@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from foreload.pipelines.base.files import replacing
 from foreload.pipelines.base.progress import Display
-from foreload.pipelines.base.settings import local
+from foreload.pipelines.base.settings import local, texts
 from foreload.pipelines.errors import RecordError, SettingError, SourceError
 from foreload.pipelines.samples.features import FeatureSpec, Label, TextFormat
 from foreload.pipelines.samples.pieces import Samples
@@ -50,6 +50,11 @@ class Records:
     sources: tuple[str, ...]
     format: str | None = None
     steps_of: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises SettingError for a URL."""
+        texts("FILE", self.sources)
+        local("--steps-of", self.steps_of or "")
 
 
 @dataclass(frozen=True, slots=True)

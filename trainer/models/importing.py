@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
+from foreload.pipelines.base.settings import local
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.generators import seeded
 
@@ -19,8 +20,9 @@ def load_named(setting: str, name: str, path: str, folder: str) -> Any:
 
     A module is looked for on Python's path, then in `folder`, where one is given, and in the working directory; a file in these two folders alone.
     It is imported with generators of random numbers that are always seeded alike, so what it draws then is the same in every process.
-    setting, name: what asked for it, and how, for the error. Raises ModelError.
+    setting, name: what asked for it, and how, for the error. Raises ModelError, and SettingError for a URL.
     """
+    local(setting, path)
     module_name, _, own_name = path.partition(":")
     folders = search_folders(folder)
     try:

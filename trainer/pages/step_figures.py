@@ -102,7 +102,7 @@ def _survey(file: IO[bytes]) -> tuple[list[_Stretch], list[dict[str, Any]]]:
         if not line.endswith(b"\n"):
             break  # still being written, or what a writer was killed in
         if not line.startswith(_STEP):
-            with suppress(ValueError, KeyError, TypeError):
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
                 told = json.loads(line)
                 if told["kind"] == "evaluation":
                     evaluations[told["step"], told.get("set", "")] = told  # of a step and a set, the last that is told
@@ -134,7 +134,7 @@ def _chunks(file: IO[bytes], stretches: list[_Stretch]) -> Iterator[np.ndarray]:
             at += len(line)
             if not line.startswith(_STEP):
                 continue
-            with suppress(ValueError, KeyError, TypeError):
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
                 told = json.loads(line)
                 if told["step"] > stretch.last:
                     break

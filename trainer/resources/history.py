@@ -129,7 +129,7 @@ def read(path: Path) -> list[Profile]:
         rows = database.execute("SELECT ended, settings, machine, processes, steps FROM profiles ORDER BY number").fetchall()
     try:
         return [_profile(*row) for row in rows]
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
         raise _unusable(path, error) from error
 
 

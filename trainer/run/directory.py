@@ -322,8 +322,8 @@ class Run:
         except OSError:
             return None
         for line in reversed(lines):
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                told = json.loads(line)
+            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+                told = parse_json(line)
                 # A checkpoint is told of long after its step.
                 if told["kind"] == "step":
                     return int(told["step"])

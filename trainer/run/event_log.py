@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
+from foreload.pipelines.base.codec import parse_json
 from foreload.pipelines.errors import ForeloadError
 from foreload.trainer.run.directory import EVENTS
 
@@ -268,6 +269,6 @@ def read_events(run: Path) -> Iterator[dict[str, Any]]:
     with suppress(FileNotFoundError):
         for line in (run / EVENTS).read_bytes().split(b"\n"):
             with suppress(ValueError):
-                event = json.loads(line)
+                event = parse_json(line)
                 if isinstance(event, dict):
                     yield event

@@ -5,17 +5,20 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from small_job import step_report
 
 from foreload.trainer.cluster.board import PART_BYTES, Board, StopAgreement, host_store, join_store
 from foreload.trainer.cluster.events import EventReceiver, EventSender
-from foreload.trainer.cluster.facts import DenseAtEnd, StopAfter, StopWanted, Term, contiguous_lanes
+from foreload.trainer.cluster.facts import DenseAtEnd, StepsLeft, StopAfter, StopWanted, Term, contiguous_lanes
 from foreload.trainer.cluster.messages import Ended, ScrubFailed, StepEnded
 from foreload.trainer.cluster.terms import first_term
+from foreload.trainer.cluster.worker import work
 from foreload.trainer.compute.transport import LocalHub, Transport
 from foreload.trainer.errors import MessageError, PeerLost
 
@@ -134,3 +137,35 @@ def test_other_bytes_than_the_fact_says_are_refused() -> None:
     writer.publish_bytes(DenseAtEnd.of(b"one", 7), b"two", 3)
     with pytest.raises(MessageError, match="DenseAtEnd/3: must be 3 bytes with checksum"):
         reader.read_bytes(DenseAtEnd, 3)
+
+
+class LeftAtOnce(dist.Store):
+    """A trainer's connection to a coordinator that leaves as soon as it has what it waits for, before it has confirmed that it is there."""
+
+    def __init__(self, server: Any) -> None:
+        super().__init__()
+        self._server: Any = server
+        self._client: Any = join_store("127.0.0.1", server.port, TIMEOUT)
+
+    def set(self, key: str, value: Any) -> None:
+        self._client.set(key, value)
+        self._server.get(key)
+        self._server = None
+
+    def get(self, key: str) -> bytes:
+        told: bytes = self._client.get(key)
+        return told
+
+    def check(self, keys: list[str]) -> bool:
+        there: bool = self._client.check(keys)
+        return there
+
+
+def test_a_trainer_with_nothing_to_train_leaves_in_order_though_the_coordinator_is_gone_first() -> None:
+    server = host_store("127.0.0.1", TIMEOUT)
+    Board(server).publish(StepsLeft(False))
+    connection = LeftAtOnce(server)
+    del server
+    assert work(connection, 1, "127.0.0.1", None) == 0
+    with pytest.raises(PeerLost):
+        Board(connection).poll(StepsLeft)

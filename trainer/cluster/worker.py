@@ -99,7 +99,10 @@ def work(
     sender = EventSender(board, trainer)
     try:
         if not board.read(StepsLeft).any:
-            board.publish(Leaves(), trainer)
+            with contextlib.suppress(
+                PeerLost
+            ):  # the coordinator may leave as soon as it has seen this, before it says that it is there
+                board.publish(Leaves(), trainer)
             return 0
         spec = board.read(LaunchSpec)
         # What was imported stays: a search for cycles of garbage that goes through it takes a tenth of a second, and may come in any step.

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -20,17 +19,14 @@ from foreload.pipelines.base.interrupts import Interrupts, came_of_interrupt
 from foreload.pipelines.base.progress import Progress
 from foreload.pipelines.compiler.other_slots import fewest_arrivals
 from foreload.pipelines.errors import ForeloadError, ScheduleError, SettingError
+from foreload.pipelines.planning import work_folder
 from foreload.pipelines.planning.command_line import parser, read
 from foreload.pipelines.planning.data_summary import data_lines, data_summary
 from foreload.pipelines.planning.disk import check_disk, estimate_rows, is_counted
-from foreload.pipelines.planning.evaluation_sets import evaluation_sets
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.pipelines.planning.plan import (
     EVALUATION,
-    FOLDERS,
     PROGRESS,
-    RESERVE,
-    RESERVE_BYTES,
     TRAINING,
     Plan,
     make_plan,
@@ -75,8 +71,6 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
     beam_run.check_flags(flags)
     if options.again and not beam_run.runs_locally(flags):
         raise SettingError("--runner: more epochs of a schedule's own samples are compiled by this process; leave it out")
-    if not beam_run.runs_locally(flags):  # workers elsewhere stand in other folders
-        options = replace(options, sources=_absolute(options.sources), eval_sources=_absolute_sets(options.eval_sources))
     parent = None if options.after is None else Schedule(options.after)
     plan, tasks = make_plan(options, parent)
     with _output(options) as held:
@@ -88,9 +82,7 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
             shape = _shape(options, plan, rows)
             needed_bytes = schedule_bytes(shape, plan.spec)
             check_disk(options.out, needed_bytes)
-            for folder in FOLDERS:
-                (plan.work / folder).mkdir()
-            (plan.work / RESERVE).write_bytes(bytes(RESERVE_BYTES))
+            work_folder.make(plan)
             if parent is not None:
                 expected = parent.header.settings.get("encoding")
                 encoding_state.copy(parent.path / encoding_state.FOLDER, plan.encoding, expected)
@@ -101,18 +93,18 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
                 else:
                     beam_run.run_pipeline(plan, tasks, rows, counted, flags, wrap)
             plan.raise_failure()
-            if not (options.out / MANIFEST).exists():
-                raise ScheduleError(
-                    f"--out {options.out}: the workers wrote no schedule there; it must be on a disk that they share"
-                )
             results = {name: plan.load(name) for name in ("rejected", "columns")}
         except BaseException as error:
             error = disk_error(error, options.out) or error
             _note_failure(options.out, error)
             raise error
         finally:
-            held.close()  # the lock's file goes with the work folder
-            shutil.rmtree(plan.work, ignore_errors=True)
+            work_folder.give_rejects(plan)
+            work_folder.clear(options.out)
+            (options.out / WORK / LOCK).unlink(missing_ok=True)
+            held.close()
+            with suppress(OSError):  # another call is there already
+                (options.out / WORK).rmdir()
     summary = _summary(options.out, plan.spec, results, time.monotonic() - started)
     summary["estimated_bytes"] = needed_bytes
     write_json(options.out / PROVENANCE, _provenance(options, flags, summary))
@@ -150,17 +142,6 @@ def _shape(options: PrepareOptions, plan: Plan, rows: Mapping[str, int]) -> Shap
     )
 
 
-def _absolute(patterns: Sequence[str]) -> tuple[str, ...]:
-    """Paths and globs as they are from any folder; URLs stay."""
-    return tuple(pattern if "://" in pattern else os.path.abspath(pattern) for pattern in patterns)
-
-
-def _absolute_sets(sources: Sequence[str]) -> tuple[str, ...]:
-    """Evaluation sources likewise, with the names of their sets."""
-    named = evaluation_sets(sources)
-    return tuple(f"{name}={path}" if name else path for name, paths in named.items() for path in _absolute(paths))
-
-
 @contextmanager
 def _output(options: PrepareOptions) -> Iterator[ExitStack]:
     """Make or clear the folder, with an empty work folder in it, and hold its lock until the end or `close`: one prepare at a time."""
@@ -182,12 +163,9 @@ def _output(options: PrepareOptions) -> Iterator[ExitStack]:
         except OSError as error:
             raise ScheduleError(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from error
         (out / MANIFEST).unlink(missing_ok=True)  # first, so that what is left is never taken for whole
-        for path in sorted(out.iterdir()):
-            if path.name == WORK:
-                for entry in [p for p in path.iterdir() if p.name != LOCK]:
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-            else:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        work_folder.clear(out)
+        for path in [path for path in sorted(out.iterdir()) if path.name != WORK]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         yield held
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -30,6 +31,13 @@ def _this_host() -> str:
         return os.uname().nodename
 
 
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
 @contextmanager
 def at_work(path: Path) -> Iterator[None]:
     """Hold the lock file for as long as the context lasts. Raises BlockingIOError if another process holds it, OSError if it cannot be written."""
@@ -44,6 +52,8 @@ def at_work(path: Path) -> Iterator[None]:
     thread = threading.Thread(target=beat, name="at work", daemon=True)
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK))
+        if not _is_at(path, descriptor):  # who held it has removed it since it was opened
+            raise BlockingIOError(errno.EAGAIN, "is being removed", str(path))
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, _this_host().encode(), 0)
         thread.start()

@@ -1,4 +1,4 @@
-"""Compile in this process, where its workers are this machine's: beside the reading, where nothing is sorted or shuffled, else after it."""
+"""Compile in this process, which alone writes into the schedule: beside the reading, where nothing is sorted or shuffled, else after it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from foreload.pipelines.beam.stages import attempt, progress_of
 from foreload.pipelines.compiler.compile import Compilation
 from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.planning.plan import Plan, ReadTask
+from foreload.pipelines.planning.work_folder import give_encoding
 from foreload.pipelines.samples.piece_order import Abandoned, OrderedSource
 
 _NAME = "Compile"
@@ -58,6 +59,7 @@ def compile_here(plan: Plan, source: OrderedSource, check: Callable[[], object] 
         note(done, total, total)
 
     try:
+        give_encoding(plan)
         with attempt(plan) as scratch:
             Compilation(plan.compile_settings(), plan.out).compile(source, scratch, progress)
     except ForeloadError as error:

@@ -1,4 +1,4 @@
-"""The pipeline as a whole: read -> (count ->) encode -> order -> (shuffle ->) compile."""
+"""The pipeline as a whole: read -> (count ->) encode -> order -> (shuffle ->) compile, the last here or in `local`."""
 
 from __future__ import annotations
 
@@ -34,22 +34,9 @@ from foreload.pipelines.beam.stages import (
 from foreload.pipelines.compiler.compile import Compilation, Counted
 from foreload.pipelines.compiler.exact import LanePlan, Program
 from foreload.pipelines.planning.plan import Plan, ReadTask, piece_name
-from foreload.pipelines.schedule.format import MANIFEST
+from foreload.pipelines.planning.work_folder import give_lanes
 
 _PROGRAM = "program.json"
-
-
-class Compile(GroupStage):
-    """The final orders -> the schedule, through a window. One worker does it; lanes are planned in threads."""
-
-    def together(self, values: list[Any]) -> Iterator[Any]:
-        if (self.plan.out / MANIFEST).exists():  # a runner may try again what is done
-            return
-        source, note = source_of(self.plan), progress_of(self.plan, self.label)
-        with attempt(self.plan) as scratch:
-            compilation = Compilation(self.plan.compile_settings(), self.plan.out)
-            compilation.compile(source, scratch, lambda done, total: note(done, total, total))
-        yield "compiled"
 
 
 class ReadAll(GroupStage):
@@ -69,7 +56,7 @@ class ReadAll(GroupStage):
     def _read(self, folder: Path) -> None:
         source, settings = source_of(self.plan), self.plan.compile_settings()
         counted = Counted.of(settings, source, progress_of(self.plan, self.label))
-        program = Compilation(settings, self.plan.out).read(source, folder, counted.read)
+        program = Compilation(settings, self.plan.written).read(source, folder, counted.read)
         write_json(folder / _PROGRAM, program.to_dict())
 
 
@@ -84,22 +71,19 @@ class PlanLanes(Stage):
         header = program.header
         name = f"{self.label}-{self.name(element)}"
         counted = Counted(header.steps_per_epoch, header.epochs, header.lanes, program.shuffled, progress_of(self.plan, name))
-        compilation = Compilation(self.plan.settings, self.plan.out)
+        compilation = Compilation(self.plan.settings, self.plan.written)
         with attempt(self.plan) as scratch:
             (planned,) = compilation.plan_all(program, [element], self.plan.lanes, scratch, 1, counted.planned)
         write_json(self.plan.lanes / _lane_name(element), planned.to_dict())
         yield element
 
 
-class Publish(GroupStage):
-    """All lanes -> the schedule."""
-
-    def together(self, values: list[Any]) -> Iterator[Any]:
-        if (self.plan.out / MANIFEST).exists():  # a runner may try again what is done
-            return
-        plans = [LanePlan.from_dict(json.loads((self.plan.lanes / _lane_name(lane)).read_bytes())) for lane in values]
-        Compilation(self.plan.settings, self.plan.out).publish(_program(self.plan), plans)
-        yield "published"
+def publish_lanes(plan: Plan) -> None:
+    """Make the schedule of what `add_planning` has left, in the command's own process."""
+    plans = [LanePlan.from_dict(json.loads((plan.lanes / _lane_name(lane)).read_bytes())) for lane in range(plan.settings.lanes)]
+    program = _program(plan)
+    give_lanes(plan)
+    Compilation(plan.settings, plan.out).publish(program, plans)
 
 
 def _lane_name(lane: int) -> str:
@@ -123,9 +107,6 @@ def add_ordering(pipeline: beam.Pipeline, plan: Plan, tasks: Sequence[ReadTask],
     return grouped(each(parts, ShuffleBucket(plan), wrap), CollectShuffled(plan), wrap)
 
 
-def add_compiling(ready: beam.PCollection, plan: Plan, wrap: Wrap) -> None:
-    """Add what follows, to a complete schedule in plan.out: for workers that are not this machine's (`local` compiles in this process)."""
-    if plan.settings.window_accesses is not None:
-        grouped(ready, Compile(plan), wrap)
-        return
-    grouped(each(grouped(ready, ReadAll(plan), wrap), PlanLanes(plan), wrap), Publish(plan), wrap)
+def add_planning(ready: beam.PCollection, plan: Plan, wrap: Wrap) -> None:
+    """Add what follows, to all that the command needs to publish the schedule (`publish_lanes`): for workers that are not this machine's."""
+    each(grouped(ready, ReadAll(plan), wrap), PlanLanes(plan), wrap)

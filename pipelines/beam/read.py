@@ -51,10 +51,8 @@ from foreload.pipelines.samples.vocabulary import (
     count_values,
     merge_counts,
 )
+from foreload.pipelines.schedule.format import REJECTS_FILE
 from foreload.pipelines.sources import MOST_REJECTS, Records, read_records
-
-REJECTS_FILE = "rejects.jsonl"
-"""In the schedule: the first malformed records, one JSON object a line."""
 
 _SHOWN = 3  # malformed records named in an error
 _MOST_KEPT = 10 * MOST_REJECTS  # in the rejects file
@@ -78,7 +76,7 @@ class ReadStage(Stage):
                 rejects += [asdict(reject) for reject in records.rejects[: MOST_REJECTS - len(rejects)]]
                 add_causes(causes, records.causes)
                 rejected += records.rejected
-                if rejected > self.plan.max_rejects or self.plan.failed():
+                if rejected > self.plan.max_rejects or self.plan.over or self.plan.failed():
                     break  # what has been read is enough to say so, or for nothing
                 if len(records):
                     name = piece_of(element.name, place)
@@ -121,7 +119,7 @@ class CollectStage(GroupStage):
         causes = by_frequency(counted)
         if kept:
             lines = "".join(json.dumps(reject, sort_keys=True) + "\n" for reject in kept)
-            write_atomically(self.plan.out / REJECTS_FILE, lines.encode())
+            write_atomically(self.plan.written / REJECTS_FILE, lines.encode())
         if rejected > self.plan.max_rejects:
             shown = "; ".join(f"{r['file']}:{r['line']}: {r['field']}: {r['reason']}, not {r['value']!r}" for r in kept[:_SHOWN])
             more = f"; of those read: {summed_up(causes, rejected)}" if rejected > _SHOWN else ""

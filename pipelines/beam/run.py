@@ -14,9 +14,9 @@ from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 
 from foreload.pipelines.base.interrupts import came_of_interrupt
 from foreload.pipelines.beam.local import compiling
-from foreload.pipelines.beam.pipeline import add_compiling, add_ordering
+from foreload.pipelines.beam.pipeline import add_ordering, add_planning, publish_lanes
 from foreload.pipelines.beam.stages import Wrap
-from foreload.pipelines.errors import SettingError
+from foreload.pipelines.errors import ScheduleError, SettingError
 from foreload.pipelines.planning.command_line import beam_flags
 from foreload.pipelines.planning.plan import Plan, ReadTask
 
@@ -51,15 +51,20 @@ def run_pipeline(
     rows: of the sources of each of the plan's sets, about; counted: exactly.
     """
     local = runs_locally(flags)
+    here = local or plan.settings.window_accesses is not None  # one process compiles through a window, so it is this one
     # Beam's own default first tries to download another runner, so name the one in this process.
     with _temporary_folders_in(plan.work):
         pipeline = beam.Pipeline(FnApiRunner() if local else None, PipelineOptions(list(flags)))
     ready = add_ordering(pipeline, plan, tasks, wrap)
-    if not local:
-        add_compiling(ready, plan, wrap)
+    if not here:
+        add_planning(ready, plan, wrap)
     logging.getLogger("apache_beam.runners.common").addFilter(_tells_more_than_a_stop)
-    with compiling(plan, tasks, rows, counted) if local else contextlib.nullcontext():
+    with compiling(plan, tasks, rows, counted) if here else contextlib.nullcontext():
         _run(pipeline)
+        if not plan.failed() and not plan.saved("columns"):
+            raise ScheduleError(f"--out {plan.out}: the workers wrote nothing there; it must be on a disk that they share")
+    if not here and not plan.failed():
+        publish_lanes(plan)
 
 
 def _run(pipeline: beam.Pipeline) -> None:

@@ -1,7 +1,8 @@
 """What all stages of the pipeline share: the plan, the work folder, groups, and errors that reach the user as one line.
 
-Only names and counts go through Beam; arrays lie in files on a disk that all workers share. A stage names its files and their contents
-from its input alone and writes them under a temporary name, so that Beam may run any of it twice, at once, or from the beginning again.
+Only names and counts go through Beam; arrays lie in files on a disk that all workers share, in the folder of this call of the command alone. A stage
+names its files and their contents from its input alone and writes them under a temporary name, so that Beam may run any of it twice, at once, or from
+the beginning again.
 An error of the user's making is noted in a file: a runner that retries would only meet it again. The stages after a group look first
 whether any before it has failed.
 """
@@ -54,18 +55,21 @@ class Stage(beam.DoFn):
         keep_freed()
 
     def process(self, element: Any) -> Iterator[Any]:
-        """Beam's entry: `outputs`, with errors of the user's making and of the disk noted in the work folder."""
-        try:
-            yield from self.outputs(element)
-        except ForeloadError as error:
-            self._note(element, error)
-        except OSError as error:
-            if (told := disk_error(error, self.plan.out)) is None:
-                raise
-            self._note(element, told)
+        """Beam's entry: `outputs`, with errors of the user's making and of the disk noted in the work folder.
 
-    def _note(self, element: Any, error: ForeloadError) -> None:
-        self.plan.note_failure(f"{self.label}-{self.name(element)}", error)
+        Where the command is over, nothing is done, and that is no error, which a runner would only try again: so a job ends on every runner soon
+        after its command, also where that cannot cancel it.
+        """
+        try:
+            if not self.plan.over:
+                yield from self.outputs(element)
+        except Exception as error:
+            if self.plan.over:
+                return
+            told = error if isinstance(error, ForeloadError) else disk_error(error, self.plan.out)
+            if told is None:
+                raise
+            self.plan.note_failure(f"{self.label}-{self.name(element)}", told)
 
 
 class GroupStage(Stage):

@@ -277,5 +277,6 @@ def compile_schedule(
     work: Path,
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Compile `source` into the folder `out` in this process; see Compilation."""
+    """Compile `source` into the folder `out` in this process; see Compilation. work: is made where it is not there."""
+    work.mkdir(parents=True, exist_ok=True)
     return Compilation(settings, out).compile(source, work, progress)

@@ -14,7 +14,7 @@ class KeptSlices:
 
     def __init__(self, path: Path, filled: bool = False) -> None:
         """filled: it is there, with all of an epoch; nothing is kept any more."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         self.filled = filled
         self._file = path.open("rb" if filled else "w+b")
 

@@ -81,7 +81,7 @@ class AccessWriter:
     """
 
     def __init__(self, folder: Path, lane: int, mask: np.dtype) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         names = _kinds(mask)
         self._files = {name: (folder / f"{name}-{lane:02d}").open("wb", buffering=_BUFFER_BYTES) for name in names}
         self._unknown = 0  # rows looked up that were never trained
@@ -121,7 +121,7 @@ class LaneAccesses:
     """
 
     def __init__(self, folder: Path, lane: int, mask: np.dtype, same: bool, scratch: Path) -> None:
-        scratch.mkdir(parents=True, exist_ok=True)
+        scratch.mkdir(exist_ok=True)
         self._same, self._mask = same, mask
         self._files = {name: _File((folder / f"{name}-{lane:02d}").open("rb"), kind) for name, kind in _kinds(mask).items()}
         written: dict[str, np.dtype | type] = {"nexts": np.int32, "next_users": mask}

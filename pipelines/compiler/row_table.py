@@ -198,7 +198,7 @@ class RowTable:
 
     def __init__(self, spec: FeatureSpec, directory: Path, direct_rows: int = DIRECT_ROWS) -> None:
         self._directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(exist_ok=True)
         self._sizes = np.array([table.rows for table in spec.tables], np.int64)
         bases = np.full(len(self._sizes) + 1, -1, np.int64)
         direct = 0

@@ -261,6 +261,7 @@ class WindowedCompiler:
         looked up for itself.
         """
         work = self._work / "amid"
+        work.mkdir(parents=True)
         with ExitStack() as files:
             looked_up = [files.enter_context(closing(accesses)) for accesses in self._read_evaluation(work)]
             self._evaluate(pool, output, 0, number, looked_up)

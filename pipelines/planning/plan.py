@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,11 @@ from foreload.pipelines.sources import (
 )
 from foreload.pipelines.sources.splits import Format
 
-FAILURES, ORDER_FILES, PIECES, REJECTS = "failures", "orders", "pieces", "rejects"
+FAILURES, ORDER_FILES, PIECES, REJECTS, WRITTEN = "failures", "orders", "pieces", "rejects", "schedule"
 PROGRESS = "progress"
 """In the work folder: a file of each worker's with the work that it has done, the schedule's steps, and the work of all, as text."""
 
-FOLDERS = (FAILURES, ORDER_FILES, PIECES, REJECTS, PROGRESS)
+FOLDERS = (FAILURES, ORDER_FILES, PIECES, REJECTS, PROGRESS, WRITTEN)
 
 RESERVE = "reserve"
 """In the work folder: takes the room that noting a failure needs, and is removed for it where the disk is full."""
@@ -55,7 +56,7 @@ class Plan:
     spec: the features as the sources are read, without the vocabularies' sizes unless a parent schedule gave them. settings: their
     features stand only where there is a parent. evaluation_fraction: of the training sources, held out. piece_rows: samples in a piece that a sort
     writes, about. counted: vocabularies or scales are to be taken from the data. first_number: that of the first training
-    sample; first_epoch: as in Header.
+    sample; first_epoch: as in Header. token: of this call of the command alone.
     """
 
     out: Path
@@ -68,11 +69,24 @@ class Plan:
     counted: bool
     first_number: int
     first_epoch: int = 0
+    token: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @property
     def work(self) -> Path:
-        """The folder of everything that is removed at the end."""
-        return self.out / WORK
+        """The folder of all that workers write and read; only the command itself writes into `out`. Nobody else has one of this name: what a worker
+        still does that was given up, of a call that was stopped or killed, no later call reads.
+        """
+        return self.out / WORK / self.token
+
+    @property
+    def over(self) -> bool:
+        """Whether the command has ended, or another one has taken its place: nothing that is still done is of use."""
+        return not self.work.exists()
+
+    @property
+    def written(self) -> Path:
+        """The folder of what workers write for the schedule; the command moves it there."""
+        return self.work / WRITTEN
 
     @property
     def sets(self) -> tuple[str, ...]:
@@ -99,8 +113,8 @@ class Plan:
 
     @property
     def encoding(self) -> Path:
-        """The folder of vocabularies and scales."""
-        return self.out / encoding_state.FOLDER
+        """The folder of vocabularies and scales, as workers see them."""
+        return self.written / encoding_state.FOLDER
 
     def compile_settings(self) -> CompileSettings:
         """The settings, with what is known only once the data has been counted, if it is: vocabularies and scales."""
@@ -118,6 +132,10 @@ class Plan:
     def save(self, name: str, value: Any) -> None:
         """Write a stage's result under a name."""
         write_json(self.order_path(name), value)
+
+    def saved(self, name: str) -> bool:
+        """Whether a stage has saved a result under a name."""
+        return self.order_path(name).exists()
 
     def load(self, name: str) -> Any:
         """Read what a stage before has saved under a name."""

@@ -29,7 +29,7 @@ def needs_state(spec: FeatureSpec) -> bool:
 
 def save(folder: Path, vocabularies: Mapping[int, Vocabulary], scales: Sequence[Scale]) -> None:
     """Write a folder. vocabularies: place of the table -> vocabulary. scales: per dense column; empty where none is standardised."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     names = []
     for table, vocabulary in sorted(vocabularies.items()):
         names.append(_vocabulary_name(table))

@@ -21,6 +21,7 @@ from foreload.pipelines.samples.features import FeatureSpec, with_labels
 
 FORMAT_VERSION = 1
 HEADER, MANIFEST, ROW_TABLE, FAILED = "header.json", "schedule.json", "rows.arrow", "failed.json"
+REJECTS_FILE = "rejects.jsonl"  # the first malformed records, one JSON object a line
 WORK, LOCK = ".work", "lock"  # the folder in a schedule's where `prepare` works, and in it the file that says so
 
 PROVENANCE = "provenance.json"

@@ -80,14 +80,18 @@ def quiet_import() -> Iterator[None]:
 
 
 def match_files(patterns: Sequence[str]) -> list[File]:
-    """The files of paths or globs: patterns in the order given, each one's files by path. SourceError where one names none."""
+    """The files of paths or globs: patterns in the order given, each one's files by path. SourceError where one names none.
+
+    Paths are absolute: workers may stand in other folders, and Beam finds nothing by a pattern without a folder.
+    """
     with quiet_import():
         from apache_beam.io.filesystems import FileSystems
 
     files = []
     for pattern in patterns:
         try:
-            matches = FileSystems.match([pattern])[0].metadata_list
+            place = pattern if FileSystems.get_scheme(pattern) is not None else os.path.abspath(pattern)
+            matches = FileSystems.match([place])[0].metadata_list
         except Exception as error:  # Beam's filesystems share no base class of errors
             raise SourceError(
                 f"{pattern}: cannot be looked up ({reason_of(error)}); check the path and your access to it"

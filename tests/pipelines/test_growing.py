@@ -19,11 +19,13 @@ from foreload.pipelines.beam.growing import GrowingSource
 from foreload.pipelines.beam.order import save_orders
 from foreload.pipelines.beam.read import Encode
 from foreload.pipelines.beam.stages import Stage
+from foreload.pipelines.planning import work_folder
 from foreload.pipelines.planning.options import PrepareOptions
-from foreload.pipelines.planning.plan import FOLDERS, Plan, ReadTask, make_plan, names_of, piece_of
+from foreload.pipelines.planning.plan import Plan, ReadTask, make_plan, names_of, piece_of
 from foreload.pipelines.samples.feature_file import load_features
 from foreload.pipelines.samples.piece_order import Abandoned, PieceOrder, held_out
 from foreload.pipelines.samples.pieces import Samples, write_piece
+from foreload.pipelines.schedule.format import WORK
 from foreload.pipelines.sources import Source, plan_splits
 
 DEADLINE_SECONDS = 60.0
@@ -48,8 +50,8 @@ def planned(tmp_path: Path, fraction: float) -> tuple[Plan, list[ReadTask]]:
         batch_size=4, eval_fraction=fraction, max_rejects=99,
     )  # fmt: skip
     plan, tasks = make_plan(options, None)
-    for folder in FOLDERS:
-        (plan.work / folder).mkdir(parents=True)
+    (plan.out / WORK).mkdir(parents=True)
+    work_folder.make(plan)
     return plan, tasks
 
 

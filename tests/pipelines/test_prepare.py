@@ -257,6 +257,18 @@ def test_required_options_are_named(tmp_path: Path) -> None:
         assert str(refused(tmp_path, *given, csv=False)).startswith(f"{missing}: is missing")
 
 
+@pytest.mark.parametrize("pattern", ["*.csv", "./*.csv", "../*/*.csv", "[ab].csv"])
+def test_patterns_are_those_of_the_working_directory(
+    features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    for seed, name in enumerate(("a.csv", "b.csv")):
+        write_csv(folder / name, 30, seed)
+    monkeypatch.chdir(folder)
+    assert run(tmp_path, pattern, "--features", features)["training_samples"] == 60
+
+
 def test_malformed_records_are_counted_and_the_first_ones_named(features: Path, tmp_path: Path) -> None:
     first, second = write_csv(tmp_path / "a.csv", 60, 1), write_csv(tmp_path / "b.csv", 60, 2)
     malformed = ((first, 40), (second, 7), (second, 9))  # file and line

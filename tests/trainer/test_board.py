@@ -169,3 +169,12 @@ def test_a_trainer_with_nothing_to_train_leaves_in_order_though_the_coordinator_
     assert work(connection, 1, "127.0.0.1", None) == 0
     with pytest.raises(PeerLost):
         Board(connection).poll(StepsLeft)
+
+
+def test_a_trainer_has_ended_though_the_coordinator_is_gone_before_it_says_that_it_has_seen_it() -> None:
+    server = host_store("127.0.0.1", TIMEOUT)
+    connection = LeftAtOnce(server)
+    del server
+    EventSender(Board(connection), 1).send_last(Ended())
+    with pytest.raises(PeerLost):
+        Board(connection).poll(StepsLeft)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator
 
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.messages import Events, StepEnded, TrainerEvent
+from foreload.trainer.errors import PeerLost
 
 FLUSH_SECONDS = 0.1
 
@@ -26,6 +28,11 @@ class EventSender:
         self._held.append(event)
         if not isinstance(event, StepEnded) or time.monotonic() - self._sent_at > FLUSH_SECONDS:
             self.flush()
+
+    def send_last(self, event: TrainerEvent) -> None:
+        """Report what the coordinator waits for last: it may leave as soon as it has that, before it confirms it."""
+        with contextlib.suppress(PeerLost):
+            self.send(event)
 
     def flush(self) -> None:
         """Send what is held back."""

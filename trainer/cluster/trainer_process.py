@@ -295,8 +295,7 @@ class TrainerProcess:
             use=ProcessUse.now(), loads=lanes.stored.store.loads, watched=self._early.so_far,
         )  # fmt: skip
         self._board.publish(end, term.number, self._trainer)
-        with contextlib.suppress(PeerLost):  # one that nobody else needs may be left alone as soon as this is there
-            self._events.send(Ended())
+        self._events.send_last(Ended())
         self._points.come_to("ended")
         if session.leads or terms.survives or self._on_host is not None:
             self._see_run_saved(session)

@@ -33,6 +33,9 @@ DEADLINE_SECONDS = 180
 """How long is waited for what a command must bring about, its end included."""
 MARK = "FORELOAD_TEST_COMMAND"
 
+_READ_LATE = {"FORELOAD_JOB_TOKEN", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+"""Variables that are read when a command runs: it may be forked from a process that has other ones."""
+
 # What commands say on stderr besides errors.
 _PROGRESS = re.compile(
     r"prepare: .*|train: .*|store .*: does not answer yet; .*|"
@@ -115,11 +118,12 @@ class Command:
         module: str = COMMAND_LINE,
         terminal: str | None = None,
         within: Sequence[str] = (),
+        folder: Path | None = None,
         **environment: str | None,
     ) -> None:
         """faults, may_kill: what is injected into a training (`injection.Injector`); terminal: the path of one, to be its controlling terminal and to
-        print to; within: a command line that starts what follows it, as in another namespace; environment: further variables, None for one that it
-        does not inherit.
+        print to; within: a command line that starts what follows it, as in another namespace; folder: its working directory, by default this
+        process'; environment: further variables, None for one that it does not inherit.
         """
         self.remains = Remains()
         self._texts: tuple[str, str] | None = None
@@ -129,8 +133,10 @@ class Command:
         self._output = Path(tempfile.mkdtemp(prefix="said"))
         self.process: subprocess.Popen[bytes] | ForkedCommand
         with open(self._output / "out", "wb") as out, open(self._output / "err", "wb") as err:
-            if not (anew or terminal or within or environment or module != COMMAND_LINE) and FORKER.can_fork(words):
-                self.process = FORKER.command(words, variables, self.remains.name, out, err, faults, may_kill)
+            own = anew or terminal or within or environment.keys() - _READ_LATE or module != COMMAND_LINE
+            variables = {name: value for name, value in (variables | environment).items() if value is not None}
+            if not own and FORKER.can_fork(words):
+                self.process = FORKER.command(words, variables, self.remains.name, out, err, faults, may_kill, folder)
                 return
             assert not faults, "faults are injected into forked commands only"
             assert may_kill
@@ -138,8 +144,7 @@ class Command:
             at_terminal = ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', terminal] if terminal is not None else []
             self.process = subprocess.Popen(
                 [*at_terminal, *within, sys.executable, "-m", module, *words],
-                env={name: value for name, value in (variables | environment).items() if value is not None},
-                stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
+                env=variables, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
             )  # fmt: skip
 
     @property

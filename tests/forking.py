@@ -40,7 +40,10 @@ from foreload.trainer.compute import numerics
 
 COMMAND_LINE = "foreload.trainer.cli"
 _LAUNCHER = "FORELOAD_LAUNCHER"  # the parent's process number, in a trainer's environment
-_MORE_TRAINERS = 2  # forked beside those that a command starts with, for those that replace lost ones
+_FORKED_FIRST = {
+    "train": 4,
+    "join": 1,
+}  # a keeper and trainers, those of `--trainers` beyond the first aside: two may replace lost ones
 
 
 class Forked(ForkedProcess):
@@ -151,8 +154,11 @@ class Forker:
         err: IO[Any],
         faults: Sequence[AnyFault] = (),
         may_kill: bool = True,
+        folder: Path | None = None,
     ) -> ForkedCommand:
-        """Start a command in exactly this environment. name: its processes' name, at most 15 bytes; may_kill: as RunObserver has it."""
+        """Start a command in exactly this environment, and in this folder. name: its processes' name, at most 15 bytes; may_kill: as RunObserver has
+        it.
+        """
         number, trainers = tempfile.mkstemp(prefix="trainers")
         os.close(number)
         values = {
@@ -163,6 +169,7 @@ class Forker:
             "trainers": trainers,
             "faults": to_json(faults),
             "may_kill": may_kill,
+            "folder": str(folder or Path.cwd()),
         }
         return ForkedCommand(arguments, self._fork(values, [out.fileno(), err.fileno()]), Path(trainers))
 
@@ -172,7 +179,7 @@ class Forker:
             if self._control is None:
                 self._begin()
             assert self._control is not None
-            send(self._control, {**values, "folder": os.getcwd()}, descriptors=[status.fileno(), *descriptors])
+            send(self._control, {"folder": os.getcwd(), **values}, descriptors=[status.fileno(), *descriptors])
             answer = receive(self._control)
         assert answer is not None
         return Forked(answer.values["pid"], mine)
@@ -252,7 +259,8 @@ def _command(values: dict[str, Any]) -> int:
     tempfile.tempdir, sys.path[0] = None, values["folder"]
     arguments = values["arguments"]
     cli = importlib.import_module(COMMAND_LINE)
-    count = int(arguments[arguments.index("--trainers") + 1]) if "--trainers" in arguments else 1
+    more = int(arguments[arguments.index("--trainers") + 1]) - 1 if "--trainers" in arguments else 0
+    count = _FORKED_FIRST[arguments[0]] + more if arguments[0] in _FORKED_FIRST else 0
     run = Path(arguments[arguments.index("--run") + 1]) if "--run" in arguments else Path()
     observer = Injector(values["faults"], values["may_kill"], run) if values["faults"] or not values["may_kill"] else None
     started: list[tuple[int, StartedProcess]] = []
@@ -264,7 +272,7 @@ def _command(values: dict[str, Any]) -> int:
         written.write_text("".join(lines), encoding="utf-8")
         written.replace(values["trainers"])
 
-    with contextlib.closing(Preforked(1 + count + _MORE_TRAINERS if arguments[0] == "train" else 0, lambda: None)) as processes:
+    with contextlib.closing(Preforked(count, lambda: None)) as processes:
 
         def start(one: ProcessStart) -> StartedProcess:
             process = processes(one)

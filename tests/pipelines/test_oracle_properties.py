@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -210,8 +211,20 @@ def check_samples(case: Case, source: MemorySource, schedule: Schedule, program:
                 assert len(part.index) == (b - a) * width
 
 
-@given(cases())
-@settings(max_examples=100)
+def on_cases(examples: int, parts: int = 1) -> Callable[[Callable[[Case], None]], Callable[[int], None]]:
+    """Make a test of a case one of so many drawn ones in the full grid, and of a third of them else."""
+
+    def decorate(test: Callable[[Case], None]) -> Callable[[int], None]:
+        @pytest.mark.parametrize("count", [examples // 3, pytest.param(examples, marks=pytest.mark.full)])
+        def on_drawn(count: int) -> None:
+            settings(max_examples=count)(given(cases(parts=parts))(test))()
+
+        return on_drawn
+
+    return decorate
+
+
+@on_cases(100)
 def test_a_compiled_schedule_keeps_every_invariant(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
         schedule = compiled(case, Path(folder))
@@ -291,8 +304,7 @@ def test_a_schedule_that_its_window_does_not_hold_at_once_keeps_every_invariant(
         assert outcome.arrivals <= 1.001 * fewest
 
 
-@given(cases())
-@settings(max_examples=40)
+@on_cases(40)
 def test_entering_at_any_step_gives_the_state_of_running_through(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
         schedule = compiled(case, Path(folder))
@@ -332,8 +344,7 @@ def plain(partition: Any) -> dict[int, tuple[int, ...]]:
     return {slot: (*o.row, o.ordinal, o.tag, o.stored) for slot, o in partition.items()}
 
 
-@given(cases(parts=2))
-@settings(max_examples=40)
+@on_cases(40, parts=2)
 def test_a_schedule_after_another_continues_its_rows(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
         first = compiled(case, Path(folder), 0)
@@ -350,8 +361,7 @@ def test_a_schedule_after_another_continues_its_rows(case: Case) -> None:
         check_samples(case, case.sources[1], second, program, len(case.sources[0].train))
 
 
-@given(cases())
-@settings(max_examples=60)
+@on_cases(60)
 def test_with_all_of_the_future_known_arrivals_are_the_minimum(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
         schedule = compiled(case, Path(folder), window_accesses=None)
@@ -373,8 +383,7 @@ def test_with_all_of_the_future_known_arrivals_are_the_minimum(case: Case) -> No
             assert check(seen, program).arrivals == fewest, "a window that holds everything is as good"
 
 
-@given(cases())
-@settings(max_examples=30)
+@on_cases(30)
 def test_neither_threads_nor_the_form_of_the_row_table_change_a_byte(case: Case) -> None:
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
         first = compiled(case, Path(one), threads=1)
@@ -388,8 +397,7 @@ def test_neither_threads_nor_the_form_of_the_row_table_change_a_byte(case: Case)
             assert path.read_bytes() == (second.path / path.name).read_bytes(), f"{path.name} is the same, byte for byte"
 
 
-@given(cases())
-@settings(max_examples=30)
+@on_cases(30)
 def test_slots_are_refused_exactly_where_a_step_does_not_fit(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
 

@@ -79,7 +79,7 @@ class Job:
         self._launched, self._folder = launched, folder
         self.place = f"127.0.0.1:{free_port()}"
         given = arguments(schedule, run, "--coordinator", self.place, "--digest", "--model", "net.py:Net", *further)
-        self.coordinator = start(given, FORELOAD_JOB_TOKEN=TOKEN, within=["env", "-C", str(folder)])
+        self.coordinator = start(given, FORELOAD_JOB_TOKEN=TOKEN, folder=folder)
 
     def join(self, wrong: Wrong | None = None) -> Command:
         """Start a guest."""
@@ -90,9 +90,7 @@ class Job:
         if wrong.how is not None:
             module = "wrong_guest"
             variables |= {"WRONG": wrong.how, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
-        return self._launched(
-            "join", self.place, *wrong.given, module=module, within=["env", "-C", str(wrong.folder)], **variables
-        )
+        return self._launched("join", self.place, *wrong.given, module=module, folder=wrong.folder, **variables)
 
     def refuses(self, wrong: Wrong) -> None:
         """Start a guest that is refused, for its reason."""

@@ -31,7 +31,14 @@ from foreload.trainer.cluster.host_messages import (
     program_version,
     tell_host,
 )
-from foreload.trainer.cluster.processes import WORKER, ChildProcess, OnHost, ProcessStart, TrainerStart
+from foreload.trainer.cluster.processes import (
+    WORKER,
+    OnHost,
+    ProcessStart,
+    StartedProcess,
+    StartProcess,
+    TrainerStart,
+)
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import MessageError, PeerLost, RunError, TrainerError
 
@@ -112,19 +119,25 @@ class _Coordinator:
             time.sleep(BEAT.total_seconds())
 
 
-def run_host(job: HostJob, interrupts: Interrupts, tell: Callable[[str], None]) -> None:
-    """Offer a trainer, and run it to its end. tell: told what happens, a line. Raises TrainerError, RunError, PeerLost; KeyboardInterrupt before the
-    trainer is started.
+def run_host(job: HostJob, interrupts: Interrupts, tell: Callable[[str], None], start_process: StartProcess) -> None:
+    """Offer a trainer, and run it to its end. tell: told what happens, a line; start_process: starts the trainer.
+
+    Raises TrainerError, RunError, PeerLost; KeyboardInterrupt before the trainer is started.
     """
     with contextlib.closing(_reached(job, tell)) as connection:
         coordinator = _Coordinator(connection)
         tell(f"coordinator at {job.host}:{job.port}: reached; it says when there is something to train")
-        while _run_trainer(job, connection.getsockname()[0], coordinator, interrupts, tell):
+        while _run_trainer(job, connection.getsockname()[0], coordinator, interrupts, tell, start_process):
             tell("training could not begin because of another host's trainer; waiting until it begins again")
 
 
 def _run_trainer(
-    job: HostJob, own_address: str, coordinator: _Coordinator, interrupts: Interrupts, tell: Callable[[str], None]
+    job: HostJob,
+    own_address: str,
+    coordinator: _Coordinator,
+    interrupts: Interrupts,
+    tell: Callable[[str], None],
+    start_process: StartProcess,
 ) -> bool:
     """Wait until the coordinator starts a trainer, and run it to its end. Returns whether the coordinator will start another in its place.
 
@@ -142,7 +155,7 @@ def _run_trainer(
         OnHost(job.token, has_run=False, schedule=job.schedule or start.schedule),
     )
     variables = numerics.environment(start.cpu_capability, start.threads) | told.environment()
-    process = ChildProcess(ProcessStart(WORKER, (), variables))
+    process = start_process(ProcessStart(WORKER, (), variables))
     tell(f"trainer {start.trainer}: started here, pid {process.pid}, address {told.address}")
     again = False
     try:
@@ -196,7 +209,7 @@ def _started(job: HostJob, coordinator: _Coordinator, tell: Callable[[str], None
 
 
 def _follow(
-    start: StartTrainer, process: ChildProcess, coordinator: _Coordinator, interrupts: Interrupts, tell: Callable[[str], None]
+    start: StartTrainer, process: StartedProcess, coordinator: _Coordinator, interrupts: Interrupts, tell: Callable[[str], None]
 ) -> bool:
     """Stay until the trainer has ended, and tell how, or until the coordinator wants it started again: returns whether it does.
 

@@ -78,7 +78,8 @@ def _add_join(commands: Any) -> None:
 def _join(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import join
 
-    join.run(parsed.coordinator, parsed.token_file, parsed.schedule, parsed.address, parsed.store, parsed.wait)
+    given = (parsed.coordinator, parsed.token_file, parsed.schedule, parsed.address, parsed.store, parsed.wait)
+    join.run(*given, parsed.start_process)
     return 0
 
 

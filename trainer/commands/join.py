@@ -9,13 +9,21 @@ from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.base.job_token import TOKEN_VARIABLE, given_token
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.cluster.joining_host import HostJob, report, run_host
+from foreload.trainer.cluster.processes import StartProcess
 from foreload.trainer.run.job_values import Place, Servers
 
 
 def run(
-    coordinator: str, token_file: str | None, schedule: str | None, address: str | None, store: str | None, wait: float
+    coordinator: str,
+    token_file: str | None,
+    schedule: str | None,
+    address: str | None,
+    store: str | None,
+    wait: float,
+    start_process: StartProcess,
 ) -> None:
-    """Offer a trainer to the coordinator at "HOST:PORT", and run it to its end. wait: seconds for that to be there; the rest as the flags say.
+    """Offer a trainer to the coordinator at "HOST:PORT", and run it to its end. wait: seconds for that to be there; the rest as the flags say, and
+    `start_process`, which starts the trainer.
 
     Raises SettingError, RunError, TrainerError, PeerLost; KeyboardInterrupt where it was stopped before it was given anything to train.
     """
@@ -34,4 +42,5 @@ def run(
     if schedule is not None:
         schedule = os.path.abspath(schedule)
     with Interrupts() as interrupts:
-        run_host(HostJob(place.host, place.port, token, schedule, address, urls, timedelta(seconds=wait)), interrupts, report)
+        job = HostJob(place.host, place.port, token, schedule, address, urls, timedelta(seconds=wait))
+        run_host(job, interrupts, report, start_process)

@@ -263,6 +263,19 @@ def _checked_ids(column: pa.Array, rows: int, report: Callable[[int, object, str
     return pa.array(ids, mask=wrong | np.asarray(column.is_null()))
 
 
+def order_kind(kind: pa.DataType, order_type: str | None) -> str | None:
+    """What values of a type that order_by names are: numbers, times or text; None for what holds none. order_type: how text compares."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if pa.types.is_null(kind):
+        return None
+    if pa.types.is_temporal(kind):
+        return "time"
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        return "number"
+    return "text" if order_type in (None, "text") else "number"
+
+
 def _keys(column: pa.Array, name: str, order_type: str | None, path: str, faults: Faults) -> pa.Array:
     """The order_by column, null where missing, of a type that keys have (Records)."""
     if _is_list(column.type):

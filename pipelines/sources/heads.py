@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import io
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Literal
@@ -14,6 +15,8 @@ from foreload.pipelines.errors import SourceError
 from foreload.pipelines.samples.convert import parses
 from foreload.pipelines.samples.features import FeatureSpec, TextFormat
 from foreload.pipelines.sources.files import open_stream, printable
+
+OrderType = Literal["text", "integer", "number"]
 
 _BOM = b"\xef\xbb\xbf"
 _HEAD_BYTES = 1 << 20
@@ -34,26 +37,30 @@ def shown_names(names: Sequence[str]) -> str:
     return printable(text[:_SHOWN_CHARACTERS]) + (", ..." if len(names) > _SHOWN_COLUMNS or len(text) > _SHOWN_CHARACTERS else "")
 
 
-def read_header(path: str, spec: FeatureSpec, text: TextFormat) -> tuple[tuple[str, ...], int]:
-    """The names of a file's columns, and where its records begin (bytes of the decompressed file).
+def read_header(path: str, spec: FeatureSpec, text: TextFormat) -> tuple[tuple[str, ...], int, int]:
+    """The names of a file's columns, and where its records begin: bytes of the decompressed file, and the line, from 1.
 
     text: with the delimiter filled in; its columns are the names where it has some. SourceError where a column that the spec needs is not there once.
     """
+    start, number = 0, 1
     with open_stream(path) as stream:
         head = stream.read(len(_BOM)) if text.columns else stream.readline(_HEAD_BYTES)
-    start = len(_BOM) if head.startswith(_BOM) else 0
+        if head.startswith(_BOM):
+            head, start = head[len(_BOM) :], len(_BOM)
+        if not text.columns:
+            while head and not head.strip(b"\r\n"):
+                start, number, head = start + len(head), number + 1, stream.readline(_HEAD_BYTES)
     if text.columns:
         columns = list(text.columns)
         given = "the columns given for it"
     else:
-        line = head[start:].decode(errors="replace").rstrip("\r\n")
-        delimiter = text.delimiter or ","
-        quoted = text.quoting and '"' in line
         try:
-            columns = next(csv.reader([line], delimiter=delimiter)) if quoted else line.split(delimiter)
+            columns = next(_rows(head, text), [""])
         except csv.Error as error:
-            raise SourceError(f"{path}:1: the header cannot be cut into names ({error}); check quoting and --format") from error
-        start = len(head)
+            raise SourceError(
+                f"{path}:{number}: the header cannot be cut into names ({error}); check quoting and --format"
+            ) from error
+        start, number = start + len(head), number + 1
         given = "its header"
     for name in spec.columns:
         if columns.count(name) != 1:
@@ -62,10 +69,19 @@ def read_header(path: str, spec: FeatureSpec, text: TextFormat) -> tuple[tuple[s
             raise SourceError(
                 f"{path}: {how_many} column {name!r} among {given}: {shown or 'none'}; check the feature file and the delimiter"
             )
-    return tuple(columns), start
+    return tuple(columns), start, number
 
 
-def infer_order_type(path: str, start: int, spec: FeatureSpec, text: TextFormat) -> Literal["text", "integer", "number"] | None:
+def first_row(path: str, text: TextFormat) -> list[str]:
+    """The first row of a file, blank lines aside; empty where it has none. text: with the delimiter filled in."""
+    with open_stream(path) as stream:
+        head = stream.read(_HEAD_BYTES).removeprefix(_BOM)
+    with suppress(csv.Error):  # reading the file says what is wrong with it, and where
+        return next(filter(None, _rows(head, text)), [])
+    return []
+
+
+def infer_order_type(path: str, start: int, spec: FeatureSpec, text: TextFormat) -> OrderType | None:
     """How the values of order_by in the first rows of a file compare: as the narrowest kind that all are; None where none is given.
 
     start: where the records begin, decompressed. text: with delimiter and columns filled in.
@@ -74,15 +90,12 @@ def infer_order_type(path: str, start: int, spec: FeatureSpec, text: TextFormat)
         return None
     with open_stream(path) as stream:
         head = stream.read(start + _HEAD_BYTES)[start:]
-    lines = head.decode(errors="replace").splitlines(keepends=True)
     if len(head) == _HEAD_BYTES:
-        lines.pop()  # cut short
-    delimiter = text.delimiter or ","
-    rows = csv.reader(lines, delimiter=delimiter) if text.quoting else (line.rstrip("\r\n").split(delimiter) for line in lines)
+        head = head[: head.rfind(b"\n") + 1]  # the last one is cut short
     place = text.columns.index(spec.order_by)
     values = set()
-    with suppress(csv.Error):  # reading the file says what is wrong with it, and where
-        for row in islice(rows, _HEAD_ROWS):
+    with suppress(csv.Error):  # as above
+        for row in islice(_rows(head, text), _HEAD_ROWS):
             if len(row) == len(text.columns) and row[place] not in ("", *text.missing):
                 values.add(row[place].strip())
     if not values:
@@ -90,3 +103,29 @@ def infer_order_type(path: str, start: int, spec: FeatureSpec, text: TextFormat)
     if all(parses(value, pa.int64()) for value in values):
         return "integer"
     return "number" if all(parses(value, pa.float64()) for value in values) else "text"
+
+
+def check_one_kind(column: str, kinds: Iterable[tuple[str, str, str]]) -> None:
+    """Raise SourceError where the column that records are ordered by is of one kind in a file and of another one in another: their values compare,
+    but not as what they stand for. kinds: of each file path, kind, and how the error tells it.
+    """
+    of_first: tuple[str, str, str] | None = None
+    for path, kind, told in kinds:
+        if of_first is None:
+            of_first = path, kind, told
+        elif kind != of_first[1]:
+            raise SourceError(
+                f"order_by: column {column} must be of one kind, numbers, times or text, in all files; got {of_first[2]} in {of_first[0]} and "
+                f"{told} in {path}; write one of them anew"
+            )
+
+
+def _rows(head: bytes, text: TextFormat) -> Iterator[list[str]]:
+    """The rows of the beginning of a file, cut where the reader of all of it cuts them: at line breaks, and nowhere else. Raises csv.Error."""
+    lines = io.StringIO(head.decode(errors="replace"), newline="\n")
+    delimiter = text.delimiter or ","
+    if text.quoting and b'"' in head:
+        csv.field_size_limit(max(csv.field_size_limit(), _HEAD_BYTES))
+        return csv.reader(lines, delimiter=delimiter)
+    plain = (line.rstrip("\r\n") for line in lines)
+    return (line.split(delimiter) if line else [] for line in plain)

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from foreload.pipelines.errors import SourceError
-from foreload.pipelines.samples.convert import convert
+from foreload.pipelines.samples.convert import convert, order_kind
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.records import Records
 from foreload.pipelines.sources.files import (
@@ -21,13 +21,13 @@ from foreload.pipelines.sources.files import (
     reading,
     reason_of,
 )
-from foreload.pipelines.sources.heads import shown_names
+from foreload.pipelines.sources.heads import check_one_kind, shown_names
 from foreload.pipelines.sources.splits import PIECE_ROWS, Split
 
 
 def plan_parquet(files: list[File], spec: FeatureSpec) -> list[Split]:
-    """The splits of Parquet files; reads their footers only. SourceError where one is damaged or lacks a column."""
-    splits = []
+    """The splits of Parquet files; reads their footers only. SourceError where one is damaged or lacks a column, or order_by is of several kinds."""
+    splits, ordered = [], list[tuple[str, pa.DataType]]()
     for place, file in enumerate(files):
         with _opened(file.path) as parquet:
             names = parquet.schema_arrow.names
@@ -37,8 +37,12 @@ def plan_parquet(files: list[File], spec: FeatureSpec) -> list[Split]:
                     raise SourceError(
                         f"{file.path}: {how_many} column {name!r} among {shown_names(names)}; check the feature file"
                     )
+            if spec.order_by is not None:
+                ordered.append((file.path, parquet.schema_arrow.field(spec.order_by).type))
             groups = [g for g in range(parquet.num_row_groups) if parquet.metadata.row_group(g).num_rows]
         splits += [Split("parquet", file.path, place, number, group, group + 1) for number, group in enumerate(groups)]
+    kinds = [(path, kind, str(type_)) for path, type_ in ordered if (kind := order_kind(type_, spec.order_type)) is not None]
+    check_one_kind(spec.order_by or "", kinds)
     return splits
 
 

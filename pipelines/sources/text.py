@@ -29,7 +29,7 @@ from foreload.pipelines.sources.files import (
     open_stream,
     reading,
 )
-from foreload.pipelines.sources.heads import delimiter_of, infer_order_type, read_header
+from foreload.pipelines.sources.heads import OrderType, check_one_kind, delimiter_of, infer_order_type, read_header
 from foreload.pipelines.sources.quoting import Bounds
 from foreload.pipelines.sources.splits import PIECE_ROWS, Split
 
@@ -39,30 +39,38 @@ SPLIT_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
 _PEEK_BYTES = 1 << 13
 _SHOWN_CHARACTERS = 80
+_TOLD: dict[OrderType, str] = {"text": "text", "integer": "whole numbers", "number": "numbers"}
 
 
 def plan_text(files: list[File], spec: FeatureSpec, split_bytes: int = SPLIT_BYTES) -> list[Split]:
     """The splits of text files, cut as spec.text says; reads the beginnings of files only.
 
-    Without an order_type of the spec's, that of all files is inferred from the first rows that have a value of order_by. Raises
-    SourceError where a column is missing.
+    Without an order_type of the spec's, that of all files is inferred from the first rows of each. Raises SourceError where a column is missing, or
+    files differ in what order_by holds.
     """
     splits = []
-    order_type = spec.order_type
+    inferred: list[tuple[str, OrderType]] = []
     for place, file in enumerate(files):
         text = replace(spec.text, delimiter=spec.text.delimiter or delimiter_of(file.path))
-        columns, start = read_header(file.path, spec, text)
-        first_line = 1 if text.columns else 2
+        columns, start, first_line = read_header(file.path, spec, text)
         text = replace(text, columns=columns)
-        if order_type is None:
-            order_type = infer_order_type(file.path, start, spec, text)
+        if spec.order_type is None and (told := infer_order_type(file.path, start, spec, text)) is not None:
+            inferred.append((file.path, told))
         if compression(file.path) or text.newlines_in_values:
             splits.append(Split("stream", file.path, place, 0, start, start, text, first_line))
             continue
         for number, at in enumerate(range(start, file.size_bytes, split_bytes)):
             end = min(at + split_bytes, file.size_bytes)
             splits.append(Split("text", file.path, place, number, at, end, text))
+    order_type = spec.order_type or _widest(spec.order_by or "", inferred)
     return [replace(split, order_type=order_type) for split in splits]
+
+
+def _widest(column: str, inferred: list[tuple[str, OrderType]]) -> OrderType | None:
+    """How all files' values of order_by compare; None where they have none. Raises SourceError where some hold numbers and others do not."""
+    check_one_kind(column, [(path, "text" if told == "text" else "number", _TOLD[told]) for path, told in inferred])
+    types = {told for _, told in inferred}
+    return "number" if "number" in types else next(iter(types), None)
 
 
 def read_text(split: Split, spec: FeatureSpec, block_bytes: int = SPLIT_BYTES) -> Iterator[Records]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import date, datetime
 from decimal import Decimal
 from fractions import Fraction
+from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
@@ -211,6 +212,40 @@ def test_large_numbers_to_order_by_lose_nothing(tmp_path: Path, order_type: Lite
         keys = read(write(tmp_path / "log.parquet", PLAIN | {"t": times}), spec)[1]
         assert len(set(keys)) == ROWS
         assert [int(key) for key in keys if key is not None] == numbers
+
+
+SECONDS = [1_700_000_000, 1_700_086_400]
+MOMENTS = {
+    "seconds": pa.array(SECONDS, pa.int64()),
+    "fractions": pa.array(SECONDS, pa.float64()),
+    "decimals": decimals(SECONDS, pa.decimal128(20, 0)),
+    "milliseconds": pa.array([s * 1000 for s in SECONDS], pa.timestamp("ms", tz="Asia/Tokyo")),
+    "nanoseconds": pa.array([s * 10**9 for s in SECONDS], pa.timestamp("ns")),
+    "days": pa.array([s // 86400 for s in SECONDS], pa.date32()),
+    "text": pa.array(["2023-11-14T22:13:20", "2023-11-15T22:13:20"]),
+    "dictionary": pa.array(["2023-11-14T22:13:20", "2023-11-15T22:13:20"]).dictionary_encode(),
+    "bytes": pa.array([b"2023-11-14T22:13:20", b"2023-11-15T22:13:20"], pa.large_binary()),
+    "nothing": pa.nulls(2),
+}
+KINDS = ({"seconds", "fractions", "decimals"}, {"milliseconds", "nanoseconds", "days"}, {"text", "dictionary", "bytes"})
+
+
+@pytest.mark.parametrize(("first", "second"), list(combinations(MOMENTS, 2)))
+def test_what_orders_is_of_one_kind_in_all_files(tmp_path: Path, first: str, second: str) -> None:
+    few = {name: column.slice(0, 2) for name, column in PLAIN.items()}
+    for name, kind in (("a", first), ("b", "nothing"), ("c", second)):
+        write(tmp_path / f"{name}.parquet", few | {"t": MOMENTS[kind]})
+    of = [next((k for k, names in enumerate(KINDS) if kind in names), None) for kind in (first, second)]
+    source = Source("parquet", (str(tmp_path / "*"),))
+    if None in of or of[0] == of[1]:
+        assert len(plan_splits(source, SPEC)) == 3
+        return
+    with pytest.raises(SourceError) as refused:
+        plan_splits(source, SPEC)
+    assert str(refused.value) == (
+        f"order_by: column t must be of one kind, numbers, times or text, in all files; got {MOMENTS[first].type} in {tmp_path}/a.parquet and "
+        f"{MOMENTS[second].type} in {tmp_path}/c.parquet; write one of them anew"
+    )
 
 
 @pytest.mark.parametrize("row_group_size", [7, 1000])

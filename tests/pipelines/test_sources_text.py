@@ -10,7 +10,7 @@ import lzma
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -40,6 +40,7 @@ from foreload.pipelines.sources import (
     splits,
 )
 from foreload.pipelines.sources.files import File, match_files
+from foreload.pipelines.sources.heads import OrderType, first_row
 from foreload.pipelines.sources.splits import Piece
 from foreload.pipelines.sources.text import _read_exactly, plan_text, read_text
 
@@ -344,36 +345,104 @@ def test_order_keys_have_the_type_asked_for(
     assert [(r.line, r.field, r.value) for r in records.rejects] == ([(6, "t", bad)] if bad else [])
 
 
+def ordered(order_type: OrderType | None = None, **text: Any) -> FeatureSpec:
+    """A label y, a feature a, ordered by t. text: of the TextFormat."""
+    features = (Feature("a", 0, "a", "hash"),)
+    return FeatureSpec((Label("y", "y"),), (), features, (Table("a", 5),), "t", order_type, text=TextFormat(**text))
+
+
+def planned_types(folder: Path, spec: FeatureSpec) -> tuple[list[OrderType | None], set[Key], list[str]]:
+    """Of the files of a folder: the order_type of each split, the keys of all records, and what is said of those rejected."""
+    planned = plan_splits(Source("csv", (str(folder / "*"),)), spec)
+    records = [r for s in planned for r in read_records(s, spec)]
+    rejects = [str(reject) for r in records for reject in r.rejects]
+    return [s.order_type for s in planned], {k for r in records for k in keys_of(r)}, rejects
+
+
 @pytest.mark.parametrize(
-    ("first", "order_type"),
+    ("first", "order_type", "keys"),
     [
-        (["2017-11-07 09:30:38"], "text"),
-        (["", "NULL", "17", "-4 "], "integer"),
-        (["1", "2.5", "1e3"], "number"),
-        (["1", "2", "0x10"], "text"),
-        (["NULL"], "number"),
-        (['"1\n2"', "3"], "text"),
+        (["2017-11-07 09:30:38"], "text", {"2017-11-07 09:30:38", None}),
+        (["", "NULL", "17", "-4 "], "integer", {None, 17, -4}),
+        (["1", "2.5", "1e3"], "number", {1.0, 2.5, 1000.0, None}),
+        (["1", "2", "0x10"], "text", {"1", "2", "0x10", None}),
+        (["NULL"], None, {None}),
+        (['"1\n2"', "3"], "text", {"1\n2", "3", None}),
     ],
 )
-def test_without_an_order_type_the_first_rows_that_have_values_tell_it(tmp_path: Path, first: list[str], order_type: str) -> None:
+def test_without_an_order_type_the_first_rows_that_have_values_tell_it(
+    tmp_path: Path, first: list[str], order_type: OrderType | None, keys: set[Key]
+) -> None:
     (tmp_path / "a.csv").write_text("y,t,a\n")
     (tmp_path / "b.csv.gz").write_bytes(gzip.compress(("y,t,a\n" + "".join(f"1,{t},a\n" for t in first)).encode()))
-    (tmp_path / "c.csv").write_text("t,y,a\n1.5,1,a\n")
-    text = TextFormat(missing=("NULL",), newlines_in_values=True)
-    spec = FeatureSpec((Label("y", "y"),), (), (Feature("a", 0, "a", "hash"),), (Table("a", 5),), "t", text=text)
-    planned = plan_splits(Source("csv", (str(tmp_path / "*"),)), spec)
-    assert [s.order_type for s in planned] == [order_type] * 3
-    records = [r for s in planned for r in read_records(s, spec)]
-    keys = {k for r in records for k in keys_of(r)}
-    rejects = [str(reject) for r in records for reject in r.rejects]
-    if order_type == "integer":
-        assert keys == {None, 17, -4}
-        assert len(rejects) == 1
-        assert "c.csv:2: t: order_by must be a whole number, as order_type or the first rows" in rejects[0]
-        assert rejects[0].endswith("not '1.5'")
-    else:
-        assert not rejects
-        assert (1.5 in keys) == (order_type == "number")
+    (tmp_path / "c.csv").write_text("t,y,a\n,1,a\n")
+    told = planned_types(tmp_path, ordered(missing=("NULL",), newlines_in_values=True))
+    assert told == ([order_type] * 3, keys, [])
+
+
+def test_of_files_with_whole_and_other_numbers_all_are_compared_as_numbers(tmp_path: Path) -> None:
+    for name, value in (("a", "17"), ("b", "1.5"), ("c", "")):
+        (tmp_path / f"{name}.csv").write_text(f"y,t,a\n1,{value},a\n")
+    assert planned_types(tmp_path, ordered()) == (["number"] * 3, {17.0, 1.5, None}, [])
+
+
+@pytest.mark.parametrize(("first", "second"), [("2017-11-07", "17"), ("1.5", "2017-11-07")])
+def test_files_with_numbers_and_with_text_in_the_column_that_orders_are_refused_unless_it_is_said(
+    tmp_path: Path, first: str, second: str
+) -> None:
+    for name, value in (("a", first), ("b", ""), ("c", second)):
+        (tmp_path / f"{name}.csv").write_text(f"y,t,a\n1,{value},a\n")
+    kinds = {"17": "whole numbers", "1.5": "numbers", "2017-11-07": "text"}
+    with pytest.raises(SourceError) as refused:
+        planned_types(tmp_path, ordered())
+    assert str(refused.value) == (
+        f"order_by: column t must be of one kind, numbers, times or text, in all files; got {kinds[first]} in {tmp_path}/a.csv and "
+        f"{kinds[second]} in {tmp_path}/c.csv; write one of them anew"
+    )
+    assert planned_types(tmp_path, ordered("text")) == (["text"] * 3, {first, second, None}, [])
+
+
+NO_BREAKS = ["\v", "\f", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]
+"""Characters at which Python cuts lines, and no reader of delimited files does."""
+
+
+@pytest.mark.parametrize("quoting", [True, False])
+@pytest.mark.parametrize("character", NO_BREAKS, ids=ascii)
+def test_rows_end_at_line_breaks_alone(tmp_path: Path, character: str, quoting: bool) -> None:
+    values = [f'"x{character}y"' if quoting else f"x{character}y", f"{character}z", f"z{character}"]
+    rows = "".join(f"1,{t},{values[t % 3]}\n" for t in range(8, 12))
+    (tmp_path / "log.csv").write_bytes(("y,t,a\n" + rows).encode())
+    assert planned_types(tmp_path, ordered(quoting=quoting)) == (["integer"], {8, 9, 10, 11}, [])
+
+
+def test_a_long_field_hides_no_number(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("y,t,a\n" + f"1,17,{'x' * 200_000}\n" + f'1,4,"{"x" * 200_000}"\n')
+    assert planned_types(tmp_path, ordered()) == (["integer"], {17, 4}, [])
+
+
+@pytest.mark.parametrize("before", ["\n", "\r\n", "\n\n\r\n", "\ufeff\n", "\ufeff"])
+def test_blank_lines_before_the_header_are_skipped(tmp_path: Path, before: str) -> None:
+    (tmp_path / "log.csv").write_bytes(f"{before}y,t,a\n1,7,a\n1,x,a\n\n1,8,b\n".encode())
+    types, keys, rejects = planned_types(tmp_path, ordered("integer"))
+    assert (types, keys) == (["integer"], {7, 8})
+    (reject,) = rejects
+    assert f"log.csv:{before.count(chr(10)) + 3}: t: " in reject
+
+
+@pytest.mark.parametrize(
+    ("begins", "fields"),
+    [
+        ('"a,b",c\n', ["a,b", "c"]),
+        ("\ufeffa,c\n", ["a", "c"]),
+        ("\n\r\na,\n", ["a", ""]),
+        ('"a\nb",c,d\n', ["a\nb", "c", "d"]),
+        ("a\u2028b,c", ["a\u2028b", "c"]),
+        ("", []),
+    ],
+)
+def test_the_first_row_is_cut_as_all_others_are(tmp_path: Path, begins: str, fields: list[str]) -> None:
+    (tmp_path / "log.csv").write_bytes(begins.encode())
+    assert first_row(str(tmp_path / "log.csv"), TextFormat(delimiter=",")) == fields
 
 
 def test_pieces_are_equal_parts_of_at_most_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,7 +525,8 @@ def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
         assert "h.csv.zst: is gzip, not zstd" in message("h.csv.zst", gzip.compress(text), spec)
     noise = np.random.default_rng(1).bytes(300_000).replace(b"\n", b"")
     assert "i.csv: no column 'y' among its header: " in message("i.csv", noise.replace(b'"', b""))
-    assert "i.csv:1: the header cannot be cut into names" in message("i.csv", b'"' + noise.replace(b'"', b"").replace(b",", b""))
+    assert "i.csv: no column 'y' among its header: " in message("i.csv", b'"' + noise.replace(b'"', b"").replace(b",", b""))
+    assert "i.csv:3: the header cannot be cut into names" in message("i.csv", b'\n\r\n"y",a\rb\n')
     # Names may begin like anything.
     for name in ("ORC", "PAR1", "BZh", "ARROW1"):
         (tmp_path / "j.csv").write_bytes(text.replace(b"unused", name.encode()).replace(b"y,", b"", 1))

@@ -23,8 +23,8 @@ from foreload.pipelines.samples.features import FeatureSpec, Label, TextFormat
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.sources import Source, plan_splits, read_records
-from foreload.pipelines.sources.files import match_files, open_stream
-from foreload.pipelines.sources.heads import delimiter_of
+from foreload.pipelines.sources.files import match_files
+from foreload.pipelines.sources.heads import delimiter_of, first_row
 from foreload.pipelines.sources.splits import Format
 from foreload.trainer.checkpoints.saved_checkpoint import open_model
 from foreload.trainer.commands.evaluate import last_pass
@@ -261,10 +261,8 @@ def _samples(model: SavedModel, records: Records) -> Iterator[Samples]:
 
 def _columns(sources: Sequence[str], text: TextFormat, spec: FeatureSpec) -> tuple[str, ...]:
     """The columns of files without a header line: those of text or, where they have so many fewer, all but labels, weights, groups in turn."""
-    files = match_files(sources)
-    with open_stream(files[0].path) as stream:
-        line = stream.readline().decode(errors="replace")
-    fields = line.count(text.delimiter or delimiter_of(files[0].path)) + 1
+    path = match_files(sources)[0].path
+    fields = len(first_row(path, replace(text, delimiter=text.delimiter or delimiter_of(path))))
     labels = {label.column for label in spec.labels}
     for left_out in (labels, labels | {spec.weight}, labels | {spec.weight, spec.group}):
         kept = tuple(name for name in text.columns if name not in left_out or name in spec.unlabelled().columns)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +20,12 @@ from command_line import done, refused
 
 import foreload
 from foreload.pipelines.errors import RecordError, SettingError, SourceError
+from foreload.trainer.commands import predict
 from foreload.trainer.commands.evaluate import evaluated
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.saved_run import open_saved
+from foreload.trainer.serving import standalone
 
 ROWS, HELD_OUT = 2400, 400
 USERS = 500
@@ -171,6 +176,133 @@ def test_files_without_a_header_line_may_lack_the_label(tmp_path: Path) -> None:
     schedule = foreload.prepare(tmp_path / "train.tsv", format="criteo", out=tmp_path / "criteo", batch_size=64)
     run = foreload.train(schedule, run=tmp_path / "run", store="local:1", dim=4)
     assert run.predict(tmp_path / "test.txt").tobytes() == run.predict(tmp_path / "train.tsv").tobytes()
+
+
+WRITTEN: dict[str, Callable[[str], bytes]] = {
+    "as it is": str.encode,
+    "with a byte order mark": lambda text: text.encode("utf-8-sig"),
+    "with blank lines": lambda text: ("\n\r\n" + text.replace("\n", "\n\n", 20)).encode(),
+    "with a mark and a blank line": lambda text: ("\ufeff\r\n" + text).encode(),
+    "with carriage returns": lambda text: text.replace("\n", "\r\n").encode(),
+    "quoted": lambda text: "".join(
+        ",".join(f'"{field}"' for field in line.split(",")) + "\n" for line in text.split("\n")[:-1]
+    ).encode(),
+    "with a long field": lambda text: text.replace("B07X", "x" * 200_000, 1).encode(),
+    "with characters at which Python cuts lines": lambda text: text.replace("B07X", "x\u2028y\x1dz\x0c", 5).encode(),
+    "gz": lambda text: gzip.compress(text.encode("utf-8-sig")),
+    "zst": lambda text: pa.compress(text.encode("utf-8-sig"), "zstd", asbytes=True),
+}
+"""Ways to write the same records, or others that are read alike."""
+
+
+@pytest.fixture(scope="module")
+def served(run: foreload.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run's model, exported for torch."""
+    to = tmp_path_factory.mktemp("torch") / "served"
+    run.export_torch(to)
+    return to
+
+
+def predicted_here(run: foreload.Run, path: Path) -> np.ndarray:
+    """The logits of a file's records, computed in this process."""
+    with predict.run(os.fspath(run), None, predict.Records((str(path),)), logits=True) as predictions:
+        return np.concatenate(list(predictions.batches))
+
+
+def read_alone(path: Path, served: Path) -> list[dict[str, str]]:
+    return list(standalone.read_csv(str(path), json.loads((served / standalone.ABOUT).read_text())))
+
+
+@pytest.mark.parametrize("how", WRITTEN)
+def test_however_a_file_is_written_predict_and_the_exported_model_read_it_alike(
+    run: foreload.Run, served: Path, folder: Path, tmp_path: Path, how: str
+) -> None:
+    path = tmp_path / ("new.csv" + (f".{how}" if how in ("gz", "zst") else ""))
+    path.write_bytes(WRITTEN[how]((folder / "new.csv").read_text()))
+    logits = predicted_here(run, path)
+    # The same bits: the model is given its records as the slices of `predict` are.
+    np.testing.assert_array_equal(standalone.load(served).predict(read_alone(path, served), batch_size=48, logits=True), logits)
+    if how not in ("with a long field", "with characters at which Python cuts lines"):
+        np.testing.assert_array_equal(logits, predicted_here(run, folder / "new.csv"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("new.csv", gzip.compress(b"price\n1\n"), "must be text in UTF-8, or named .gz or .zst if it is compressed so"),
+        ("new.csv", "price\né\n".encode("latin-1"), "must be text in UTF-8"),
+        ("new.csv.gz", gzip.compress(b"price\n1\n" * 999)[:-9], "must be whole, and compressed as its name says"),
+    ],
+    ids=["compressed", "latin-1", "cut short"],
+)
+def test_a_file_that_the_exported_model_cannot_read_is_named(
+    served: Path, tmp_path: Path, name: str, content: bytes, why: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name}: {why}"):
+        read_alone(tmp_path / name, served)
+
+
+def test_a_mark_before_records_without_a_header_is_no_part_of_the_first_value(tmp_path: Path) -> None:
+    (tmp_path / "f.toml").write_text(
+        "label = 'y'\n[text]\ncolumns = ['y', 'city', 'ad']\n[[feature]]\nname = 'city'\nencoding = 'vocabulary'\n"
+        "[[feature]]\nname = 'ad'\nrows = 40\n"
+    )
+    rows = [f"{k % 2},city{k % 2},ad{k % 30}" for k in range(120)]
+    (tmp_path / "log.csv").write_text("\n".join(rows) + "\n", encoding="utf-8-sig")
+    schedule = foreload.prepare(
+        tmp_path / "log.csv", features=tmp_path / "f.toml", out=tmp_path / "out", batch_size=32, lanes=1, epochs=3
+    )
+    run = foreload.train(schedule, run=tmp_path / "run", store="local:1", dim=4, lr=0.3)
+    (tmp_path / "new.csv").write_text("city1,ad1\ncity1,ad1\ncity0,ad1\n", encoding="utf-8-sig")
+    first, second, third = run.predict(tmp_path / "new.csv")
+    assert first == second != third
+    run.export_torch(tmp_path / "served")
+    read = read_alone(tmp_path / "new.csv", tmp_path / "served")
+    assert read == [{"city": "city1", "ad": "ad1"}] * 2 + [{"city": "city0", "ad": "ad1"}]
+
+
+BREAKS = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, spec):
+        super().__init__()
+        self.out = nn.Linear(spec.dense_width + spec.width, 1)
+
+    def forward(self, dense, embeddings):
+        logits = self.out(torch.cat([dense, *embeddings.values()], 1)).squeeze(1)
+        return logits / (dense[:, 0] < 1000)
+"""
+
+
+def test_an_output_that_is_no_finite_number_is_an_error_that_names_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    (tmp_path / "f.toml").write_text(
+        "label = 'y'\n[[dense]]\nname = 'price'\ntransform = 'none'\n[[feature]]\nname = 'ad'\nrows = 40\n"
+    )
+    (tmp_path / "log.csv").write_text("y,price,ad\n" + "".join(f"{k % 2},{k % 7},ad{k % 30}\n" for k in range(120)))
+    schedule = foreload.prepare("log.csv", features="f.toml", out="out", batch_size=32, lanes=2)
+    run = foreload.train(schedule, run="run", store="local:1", dim=4, model="breaks.py:Net")
+    (tmp_path / "new.csv").write_text("price,ad\n" + "3,ad1\n" * 70 + "2000,ad1\n")
+    line = refused("predict", "run", "new.csv", "--out", "scores.csv")
+    assert re.match(r"predict: record 71: y: the model must give a finite number; got -?inf; look for numbers in it", line)
+    assert not (tmp_path / "scores.csv").exists()
+    run.export_torch("served")
+    status = subprocess.run(
+        [sys.executable, "served/model.py", "new.csv"],
+        env=os.environ | numerics.environment(),
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert status.returncode == 2
+    assert "records[70]: y: the model must give a finite number" in status.stderr
 
 
 def test_files_without_a_header_line_may_lack_labels_weights_and_groups(tmp_path: Path) -> None:

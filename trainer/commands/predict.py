@@ -100,9 +100,21 @@ def _outputs(model: SavedModel, records: Records) -> Iterator[np.ndarray]:
     count = 0
     with closing(Display(lambda: f"predict: {count:,} records", _LINE_SECONDS)) as display:
         for outputs in _predicted(model, _cut(samples, cuts, records)):
+            _check_finite(outputs, model.features.labels, count)
             count += len(outputs)
             display.tick()
             yield outputs
+
+
+def _check_finite(outputs: np.ndarray, labels: Sequence[Label], before: int) -> None:
+    """Raise RecordError where an output is no number that a score could be. before: well-formed records before these."""
+    wrong = np.argwhere(~np.isfinite(outputs.reshape(len(outputs), -1)))
+    if len(wrong):
+        row, label = wrong[0].tolist()
+        raise RecordError(
+            f"predict: record {before + row + 1:,}: {labels[label].name}: the model must give a finite number; got "
+            f"{outputs.reshape(len(outputs), -1)[row, label]}; look for numbers in it that are far beyond those of training"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,14 @@ names files of Parquet, and redis if tables stay on a server.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import gzip
 import inspect
+import io
 import json
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, islice
@@ -187,19 +191,24 @@ class Model(nn.Module):
         return dense, {name: (torch.from_numpy(ids), torch.from_numpy(offsets)) for name, (ids, offsets) in lookups.items()}
 
     @torch.no_grad()
-    def predict(self, records: Any, batch_size: int = 1024, logits: bool = False) -> Any:
+    def predict(self, records: Any, batch_size: int = 1024, logits: bool = False, first: int = 0) -> Any:
         """The probability that each record's label is 1, float32 [n], in order; of a label that is a number, the number. Of several: a dict by label.
 
         records: raw values, as a list of dicts, a dict of columns, a table of Arrow or a data frame; None or an empty text is a missing value.
-        logits: give these. Raises ValueError where a value is malformed.
+        logits: give these. first: the number of the first record, in errors. Raises ValueError where a value is malformed, or an output not finite.
         """
         columns = columns_of(records, self.encoder.columns)
         count = len(next(iter(columns.values())))
         parts = [np.empty((0, len(self.labels)), np.float32)]
-        for first in range(0, count, batch_size):
-            piece = {name: values[first : first + batch_size] for name, values in columns.items()}
-            parts.append(self(*self._encoded(piece, first)).numpy().reshape(-1, len(self.labels)))
+        for place in range(0, count, batch_size):
+            piece = {name: values[place : place + batch_size] for name, values in columns.items()}
+            parts.append(self(*self._encoded(piece, first + place)).numpy().reshape(-1, len(self.labels)))
         whole = np.concatenate(parts)
+        for row, place in np.argwhere(~np.isfinite(whole))[:1].tolist():
+            raise ValueError(
+                f"records[{first + row}]: {self.labels[place]}: the model must give a finite number; got {whole[row, place]}; look for numbers in "
+                "the record that are far beyond those of training"
+            )
         by_label = {}
         for place, label in enumerate(self.about["labels"]):
             by_label[label["name"]] = whole[:, place] if logits or label["kind"] == "number" else probabilities(whole[:, place])
@@ -332,11 +341,14 @@ def _spec(about: Mapping[str, Any]) -> SimpleNamespace:
 
 
 def read_csv(path: str, about: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """The records of a text file, read as features.json says. Raises ValueError where a line has too few columns or too many."""
+    """The records of a text file, read as features.json says; .gz and .zst files are decompressed, a byte order mark is skipped. Raises ValueError
+    where it is no such file, or a line has too few columns or too many.
+    """
     text = about["text"]
-    tabs = text["delimiter"] is None and path.endswith((".tsv", ".tab"))
-    with open(path, encoding="utf-8", newline="") as file:
+    tabs = text["delimiter"] is None and path.removesuffix(".gz").removesuffix(".zst").endswith((".tsv", ".tab"))
+    with _opened(path) as file:
         delimiter = "\t" if tabs else text["delimiter"] or ","
+        csv.field_size_limit(sys.maxsize)
         reader = csv.reader(file, delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if text["quoting"] else csv.QUOTE_NONE)
         lines = (line for line in reader if line)
         first, headers = next(lines, []), about["headers"]
@@ -345,6 +357,25 @@ def read_csv(path: str, about: Mapping[str, Any]) -> Iterator[dict[str, str]]:
             if len(line) != len(names):
                 raise ValueError(f"{path}: records[{number}] must have {len(names)} columns; got {len(line)}")
             yield dict(zip(names, line, strict=True))
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[io.TextIOWrapper]:
+    """A text file, decompressed as its name says; lines end at line breaks alone. Raises ValueError, also while it is read, where it is none."""
+    try:
+        opened: Callable[..., Any] = gzip.open if path.endswith(".gz") else open
+        if path.endswith(".zst"):
+            import pyarrow as pa
+
+            def opened(path: str, mode: str) -> Any:
+                return pa.input_stream(path, compression="zstd")
+
+        with opened(path, "rb") as binary:
+            yield io.TextIOWrapper(binary, encoding="utf-8-sig", newline="\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: must be text in UTF-8, or named .gz or .zst if it is compressed so; {error}") from error
+    except (EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: must be whole, and compressed as its name says; {error}") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -359,8 +390,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         records, out = read_csv(parsed.file, model.about), csv.writer(sys.stdout, lineterminator="\n")
         several = len(model.labels) > 1
         out.writerow(model.labels if several else ["logit" if parsed.logits else "score"])
+        done = 0
         while chunk := list(islice(records, _CHUNK)):
-            predicted = model.predict(chunk, logits=parsed.logits)
+            predicted = model.predict(chunk, logits=parsed.logits, first=done)
+            done += len(chunk)
             out.writerows(
                 zip(*(predicted[name] for name in model.labels), strict=True) if several else ([value] for value in predicted)
             )

@@ -386,6 +386,48 @@ def test_forwards_that_need_more_than_rows_are_refused(use: Callable[[Net, Any],
     assert message in str(refusal.value)
 
 
+class Sequence(nn.Module):
+    """A module that attends to a history of items, as if each sample had several, or where `pooled` uses it as it is given here."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.item, self.how = nn.Embedding(20, 8), how
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.out = nn.Linear(16, 1)
+
+    def forward(self, item: Tensor, history: Tensor) -> Tensor:
+        query, rows = self.item(item), self.item(history)
+        if self.how == "scores":
+            scores = torch.softmax((rows * query.unsqueeze(1)).sum(2), 1)
+            rows = (scores.unsqueeze(2) * rows).sum(1)
+        elif self.how == "products":
+            rows = torch.softmax(query @ rows.T, 1) @ rows
+        elif self.how == "layer":
+            rows = self.attention(query.unsqueeze(1), rows.unsqueeze(1), rows.unsqueeze(1))[0].squeeze(1)
+        elif self.how == "mask":
+            rows = rows.masked_fill(torch.ones(len(rows), 1, dtype=torch.bool), 0.0)
+        pooled: Tensor = self.out(torch.cat([query, rows], 1)).squeeze(1)
+        return pooled
+
+
+@pytest.mark.parametrize(("how", "shape"), [("scores", "[b, b, 8]"), ("products", "[b, b]"), ("layer", "[2, b, b]")])
+def test_a_sequence_that_is_not_pooled_is_refused_unless_samples_are_to_be_mixed(
+    how: str, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ModelError) as refused:
+        foreload.wrap(Sequence(how))
+    line = str(refused.value)
+    assert line.startswith(f"wrap: Sequence: forward pairs every sample with every other, in a tensor {shape} (")
+    assert "sequences that are not pooled are not supported yet; use them pooled, or leave them out" in line
+    monkeypatch.setattr(Sequence, "mixes_samples", True, raising=False)
+    assert len(foreload.wrap(Sequence(how)).features) == 2
+
+
+@pytest.mark.parametrize("how", ["pooled", "mask"])
+def test_a_sequence_that_is_used_as_it_is_given_is_taken(how: str) -> None:
+    assert len(foreload.wrap(Sequence(how)).features) == 2
+
+
 def test_what_wrap_is_told_must_fit_the_module() -> None:
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: foreload.wrap(Net(), dense={"x": ["a"]}), "forward of Net has no argument x; it has ids"),

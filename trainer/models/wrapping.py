@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 from collections import Counter
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreload.pipelines.base.arguments import checked
 from foreload.trainer.errors import ModelError
@@ -21,8 +23,27 @@ from foreload.trainer.models.layers import FeatureLayer
 from foreload.trainer.models.lookups import Collection, Lookup, WrappedRows, feature_name, keys_of, replace_layers
 from foreload.trainer.models.tables import TorchTable, collection_tables, is_collection, torch_table
 
-_SAMPLES = 3
-"""Made-up samples that forward is looked at with."""
+_SAMPLES = (97, 101, 103, 107, 109, 113)
+"""How many made-up samples forward is looked at with: the first number that is no size of a parameter, so that it tells the samples' dimension."""
+
+
+class _Paired(Exception):
+    """A tensor has two dimensions of samples. The argument is its shape, in words."""
+
+
+class _RefusesPairs(TorchDispatchMode):
+    """Raises _Paired where an operation pairs samples with samples. samples: how many there are."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self._samples = samples
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and list(made.shape).count(self._samples) > 1:
+            sizes = ", ".join("b" if size == self._samples else str(size) for size in made.shape)
+            raise _Paired(f"[{sizes}]")
+        return made
 
 
 class Wrapped(nn.Module):
@@ -170,14 +191,24 @@ def _refuse_twice(kind: str, named: Sequence[tuple[str, str]]) -> None:
 def _calls(wrapped: Wrapped, arguments: Arguments, rows: WrappedRows) -> list[tuple[Lookup | Collection, Path]]:
     """Which layers forward gives which ids, from a forward with made-up samples, in evaluation mode, that leaves everything as it was."""
     modes = [(part, part.training) for part in wrapped.modules()]
+    sizes = {size for parameter in wrapped.parameters() for size in parameter.shape}
+    samples = next((count for count in _SAMPLES if count not in sizes), _SAMPLES[-1])
+    mixes = getattr(wrapped.module, "mixes_samples", False) or samples in sizes
     rows.calls = []
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             wrapped.eval()
-            wrapped(torch.randn(_SAMPLES, len(arguments.dense_names)), {})
+            with contextlib.nullcontext() if mixes else _RefusesPairs(samples):
+                wrapped(torch.randn(samples, len(arguments.dense_names)), {})
         return list(dict.fromkeys(rows.calls))
     except ModelError:
         raise
+    except _Paired as error:
+        raise ModelError(
+            f"wrap: {type(wrapped.module).__name__}: forward pairs every sample with every other, in a tensor {error}{raised_at(error)}: an "
+            "embedding gives the rows of its feature pooled, [b, dimension], for sequences that are not pooled are not supported yet; use them "
+            "pooled, or leave them out; a module that is to mix samples says so, by mixes_samples = True in its class"
+        ) from error
     except Exception as error:  # a user's module may raise anything
         raise ModelError(
             f"wrap: {type(wrapped.module).__name__}: forward failed: {type(error).__name__}: {error}{raised_at(error)}"

@@ -1,16 +1,20 @@
-"""Reading the files of a model that is served without foreload: tensors, and a program of torch.export. Nothing is unpickled.
+"""Reading the files of a model that is served without foreload: tensors, a program of torch.export, and texts of records. Nothing is unpickled.
 
 `foreload export --format torch` joins this file with raw_values.py and standalone.py into model.py.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import io
 import json
 import re
 import zipfile
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,3 +72,22 @@ def _names_others(name: str, data: bytes, members: Mapping[str, bytes]) -> bool:
     beside = name.rpartition("/")[0]
     entries = json.loads(data)["config"].values()
     return any(entry["use_pickle"] is not False or f"{beside}/{entry['path_name']}" not in members for entry in entries)
+
+
+@contextlib.contextmanager
+def opened_text(path: str) -> Iterator[io.TextIOWrapper]:
+    """A text file, decompressed as its name says; lines end at line breaks alone. Raises ValueError, also while it is read, where it is none."""
+    try:
+        opened: Callable[..., Any] = gzip.open if path.endswith(".gz") else open
+        if path.endswith(".zst"):
+            import pyarrow as pa
+
+            def opened(path: str, mode: str) -> Any:
+                return pa.input_stream(path, compression="zstd")
+
+        with opened(path, "rb") as binary:
+            yield io.TextIOWrapper(binary, encoding="utf-8-sig", newline="\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: must be text in UTF-8, or named .gz or .zst if it is compressed so; {error}") from error
+    except (EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: must be whole, and compressed as its name says; {error}") from error

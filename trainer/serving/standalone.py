@@ -7,14 +7,10 @@ names files of Parquet, and redis if tables stay on a server.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
-import gzip
 import inspect
-import io
 import json
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, islice
@@ -26,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from foreload.trainer.serving.plain_files import read_program, read_safetensors
+from foreload.trainer.serving.plain_files import opened_text, read_program, read_safetensors
 from foreload.trainer.serving.raw_values import Encoder, columns_of, initial_rows
 
 FORMAT, ABOUT = 1, "features.json"
@@ -346,7 +342,7 @@ def read_csv(path: str, about: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """
     text = about["text"]
     tabs = text["delimiter"] is None and path.removesuffix(".gz").removesuffix(".zst").endswith((".tsv", ".tab"))
-    with _opened(path) as file:
+    with opened_text(path) as file:
         delimiter = "\t" if tabs else text["delimiter"] or ","
         csv.field_size_limit(sys.maxsize)
         reader = csv.reader(file, delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if text["quoting"] else csv.QUOTE_NONE)
@@ -357,25 +353,6 @@ def read_csv(path: str, about: Mapping[str, Any]) -> Iterator[dict[str, str]]:
             if len(line) != len(names):
                 raise ValueError(f"{path}: records[{number}] must have {len(names)} columns; got {len(line)}")
             yield dict(zip(names, line, strict=True))
-
-
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[io.TextIOWrapper]:
-    """A text file, decompressed as its name says; lines end at line breaks alone. Raises ValueError, also while it is read, where it is none."""
-    try:
-        opened: Callable[..., Any] = gzip.open if path.endswith(".gz") else open
-        if path.endswith(".zst"):
-            import pyarrow as pa
-
-            def opened(path: str, mode: str) -> Any:
-                return pa.input_stream(path, compression="zstd")
-
-        with opened(path, "rb") as binary:
-            yield io.TextIOWrapper(binary, encoding="utf-8-sig", newline="\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: must be text in UTF-8, or named .gz or .zst if it is compressed so; {error}") from error
-    except (EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: must be whole, and compressed as its name says; {error}") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

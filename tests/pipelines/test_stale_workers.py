@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +178,7 @@ def test_a_call_that_was_killed_leaves_nothing_that_another_one_reads(tmp_path: 
     CALLS.clear()
     prepare.run(command(here, "shuffled", tmp_path / "other"), wrap=Noted)
     for stage, _ in CALLS:  # as if they were those of the call that was killed
-        stage.plan = type(stage.plan)(
-            **{name: getattr(stage.plan, name) for name in stage.plan.__slots__} | {"out": out, "token": left.name}
-        )
+        stage.plan = replace(stage.plan, out=out, token=left.name)
     stale_calls(checked=False)
     assert left.exists()
     prepare.run(command(there, "shuffled", out), wrap=lambda stage: AmongStale(stage, checked))

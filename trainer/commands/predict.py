@@ -108,12 +108,13 @@ def _outputs(model: SavedModel, records: Records) -> Iterator[np.ndarray]:
 
 def _check_finite(outputs: np.ndarray, labels: Sequence[Label], before: int) -> None:
     """Raise RecordError where an output is no number that a score could be. before: well-formed records before these."""
-    wrong = np.argwhere(~np.isfinite(outputs.reshape(len(outputs), -1)))
+    by_label = outputs.reshape(len(outputs), -1)
+    wrong = np.argwhere(~np.isfinite(by_label))
     if len(wrong):
         row, label = wrong[0].tolist()
         raise RecordError(
             f"predict: record {before + row + 1:,}: {labels[label].name}: the model must give a finite number; got "
-            f"{outputs.reshape(len(outputs), -1)[row, label]}; look for numbers in it that are far beyond those of training"
+            f"{by_label[row, label]}; look for numbers in it that are far beyond those of training"
         )
 
 

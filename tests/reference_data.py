@@ -12,6 +12,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ class Log:
     """What a log's columns mean.
 
     order_type: text, integer, number, or None for what the first values are; columns: their names where the files have no header;
-    missing: texts that mean a missing value; weight, group: columns, or None.
+    missing: texts that mean a missing value; weight, group: columns, or None; rule: of encoding, 1 or 2.
     """
 
     labels: tuple[Label, ...]
@@ -119,6 +120,25 @@ class Log:
     missing: tuple[str, ...] = ()
     weight: str | None = None
     group: str | None = None
+    rule: int = 1
+
+    def text(self, written: str) -> str:
+        """What a single value is encoded as, '' where it is missing."""
+        if self.rule == 1:
+            return "" if written in self.missing else written
+        text = whole_text(written)
+        return "" if written in self.missing or text in {whole_text(missing) for missing in self.missing} else text
+
+
+def whole_text(written: str) -> str:
+    """By rule 2: a whole number written with a point and zeros behind it, without these; -0.0 is 0."""
+    before, point, behind = written.partition(".")
+    digits = before.removeprefix("-")
+    if not point or not behind or set(behind) != {"0"} or not digits or set(digits) - set("0123456789"):
+        return written
+    if digits.startswith("0"):
+        return "0" if digits == "0" else written
+    return before
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +227,7 @@ def read_features(path: Path, delimiter: str = ",") -> Log:
         tuple(text.get("missing", ())),
         document.get("weight"),
         document.get("group"),
+        2,
     )
 
 
@@ -267,17 +288,18 @@ def dense_column(values: Sequence[str], transform: str, training: Sequence[str])
         mean, deviation = 0.0, 1.0
         if known:
             mean = math.fsum(known) / len(known)
-            variance = math.fsum(v * v for v in known) / len(known) - mean * mean
+            exact = [Fraction(v) for v in known]
+            variance = float((len(exact) * sum(v * v for v in exact) - sum(exact) ** 2) / len(exact) ** 2)
             deviation = math.sqrt(variance) if variance > 0 else 1.0
         x = (x - mean) / deviation
     present = np.array([bool(v) for v in values], bool)
     return np.where(present, x, 0.0).astype(np.float32)
 
 
-def values_of(feature: Feature, text: str, missing: Sequence[str] = ()) -> list[str]:
-    """The values in one field: one, or for a multi-valued feature those between separators. A missing value is ''."""
-    values = [text] if feature.pooling == "single" else text.split(feature.separator)
-    return ["" if value in missing else value for value in values]
+def values_of(feature: Feature, field: str, log: Log) -> list[str]:
+    """The texts of the values in one field: one, or for a multi-valued feature those between separators. A missing value is ''."""
+    values = [field] if feature.pooling == "single" else field.split(feature.separator)
+    return [log.text(value) for value in values]
 
 
 def vocabularies(log: Log, columns: dict[str, list[str]], training: Sequence[int]) -> dict[int, dict[str, int]]:
@@ -285,7 +307,7 @@ def vocabularies(log: Log, columns: dict[str, list[str]], training: Sequence[int
     result: dict[int, dict[str, int]] = {}
     for table in sorted({f.table for f in log.features if f.encoding == "vocabulary"}):
         features = [f for f in log.features if f.table == table]
-        counts = Counter(v for f in features for i in training for v in values_of(f, columns[f.column][i], log.missing) if v)
+        counts = Counter(v for f in features for i in training for v in values_of(f, columns[f.column][i], log) if v)
         least = features[0].min_count
         kept = sorted((v for v, n in counts.items() if n >= least), key=lambda v: (-counts[v], v.encode()))
         result[table] = {value: place + 2 for place, value in enumerate(kept)}
@@ -350,12 +372,12 @@ def load(
             labels[:, at] = values if label.at_least is None else np.where(values >= label.at_least, 1.0, 0.0)
             assert label.kind == "number" or np.isin(labels[:, at], (0, 1)).all(), "a click must be 0 or 1"
         weights = np.array([float(source[log.weight][i]) if log.weight else 1.0 for i in places], np.float32)
-        texts = [source[log.group][i] if log.group else "" for i in places]
+        texts = [log.text(source[log.group][i]) if log.group else "" for i in places]
         groups = np.array([hash64(text.encode()) if text else 0 for text in texts], np.uint64).view(np.int64)
         dense = np.zeros((len(places), len(log.dense)), np.float32)
         for at, column in enumerate(log.dense):
-            of_training = [columns[column.column][i] for i in training]
-            dense[:, at] = dense_column([source[column.column][i] for i in places], column.transform, of_training)
+            of_training = [log.text(columns[column.column][i]) for i in training]
+            dense[:, at] = dense_column([log.text(source[column.column][i]) for i in places], column.transform, of_training)
         bags: list[list[np.ndarray]] = [[] for _ in places]
         for feature in log.features:
             known: dict[str, np.ndarray] = {}
@@ -363,8 +385,7 @@ def load(
                 text = source[feature.column][i]
                 if text not in known:
                     ids = [
-                        encode(feature, rows[feature.table], words.get(feature.table), v)
-                        for v in values_of(feature, text, log.missing)
+                        encode(feature, rows[feature.table], words.get(feature.table), v) for v in values_of(feature, text, log)
                     ]
                     known[text] = np.array(ids, np.int64)
                 bags[sample].append(known[text])

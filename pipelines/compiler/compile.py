@@ -26,7 +26,7 @@ from foreload.pipelines.compiler.windowed import WindowedCompiler
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.piece_order import Abandoned, OrderedSource
-from foreload.pipelines.schedule.format import FAILED, FORMAT_VERSION, Header, SampleAssignment
+from foreload.pipelines.schedule.format import FAILED, Header, SampleAssignment
 from foreload.pipelines.schedule.reader import Schedule
 
 _ACCESSES, _NEXT_USES, _ROWS = "accesses", "next-uses", "rows"  # folders
@@ -95,7 +95,7 @@ def _serial_pass(settings: CompileSettings, parent: Schedule | None, folder: Pat
 def _header(settings: CompileSettings, parent: Schedule | None) -> Header:
     """The header but for its slots and its numbers of samples, those of evaluation sets too."""
     return Header(
-        version=FORMAT_VERSION,
+        version=settings.features.rule,
         features=settings.features,
         batch_size=settings.batch_size,
         lanes=settings.lanes,

@@ -327,6 +327,7 @@ def _continued(parent: Schedule, spec: FeatureSpec, options: PrepareOptions) -> 
         _check_again(parent, options)
     theirs = parent.header.features
     sizes = {k: rows - 2 for k, rows in enumerate(theirs.table_rows) if k in theirs.vocabulary_tables}  # without ids 0 and 1
+    spec = dataclasses.replace(spec, rule=theirs.rule)  # values have the ids that they had
     # How files are laid out, and in what order they are read, may change from one schedule to the next.
     layout = {name: getattr(spec, name) for name in ("text", "order_by", "order_type")}
     if len(spec.tables) != len(theirs.tables) or dataclasses.replace(theirs, **layout) != spec.with_vocabulary(sizes):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple, SupportsInt
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -12,9 +12,11 @@ import pyarrow.compute as pc
 
 from foreload.pipelines.base.hashing import hash_strings
 from foreload.pipelines.errors import SourceError
+from foreload.pipelines.samples.cells import cast_text, is_list, is_text, plain, present_in, shown
 from foreload.pipelines.samples.features import Dense, Feature, FeatureSpec, Label
 from foreload.pipelines.samples.records import Faults, Records
 from foreload.pipelines.samples.vocabulary import text_buffers
+from foreload.pipelines.samples.whole_numbers import odd_floats, odd_texts, whole_texts, without_missing
 
 _KEY_REASONS = {
     kind: f'order_by must be {what}, as order_type or the first rows of the data say (order_type = "text" allows any value)'
@@ -60,15 +62,20 @@ def convert(
     """
     rows = len(next(iter(columns.values())))
     faults = Faults()
-    cells = {name: _plain(column, spec.text.missing, path, name) for name, column in columns.items()}
+    written = {name: plain(column, spec.text.missing, path, name) for name, column in columns.items()}
+    cells = {name: _single(column, spec) for name, column in written.items()}
     labels, weights = _labels(cells, rows, spec, path, faults)
     dense = np.empty((len(spec.dense), rows), np.float64).T  # column after column, as it is filled and transformed
     for place, entry in enumerate(spec.dense):
         dense[:, place] = _dense(cells[entry.column], entry, path, faults)
-    categorical = tuple(_categorical(cells[f.column], f, spec, path, faults) for f in spec.features)
+    odd: np.ndarray = np.zeros((2, len(spec.features)), np.int64)
+    categorical = tuple(
+        _categorical((cells if f.pooling == "single" else written)[f.column], f, spec, path, faults, odd[:, place])
+        for place, f in enumerate(spec.features)
+    )
     keys = None if spec.order_by is None else _keys(cells[spec.order_by], spec.order_by, spec.order_type, path, faults)
-    groups = None if spec.group is None else _groups(cells[spec.group], spec.group, path, faults)
-    records = Records(labels, dense, categorical, keys, weights, groups)
+    groups = None if spec.group is None else _groups(cells[spec.group], spec, path, faults)
+    records = Records(labels, dense, categorical, keys, weights, groups, odd)
     if not faults:
         return records
     bad = faults.rows
@@ -77,30 +84,11 @@ def convert(
     return replace(records.filter(mask), rejects=tuple(faults.rejected(path, line_of)), causes=faults.causes)
 
 
-def _plain(column: pa.Array, missing: Sequence[str], path: str, name: str) -> pa.Array:
-    """The column without dictionaries, views and bytes (text instead), lists as large lists; texts that mean missing as nulls."""
-    kind = column.type
-    if _is_list(kind):
-        values = _plain(column.flatten(), missing, path, name)
-        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
-        offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-        return pa.LargeListArray.from_arrays(pa.array(offsets), values)
-    try:
-        if pa.types.is_dictionary(kind):
-            column = column.dictionary_decode()
-            kind = column.type
-        if pa.types.is_string_view(kind) or pa.types.is_binary(kind) or pa.types.is_fixed_size_binary(kind):
-            column = column.cast(pa.string())
-        elif pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
-            column = column.cast(pa.large_string())
-    except pa.ArrowInvalid as error:
-        raise SourceError(f"{path}: column {name} is of type {kind} and not valid text ({error})") from error
-    if not _is_text(column.type):
+def _single(column: pa.Array, spec: FeatureSpec) -> pa.Array:
+    """A column as `plain` gives it, of single values, with nulls also where rule 2 says that a value is missing."""
+    if spec.rule == 1 or not spec.text.missing or is_list(column.type):
         return column
-    if missing:
-        is_missing = pc.is_in(column, pa.array(missing, column.type))
-        column = pc.if_else(is_missing, pa.scalar(None, column.type), column)
-    return column
+    return without_missing(column, spec.text.missing)
 
 
 def _labels(
@@ -113,7 +101,7 @@ def _labels(
         values = _numbers(cells[name], name, rule.reason, path, faults)
         good = rule.holds(values)
         for row in np.flatnonzero(~good):
-            faults.add(int(row), name, _shown(cells[name], row), rule.reason)
+            faults.add(int(row), name, shown(cells[name], row), rule.reason)
         least = spec.labels[place].at_least if place < len(spec.labels) else None
         numbers[:, place] = np.where(good, values if least is None else values >= least, 0)
     if spec.weight is None:
@@ -126,17 +114,17 @@ def _dense(column: pa.Array, entry: Dense, path: str, faults: Faults) -> np.ndar
     reason = "a dense value must be a finite number within float32"
     values = _numbers(column, entry.column, reason, path, faults)
     for row in np.flatnonzero(np.abs(values) > _LARGEST):
-        faults.add(int(row), entry.column, _shown(column, row), reason)
-    if _is_text(column.type):  # "nan" parses, but only an empty text, or one that [text] missing names, is a missing value
-        for row in np.flatnonzero(np.isnan(values) & _present(column)):
-            faults.add(int(row), entry.column, _shown(column, row), reason)
+        faults.add(int(row), entry.column, shown(column, row), reason)
+    if is_text(column.type):  # "nan" parses, but only an empty text, or one that [text] missing names, is a missing value
+        for row in np.flatnonzero(np.isnan(values) & present_in(column)):
+            faults.add(int(row), entry.column, shown(column, row), reason)
     return values
 
 
 def _numbers(column: pa.Array, name: str, reason: str, path: str, faults: Faults) -> np.ndarray:
     """float64 [n], NaN where missing (or at fault)."""
-    if _is_text(column.type):
-        column = _cast_text(column, pa.float64(), lambda row, value: faults.add(row, name, value, reason))
+    if is_text(column.type):
+        column = cast_text(column, pa.float64(), lambda row, value: faults.add(row, name, value, reason))
     elif pa.types.is_boolean(column.type):
         column = column.cast(pa.int8())
     elif pa.types.is_decimal(column.type):
@@ -149,14 +137,14 @@ def _numbers(column: pa.Array, name: str, reason: str, path: str, faults: Faults
     return pc.fill_null(column, np.nan).to_numpy()
 
 
-def _categorical(column: pa.Array, feature: Feature, spec: FeatureSpec, path: str, faults: Faults) -> pa.Array:
-    """The feature's values, or lists of them, as described in Records."""
-    rows = spec.tables[feature.table].rows
+def _categorical(column: pa.Array, feature: Feature, spec: FeatureSpec, path: str, faults: Faults, odd: np.ndarray) -> pa.Array:
+    """The feature's values, or lists of them, as described in Records. odd: int64 [2], which is filled as Records has it."""
     if feature.pooling == "single":
-        if _is_list(column.type):
+        if is_list(column.type):
             raise SourceError(f'{path}: column {feature.column} holds lists; give feature {feature.name} pooling "sum" or "mean"')
-        return _values(column, feature, rows, path, lambda place, value, reason: faults.add(place, feature.column, value, reason))
-    if not _is_list(column.type):
+        odd[:] = _odd(column, spec)
+        return _values(column, feature, spec, path, lambda place, value, reason: faults.add(place, feature.column, value, reason))
+    if not is_list(column.type):
         column = _lists(column, feature.separator)
     offsets = column.offsets.to_numpy()
 
@@ -164,14 +152,24 @@ def _categorical(column: pa.Array, feature: Feature, spec: FeatureSpec, path: st
         # The place of a value among all lists' values -> the row whose list has it.
         faults.add(int(np.searchsorted(offsets, place, side="right")) - 1, feature.column, value, reason)
 
-    values = _values(_plain(column.flatten(), spec.text.missing, path, feature.column), feature, rows, path, report)
-    return pa.LargeListArray.from_arrays(column.offsets, values)
+    values = _single(plain(column.flatten(), spec.text.missing, path, feature.column), spec)
+    odd[:] = _odd(values, spec)
+    return pa.LargeListArray.from_arrays(column.offsets, _values(values, feature, spec, path, report))
+
+
+def _odd(column: pa.Array, spec: FeatureSpec) -> np.ndarray:
+    """Of single values, what Records has as `odd`: int64 [2]."""
+    if spec.rule == 2 and is_text(column.type):
+        return odd_texts(column)
+    if spec.rule == 2 and pa.types.is_floating(column.type):
+        return odd_floats(column)
+    return np.zeros(2, np.int64)
 
 
 def _lists(column: pa.Array, separator: str) -> pa.Array:
     """A column of single fields as lists: texts are cut at the separator, anything else is a list of one; missing is an empty list."""
-    present = _present(column)
-    if not _is_text(column.type):
+    present = present_in(column)
+    if not is_text(column.type):
         offsets = np.concatenate(([0], np.cumsum(present, dtype=np.int64)))
         return pa.LargeListArray.from_arrays(pa.array(offsets), column.filter(pa.array(present)))
     cut = pc.split_pattern(column, separator)
@@ -181,29 +179,35 @@ def _lists(column: pa.Array, separator: str) -> pa.Array:
 
 
 def _values(
-    column: pa.Array, feature: Feature, rows: int | None, path: str, report: Callable[[int, object, str], None]
+    column: pa.Array, feature: Feature, spec: FeatureSpec, path: str, report: Callable[[int, object, str], None]
 ) -> pa.Array:
     """Single values as text, or for the encoding id as checked integers. report: place, value, reason of each malformed one."""
     if feature.encoding != "id":
-        return _texts(column, feature.column, path, report)
+        return _texts(column, feature.column, spec, path, report)
     if pa.types.is_null(column.type):
         return column.cast(pa.int64())
-    column = _whole_or_text(column, feature.column, path, report)
+    rows = spec.tables[feature.table].rows
     if rows is None:
         raise SourceError(f"{path}: feature {feature.name}: ids need a table whose rows are known")
-    return _checked_ids(column, rows, report)
+    whole = _whole_or_text(column, feature.column, spec, path, report)
+    written = column if is_text(column.type) else whole
+    return _checked_ids(whole, rows, lambda place, reason: report(place, shown(written, place), reason))
 
 
-def _texts(column: pa.Array, name: str, path: str, report: Callable[[int, object, str], None]) -> pa.Array:
+def _texts(column: pa.Array, name: str, spec: FeatureSpec, path: str, report: Callable[[int, object, str], None]) -> pa.Array:
     """Single values as text (docs/definitions.md, Encoding), null or "" where missing. report: as _values has it."""
     if not pa.types.is_null(column.type):
-        column = _whole_or_text(column, name, path, report)
-    return column if _is_text(column.type) else column.cast(pa.string())
+        column = _whole_or_text(column, name, spec, path, report)
+    return column if is_text(column.type) else column.cast(pa.string())
 
 
-def _whole_or_text(column: pa.Array, name: str, path: str, report: Callable[[int, object, str], None]) -> pa.Array:
+def _whole_or_text(
+    column: pa.Array, name: str, spec: FeatureSpec, path: str, report: Callable[[int, object, str], None]
+) -> pa.Array:
     """Single values as text or integers, whatever whole numbers they are."""
     kind = column.type
+    if is_text(kind):
+        return column if spec.rule == 1 else whole_texts(column)
     if pa.types.is_floating(kind):  # how nullable integers often reach Parquet
         numbers = pc.fill_null(column.cast(pa.float64()), np.nan).to_numpy()
         whole = (np.floor(numbers) == numbers) & (np.abs(numbers) < 2.0**63)
@@ -212,18 +216,19 @@ def _whole_or_text(column: pa.Array, name: str, path: str, report: Callable[[int
         return pa.array(np.where(whole, numbers, 0).astype(np.int64), mask=~whole)
     if pa.types.is_decimal(kind):
         return _whole_texts(column, report)
-    if not (_is_text(kind) or pa.types.is_integer(kind)):
+    if not pa.types.is_integer(kind):
         raise SourceError(f"{path}: column {name} must hold text or whole numbers, not {kind}; convert it to one of them")
     return column
 
 
-def _groups(column: pa.Array, name: str, path: str, faults: Faults) -> np.ndarray:
+def _groups(column: pa.Array, spec: FeatureSpec, path: str, faults: Faults) -> np.ndarray:
     """int64 [n]: hash64 of the values' texts, 0 where missing."""
-    if _is_list(column.type):
+    name = spec.group or ""
+    if is_list(column.type):
         raise SourceError(f"{path}: column {name} holds lists; group needs a column of single values")
-    texts = _texts(column, name, path, lambda row, value, reason: faults.add(row, name, value, reason))
+    texts = _texts(column, name, spec, path, lambda row, value, reason: faults.add(row, name, value, reason))
     hashes = hash_strings(*text_buffers(texts)).view(np.int64)
-    return np.where(_present(texts), hashes, 0)
+    return np.where(present_in(texts), hashes, 0)
 
 
 def _whole_texts(column: pa.Array, report: Callable[[int, object, str], None]) -> pa.Array:
@@ -232,25 +237,24 @@ def _whole_texts(column: pa.Array, report: Callable[[int, object, str], None]) -
     truncated = wide.cast(pa.decimal256(76, 0), safe=False)
     whole = pc.equal(truncated.cast(wide.type, safe=False), wide)
     for place in np.flatnonzero(pc.invert(whole).fill_null(False).to_numpy(zero_copy_only=False)):
-        report(int(place), _shown(column, place), _CATEGORICAL_REASON)
+        report(int(place), shown(column, place), _CATEGORICAL_REASON)
     return pc.if_else(whole, truncated.cast(pa.string()), None)
 
 
-def _checked_ids(column: pa.Array, rows: int, report: Callable[[int, object, str], None]) -> pa.Array:
-    """Whole numbers or their texts as integers 0 .. rows - 1, null where missing or malformed."""
+def _checked_ids(column: pa.Array, rows: int, report: Callable[[int, str], None]) -> pa.Array:
+    """Whole numbers or their texts as integers 0 .. rows - 1, null where missing or malformed. report: place and reason of each malformed one."""
     if pa.types.is_integer(column.type):
         bounds = pc.min_max(column).as_py()
         if bounds["max"] is None or (bounds["min"] >= 0 and bounds["max"] < rows):
             return column
     reason = f"an id must be a whole number in 0 .. {rows - 1}"
-    given = column  # as the source has it, for messages
-    if _is_text(column.type):
-        column = _cast_text(column, pa.int64(), lambda place, value: report(place, value, reason))
+    if is_text(column.type):
+        column = cast_text(column, pa.int64(), lambda place, _: report(place, reason))
     elif pa.types.is_uint64(column.type):
         for place in np.flatnonzero(
             pc.fill_null(pc.greater(column, pa.scalar(rows - 1, pa.uint64())), False).to_numpy(zero_copy_only=False)
         ):
-            report(int(place), _shown(given, place), reason)
+            report(int(place), reason)
         column = column.cast(pa.int64(), safe=False)
     else:
         column = column.cast(pa.int64())
@@ -259,7 +263,7 @@ def _checked_ids(column: pa.Array, rows: int, report: Callable[[int, object, str
     if not wrong.any():
         return column
     for place in np.flatnonzero(wrong):
-        report(int(place), _shown(given, place), reason)
+        report(int(place), reason)
     return pa.array(ids, mask=wrong | np.asarray(column.is_null()))
 
 
@@ -278,15 +282,15 @@ def order_kind(kind: pa.DataType, order_type: str | None) -> str | None:
 
 def _keys(column: pa.Array, name: str, order_type: str | None, path: str, faults: Faults) -> pa.Array:
     """The order_by column, null where missing, of a type that keys have (Records)."""
-    if _is_list(column.type):
+    if is_list(column.type):
         raise SourceError(f"{path}: column {name} holds lists; order_by needs a column of single values")
-    if _is_text(column.type):
+    if is_text(column.type):
         kind = {"integer": pa.int64(), "number": pa.float64()}.get(order_type or "text")
         if kind is not None:
             reason = _KEY_REASONS[order_type or ""]
-            column = _cast_text(column, kind, lambda row, value: faults.add(row, name, value, reason))
+            column = cast_text(column, kind, lambda row, value: faults.add(row, name, value, reason))
             return _without_nan(column) if order_type == "number" else column
-        return pc.if_else(pa.array(_present(column)), column, pa.scalar(None, column.type)).cast(pa.string())
+        return pc.if_else(pa.array(present_in(column)), column, pa.scalar(None, column.type)).cast(pa.string())
     if order_type == "text":
         raise SourceError(
             f'{path}: column {name} is of type {column.type}; order_type = "text" needs a column of text, leave it out'
@@ -307,54 +311,3 @@ def _without_nan(column: pa.Array) -> pa.Array:
     """NaN as missing, -0.0 as 0.0."""
     values = pc.fill_null(column, np.nan).to_numpy() + 0.0
     return pa.array(values, mask=np.isnan(values))
-
-
-def _cast_text(column: pa.Array, kind: pa.DataType, report: Callable[[int, object], None]) -> pa.Array:
-    """Texts as numbers of a kind (float64 or int64), null where missing. Malformed ones are reported by place and null too."""
-    texts = pc.if_else(pa.array(_present(column)), column, pa.scalar(None, column.type))
-    # At once, where all are numbers. Arrow would read hexadecimal integers too, which no definition here knows.
-    if kind != pa.int64() or not (
-        pc.any(pc.match_substring(texts, "x")).as_py() or pc.any(pc.match_substring(texts, "X")).as_py()
-    ):
-        try:
-            return texts.cast(kind)
-        except pa.ArrowInvalid:
-            pass
-    trimmed = pc.ascii_trim_whitespace(texts)
-    distinct = pc.unique(trimmed).drop_null()
-    bad = [text for text in distinct.to_pylist() if not parses(text, kind)]
-    wrong = pc.is_in(trimmed, pa.array(bad, distinct.type))
-    for place in np.flatnonzero(wrong.to_numpy(zero_copy_only=False)):
-        report(int(place), _shown(column, place))
-    return pc.if_else(wrong, pa.scalar(None, trimmed.type), trimmed).cast(kind)
-
-
-def parses(text: str, kind: pa.DataType) -> bool:
-    """Whether a text, without spaces around it, is a number of a kind: float64 or int64."""
-    if kind == pa.int64() and "x" in text.lower():
-        return False
-    try:
-        pa.array([text]).cast(kind)
-    except pa.ArrowInvalid:
-        return False
-    return True
-
-
-def _present(column: pa.Array) -> np.ndarray:
-    """Bool [n]: neither null nor an empty text."""
-    valid = np.asarray(column.is_valid())
-    if _is_text(column.type) and len(column):
-        valid &= pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False) > 0
-    return valid
-
-
-def _shown(column: pa.Array, place: SupportsInt) -> object:
-    return column[int(place)].as_py()
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)

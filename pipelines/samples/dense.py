@@ -12,40 +12,47 @@ import numpy as np
 
 from foreload.pipelines.samples.features import Dense
 
-# Finite float64 values and float64 squares of float32-sized values are integers times 2^-1074.
+# Finite float64 values are integers times 2^-1074, and their squares times 2^-2148.
 _SCALE_BITS = 1074
 _DIGIT_BITS = 26
 _BLOCK_ROWS = 1024
 
 
-def exact_sum(values: np.ndarray) -> int:
-    """The sum of finite float64 values, exactly, in units of 2^-1074.
+def exact_sums(values: np.ndarray) -> tuple[int, int]:
+    """The sum of finite float64 values, in units of 2^-1074, and that of their squares, in units of 2^-2148; both exactly.
 
-    Mantissas are cut into a high half of 27 bits and a low one of 26, each summed per exponent in int64: exact below 2^36 values a call.
+    Mantissas are cut into a high half of 27 bits and a low one of 26, and products of these again, each summed per exponent in int64: exact below
+    2^36 values a call.
     """
     mantissas, exponents = np.frexp(values)
     whole = (mantissas * 2.0**53).astype(np.int64)
     exponents = exponents.astype(np.int64) - 53
-    total = 0
+    total = squares = 0
     for exponent in np.unique(exponents):
         chosen = whole[exponents == exponent]
-        high = int((chosen >> _DIGIT_BITS).sum())
-        low = int((chosen & ((1 << _DIGIT_BITS) - 1)).sum())
-        part = (high << _DIGIT_BITS) + low
+        high, low = chosen >> _DIGIT_BITS, chosen & ((1 << _DIGIT_BITS) - 1)
         shift = int(exponent) + _SCALE_BITS
-        # Subnormal values have trailing zero bits where frexp's exponent lies below the scale.
-        total += part << shift if shift >= 0 else part >> -shift
-    return total
+        total += _shifted((int(high.sum()) << _DIGIT_BITS) + int(low.sum()), shift)
+        of_square = (
+            (_long_sum(high * high) << 2 * _DIGIT_BITS) + (_long_sum(high * low) << _DIGIT_BITS + 1) + _long_sum(low * low)
+        )
+        squares += _shifted(of_square, 2 * shift)
+    return total, squares
 
 
-def _rounded(total: int) -> float:
-    """total * 2^-1074 as the nearest float64: division of Python integers rounds correctly."""
-    return total / (1 << _SCALE_BITS)
+def _long_sum(values: np.ndarray) -> int:
+    """The sum of int64 values of up to 54 bits."""
+    return (int((values >> _DIGIT_BITS).sum()) << _DIGIT_BITS) + int((values & ((1 << _DIGIT_BITS) - 1)).sum())
+
+
+def _shifted(value: int, bits: int) -> int:
+    """value * 2^bits; of subnormal values, whose frexp exponents lie below the scale, the bits that go are zeros."""
+    return value << bits if bits >= 0 else value >> -bits
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Mean and population standard deviation of one dense column; deviation 1 where it is not positive."""
+    """Mean and population standard deviation of one dense column; deviation 1 where it is 0."""
 
     mean: float
     deviation: float
@@ -55,7 +62,7 @@ class Scale:
 class DenseStatistics:
     """Exact sums over the non-missing values of each dense column. Merging is associative and commutative, to the bit.
 
-    counts: values. sums: of x; squares: of x*x, each square rounded to float64; both in units of 2^-1074.
+    counts: values. sums: of x, in units of 2^-1074; squares: of x*x, in units of 2^-2148.
     """
 
     counts: tuple[int, ...]
@@ -69,9 +76,10 @@ class DenseStatistics:
         for place in range(dense.shape[1]):
             values = dense[:, place]
             values = values[~np.isnan(values)]
+            total, of_squares = exact_sums(values)
             counts.append(len(values))
-            sums.append(exact_sum(values))
-            squares.append(exact_sum(values * values))
+            sums.append(total)
+            squares.append(of_squares)
         return DenseStatistics(tuple(counts), tuple(sums), tuple(squares))
 
     @staticmethod
@@ -92,9 +100,11 @@ class DenseStatistics:
         """Sum, mean and population standard deviation of each column; 0 for a column without values."""
         result = []
         for count, total, squares in zip(self.counts, self.sums, self.squares, strict=True):
-            mean = _rounded(total) / max(count, 1)
-            variance = _rounded(squares) / max(count, 1) - mean * mean
-            result.append((_rounded(total), mean, math.sqrt(max(variance, 0.0))))
+            known = max(count, 1)
+            # Division of Python integers rounds correctly.
+            rounded = total / (1 << _SCALE_BITS)
+            variance = (known * squares - total * total) / (known * known << 2 * _SCALE_BITS)
+            result.append((rounded, rounded / known, math.sqrt(variance)))
         return result
 
     def finish(self) -> tuple[Scale, ...]:

@@ -8,10 +8,13 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from foreload.pipelines.errors import FeatureError
 from foreload.pipelines.samples.features import Dense, Feature, FeatureSpec, Label, Table, TextFormat
+
+RULE: Literal[1, 2] = 2
+"""Of encoding, by which the values of what is prepared with a feature file are read."""
 
 
 def load_features(path: str | Path) -> FeatureSpec:
@@ -61,6 +64,7 @@ def parse(document: Mapping[str, Any]) -> FeatureSpec:
         text=_text_format(_mapping(document, "text")),
         weight=_optional(document, "weight", "the feature file"),
         group=_optional(document, "group", "the feature file"),
+        rule=RULE,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -26,6 +27,7 @@ KAGGLE_ROWS = (
 )  # fmt: skip
 """Rows of the 26 tables of Criteo's Kaggle data set."""
 
+_WHOLE = re.compile(r"(-?)(0|[1-9][0-9]*)[.]0+")
 _MAX_TABLES = 1 << 15  # a store's field holds the table in 15 bits
 _MAX_ROWS = (1 << 63) - 1
 _MOST_LINES = 1000  # so that a quote that is not closed does not swallow the file, or all up to a quote far away
@@ -115,7 +117,8 @@ class FeatureSpec:
 
     labels: empty where a source is read for its features alone. order_by: the column of the global order, or None. order_type: how it is compared;
     None: in Parquet by the column's type, in text files as numbers where the first rows hold numbers, else by bytes. weight: the column of sample
-    weights, or None. group: the column whose values say which samples an evaluation takes together, or None.
+    weights, or None. group: the column whose values say which samples an evaluation takes together, or None. rule: of encoding, 2 for what feature
+    files say; 1 of Criteo's and synthetic columns, and of what earlier versions prepared.
     """
 
     labels: tuple[Label, ...]
@@ -127,6 +130,7 @@ class FeatureSpec:
     text: TextFormat = field(default_factory=TextFormat)
     weight: str | None = None
     group: str | None = None
+    rule: Literal[1, 2] = 1
 
     def __post_init__(self) -> None:
         _check(self)
@@ -160,6 +164,15 @@ class FeatureSpec:
         """Places of the tables whose ids come from a vocabulary."""
         return tuple(sorted({f.table for f in self.features if f.encoding == "vocabulary"}))
 
+    def text_of(self, written: str) -> str | None:
+        """The text that a single value is encoded by, as rule 1 or 2 says, of a categorical feature; None where it is missing."""
+        if written in ("", *self.text.missing):
+            return None
+        if self.rule == 1:
+            return written
+        text = whole_text(written)
+        return None if text in map(whole_text, self.text.missing) else text
+
     def most_rows(self, samples: int | None = None) -> int | None:
         """A bound on the distinct rows that a training may use: what the tables have and, where the samples have been counted, their lookups.
 
@@ -192,6 +205,8 @@ class FeatureSpec:
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able form, for manifests: one label as earlier versions wrote it, who then refuse only what they do not know."""
         told: dict[str, Any] = _listed(asdict(self))
+        if self.rule == 1:
+            del told["rule"]
         extra = {name: told.pop(name) for name in ("weight", "group")}
         if extra == {"weight": None, "group": None} and (not self.labels or (len(self.labels) == 1 and self.labels[0].plain)):
             told["label"] = "".join(label["column"] for label in told.pop("labels"))
@@ -217,6 +232,14 @@ class FeatureSpec:
     def synthetic(rows: int | Sequence[int] | None = None, dimension: int | None = None) -> FeatureSpec:
         """The synthetic generator's columns: ids as they are, dense values as they are. rows as for criteo."""
         return _criteo_columns(rows, dimension, "id", "none")
+
+
+def whole_text(text: str) -> str:
+    """By rule 2 of encoding: the part before the point of a whole number that is written as a float ("-0" is "0"), any other text as it is."""
+    whole = _WHOLE.fullmatch(text)
+    if whole is None:
+        return text
+    return "0" if whole[2] == "0" else whole[1] + whole[2]
 
 
 def _check(spec: FeatureSpec) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 
-from foreload.pipelines.samples.convert import parses, required_numbers
+from foreload.pipelines.samples.cells import parses
+from foreload.pipelines.samples.convert import required_numbers
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.records import Cause
 

@@ -20,6 +20,9 @@ from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples.features import FeatureSpec, with_labels
 
 FORMAT_VERSION = 1
+"""Of a schedule's manifest, and of its header, unless the features are encoded by rule 2."""
+HEADER_VERSIONS = (1, 2)
+"""Of a header: the rule that its features are encoded by."""
 HEADER, MANIFEST, ROW_TABLE, FAILED = "header.json", "schedule.json", "rows.arrow", "failed.json"
 REJECTS_FILE = "rejects.jsonl"  # the first malformed records, one JSON object a line
 WORK, LOCK = ".work", "lock"  # the folder in a schedule's where `prepare` works, and in it the file that says so
@@ -135,6 +138,7 @@ class ScheduleManifest(TypedDict):
 class Header:
     """The settings of a schedule, known before its first segment.
 
+    version: the rule that its features are encoded by, so that no earlier version reads what it would encode otherwise.
     slots: per lane; training_samples: of one epoch; evaluation_samples: of one pass; first_step: number of its first training step; first_number:
     number of its first training sample; parent: SHA-256 of the parent's schedule.json, or None; settings: what was asked for (slots, memory_bytes,
     row_bytes, ..), and as "encoding" the identity of the encoding state; placement: of a training step's samples in its slices, in order where a
@@ -174,11 +178,14 @@ class Header:
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Header:
         """Inverse of to_dict; raises ScheduleError for another format version, FormError for another form."""
-        if value.get("version") != FORMAT_VERSION:
+        if value.get("version") not in HEADER_VERSIONS:
             raise ScheduleError(
-                f"schedule format version: must be {FORMAT_VERSION}, is {value.get('version')!r:.100}: prepare the schedule again with this version"
+                f"schedule format version: must be {' or '.join(map(str, HEADER_VERSIONS))}, is {value.get('version')!r:.100}: prepare the schedule "
+                "again with this version"
             )
         header = of_json(value | {"features": with_labels(value.get("features"))}, cls)
+        if header.features.rule != header.version:
+            raise FormError(f"Header.features.rule: must be {header.version}, the header's version; got {header.features.rule}")
         if len(header.slots) != header.lanes:
             raise FormError(f"Header.slots: must be of {header.lanes} lanes; got {len(header.slots)}")
         if header.evaluation_sets and sum(samples for _, samples in header.evaluation_sets) != header.evaluation_samples:

@@ -12,7 +12,7 @@ from typing import Literal
 import pyarrow as pa
 
 from foreload.pipelines.errors import SourceError
-from foreload.pipelines.samples.convert import parses
+from foreload.pipelines.samples.cells import parses
 from foreload.pipelines.samples.features import FeatureSpec, TextFormat
 from foreload.pipelines.sources.files import open_stream, printable
 
@@ -96,7 +96,7 @@ def infer_order_type(path: str, start: int, spec: FeatureSpec, text: TextFormat)
     values = set()
     with suppress(csv.Error):  # as above
         for row in islice(_rows(head, text), _HEAD_ROWS):
-            if len(row) == len(text.columns) and row[place] not in ("", *text.missing):
+            if len(row) == len(text.columns) and spec.text_of(row[place]) is not None:
                 values.add(row[place].strip())
     if not values:
         return None

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.csv as arrow_csv
 
 from foreload.pipelines.errors import SourceError
-from foreload.pipelines.samples.convert import Rule, convert, parses, required_numbers
+from foreload.pipelines.samples.cells import parses
+from foreload.pipelines.samples.convert import Rule, convert, required_numbers
 from foreload.pipelines.samples.features import FeatureSpec, TextFormat
 from foreload.pipelines.samples.records import (
     MOST_REJECTS,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from foreload.pipelines.samples.dense import (
     DenseStatistics,
     Scale,
-    exact_sum,
+    exact_sums,
     transform,
 )
 from foreload.pipelines.samples.features import Dense
@@ -23,8 +23,11 @@ floats = st.floats(allow_nan=False, allow_infinity=False, width=64, min_value=-1
 
 
 @given(st.lists(floats | st.sampled_from([5e-324, -5e-324, 2.0**-1022, 0.1, -0.0, 1e150, -1e150]), max_size=40))
-def test_a_sum_is_exact(values: list[float]) -> None:
-    assert Fraction(exact_sum(np.array(values, np.float64)), 1 << 1074) == sum(map(Fraction, values), Fraction())
+def test_sums_are_exact(values: list[float]) -> None:
+    total, squares = exact_sums(np.array(values, np.float64))
+    exact = list(map(Fraction, values))
+    assert Fraction(total, 1 << 1074) == sum(exact, Fraction())
+    assert Fraction(squares, 1 << 2148) == sum((x * x for x in exact), Fraction())
 
 
 @given(st.lists(st.lists(floats | st.just(math.nan), min_size=2, max_size=2), max_size=30), st.integers(0, 30))
@@ -40,8 +43,27 @@ def test_statistics_do_not_depend_on_the_pieces(rows: list[list[float]], cut: in
             assert scale == Scale(0.0, 1.0)
             continue
         mean = math.fsum(known) / len(known)
-        variance = math.fsum(x * x for x in known) / len(known) - mean * mean
-        assert scale == Scale(mean, math.sqrt(variance) if variance > 0 else 1.0)
+        exact = list(map(Fraction, known))
+        variance = float((len(exact) * sum(x * x for x in exact) - sum(exact) ** 2) / len(exact) ** 2)
+        assert scale == Scale(mean, math.sqrt(variance) or 1.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "deviation"),
+    [
+        (1.7e12 + np.arange(60_000), math.sqrt((60_000**2 - 1) / 12)),  # milliseconds of an epoch, within a minute
+        (1e8 + np.array([0.0, 1.0, 2.0]), 0.816496580927726),
+        (1 + 1e-9 * np.array([0.0, 1.0]), 5.0000004137018233e-10),
+        (np.full(1000, 0.1), 1.0),
+    ],
+)
+def test_a_deviation_does_not_cancel(values: np.ndarray, deviation: float) -> None:
+    (scale,) = DenseStatistics.of(values[:, None]).finish()
+    assert scale.deviation == pytest.approx(deviation, rel=1e-15)
+    exact = list(map(Fraction, values.tolist()))
+    mean = sum(exact) / len(exact)
+    two_pass = math.sqrt(sum((x - mean) ** 2 for x in exact) / len(exact))
+    assert scale.deviation == pytest.approx(two_pass or 1.0, rel=1e-15)
 
 
 def test_each_transform_is_as_documented_and_missing_is_zero_behind_it() -> None:

@@ -83,6 +83,7 @@ def test_a_feature_file_becomes_a_spec_with_own_tables_behind_the_named_ones(tmp
         order_by="time",
         order_type="integer",
         text=TextFormat(delimiter=";", missing=("NULL",)),
+        rule=2,
     )
     assert spec.columns == ("click", "price", "Age", "item", "history", "..user", "shop", "time")
     assert spec.multi_valued

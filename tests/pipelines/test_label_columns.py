@@ -249,6 +249,7 @@ def test_one_label_is_the_same_schedule_however_it_is_written(tmp_path: Path) ->
         "label_at_least": 4,
         "order_by": None,
         "order_type": None,
+        "rule": 2,
         "tables": [{"dimension": None, "name": "user", "rows": 90}],
         "text": {"columns": [], "delimiter": None, "missing": [], "newlines_in_values": False, "quoting": True},
     }

@@ -96,7 +96,7 @@ def test_values_of_other_types_are_the_texts_that_they_are_in_decimal() -> None:
     [
         ("x", "1_0"), ("x", "nan"), ("x", "inf"), ("x", "0x1"), ("x", " "), ("x", "1e39"), ("x", float("inf")), ("y", "--1"), ("y", 10**400),
         ("user", 1.5), ("user", True), ("user", float("inf")), ("user", 2.0**63), ("user", Decimal("1.5")), ("item", -0.5),
-        ("ad", "50"), ("ad", "-2"), ("ad", "1.0"), ("ad", "+1"), ("ad", "0x1"), ("ad", 50), ("ad", "9" * 30), ("ads", "1|x"), ("ads", "1| "),
+        ("ad", "50"), ("ad", "-2"), ("ad", "1.5"), ("ad", "+1"), ("ad", "0x1"), ("ad", 50), ("ad", "9" * 30), ("ads", "1|x"), ("ads", "1| "),
         ("words", [1.5]), ("ads", [1, 50]),
     ],
 )  # fmt: skip

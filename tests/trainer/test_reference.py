@@ -185,7 +185,7 @@ def test_a_feature_file_describes_a_log(tmp_path: Path) -> None:
         transform = "standard"
         """
     )
-    assert read_features(path) == MIXED
+    assert read_features(path) == replace(MIXED, rule=2)
 
 
 # -- Sums, rows and optimizers -----------------------------------------------------------------------------------------------------------------

@@ -43,6 +43,13 @@ from foreload.trainer.serving.format import (
 _HASH = (
     "id = 1 + hash64(UTF-8 bytes of the text) mod (rows - 1), 0 where missing; hash64 is defined (docs/definitions.md, Mixing)"
 )
+_RULES = {
+    1: "a text is encoded as it is written, a whole number of any other type in decimal",
+    2: (
+        "a whole number is encoded in decimal, also where a text is one written as a float, -?(0|[1-9][0-9]*)[.]0+ (26.0 is 26); any other text is "
+        "encoded as it is written (docs/definitions.md, Encoding)"
+    ),
+}
 _IN_THE_MODEL = ("model", "model_options", "dim")
 
 
@@ -187,4 +194,10 @@ def _encoding(features: FeatureSpec) -> dict[str, Any]:
         for one in features.features
     ]  # fmt: skip
     tables = [{"name": table.name, "rows": table.rows} for table in features.tables]
-    return {"features": told, "tables": tables, "missing": ["", *features.text.missing], "hash": _HASH}
+    return {
+        "features": told,
+        "tables": tables,
+        "missing": ["", *features.text.missing],
+        "rule": _RULES[features.rule],
+        "hash": _HASH,
+    }

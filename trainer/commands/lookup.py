@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import numpy as np
 import pyarrow as pa
@@ -49,13 +50,22 @@ def run(
 def _ids_of(model: SavedModel, table: int, values: Sequence[str | int | None]) -> np.ndarray:
     features, encoder = encoder_of(model)
     feature = next(one for one in features.features if one.table == table)
+    texts = [None if (text := _text(value)) is None else features.text_of(text) for value in values]
     if feature.encoding == "id":
-        given = [0 if value in (None, "") else value for value in values]
-        return _checked(model, table, given)
-    texts = [None if value is None else str(value) for value in values]
-    missing = set(features.text.missing)
-    texts = [None if text in missing else text for text in texts]
+        return _checked(model, table, [0 if text is None else text for text in texts])
     return np.asarray(encoder.ids(feature, pa.array(texts, pa.string())), np.int64)
+
+
+def _text(value: object) -> str | None:
+    """A raw value as text, a whole number in decimal; None where it is missing. Raises SettingError."""
+    if value is None or value != value:
+        return None
+    if isinstance(value, Real) and not isinstance(value, Integral):
+        number = float(value)
+        if not number.is_integer():
+            raise SettingError(f"VALUE: a categorical value must be a text or a whole number; got {value!r}")
+        return str(int(number))
+    return str(value)
 
 
 def _checked(model: SavedModel, table: int, given: Sequence[object]) -> np.ndarray:

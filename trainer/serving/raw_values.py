@@ -18,6 +18,8 @@ _U64 = np.uint64
 _LARGEST = float(np.finfo(np.float32).max)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _WHOLE = re.compile(r"-?\d+", re.ASCII)
+_WHOLE_FLOAT = re.compile(r"(-?)(0|[1-9][0-9]*)[.]0+")
+_DECIMAL = re.compile(r"-?(0|[1-9][0-9]*)([.][0-9]+)?")
 _SPACES = " \t\n\v\f\r"
 _MOST_DIGITS = 4000  # of an id; Python reads no integer of more
 _DENSE_RULE = "a dense value must be a finite number within float32"
@@ -60,16 +62,62 @@ class Malformed(Exception):
     """A value that breaks a rule: the rule."""
 
 
-def number_of(value: Any, missing: frozenset[str]) -> float:
+def whole_text(text: str) -> str:
+    """By rule 2: the part before the point of a whole number that is written as a float ("-0" is "0"), any other text as it is."""
+    whole = _WHOLE_FLOAT.fullmatch(text)
+    if whole is None:
+        return text
+    return "0" if whole[2] == "0" else whole[1] + whole[2]
+
+
+class Rule:
+    """Rule 1 or 2 of encoding, with the texts that mean a missing value."""
+
+    def __init__(self, number: int, missing: Sequence[str]) -> None:
+        self.number, self.missing = number, frozenset(("", *missing))
+        self._wholes = frozenset(map(whole_text, missing)) if number > 1 else frozenset()
+        self._numbers = [Decimal(text) for text in missing if number > 1 and _DECIMAL.fullmatch(text)]
+
+    def text(self, written: str) -> str:
+        """What a text is encoded as, empty where it is missing."""
+        whole = written if self.number == 1 else whole_text(written)
+        return "" if written in self.missing or whole in self._wholes else whole
+
+    def is_missing(self, value: Any) -> bool:
+        """Whether a value that is no text is None, NaN, what data frames have for that, or a number that means it."""
+        if not isinstance(value, Real | Decimal):
+            return value is None or type(value).__name__ in ("NAType", "NaTType")
+        if value != value:
+            return True
+        return any(_equal(number, value) for number in self._numbers)
+
+    def nan_where_missing(self, values: np.ndarray) -> np.ndarray:
+        """Numbers, float64 [n], of which none is a text's."""
+        for number in self._numbers:
+            if number != number.to_integral_value() or Decimal(float(number)) == number:
+                values = np.where(values == float(number), np.nan, values)
+        return values
+
+
+def _equal(number: Decimal, value: Any) -> bool:
+    """Whether a value is a number: a whole one, or the nearest of its type to a fraction."""
+    if isinstance(value, Decimal):
+        return number == value
+    if number == number.to_integral_value():
+        return number == (int(value) if isinstance(value, Integral) else Decimal(float(value)))
+    return bool((type(value) if isinstance(value, np.floating) else float)(float(number)) == value)
+
+
+def number_of(value: Any, rule: Rule) -> float:
     """A raw dense value as a float64, NaN where it is missing. Raises Malformed."""
     text = _decoded(value)
     if isinstance(text, str):
-        if not text or text in missing:
+        if not rule.text(text):
             return math.nan
         if not _NUMBER.fullmatch(text.strip(_SPACES)):
             raise Malformed(_DENSE_RULE)
         number = float(text.strip(_SPACES))
-    elif _is_missing(value):
+    elif rule.is_missing(value):
         return math.nan
     elif isinstance(value, Real | Decimal | np.bool_):
         try:
@@ -83,24 +131,17 @@ def number_of(value: Any, missing: frozenset[str]) -> float:
     return number
 
 
-def text_of(value: Any, missing: frozenset[str]) -> bytes:
+def text_of(value: Any, rule: Rule) -> bytes:
     """A raw categorical value as the text that is encoded, empty where it is missing. Raises Malformed."""
     text = _decoded(value)
     if isinstance(text, str):
-        return b"" if text in missing else _encoded(text)
-    if _is_missing(value):
+        return _encoded(rule.text(text))
+    if rule.is_missing(value):
         return b""
     whole = _whole(value)
     if whole is None:
         raise Malformed(_CATEGORICAL_RULE)
     return b"%d" % whole
-
-
-def _is_missing(value: Any) -> bool:
-    """Whether a value that is no text is None, NaN, or what data frames have for that."""
-    if isinstance(value, Real | Decimal):
-        return bool(value != value)
-    return value is None or type(value).__name__ in ("NAType", "NaTType")
 
 
 def _whole(value: Any) -> int | None:
@@ -135,7 +176,7 @@ class Encoder:
 
     def __init__(self, about: Mapping[str, Any], vocabularies: Mapping[int, Mapping[bytes, int]]) -> None:
         self._about, self._vocabularies = about, vocabularies
-        self._missing = frozenset(about["text"]["missing"])
+        self._rule = Rule(about.get("rule", 1), about["text"]["missing"])
 
     @property
     def columns(self) -> list[str]:
@@ -163,22 +204,22 @@ class Encoder:
             try:
                 numbers = np.array(values, np.float64)
                 if not (np.abs(numbers) > _LARGEST).any():
-                    return numbers
+                    return self._rule.nan_where_missing(numbers)
             except OverflowError:
                 pass  # said below
-        return np.array(_each(values, column, first, lambda value: number_of(value, self._missing)), np.float64)
+        return np.array(_each(values, column, first, lambda value: number_of(value, self._rule)), np.float64)
 
     def _lookups(self, values: Sequence[Any], feature: Mapping[str, Any], first: int) -> tuple[np.ndarray, np.ndarray]:
-        separator, missing = feature.get("separator"), self._missing
+        separator, rule = feature.get("separator"), self._rule
 
         def one(value: Any) -> list[bytes]:
             if separator is None:
-                return [text_of(value, missing)]
+                return [text_of(value, rule)]
             value = value.tolist() if isinstance(value, np.ndarray) else _decoded(value)
             if isinstance(value, str):
-                value = [] if not value or value in missing else value.split(separator)
+                value = [] if value in rule.missing else value.split(separator)
             several = value if isinstance(value, list | tuple) else [value]
-            return [text_of(part, missing) for part in several] or [b""]
+            return [text_of(part, rule) for part in several] or [b""]
 
         bags = _each(values, feature["column"], first, one)
         counts = np.fromiter(map(len, bags), np.int64, len(bags))

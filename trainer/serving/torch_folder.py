@@ -123,7 +123,8 @@ def _write_dense(model: SavedModel, folder: Path, options: TorchOptions) -> dict
 
 def encoding_of(features: FeatureSpec, encoder: Encoder) -> dict[str, Any]:
     """What features.json says of how raw values are encoded, but for the tables' rows."""
-    return {"dense": _dense_columns(features, encoder), "features": _features(features), "text": asdict(features.text)}
+    columns = {"dense": _dense_columns(features, encoder), "features": _features(features)}
+    return {"rule": features.rule, **columns, "text": asdict(features.text)}
 
 
 def _dense_columns(features: FeatureSpec, encoder: Encoder) -> list[dict[str, Any]]:

@@ -114,6 +114,8 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
         except OSError as error:
             raise SettingError(f"--json: cannot write {options.json}: {error.strerror}") from error
     print("\n".join((_text(summary), *data_lines(summary, plan.spec))))
+    for line in summary["warnings"]:
+        sys.stderr.write(f"foreload: warning: {line}\n")
     return summary
 
 

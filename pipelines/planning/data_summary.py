@@ -12,13 +12,14 @@ from foreload.pipelines.samples.rejects import remedy, summed_up
 from foreload.pipelines.schedule.reader import Schedule
 
 _SHOWN_COLUMNS = 5
+_PREFIXES = {"training": "", "evaluation": "evaluation data: "}  # of warnings
 _FLAGS = {"training": "", "evaluation": " of --eval-source"}  # what is said behind the figures of each set
 
 
 def data_summary(
     schedule: Schedule, spec: FeatureSpec, causes: Sequence[tuple[Sequence[str], int]], columns: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """For the summary: "malformed", "tables" (rows of each that were ever trained), and "data" of each set (ColumnCounts.told).
+    """For the summary: "malformed", "tables" (rows of each that were ever trained), "data" of each set (ColumnCounts.told), and "warnings", lines.
 
     causes: of malformed records, most frequent first, each as ((column, value, rule), number of records). columns: set -> its
     ColumnCounts as JSON.
@@ -29,6 +30,9 @@ def data_summary(
         "malformed": [{"column": c[0], "value": c[1], "rule": c[2], "records": count} for c, count in causes],
         "tables": [{"name": name, "rows": rows} for name, rows in zip(names, schedule.rows_per_table(), strict=True)],
         "data": {which: count.told(spec) for which, count in counts.items() if count.samples},
+        "warnings": [
+            f"{_PREFIXES[which]}{line}" for which, count in counts.items() if count.samples for line in count.warnings(spec)
+        ],
     }
 
 
@@ -40,9 +44,13 @@ def data_lines(summary: Mapping[str, Any], spec: FeatureSpec) -> list[str]:
         lines.append(f"labels        {', '.join(rates)} are 1")
     for which, told in summary["data"].items():
         lines += _label_lines(told, _FLAGS[which])
-    for kind in ("missing", "unknown"):
+    for kind in ("missing", "unknown", "clipped"):
         for which, told in summary["data"].items():
-            shares = {c["name"]: c[kind] / c["values"] for c in told["columns"] if c.get(kind)}
+            shares = {
+                c["name"]: c[kind] / (told["samples"] if kind == "missing" else c["values"])
+                for c in told["columns"]
+                if c.get(kind)
+            }
             if shares:
                 lines.append(f"{kind:13} {_most(shares, _percent)}{_FLAGS[which]}")
     rows = {table["name"]: table["rows"] for table in summary["tables"]}

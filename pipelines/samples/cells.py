@@ -78,12 +78,15 @@ def present_in(column: pa.Array) -> np.ndarray:
 
 
 def shown(column: pa.Array, place: SupportsInt) -> object:
+    """A value as a message shows it."""
     return column[int(place)].as_py()
 
 
 def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type, as `plain` gives it, holds texts."""
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def is_list(kind: pa.DataType) -> bool:
+    """Whether it holds lists."""
     return pa.types.is_list(kind) or pa.types.is_large_list(kind)

@@ -11,10 +11,13 @@ import numpy as np
 
 from foreload.pipelines.samples.dense import DenseStatistics
 from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.noticed import COUNTS, FIELDS, OTHERS, SEPARATORS, other_separator, warnings_of
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.samples.records import Records
 
 VALUES, MISSING, UNKNOWN = range(3)  # rows of ColumnCounts.features
+CLIPPED = 1  # of ColumnCounts.dense, beside its missing values
+_MOST_CLIPPED = 0.01  # of a column's values, beyond which that is warned of
 _BLOCK_SAMPLES = 128  # whose ids stay in cache while one feature after the other is counted
 
 
@@ -24,8 +27,9 @@ class ColumnCounts:
 
     samples: how many there are. ones: int64 [labels], how many are labelled 1; 0 where a label is no click. numbers: sums of the labels that are
     numbers, in order, and then of the weights, if there are any; ranges: float64 [2, those], their least and largest, infinite without samples.
-    dense: int64 [dense], each column's missing values. features: int64 [3, features], by feature: VALUES (a missing one is one, too), MISSING of
-    them, and UNKNOWN: those that its vocabulary does not have.
+    dense: int64 [2, dense], each column's missing values, and those that its transform reads as others, CLIPPED. features: int64 [3, features], by
+    feature: VALUES (a missing one is one, too), MISSING, samples that have no other, and UNKNOWN: values that its vocabulary does not have. noticed:
+    int64 [features + 1, COUNTS], as Records has it.
     """
 
     samples: int
@@ -34,6 +38,7 @@ class ColumnCounts:
     ranges: np.ndarray
     dense: np.ndarray
     features: np.ndarray
+    noticed: np.ndarray
 
     @staticmethod
     def none(spec: FeatureSpec) -> ColumnCounts:
@@ -44,8 +49,9 @@ class ColumnCounts:
             np.zeros(len(spec.labels), np.int64),
             DenseStatistics.empty(width),
             np.repeat([[np.inf], [-np.inf]], width, axis=1),
-            np.zeros(len(spec.dense), np.int64),
+            np.zeros((2, len(spec.dense)), np.int64),
             np.zeros((3, len(spec.features)), np.int64),
+            np.zeros((len(spec.features) + 1, COUNTS), np.int64),
         )
 
     @staticmethod
@@ -61,19 +67,21 @@ class ColumnCounts:
             if feature.encoding == "id":  # where 0 is a value too
                 features[MISSING, place] = column.null_count
                 if feature.pooling != "single":
-                    features[MISSING, place] = column.flatten().null_count + np.count_nonzero(
-                        np.diff(column.offsets.to_numpy()) == 0
-                    )
+                    known = np.concatenate(([0], np.cumsum(np.asarray(column.flatten().is_valid()))))
+                    bounds = column.offsets.to_numpy() - column.offsets[0].as_py()
+                    features[MISSING, place] = np.count_nonzero(known[bounds[1:]] == known[bounds[:-1]])
             if feature.encoding != "vocabulary":
                 features[UNKNOWN, place] = 0
-        dense = np.isnan(records.dense).sum(axis=0, dtype=np.int64)
+        clipped = [np.count_nonzero(records.dense[:, k] < 0) if d.transform == "log" else 0 for k, d in enumerate(spec.dense)]
+        dense = np.array([np.isnan(records.dense).sum(axis=0), clipped], np.int64).reshape(2, -1)
         ones = np.count_nonzero(samples.labels, axis=0)
         ones[_number_labels(spec)] = 0
         numbers = samples.labels[:, _number_labels(spec)]
         if samples.weights is not None:
             numbers = np.column_stack((numbers, samples.weights))
         ranges = np.array([numbers.min(axis=0, initial=np.inf), numbers.max(axis=0, initial=-np.inf)], np.float64)
-        return ColumnCounts(len(samples), ones, DenseStatistics.of(numbers.astype(np.float64)), ranges, dense, features)
+        noticed = np.zeros((len(spec.features) + 1, COUNTS), np.int64) if records.noticed is None else records.noticed
+        return ColumnCounts(len(samples), ones, DenseStatistics.of(numbers.astype(np.float64)), ranges, dense, features, noticed)
 
     def __add__(self, other: ColumnCounts) -> ColumnCounts:
         return ColumnCounts(
@@ -83,6 +91,7 @@ class ColumnCounts:
             np.array([np.minimum(self.ranges[0], other.ranges[0]), np.maximum(self.ranges[1], other.ranges[1])]),
             self.dense + other.dense,
             self.features + other.features,
+            self.noticed + other.noticed,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,6 +103,7 @@ class ColumnCounts:
             "ranges": self.ranges.tolist(),
             "dense": self.dense.tolist(),
             "features": self.features.tolist(),
+            "noticed": self.noticed.tolist(),
         }
 
     @staticmethod
@@ -104,23 +114,45 @@ class ColumnCounts:
             np.array(d["ones"], np.int64),
             DenseStatistics.from_dict(d["numbers"]),
             np.array(d["ranges"], np.float64).reshape(2, -1),
-            np.array(d["dense"], np.int64),
+            np.array(d["dense"], np.int64).reshape(2, -1),
             np.array(d["features"], np.int64).reshape(3, -1),
+            np.array(d["noticed"], np.int64).reshape(-1, COUNTS),
         )
 
     def told(self, spec: FeatureSpec) -> dict[str, Any]:
         """For people and programs, JSON-able: samples, of which there is at least one; of one click label label_rate, of others labels, each with its
         rate of ones, or mean, deviation, least and largest of its numbers; weights, where there are any: their sum, least and largest; and for each
-        column, by name, its values and how many are missing and, with a vocabulary, unknown.
+        column, by name, its values, how many samples have none, and how many a transform clipped, or a vocabulary does not have.
         """
         columns: list[dict[str, Any]] = [
             {"name": dense.name, "values": self.samples, "missing": missing}
-            for dense, missing in zip(spec.dense, self.dense.tolist(), strict=True)
+            | ({"clipped": clipped} if dense.transform == "log" else {})
+            for dense, missing, clipped in zip(spec.dense, *self.dense.tolist(), strict=True)
         ]
         for feature, (values, missing, unknown) in zip(spec.features, self.features.T.tolist(), strict=True):
             column = {"name": feature.name, "table": spec.tables[feature.table].name, "values": values, "missing": missing}
             columns.append(column | ({"unknown": unknown} if feature.encoding == "vocabulary" else {}))
         return {"samples": self.samples, **self._told_labels(spec), "columns": columns}
+
+    def warnings(self, spec: FeatureSpec) -> list[str]:
+        """What is probably not what the user means, each in a line."""
+        lines = []
+        for dense, missing, clipped in zip(spec.dense, *self.dense.tolist(), strict=True):
+            if clipped > _MOST_CLIPPED * (self.samples - missing):
+                lines.append(
+                    f'dense {dense.name}: {_of(clipped, self.samples - missing)} values are negative, and transform = "log" reads them as 0; give it '
+                    'transform = "standard" or "none"'
+                )
+        names = [f"feature {feature.name}" for feature in spec.features] + ["group"]
+        for name, counts in zip(names, self.noticed.tolist(), strict=True):
+            lines += [f"{name}: {what}" for what in warnings_of(counts)]
+        for feature, counts in zip(spec.features, self.noticed[:-1].tolist(), strict=True):
+            if (other := other_separator(counts)) is not None:
+                lines.append(
+                    f"feature {feature.name}: its separator {feature.separator!r} is in none of {counts[FIELDS]:,} fields, and {other!r} is in "
+                    f'{counts[OTHERS + SEPARATORS.index(other)]:,} of them; check separator, or give it pooling = "single"'
+                )
+        return lines
 
     def _told_labels(self, spec: FeatureSpec) -> dict[str, Any]:
         rates = [int(ones) / self.samples for ones in self.ones]
@@ -148,6 +180,10 @@ def _number_labels(spec: FeatureSpec) -> list[int]:
     return [place for place, label in enumerate(spec.labels) if label.kind == "number"]
 
 
+def _of(part: int, whole: int) -> str:
+    return f"{part:,} of {whole:,} ({part / whole:.2%})"
+
+
 @nb.njit(nogil=True, cache=True)
 def _count_single(ids: np.ndarray, zeros: np.ndarray, ones: np.ndarray) -> None:
     """Add to each feature's zeros and ones, int64 [features], how many of its ids they are; every feature has one id a sample.
@@ -168,11 +204,13 @@ def _count_single(ids: np.ndarray, zeros: np.ndarray, ones: np.ndarray) -> None:
 
 @nb.njit(nogil=True, cache=True)
 def _count_lists(ids: np.ndarray, offsets: np.ndarray, values: np.ndarray, zeros: np.ndarray, ones: np.ndarray) -> None:
-    """The same, and the number of values, where there may be several a sample."""
+    """The same where there may be several a sample, of which zeros then counts those with no other; and the number of values."""
     features = len(values)
     for first in range(0, len(offsets) - 1, features):
         for k in range(features):
+            known = False
             for i in range(offsets[first + k], offsets[first + k + 1]):
                 values[k] += 1
-                zeros[k] += ids[i] == 0
+                known |= ids[i] != 0
                 ones[k] += ids[i] == 1
+            zeros[k] += not known

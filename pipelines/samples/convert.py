@@ -14,9 +14,10 @@ from foreload.pipelines.base.hashing import hash_strings
 from foreload.pipelines.errors import SourceError
 from foreload.pipelines.samples.cells import cast_text, is_list, is_text, plain, present_in, shown
 from foreload.pipelines.samples.features import Dense, Feature, FeatureSpec, Label
+from foreload.pipelines.samples.noticed import COUNTS, notice_fields, notice_values
 from foreload.pipelines.samples.records import Faults, Records
 from foreload.pipelines.samples.vocabulary import text_buffers
-from foreload.pipelines.samples.whole_numbers import odd_floats, odd_texts, whole_texts, without_missing
+from foreload.pipelines.samples.whole_numbers import whole_texts, without_missing
 
 _KEY_REASONS = {
     kind: f'order_by must be {what}, as order_type or the first rows of the data say (order_type = "text" allows any value)'
@@ -68,14 +69,16 @@ def convert(
     dense = np.empty((len(spec.dense), rows), np.float64).T  # column after column, as it is filled and transformed
     for place, entry in enumerate(spec.dense):
         dense[:, place] = _dense(cells[entry.column], entry, path, faults)
-    odd: np.ndarray = np.zeros((2, len(spec.features)), np.int64)
+    noticed: np.ndarray = np.zeros((len(spec.features) + 1, COUNTS), np.int64)
     categorical = tuple(
-        _categorical((cells if f.pooling == "single" else written)[f.column], f, spec, path, faults, odd[:, place])
+        _categorical((cells if f.pooling == "single" else written)[f.column], f, spec, path, faults, noticed[place])
         for place, f in enumerate(spec.features)
     )
     keys = None if spec.order_by is None else _keys(cells[spec.order_by], spec.order_by, spec.order_type, path, faults)
     groups = None if spec.group is None else _groups(cells[spec.group], spec, path, faults)
-    records = Records(labels, dense, categorical, keys, weights, groups, odd)
+    if spec.group is not None and spec.rule == 2:
+        notice_values(cells[spec.group], noticed[-1])
+    records = Records(labels, dense, categorical, keys, weights, groups, noticed)
     if not faults:
         return records
     bad = faults.rows
@@ -137,14 +140,19 @@ def _numbers(column: pa.Array, name: str, reason: str, path: str, faults: Faults
     return pc.fill_null(column, np.nan).to_numpy()
 
 
-def _categorical(column: pa.Array, feature: Feature, spec: FeatureSpec, path: str, faults: Faults, odd: np.ndarray) -> pa.Array:
-    """The feature's values, or lists of them, as described in Records. odd: int64 [2], which is filled as Records has it."""
+def _categorical(
+    column: pa.Array, feature: Feature, spec: FeatureSpec, path: str, faults: Faults, noticed: np.ndarray
+) -> pa.Array:
+    """The feature's values, or lists of them, as described in Records. noticed: int64 [COUNTS], what is told of them."""
     if feature.pooling == "single":
         if is_list(column.type):
             raise SourceError(f'{path}: column {feature.column} holds lists; give feature {feature.name} pooling "sum" or "mean"')
-        odd[:] = _odd(column, spec)
+        if spec.rule == 2:
+            notice_values(column, noticed)
         return _values(column, feature, spec, path, lambda place, value, reason: faults.add(place, feature.column, value, reason))
     if not is_list(column.type):
+        if is_text(column.type):
+            notice_fields(column, feature.separator, noticed)
         column = _lists(column, feature.separator)
     offsets = column.offsets.to_numpy()
 
@@ -153,17 +161,9 @@ def _categorical(column: pa.Array, feature: Feature, spec: FeatureSpec, path: st
         faults.add(int(np.searchsorted(offsets, place, side="right")) - 1, feature.column, value, reason)
 
     values = _single(plain(column.flatten(), spec.text.missing, path, feature.column), spec)
-    odd[:] = _odd(values, spec)
+    if spec.rule == 2:
+        notice_values(values, noticed)
     return pa.LargeListArray.from_arrays(column.offsets, _values(values, feature, spec, path, report))
-
-
-def _odd(column: pa.Array, spec: FeatureSpec) -> np.ndarray:
-    """Of single values, what Records has as `odd`: int64 [2]."""
-    if spec.rule == 2 and is_text(column.type):
-        return odd_texts(column)
-    if spec.rule == 2 and pa.types.is_floating(column.type):
-        return odd_floats(column)
-    return np.zeros(2, np.int64)
 
 
 def _lists(column: pa.Array, separator: str) -> pa.Array:

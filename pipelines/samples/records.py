@@ -46,9 +46,8 @@ class Records:
     values, or large lists of values where the feature is multi-valued: integers for the encoding id, else string or large_string; null
     or "" where missing. keys: an Arrow array [n] of the order_by column, null where missing: integers, decimals, float64 or string; None
     without order_by. weights: float32 [n], None without a column of them. groups: int64 [n], hash64 of the texts of the group column, 0 where
-    missing; None without one. odd: int64 [2, features], how many values are EXPONENTS and how many LARGE (whole_numbers), malformed records' too;
-    None where nobody counts them. rejects: the first of the malformed records among these, at most MOST_REJECTS; causes: of all of them, and
-    how many each has.
+    missing; None without one. noticed: int64 [features + 1, COUNTS], what samples/noticed counts of each feature, and of group; None where nothing
+    is. rejects: the first of the malformed records among these, at most MOST_REJECTS; causes: of all of them, and how many each has.
     """
 
     labels: np.ndarray
@@ -57,7 +56,7 @@ class Records:
     keys: pa.Array | None
     weights: np.ndarray | None = None
     groups: np.ndarray | None = None
-    odd: np.ndarray | None = None
+    noticed: np.ndarray | None = None
     rejects: tuple[RejectedRecord, ...] = ()
     causes: Mapping[Cause, int] = field(default_factory=dict)
 
@@ -79,7 +78,7 @@ class Records:
             None if self.keys is None else self.keys.filter(chosen),
             None if self.weights is None else self.weights[mask],
             None if self.groups is None else self.groups[mask],
-            self.odd,
+            self.noticed,
             self.rejects,
             self.causes,
         )

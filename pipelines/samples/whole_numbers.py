@@ -15,27 +15,15 @@ from foreload.pipelines.samples.cells import is_text
 from foreload.pipelines.samples.features import whole_text
 from foreload.pipelines.samples.vocabulary import text_buffers
 
-EXPONENTS, LARGE = range(2)
-"""What is counted of a feature's values: numbers with an exponent in texts, which stay as they are written; and floats from 2^53 on (of float32,
-2^24), from where on several whole numbers are the same float."""
-
 _DECIMAL = re.compile(r"-?(0|[1-9][0-9]*)([.][0-9]+)?")
-_MINUS, _PLUS, _POINT, _ZERO, _NINE = (np.uint8(ord(c)) for c in "-+.09")
-_E, _CAPITAL_E = np.uint8(ord("e")), np.uint8(ord("E"))
-_MOST_EXPONENT_DIGITS = 3
-_FIRST_LARGE = np.frombuffer(b"%d" % 2**53, np.uint8)
-_WHOLE_BITS = {
-    16: 11,
-    32: 24,
-    64: 53,
-}  # by a float type's bits: from two to the power of these on, not every whole number is one of its values
+_MINUS, _POINT, _ZERO, _NINE = (np.uint8(ord(c)) for c in "-.09")
 
 
 def whole_texts(column: pa.Array) -> pa.Array:
     """`whole_text` of each: string or large_string [n], nulls stay. Where nothing changes, the column itself."""
     data, offsets = text_buffers(column)
-    bounds = np.empty((len(column), 2), np.int64)
-    if not len(column) or not _whole_parts(data, offsets, bounds):
+    bounds = np.empty((len(column) if has_points(data, offsets) else 0, 2), np.int64)
+    if not _whole_parts(data, offsets, bounds):
         return column
     lengths = bounds[:, 1] - bounds[:, 0]
     ends = np.zeros(len(column) + 1, offsets.dtype)
@@ -86,22 +74,13 @@ def _numbers(texts: Sequence[str], kind: pa.DataType) -> pa.Array:
     return pa.concat_arrays(wanted)
 
 
-def odd_texts(column: pa.Array) -> np.ndarray:
-    """Of texts, how many are EXPONENTS and how many LARGE: int64 [2]."""
-    counts = np.zeros(2, np.int64)
-    _count_odd(*text_buffers(column), counts)
-    return counts
-
-
-def odd_floats(column: pa.Array) -> np.ndarray:
-    """Of floats, the same."""
-    bits = _WHOLE_BITS[column.type.bit_width]
-    values = np.abs(pc.fill_null(column.cast(pa.float64()), 0).to_numpy())
-    return np.array([0, np.count_nonzero(values >= 2.0**bits)], np.int64)
+def has_points(data: np.ndarray, offsets: np.ndarray) -> bool:
+    """Whether any text has a point; most columns have none, and a search tells that faster than looking at each."""
+    return b"." in data[offsets[0] : offsets[-1]].tobytes()
 
 
 @nb.njit(nogil=True, cache=True)
-def _whole_part(data: np.ndarray, start: int, end: int) -> tuple[int, int]:
+def whole_part(data: np.ndarray, start: int, end: int) -> tuple[int, int]:
     """Where the text at start .. end - 1 has its `whole_text`."""
     point = end - 1
     while point > start and data[point] == _ZERO:
@@ -112,7 +91,7 @@ def _whole_part(data: np.ndarray, start: int, end: int) -> tuple[int, int]:
     if data[first] == _ZERO:
         return (first, point) if point == first + 1 else (start, end)
     for i in range(first, point):
-        if not _ZERO <= data[i] <= _NINE:
+        if not is_digit(data[i]):
             return start, end
     return start, point
 
@@ -123,7 +102,7 @@ def _whole_parts(data: np.ndarray, offsets: np.ndarray, bounds: np.ndarray) -> b
     changed = False
     for i in range(len(bounds)):
         start, end = np.int64(offsets[i]), np.int64(offsets[i + 1])
-        bounds[i, 0], bounds[i, 1] = _whole_part(data, start, end)
+        bounds[i, 0], bounds[i, 1] = whole_part(data, start, end)
         changed |= bounds[i, 0] != start or bounds[i, 1] != end
     return changed
 
@@ -137,47 +116,6 @@ def _copy(data: np.ndarray, bounds: np.ndarray, offsets: np.ndarray, out: np.nda
 
 
 @nb.njit(nogil=True, cache=True)
-def _has_exponent(data: np.ndarray, start: int, end: int) -> bool:
-    """Whether a text is a number as programs write one with an exponent: 1e5, 1.5e17, 2E+05. An id such as 12e34567 is none."""
-    at = end - 1
-    while at > start and _ZERO <= data[at] <= _NINE:
-        at -= 1
-    digits = end - 1 - at
-    signed = data[at] == _MINUS or data[at] == _PLUS
-    if signed:
-        at -= 1
-    if digits == 0 or digits > _MOST_EXPONENT_DIGITS or at <= start or (data[at] != _E and data[at] != _CAPITAL_E):
-        return False
-    first = start + 1 if data[start] == _MINUS or data[start] == _PLUS else start
-    points = 0
-    for i in range(first, at):
-        if data[i] == _POINT:
-            points += 1
-        elif not _ZERO <= data[i] <= _NINE:
-            return False
-    return at > first + points and (points == 1 or (points == 0 and (signed or at == first + 1)))
-
-
-@nb.njit(nogil=True, cache=True)
-def _count_odd(data: np.ndarray, offsets: np.ndarray, counts: np.ndarray) -> None:
-    """Add to counts, int64 [2], as `odd_texts` says."""
-    for i in range(len(offsets) - 1):
-        start, end = np.int64(offsets[i]), np.int64(offsets[i + 1])
-        if start == end:
-            continue
-        if _has_exponent(data, start, end):
-            counts[EXPONENTS] += 1
-            continue
-        first, point = _whole_part(data, start, end)
-        if point == end:
-            continue
-        if data[first] == _MINUS:
-            first += 1
-        large = point - first > len(_FIRST_LARGE)
-        if point - first == len(_FIRST_LARGE):
-            large = True
-            for j in range(len(_FIRST_LARGE)):
-                if data[first + j] != _FIRST_LARGE[j]:
-                    large = data[first + j] > _FIRST_LARGE[j]
-                    break
-        counts[LARGE] += large
+def is_digit(character: np.uint8) -> bool:
+    """Whether a byte is one of 0 to 9."""
+    return bool(_ZERO <= character <= _NINE)

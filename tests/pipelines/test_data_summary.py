@@ -6,9 +6,12 @@ import csv
 import json
 import random
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from foreload.pipelines import prepare
@@ -117,7 +120,7 @@ def expected(rows: Rows, known: set[str]) -> dict[str, Any]:
                 "unknown": sum(bool(row["word"]) and row["word"] not in known for row in rows),
             },
             {"name": "ad", "table": "ad", "values": len(rows), "missing": missing["ad"]},
-            {"name": "tags", "table": "tags", "values": len(tags), "missing": tags.count("")},
+            {"name": "tags", "table": "tags", "values": len(tags), "missing": sum(set(row["tags"]) <= {"|"} for row in rows)},
             {"name": "site", "table": "site", "values": len(rows), "missing": missing["site"]},
         ],
     }
@@ -184,6 +187,90 @@ def test_rejects_are_summed_up_with_the_line_that_would_help(tmp_path: Path, cap
     told = run(tmp_path, log, "--features", features, "--max-rejects", "100", "--overwrite")
     assert told["rejected"] == 5
     assert told["data"]["training"]["columns"][0]["missing"] >= 40
+
+
+def warned(
+    tmp_path: Path, features: str, columns: Mapping[str, Sequence[Any]], *options: str
+) -> tuple[list[str], dict[str, Any]]:
+    """What `prepare` warns of, and its summary. columns: those of a Parquet file."""
+    tmp_path.mkdir(exist_ok=True)
+    (tmp_path / "features.toml").write_text(features)
+    pq.write_table(pa.table({"y": [0, 1] * (len(next(iter(columns.values()))) // 2), **columns}), tmp_path / "log.parquet")
+    out = (
+        f"--out={tmp_path / 'out'}",
+        f"--json={tmp_path / 'told.json'}",
+        "--slots=min",
+        "--batch-size=8",
+        f"--features={tmp_path / 'features.toml'}",
+    )
+    prepare.run([str(tmp_path / "log.parquet"), "--format=parquet", *out, *options])
+    told: dict[str, Any] = json.loads((tmp_path / "told.json").read_text())
+    return told["warnings"], told
+
+
+def test_values_that_a_transform_clips_are_told_and_warned_of_beyond_one_percent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    features = 'label = "y"\n' + "".join(
+        f'[[dense]]\nname = "{name}"\ntransform = "{transform}"\n'
+        for name, transform in (("few", "log"), ("many", "log"), ("standard", "standard"), ("none", "none"))
+    )
+    features += '[[feature]]\nname = "a"\nrows = 9\n'
+    few = [-1.0, *[1.0] * 99, *[None] * 100]
+    many = [-1.0, -2.0, *[0.0] * 98, *[None] * 100]
+    below = [-1.0] * 200
+    told = {"few": few, "many": many, "standard": below, "none": below, "a": ["x"] * 200}
+    warnings, summary = warned(tmp_path, features, told)
+    line = 'dense many: 2 of 100 (2.00%) values are negative, and transform = "log" reads them as 0; give it transform = "standard" or "none"'
+    assert warnings == [line]
+    columns = {column["name"]: column for column in summary["data"]["training"]["columns"]}
+    assert (columns["few"]["clipped"], columns["many"]["clipped"]) == (1, 2)
+    assert "clipped" not in columns["none"]
+    printed = capsys.readouterr()
+    assert "clipped       many 1.00%, few 0.50%\n" in printed.out
+    assert printed.err.endswith(f"foreload: warning: {line}\n")
+
+
+def test_odd_numbers_are_warned_of_with_counts(tmp_path: Path) -> None:
+    features = 'label = "y"\ngroup = "g"\n' + "".join(
+        f'[[feature]]\nname = "{name}"\nrows = 99\n' for name in ("text", "large", "small")
+    )
+    columns = {
+        "text": ["1e+05", "2.5e17", "12e34567", "abc", "26.0", "1e5", "", "x"],
+        "large": pa.array([2.0**53, 2.0**60, 1.0, 2.0, None, 3.0, 4.0, 5.0]),
+        "small": pa.array([2.0**24 - 1] * 8, pa.float32()),
+        "g": pa.array([2.0**24] * 8, pa.float32()),
+    }
+    (text, large, group), _ = warned(tmp_path, features, columns)
+    assert text.startswith(
+        "feature text: 3 of 8 values are numbers written with an exponent, as 1e+05, and encoded as these texts;"
+    )
+    assert large.startswith("feature large: 2 of 7 values are floats from 2^53 on (of float32, 2^24), ")
+    assert group.startswith("group: 8 of 8 values are floats from 2^53 on")
+
+
+@pytest.mark.parametrize("separator", ["|", " ", "::"])
+def test_a_separator_that_never_occurs_is_told_with_the_one_that_does(tmp_path: Path, separator: str) -> None:
+    features = f'label = "y"\n[[feature]]\nname = "tags"\nrows = 99\npooling = "mean"\nseparator = "{separator}"\n'
+    fields = ["a,b", "c,d,e", "f", "", "g,h", "i"]
+    (line,), _ = warned(tmp_path / "wrong", features, {"tags": fields})
+    said = f"feature tags: its separator {separator!r} is in none of 5 fields, and ',' is in 3 of them; "
+    assert line == said + 'check separator, or give it pooling = "single"'
+    # It does occur, if only once; most fields have one value; there are lists.
+    assert warned(tmp_path / "once", features, {"tags": [*fields, "j" + separator + "k", "l"]})[0] == []
+    assert warned(tmp_path / "few", features, {"tags": ["a", "b", "c,d", "e"]})[0] == []
+    assert warned(tmp_path / "lists", features, {"tags": [["a,b"], ["c,d"]]})[0] == []
+
+
+def test_a_feature_of_whole_numbers_and_text_is_told(tmp_path: Path) -> None:
+    features = 'label = "y"\n[[feature]]\nname = "a"\nrows = 99\n'
+    warned(tmp_path / "numbers", features, {"a": [26, 7, 8, 9]})
+    table = pa.table({"y": [0, 1], "a": ["26", "7.0"]})
+    pq.write_table(table, tmp_path / "numbers" / "texts.parquet")
+    more = [str(tmp_path / "numbers" / "texts.parquet"), "--overwrite"]
+    (line,), told = warned(tmp_path / "numbers", features, {"a": [26, 7, 8, 9]}, *more)
+    assert line == "feature a: 4 values are whole numbers and 2 are text, by file; a whole number is the same value as its text"
+    assert told["tables"] == [{"name": "a", "rows": 4}]
 
 
 def test_only_what_may_be_missing_is_taken_for_missing() -> None:

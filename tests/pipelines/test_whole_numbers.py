@@ -23,11 +23,13 @@ from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.feature_file import parse
 from foreload.pipelines.samples.features import FeatureSpec, whole_text
+from foreload.pipelines.samples.noticed import COUNTS, EXPONENTS, LARGE, notice_values
 from foreload.pipelines.samples.vocabulary import Vocabulary, count_values, merge_counts
-from foreload.pipelines.samples.whole_numbers import odd_floats, odd_texts, whole_texts, without_missing
+from foreload.pipelines.samples.whole_numbers import whole_texts, without_missing
 from foreload.pipelines.schedule.format import Header
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.sources import Source, plan_splits, read_records
+from foreload.pipelines.sources.splits import Format
 from foreload.trainer.serving import raw_values
 from foreload.trainer.serving.torch_folder import encoding_of
 
@@ -79,7 +81,7 @@ def written_csv(path: Path, columns: Mapping[str, Sequence[str]]) -> Path:
 
 def read(path: Path, spec: FeatureSpec) -> dict[str, list[Any]]:
     """What a file's features, dense values and groups are, by feature as texts or ids, missing ones as None."""
-    kind = "parquet" if path.suffix == ".parquet" else "csv"
+    kind: Format = "parquet" if path.suffix == ".parquet" else "csv"
     values: dict[str, list[Any]] = {feature.name: [] for feature in spec.features} | {"d": [], "g": []}
     for split in plan_splits(Source(kind, (str(path),)), spec):
         for records in read_records(split, spec):
@@ -211,12 +213,15 @@ def test_a_vocabulary_counts_a_value_once_however_it_is_written(tmp_path: Path) 
     assert Encoder(spec.with_vocabulary({0: 1}), {0: vocabulary}).encode(records).ids.tolist() == [2, 2, 2, 1, 1, 1, 1, 0]
 
 
+def noticed(column: pa.Array, which: int) -> int:
+    counts = np.zeros(COUNTS, np.int64)
+    notice_values(column, counts)
+    return int(counts[which])
+
+
 def test_exponents_and_large_floats_are_counted() -> None:
-    texts = [
-        "1e5",
-        "1E+05",
-        "-1.5e17",
-        "1.2345e+17",
+    with_exponent = ["1e5", "1E+05", "-1.5e17", "1.2345e+17", "9e-3", "0e0"]
+    others = [
         "12e34567",
         "12e5",
         "a1e5",
@@ -229,19 +234,18 @@ def test_exponents_and_large_floats_are_counted() -> None:
         "--1e5",
         "5",
         ".e5",
+        "1.5",
+        "-",
+        "1e5x",
+        "+1e5",
     ]
-    assert odd_texts(pa.array(texts)).tolist() == [5, 0]
-    large = [
-        "9007199254740992.0",
-        "9007199254740991.0",
-        "-10000000000000000.00",
-        "9007199254740993",
-        "9" * 30 + ".0",
-        "09007199254740993.0",
-    ]
-    assert odd_texts(pa.array(large)).tolist() == [0, 3]
-    assert odd_floats(pa.array([2.0**53, -(2.0**53), 2.0**53 - 1, None, float("nan")])).tolist() == [0, 2]
-    assert odd_floats(pa.array([2.0**24, 2.0**24 - 1], pa.float32())).tolist() == [0, 1]
+    assert noticed(pa.array([*with_exponent, *others, None]), EXPONENTS) == len(with_exponent)
+    large = ["9007199254740992.0", "-10000000000000000.00", "9" * 30 + ".0"]
+    small = ["9007199254740991.0", "9007199254740993", "09007199254740993.0", "-9007199254740991.0", "1.0"]
+    assert noticed(pa.array([*large, *small, None]), LARGE) == len(large)
+    assert noticed(pa.array([2.0**53, -(2.0**53), 2.0**53 - 1, None, float("nan")]), LARGE) == 2
+    assert noticed(pa.array([2.0**24, 2.0**24 - 1], pa.float32()), LARGE) == 1
+    assert noticed(pa.array([2**60]), LARGE) == 0
 
 
 def test_the_header_says_the_rule_and_what_goes_on_keeps_it(tmp_path: Path) -> None:

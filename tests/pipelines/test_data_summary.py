@@ -219,7 +219,7 @@ def test_values_that_a_transform_clips_are_told_and_warned_of_beyond_one_percent
     few = [-1.0, *[1.0] * 99, *[None] * 100]
     many = [-1.0, -2.0, *[0.0] * 98, *[None] * 100]
     below = [-1.0] * 200
-    told = {"few": few, "many": many, "standard": below, "none": below, "a": ["x"] * 200}
+    told: dict[str, Any] = {"few": few, "many": many, "standard": below, "none": below, "a": ["x"] * 200}
     warnings, summary = warned(tmp_path, features, told)
     line = 'dense many: 2 of 100 (2.00%) values are negative, and transform = "log" reads them as 0; give it transform = "standard" or "none"'
     assert warnings == [line]
@@ -235,7 +235,7 @@ def test_odd_numbers_are_warned_of_with_counts(tmp_path: Path) -> None:
     features = 'label = "y"\ngroup = "g"\n' + "".join(
         f'[[feature]]\nname = "{name}"\nrows = 99\n' for name in ("text", "large", "small")
     )
-    columns = {
+    columns: dict[str, Any] = {
         "text": ["1e+05", "2.5e17", "12e34567", "abc", "26.0", "1e5", "", "x"],
         "large": pa.array([2.0**53, 2.0**60, 1.0, 2.0, None, 3.0, 4.0, 5.0]),
         "small": pa.array([2.0**24 - 1] * 8, pa.float32()),

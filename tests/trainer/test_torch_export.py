@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pickle
+import re
 import tomllib
 import warnings
 import zipfile
@@ -53,7 +54,10 @@ FEATURES: dict[str, Any] = {
     ],
 }
 NATIVE = FEATURES | {"dense": FEATURES["dense"][:1], "feature": FEATURES["feature"][:3]}
-OWN = """
+OWN = '''
+import random
+
+import numpy
 import torch
 from foreload import nn as layers
 from torch import nn
@@ -66,9 +70,56 @@ class Branching(nn.Module):
 
     def forward(self, dense, embeddings):
         logits = torch.cat([embeddings[name] for name in self.names], 1) @ self.weight + embeddings.block[:, 0, 0]
-        return logits + 1 if dense.sum() > 0 else logits - 1
+        return logits + 1 if dense.isnan().any() else logits
 
-"""
+
+class Drawing(nn.Module):
+    """What its constructor draws is a buffer of the state or beside it, of any type, or no tensor of the module's at all."""
+
+    def __init__(self, spec, *, scale=1.0):
+        super().__init__()
+        self.names, self.weight = spec.names, nn.Parameter(torch.full((spec.width,), scale))
+        self.register_buffer("frequencies", torch.randn(spec.dense_width, 5))
+        self.register_buffer("order", torch.randperm(spec.width))
+        self.register_buffer("kept", torch.rand(spec.width) < 0.5)
+        self.register_buffer("halves", torch.randn(5).to(torch.bfloat16))
+        self.register_buffer("beside", torch.randn(5), persistent=False)
+        self.shift = [numpy.random.rand(), random.random()]
+
+    def forward(self, dense, embeddings):
+        inputs = torch.cat([embeddings[name] for name in self.names], 1)[:, self.order] * self.kept
+        waves = (dense @ self.frequencies).sin() @ (self.halves.float() + self.beside)
+        return inputs @ self.weight + waves + sum(self.shift)
+
+
+class Otherwise(Drawing):
+    """From the third on, each is built otherwise."""
+
+    built = 0
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        type(self).built += 1
+        self.shift[0] += max(type(self).built - MOST, 0)
+
+    def forward(self, dense, embeddings):
+        return super().forward(dense, embeddings)
+
+
+class Half(nn.Module):
+    """A product in bfloat16, which onnxruntime does not know on the CPU."""
+
+    def __init__(self, spec):
+        super().__init__()
+        self.names, self.out = spec.names, nn.Linear(spec.width, 1)
+
+    def forward(self, dense, embeddings):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.out(torch.cat([embeddings[name] for name in self.names], 1)).float().squeeze(1) + dense.sum(1)
+
+
+MOST = 2
+'''
 
 
 @dataclass(frozen=True)
@@ -220,9 +271,9 @@ def test_a_wrapped_module_is_served_and_parameters_alone_go_into_ones_own(tmp_pa
     module = served(tmp_path / "weights")
     loaded = module.load(module=plain_models.two_tower_here)
     assert loaded.predict(columns, logits=True).tobytes() == wanted.tobytes()
-    with pytest.raises(ValueError, match="has the parameters of plain_models:two_tower_here alone; give it, as module="):
+    with pytest.raises(ValueError, match="has the weights of plain_models:two_tower_here alone; give it, as module="):
         module.load()
-    with pytest.raises(ValueError, match="module must have the parameters of"):
+    with pytest.raises(ValueError, match="module must have the parameters and buffers of"):
         module.load(module=torch.nn.Linear(1, 1))
 
 
@@ -254,6 +305,51 @@ def test_what_cannot_be_traced_is_told_in_one_line_with_what_can_be_done(tmp_pat
     loaded = served(tmp_path / "weights").load(module=load_model("mine.py:Branching", str(tmp_path)))
     columns = records(20)
     assert loaded.predict(columns, logits=True).tobytes() == trained.logits(columns).tobytes()
+
+
+def test_weights_bring_all_that_a_constructor_draws(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    trained = ModelInMemory.of("mine.py:Drawing", FEATURES, model_folder=str(tmp_path))
+    told = trained.write(tmp_path / "weights", program=False)
+    builder, columns = load_model("mine.py:Drawing", str(tmp_path)), records(50)
+    wanted = trained.logits(columns)
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    module = served(tmp_path / "weights")
+    assert module.load(module=builder).predict(columns, logits=True).tobytes() == wanted.tobytes()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    saved = module.read_weights(tmp_path / "weights" / told["weights"])
+    assert {name: value.dtype for name, value in saved.items()} == {
+        "weight": torch.float32, "frequencies": torch.float32, "order": torch.int64, "kept": torch.bool, "halves": torch.bfloat16,
+    }  # fmt: skip
+    # A module that was built under another seed has another shift, which no weights tell.
+    spec = model_spec(parse(FEATURES), 12)
+    with pytest.raises(ValueError, match=r"module must give the logits that mine\.py:Drawing gave when it was exported"):
+        module.load(module=builder(spec))
+
+
+def test_weights_that_no_constructor_makes_anew_are_not_exported(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    trained = ModelInMemory.of("mine.py:Otherwise", FEATURES, model_folder=str(tmp_path))
+    with pytest.raises(ExportError, match=r"--dense weights: mine\.py:Otherwise cannot be built anew as it was trained: "):
+        trained.write(tmp_path / "weights", program=False)
+    assert trained.write(tmp_path / "program")["program"] == "dense.pt2"
+
+
+def test_onnx_that_onnxruntime_cannot_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    trained = ModelInMemory.of("mine.py:Half", FEATURES, model_folder=str(tmp_path))
+    with pytest.raises(ExportError) as error:
+        trained.write(tmp_path / "onnx", onnx=True)
+    assert re.fullmatch(
+        r"--onnx: onnxruntime \S+ cannot run on the CPU what was written of mine.py:Half: .*; use operations in float32, or leave it out",
+        str(error.value),
+    )
+    columns = records(50)
+    trained.write(tmp_path / "out")
+    np.testing.assert_allclose(
+        served(tmp_path / "out").load().predict(columns, logits=True), trained.logits(columns), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_tables_may_stay_parquet_and_the_folder_is_checked(tmp_path: Path) -> None:

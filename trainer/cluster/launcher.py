@@ -43,7 +43,7 @@ from foreload.trainer.cluster.worker import JOIN_TIMEOUT, work
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.errors import CheckpointError, ShardsLost, TrainerError
-from foreload.trainer.models.checking import ignored_inputs
+from foreload.trainer.models.checking import check_apart_later, ignored_inputs
 from foreload.trainer.pages.report import leave_report
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.at_rest import rebuild_at_end
@@ -237,7 +237,10 @@ class Launcher:
         job = self._job
         # On the CPU, since it is only looked at: no trainer has a device yet.
         model = DenseModel.build(replace(job, device="cpu"), schedule, twice=True)
-        if ignored := ignored_inputs(model.module, model_spec(schedule.header.features, job.dim)):
+        spec = model_spec(schedule.header.features, job.dim)
+        ignored = ignored_inputs(model.module, spec)
+        check_apart_later(model.module, spec)
+        if ignored:
             sys.stderr.write(
                 f"foreload: warning: model {job.model}: ignores {', '.join(ignored)}: its logits do not depend on them\n"
             )

@@ -12,6 +12,8 @@ from foreload.pipelines.base.hashing import key
 from foreload.pipelines.schedule.format import Event, LaneEvent
 from foreload.trainer.compute.layouts import Lookups
 from foreload.trainer.compute.parts import TrainerParts
+from foreload.trainer.models.fitting import model_name
+from foreload.trainer.models.mixing import check_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,20 @@ def output_shape(moves: LaneEvent) -> tuple[int, ...]:
     """What `forward` gives for a slice: [b], or [b, labels] where there are several."""
     samples, labels = moves.labels.shape
     return (samples,) if labels == 1 else (samples, labels)
+
+
+def check_samples(parts: TrainerParts, moves: LaneEvent, local: LocalRows, steps_done: int) -> None:
+    """Refuse a model whose outputs depend on other samples than their own, as a lane's slice of two or more shows. Raises ModelError."""
+    block = torch.empty((len(moves.labels), len(parts.block.names), parts.block.width), device=parts.device)
+    parts.kernels.gather_block(local.rows, Lookups(moves.index, moves.offsets, parts.block), block, local.places)
+    given = {"step": steps_done} if parts.takes_step else {}
+
+    def run(dense: Tensor, block: Tensor) -> Tensor:
+        torch.manual_seed(parts.seed)
+        outputs: Tensor = parts.module(dense, parts.block.embeddings(block), **given)
+        return outputs
+
+    check_apart(model_name(parts.module), parts.module, run, _aligned(moves.dense).to(parts.device), block)
 
 
 def learn(parts: TrainerParts, event: Event, lane: int, moves: LaneEvent, local: LocalRows) -> SliceGradients:

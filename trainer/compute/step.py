@@ -89,10 +89,12 @@ class TrainingStep:
         self._point("early rows sent")
 
     def compute(self) -> None:
-        """Forward and backward of every hosted lane, alone on its slice."""
+        """Forward and backward of every hosted lane, alone on its slice. Raises ModelError where the first slices show that samples are not apart."""
         weights = self._lanes.weights()
         for lane in self._session.hosted:
             local = LocalRows(*self._session.exchange.local_rows(self._plan, lane, weights))
+            if self.event.step == self._parts.schedule.header.first_step and len(self._plan.events[lane].labels) > 1:
+                slices.check_samples(self._parts, self._plan.events[lane], local, self.event.step)
             self._gradients[lane] = slices.learn(self._parts, self.event, lane, self._plan.events[lane], local)
         self._clock.lap("compute")
         self._point("forward done")

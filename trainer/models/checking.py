@@ -14,9 +14,14 @@ from foreload.trainer.models.fitting import model_name
 from foreload.trainer.models.generators import states_beside_torch
 from foreload.trainer.models.hidden_state import first_change, hidden_state
 from foreload.trainer.models.layers import takes_step
+from foreload.trainer.models.mixing import check_apart
 from foreload.trainer.models.spec import Embeddings, ModelSpec, further_columns
 
-_FEW, _OTHERS = 3, 2  # synthetic samples that a model is tried on, and others between them
+_FEW, _OTHERS, _SEVERAL = (
+    3,
+    2,
+    5,
+)  # synthetic samples that a model is tried on, others between them, and for what they do to each other
 _MANY = 64  # with so many, an input that is used shows in the gradient of at least one
 _LATER = 10_000  # a training step at which what is annealed may count that does not at step 0
 
@@ -35,18 +40,65 @@ def _trial(
         The outputs, and the embedding block's gradient, None in evaluation mode or where the outputs do not depend on it.
     """
     torch.manual_seed(samples)
-    further = further_columns(type(module))
-    parts = [(("weights", dimension), *further) for _, dimension, _ in spec.features]
-    width = max(sum(columns for _, columns in own) for own in parts)
-    block = torch.randn(samples, len(parts), width, requires_grad=module.training)
-    given = {"step": step} if takes_step(module) else {}
+    parts = _parts(module, spec)
+    block = torch.randn(samples, len(parts), _width(parts), requires_grad=module.training)
     dense = torch.randn(samples, spec.dense_width) + dense_shift
     with torch.set_grad_enabled(module.training):
-        outputs = module(dense, Embeddings.split(block, spec.names, parts), **given)
+        outputs = _outputs(module, spec, dense, block, step)
     check_outputs(model_name(module), outputs, spec, samples)
     if module.training:
         outputs.sum().backward()
     return outputs.detach(), block.grad
+
+
+_Parts = list[tuple[tuple[str, int], ...]]
+
+
+def _parts(module: nn.Module, spec: ModelSpec) -> _Parts:
+    """Per feature the (name, columns) of its rows' parts."""
+    further = further_columns(type(module))
+    return [(("weights", dimension), *further) for _, dimension, _ in spec.features]
+
+
+def _width(parts: _Parts) -> int:
+    return max(sum(columns for _, columns in own) for own in parts)
+
+
+def _outputs(module: nn.Module, spec: ModelSpec, dense: Tensor, block: Tensor, step: int) -> Tensor:
+    given = {"step": step} if takes_step(module) else {}
+    outputs: Tensor = module(dense, Embeddings.split(block, spec.names, _parts(module, spec)), **given)
+    return outputs
+
+
+def _check_apart(module: nn.Module, spec: ModelSpec, step: int = 0) -> None:
+    """Refuse a module whose outputs depend on other samples than their own. Raises ModelError, and what forward raises."""
+
+    def forward(dense: Tensor, block: Tensor) -> Tensor:
+        torch.manual_seed(_SEVERAL)
+        return _outputs(module, spec, dense, block, step)
+
+    torch.manual_seed(_SEVERAL)
+    parts = _parts(module, spec)
+    block = torch.randn(_SEVERAL, len(parts), _width(parts))
+    check_apart(model_name(module), module, forward, torch.randn(_SEVERAL, spec.dense_width), block)
+
+
+def check_apart_later(module: nn.Module, spec: ModelSpec) -> None:
+    """The same with random parameters, at a later step: the initial ones may be such that it does not show. Raises ModelError.
+
+    The module is not to be used afterwards: its parameters have been replaced.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.normal_(0, 0.5)
+        try:
+            _check_apart(module, spec, _LATER)
+        except ModelError:
+            raise
+        except Exception:  # a user's module may raise anything where its parameters are not those that it began with
+            return
 
 
 def _checked_trial(module: nn.Module, spec: ModelSpec, samples: int, step: int = 0) -> tuple[Tensor, Tensor | None]:
@@ -114,6 +166,7 @@ def check_uses(module: nn.Module, spec: ModelSpec) -> None:
         raise ModelError(
             f"{model_name(module)}: logits do not depend on {', '.join(ignored)}; use what is there, or take it out of the feature file"
         )
+    check_apart_later(module, spec)
 
 
 def ignored_inputs(module: nn.Module, spec: ModelSpec) -> list[str]:
@@ -187,6 +240,7 @@ def check_model(module: nn.Module, spec: ModelSpec) -> None:
             )
     _checked_trial(module, spec, 1)
     _check_values(module, before)
+    _check_apart(module, spec)
     for parameter, value in parameters.items():
         if value.grad is not None and value.grad.layout is not torch.strided:
             raise ModelError(f"{name}: parameter {parameter} has a sparse gradient; rows belong in a feature's table")

@@ -16,6 +16,7 @@ from foreload.trainer.compute.dense_average import to_serve
 from foreload.trainer.compute.layouts import BlockLayout, Lookups, model_spec
 from foreload.trainer.models import build_model, load_model
 from foreload.trainer.models.layers import takes_step
+from foreload.trainer.models.mixing import mixes_samples
 from foreload.trainer.run.dense_file import load_parameters
 from foreload.trainer.run.saved_model import SavedModel, initial_rows
 
@@ -65,13 +66,17 @@ def dense_module(model: SavedModel) -> nn.Module:
 
 
 class DenseForward:
-    """The dense part of a model, applied to slices. The process must be under the run's numerics."""
+    """The dense part of a model, applied to slices. The process must be under the run's numerics.
+
+    mixes_samples: whether its outputs depend on the other samples of a slice, as its class declares.
+    """
 
     def __init__(self, model: SavedModel) -> None:
         self._layout = BlockLayout.of(model.features, model.layouts)
         self._kernels = kernels_for("cpu")
         self._module = dense_module(model)
         self._given = {"step": model.step + 1} if takes_step(self._module) else {}
+        self.mixes_samples = mixes_samples(self._module)
 
     def outputs(self, rows: np.ndarray | Tensor, index: np.ndarray, offsets: np.ndarray | None, dense: np.ndarray) -> Tensor:
         """What forward gives for a slice, float32 [b] or [b, labels].

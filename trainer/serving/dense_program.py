@@ -9,15 +9,18 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from foreload.trainer.compute.layouts import BlockLayout
 from foreload.trainer.errors import ExportError
 from foreload.trainer.models.layers import takes_step
+from foreload.trainer.models.mixing import check_apart
 from foreload.trainer.serving.plain_files import read_program
 
 _TRACED, _TRIED = 5, (1, 3, 64)  # made-up samples that are traced, and with which what was written is tried
+_NEAR_ONNX = 1e-3  # a logit of another program, on other kernels
 _NEAR = 1e-5  # a logit of the program to that of the module, relative and absolute; other products may be chosen for it
 _MOST_TEXT = 300  # characters of what torch says that are told
 _ONNX_PACKAGES = ("onnx", "onnxscript")
@@ -40,6 +43,18 @@ class BlockModel(nn.Module):
         return logits
 
 
+def check_dense(model: BlockModel, dense_width: int, name: str) -> None:
+    """Refuse to export a model whose outputs depend on other samples than their own, with what it has learned. Raises ModelError."""
+
+    def forward(dense: Tensor, block: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        logits: Tensor = model(dense, block)
+        return logits
+
+    with torch.random.fork_rng(devices=[]):
+        check_apart(name, model, forward, *made_up(model, dense_width, _TRACED))
+
+
 def check_onnx() -> None:
     """Raise ExportError where what writes ONNX is not installed."""
     missing = [name for name in _ONNX_PACKAGES if importlib.util.find_spec(name) is None]
@@ -52,7 +67,7 @@ def trace(model: BlockModel, dense_width: int, name: str) -> torch.export.Export
     batch = torch.export.Dim("batch")
     try:
         with torch.no_grad(), _quiet():
-            program = torch.export.export(model, _made_up(model, dense_width, _TRACED), dynamic_shapes=({0: batch}, {0: batch}))
+            program = torch.export.export(model, made_up(model, dense_width, _TRACED), dynamic_shapes=({0: batch}, {0: batch}))
     except Exception as error:  # a user's module may do anything
         raise ExportError(
             f"--format torch: torch.export cannot follow forward of {name}: {type(error).__name__}: {_reason(error)}; make it operations of "
@@ -79,7 +94,7 @@ def write_program(program: torch.export.ExportedProgram, path: Path, model: Bloc
                 "for its parameters alone"
             ) from error
     for samples in _TRIED:
-        given = _made_up(model, dense_width, samples)
+        given = made_up(model, dense_width, samples)
         with torch.no_grad():
             wanted, got = model(*given), written(*given)
         if wanted.shape != got.shape or not torch.allclose(wanted, got, rtol=_NEAR, atol=_NEAR):
@@ -89,8 +104,11 @@ def write_program(program: torch.export.ExportedProgram, path: Path, model: Bloc
             )
 
 
-def write_onnx(program: torch.export.ExportedProgram, path: Path, name: str) -> None:
-    """Write a program as ONNX, of inputs dense and block and output logits, for any number of samples. Raises ExportError and OSError."""
+def write_onnx(program: torch.export.ExportedProgram, path: Path, model: BlockModel, dense_width: int, name: str) -> None:
+    """Write a program as ONNX, of inputs dense and block and output logits, for any number of samples; and run it where onnxruntime is installed.
+
+    Raises ExportError, also if onnxruntime cannot run it or gives other logits, and OSError.
+    """
     try:
         with _quiet():
             written = torch.onnx.export(
@@ -104,9 +122,38 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, name: str) -> 
         raise ExportError(
             f"--onnx: the operations of {name} cannot be written as ONNX: {type(error).__name__}: {_reason(error)}; leave it out"
         ) from error
+    if importlib.util.find_spec("onnxruntime") is not None:
+        _try_onnx(path, model, dense_width, name)
 
 
-def _made_up(model: BlockModel, dense_width: int, samples: int) -> tuple[Tensor, Tensor]:
+def _try_onnx(path: Path, model: BlockModel, dense_width: int, name: str) -> None:
+    import onnxruntime
+
+    try:
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        wanted_inputs = {
+            given.name for given in session.get_inputs()
+        }  # an input that a model does not use is none of its program
+        for samples in _TRIED:
+            given = dict(zip(("dense", "block"), made_up(model, dense_width, samples), strict=True))
+            (got,) = session.run(["logits"], {key: value.numpy() for key, value in given.items() if key in wanted_inputs})
+            with torch.no_grad():
+                wanted = model(**given).numpy()
+            if got.shape != wanted.shape or not np.allclose(got, wanted, rtol=_NEAR_ONNX, atol=_NEAR_ONNX):
+                raise ExportError(
+                    f"--onnx: onnxruntime gives other logits for what was written of {name} than its forward, for {samples} samples; leave it out"
+                )
+    except ExportError:
+        raise
+    except Exception as error:  # it has its own, of no common class
+        raise ExportError(
+            f"--onnx: onnxruntime {onnxruntime.__version__} cannot run on the CPU what was written of {name}: {_reason(error)}; use operations in "
+            "float32, or leave it out"
+        ) from error
+
+
+def made_up(model: BlockModel, dense_width: int, samples: int) -> tuple[Tensor, Tensor]:
+    """Dense values [samples, n] and a block [samples, F, W], which follow from the number of samples."""
     generator = torch.Generator().manual_seed(samples)
     layout = model._layout
     return (

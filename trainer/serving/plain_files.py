@@ -45,6 +45,35 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
+_KINDS = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file, of any of these types, in memory."""
+    data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    tensors = {}
+    for name, told in json.loads(data[8 : 8 + size]).items():
+        if name != "__metadata__":
+            first, end = told["data_offsets"]
+            tensors[name] = torch.empty(told["shape"], dtype=_KINDS[told["dtype"]])
+            if first < end:
+                tensors[name] = torch.frombuffer(data[8 + size + first : 8 + size + end], dtype=_KINDS[told["dtype"]]).reshape(
+                    told["shape"]
+                )
+    return tensors
+
+
+def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and the buffers of a module's state, each once, by name."""
+    buffers = dict(module.named_buffers())
+    state = {name: value for name, value in module.state_dict().items() if name in buffers}
+    return {name: value.detach() for name, value in module.named_parameters()} | state
+
+
 def read_program(path: Path) -> nn.Module:
     """The dense part as torch.export wrote it. Raises ValueError for a file with members that `foreload export` does not write.
 

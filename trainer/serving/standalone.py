@@ -1,27 +1,26 @@
 """A model that foreload trained, to be called: `load(FOLDER)` gives a torch.nn.Module that takes raw records. foreload need not be installed.
 
-`foreload export --format torch` joins raw_values.py, plain_files.py and this file into model.py. It needs torch and NumPy; PyArrow if features.json
-names files of Parquet, and redis if tables stay on a server.
+`foreload export --format torch` joins raw_values.py, plain_files.py, generators.py, own_module.py and this file into model.py. It needs torch and
+NumPy; PyArrow if features.json names files of Parquet, and redis if tables stay on a server.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from foreload.trainer.serving.own_module import OwnModule
 from foreload.trainer.serving.plain_files import opened_text, read_program, read_safetensors
 from foreload.trainer.serving.raw_values import Encoder, columns_of, initial_rows
 
@@ -223,7 +222,8 @@ def load(
     """The model in a folder that `foreload export --format torch` wrote, by default that of this file.
 
     rows_at: the URL of the server that has the rows of tables that are not in the folder, where it is another one now, or needs a password. module:
-    of a model that was exported with --dense weights, its own, of forward(dense, embeddings), or what builds that; the parameters are loaded into it.
+    of a model that was exported with --dense weights, its own, of forward(dense, embeddings), or what builds that, which is called under the seed of
+    training; parameters and buffers are loaded into it.
     Raises ValueError where a file is not what it was when it was written.
     """
     folder = Path(__file__).parent if folder is None else Path(folder)
@@ -242,7 +242,10 @@ def load(
         Table(number, told, about["seed"], _rows(folder, about, told, rows_at)) for number, told in enumerate(about["tables"])
     ]
     if about["program"] is None:
-        program: nn.Module = _Weights(about, folder, module)
+        if module is None:
+            raise ValueError(f"load: {folder} has the weights of {about['model']['model']} alone; give it, as module=...")
+        weights, tried = (_path(folder, about, about[name]) for name in ("weights", "tried"))
+        program: nn.Module = OwnModule(about, weights, tried, module)
     else:
         program = read_program(_path(folder, about, about["program"]))
     return Model(about, Encoder(about, _vocabularies(folder, about)), tables, program)
@@ -273,64 +276,6 @@ def _vocabularies(folder: Path, about: Mapping[str, Any]) -> dict[int, dict[byte
             values = parquet.read_table(_path(folder, about, told["vocabulary"]), columns=["value"]).column(0).to_pylist()
             vocabularies[number] = {value: place + 2 for place, value in enumerate(values)}
     return vocabularies
-
-
-class _Embeddings(dict[str, Tensor]):
-    """What a module of foreload is called with beside the dense values: views of the block [b, F, W], by feature, and by feature.column."""
-
-    def __init__(self, block: Tensor, about: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.block = block
-        for place, feature in enumerate(about["features"]):
-            first = 0
-            for name, columns in about["tables"][feature["table"]]["parts"]:
-                self[f"{feature['name']}.{name}" if first else feature["name"]] = block[:, place, first : first + columns]
-                first += columns
-
-
-class _Weights(nn.Module):
-    """The dense part as a module of the caller's, with the parameters that it had when it was exported."""
-
-    def __init__(self, about: Mapping[str, Any], folder: Path, module: nn.Module | Callable[..., nn.Module] | None) -> None:
-        super().__init__()
-        if module is None:
-            raise ValueError(f"load: {folder} has the parameters of {about['model']['model']} alone; give it, as module=...")
-        if not isinstance(module, nn.Module):
-            module = module(_spec(about), **about["model"]["model_options"])
-        self.module, self._about = module.eval(), about
-        takes_step = "step" in inspect.signature(module.forward).parameters
-        self._given = {"step": about["step"] + 1} if takes_step else {}
-        saved = {
-            name: torch.from_numpy(values) for name, values in read_safetensors(_path(folder, about, about["weights"])).items()
-        }
-        own = dict(module.named_parameters())
-        if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in saved.items()}:
-            raise ValueError(f"load: module must have the parameters of {about['model']['model']}; got others; give that one")
-        for name, parameter in own.items():
-            parameter.data.copy_(saved[name])
-
-    def forward(self, dense: Tensor, block: Tensor) -> Tensor:
-        """Logits [b], or [b, L]."""
-        logits: Tensor = self.module(dense, _Embeddings(block, self._about), **self._given)
-        return logits
-
-
-def _spec(about: Mapping[str, Any]) -> SimpleNamespace:
-    """What a model's constructor is told about the data, as foreload's ModelSpec has it."""
-    tables = [about["tables"][feature["table"]] for feature in about["features"]]
-    features = tuple(
-        (feature["name"], table["parts"][0][1], table["name"]) for feature, table in zip(about["features"], tables, strict=True)
-    )
-    return SimpleNamespace(
-        dense_width=len(about["dense"]),
-        features=features,
-        names=tuple(name for name, _, _ in features),
-        width=sum(dimension for _, dimension, _ in features),
-        dense_names=tuple(entry["name"] for entry in about["dense"]),
-        poolings=tuple(feature["pooling"] for feature in about["features"]),
-        labels=tuple(label["name"] for label in about["labels"]),
-        label_kinds=tuple(label["kind"] for label in about["labels"]),
-    )
 
 
 # -- The command line -----------------------------------------------------------------------------------------------------------------

@@ -20,17 +20,23 @@ from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.features import FeatureSpec
-from foreload.trainer.compute.dense_average import to_serve
 from foreload.trainer.compute.layouts import BlockLayout, model_spec
+from foreload.trainer.errors import ExportError
+from foreload.trainer.models import generators, load_model
+from foreload.trainer.models.mixing import mixes_samples
 from foreload.trainer.run.manifest import inexact_text
 from foreload.trainer.run.model_rows import ModelRows
 from foreload.trainer.run.saved_model import SavedModel, encoder_of
 from foreload.trainer.run.trained_model import dense_module
-from foreload.trainer.serving import plain_files, raw_values, standalone
-from foreload.trainer.serving.dense_program import BlockModel, trace, write_onnx, write_program
+from foreload.trainer.serving import own_module, plain_files, raw_values, standalone
+from foreload.trainer.serving.dense_program import BlockModel, check_dense, made_up, trace, write_onnx, write_program
 from foreload.trainer.serving.format import ExportRows, TableWriter, file_entries
+from foreload.trainer.serving.plain_files import weights_of
 
 PROGRAM, ONNX, WEIGHTS, CODE, README = "dense.pt2", "dense.onnx", "dense.safetensors", "model.py", "README.md"
+TRIED = "tried.safetensors"
+_PARTS = (raw_values, plain_files, generators, own_module, standalone)
+_TRIED = 3  # made-up samples whose logits stand beside weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +82,25 @@ def write_folder(model: SavedModel, folder: Path, of_model: Mapping[str, Any], o
     (folder / README).write_text(_readme(about), encoding="utf-8")
     about["files"] = file_entries(folder)
     write_json(folder / standalone.ABOUT, about, durable=True)
+    if not options.program:
+        _try_weights(model, folder)
     return about
 
 
+def _try_weights(model: SavedModel, folder: Path) -> None:
+    """Load what was written as its user does, who has the model's class alone. Raises ExportError where that gives other logits."""
+    try:
+        standalone.load(folder, module=load_model(model.job.model, model.job.model_folder))
+    except ValueError as error:
+        raise ExportError(
+            f"--dense weights: {model.job.model} cannot be built anew as it was trained: {error}; keep what its constructor draws in buffers, or "
+            "leave out --dense weights"
+        ) from error
+
+
 def standalone_source() -> str:
-    """model.py: raw_values.py, plain_files.py and standalone.py one after the other, without what they import of foreload."""
-    first, *others = (Path(module.__file__ or "").read_text(encoding="utf-8") for module in (raw_values, plain_files, standalone))
+    """model.py: the files that it consists of one after the other, without what they import of foreload."""
+    first, *others = (Path(module.__file__ or "").read_text(encoding="utf-8") for module in _PARTS)
     return f"\n\n# -- {'-' * 130}\n".join([first, *map(_without_head, others)])
 
 
@@ -103,19 +122,31 @@ def _without_head(source: str) -> str:
 
 
 def _write_dense(model: SavedModel, folder: Path, options: TorchOptions) -> dict[str, Any]:
-    written: dict[str, Any] = {"program": None, "onnx": None, "weights": None}
-    if not options.program:
-        (folder / WEIGHTS).write_bytes(save(to_serve(*model.dense())))
-        return written | {"weights": WEIGHTS}
     name, width = model.job.model, len(model.features.dense)
     module, layout = dense_module(model).requires_grad_(False), BlockLayout.of(model.features, model.layouts)
     block = BlockModel(module, layout, model.step + 1).eval()
+    check_dense(block, width, name)
+    written: dict[str, Any] = {
+        "program": None, "onnx": None, "weights": None, "tried": None, "mixes_samples": mixes_samples(module)
+    }  # fmt: skip
+    if not options.program:
+        return written | _write_weights(model, folder, block, width)
     program = trace(block, width, name)
     write_program(program, folder / PROGRAM, block, width, name)
     if options.onnx:
-        write_onnx(program, folder / ONNX, name)
+        write_onnx(program, folder / ONNX, block, width, name)
         written["onnx"] = ONNX
     return written | {"program": PROGRAM}
+
+
+def _write_weights(model: SavedModel, folder: Path, block: BlockModel, width: int) -> dict[str, Any]:
+    """The parameters and buffers, and logits by which `load` knows that it has the same module."""
+    (folder / WEIGHTS).write_bytes(save({name: value.clone().contiguous() for name, value in weights_of(block.module).items()}))
+    dense, rows = made_up(block, width, _TRIED)
+    with torch.no_grad():
+        logits = block(dense, rows).contiguous()
+    (folder / TRIED).write_bytes(save({"dense": dense, "block": rows, "logits": logits}))
+    return {"weights": WEIGHTS, "tried": TRIED}
 
 
 # -- Encoding --------------------------------------------------------------------------------------------------------------------------
@@ -248,7 +279,13 @@ def _readme(about: Mapping[str, Any]) -> str:
         "",
     ]
     if not about["program"]:
-        lines.insert(8, f"`Net` is {about['model']['model']}, or a module that it built: {WEIGHTS} has its parameters alone.\n")
+        lines.insert(
+            8, f"`Net` is {about['model']['model']}, or a module that it built: {WEIGHTS} has its parameters and buffers.\n"
+        )
+    if about["mixes_samples"]:
+        lines.append(
+            "An output depends on the other samples of its call, as the model declares (`mixes_samples`): scores differ by what is asked at once.\n"
+        )
     if about["rows_at"] is not None:
         lines.append(
             f"Tables of which no file is here are looked up at {about['rows_at']['url']}, where `foreload apply` brings them.\n"

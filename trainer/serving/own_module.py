@@ -1,0 +1,96 @@
+"""The dense part of a model that is served without foreload as a module of the caller's, of which parameters and buffers alone were exported.
+
+`foreload export --format torch` joins this file with raw_values.py, plain_files.py, generators.py and standalone.py into model.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foreload.trainer.models.generators import seeded
+from foreload.trainer.serving.plain_files import read_weights, weights_of
+
+_NEAR = 1e-4  # logits of one module on two machines
+
+
+class Views(dict[str, Tensor]):
+    """What a module of foreload is called with beside the dense values: views of the block [b, F, W], by feature, and by feature.column."""
+
+    def __init__(self, block: Tensor, about: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.block = block
+        for place, feature in enumerate(about["features"]):
+            first = 0
+            for name, columns in about["tables"][feature["table"]]["parts"]:
+                self[f"{feature['name']}.{name}" if first else feature["name"]] = block[:, place, first : first + columns]
+                first += columns
+
+
+class OwnModule(nn.Module):
+    """The dense part as a module of the caller's, with the parameters and buffers that it had when it was exported."""
+
+    def __init__(
+        self, about: Mapping[str, Any], weights: Path, tried: Path, module: nn.Module | Callable[..., nn.Module]
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            module = _built(about, module)
+        self.module, self._about = module.eval(), about
+        takes_step = "step" in inspect.signature(module.forward).parameters
+        self._given = {"step": about["step"] + 1} if takes_step else {}
+        saved, own = read_weights(weights), weights_of(module)
+        if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in saved.items()}:
+            raise ValueError(
+                f"load: module must have the parameters and buffers of {about['model']['model']}; got others; give that one"
+            )
+        for name, value in own.items():
+            value.copy_(saved[name])
+        given = read_weights(tried)
+        with torch.no_grad():
+            logits = self(given["dense"], given["block"])
+        if logits.shape != given["logits"].shape or not torch.allclose(logits, given["logits"], rtol=_NEAR, atol=_NEAR):
+            raise ValueError(
+                f"load: module must give the logits that {about['model']['model']} gave when it was exported; it gives others for the same "
+                "parameters and buffers; give its class, or what builds it, so that its constructor draws what it drew then"
+            )
+
+    def forward(self, dense: Tensor, block: Tensor) -> Tensor:
+        """Logits [b], or [b, L]."""
+        logits: Tensor = self.module(dense, Views(block, self._about), **self._given)
+        return logits
+
+
+def _built(about: Mapping[str, Any], builder: Callable[..., nn.Module]) -> nn.Module:
+    """What a builder makes as it did for training."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        with seeded(about["seed"]):
+            return builder(_spec(about), **about["model"]["model_options"])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _spec(about: Mapping[str, Any]) -> SimpleNamespace:
+    """What a model's constructor is told about the data, as foreload's ModelSpec has it."""
+    tables = [about["tables"][feature["table"]] for feature in about["features"]]
+    features = tuple(
+        (feature["name"], table["parts"][0][1], table["name"]) for feature, table in zip(about["features"], tables, strict=True)
+    )
+    return SimpleNamespace(
+        dense_width=len(about["dense"]),
+        features=features,
+        names=tuple(name for name, _, _ in features),
+        width=sum(dimension for _, dimension, _ in features),
+        dense_names=tuple(entry["name"] for entry in about["dense"]),
+        poolings=tuple(feature["pooling"] for feature in about["features"]),
+        labels=tuple(label["name"] for label in about["labels"]),
+        label_kinds=tuple(label["kind"] for label in about["labels"]),
+    )

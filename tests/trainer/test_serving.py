@@ -16,11 +16,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from clicks import Clicks, click_columns
 from command_line import ROOT, SMALL, Remains, done, fill, flip, refused, run_here
 from held import stop_after
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load, load_file
 
 from foreload import ServedRows
 from foreload.cache.client.local import LocalStores
@@ -621,3 +623,51 @@ def test_a_model_for_torch_takes_its_rows_from_redis_as_long_as_they_are_there(
     assert "--format: must be torch with --onnx" in refused("export", case.models[0], "--onnx", "--out", tmp_path / "no")
     assert "exists already" in refused(*torch, "--out", with_rows)
     assert "is no folder that may be written to" in refused(*torch, "--out", case.clicks.log / "no")
+
+
+BUFFERED = """
+import torch
+from torch import nn
+
+
+class Buffered(nn.Module):
+    def __init__(self, spec):
+        super().__init__()
+        self.names, self.weight = spec.names, nn.Parameter(torch.ones(spec.width))
+        self.register_buffer("order", torch.randperm(spec.width))
+        self.register_buffer("waves", torch.randn(spec.dense_width))
+
+    def forward(self, dense, embeddings):
+        return torch.cat([embeddings[name] for name in self.names], 1)[:, self.order] @ self.weight + (dense * self.waves).sin().sum(1)
+"""
+
+
+def test_buffers_are_exported_applied_and_served(clicks: Clicks, url: str, tmp_path: Path) -> None:
+    code = tmp_path / "mine.py"
+    code.write_text(BUFFERED)
+    run = tmp_path / "run"
+    model = ("--model", "mine.py:Buffered", "--model-folder", tmp_path, "--dim", 4)
+    done("train", clicks.schedule, "--run", run, "--store", "local:1", "--checkpoint-every", 100, *model)
+    saved = sorted((run / CHECKPOINTS).glob("step-*"))[-1]
+    for number, source in enumerate((run, saved)):
+        done("export", source, "--out", tmp_path / f"out-{number}")
+        done("apply", tmp_path / f"out-{number}", "--to", tmp_path / f"served-{number}")
+    buffers = load_file(tmp_path / "out-0" / "buffers.safetensors")
+    assert {name: (value.dtype, tuple(value.shape)) for name, value in buffers.items()} == {
+        "order": (torch.int64, (12,)), "waves": (torch.float32, (1,)),
+    }  # fmt: skip
+    torch.manual_seed(0)  # what `train` has for --seed
+    assert torch.equal(buffers["order"], torch.randperm(12))
+    for other in ("out-1", "served-0", "served-1"):
+        assert (tmp_path / other / "buffers.safetensors").read_bytes() == (
+            tmp_path / "out-0" / "buffers.safetensors"
+        ).read_bytes()
+    done("apply", tmp_path / "out-0", "--to", url, "--key", KEY)
+    with Served(url, KEY) as rows:
+        assert set(load(rows.dense())) == {"weight", "order", "waves"}
+    # A checkpoint is exported without its model's code, and then has none, which is said.
+    code.unlink()
+    status, _, err = run_here("export", saved, "--out", tmp_path / "without")
+    assert status == 0
+    assert "foreload: warning: buffers of mine.py:Buffered, if it has any, are left out: " in err
+    assert not (tmp_path / "without" / "buffers.safetensors").exists()

@@ -6,12 +6,14 @@ Ids of a vocabulary stand beside their values; where values are hashed, encoding
 from __future__ import annotations
 
 import hashlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from safetensors.torch import save
+from torch import Tensor
 
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.base.settings import settings_of
@@ -19,15 +21,17 @@ from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.checkpoints.best import best_checkpoint, best_in
 from foreload.trainer.checkpoints.saved_checkpoint import names_checkpoint, open_model
 from foreload.trainer.compute.dense_average import beside_served, to_serve
-from foreload.trainer.errors import ExportError
+from foreload.trainer.errors import ExportError, ModelError
 from foreload.trainer.run.directory import MANIFEST as RUN
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.resume import FREE_SETTINGS, NUMERICS_SETTINGS
 from foreload.trainer.run.saved_model import SavedModel, encoder_of
 from foreload.trainer.run.storage import place
+from foreload.trainer.run.trained_model import dense_module
 from foreload.trainer.serving.format import (
     ABOUT,
+    BUFFERS,
     DENSE_STATE,
     ENCODING,
     MODEL,
@@ -39,6 +43,7 @@ from foreload.trainer.serving.format import (
     state_of,
     write_about,
 )
+from foreload.trainer.serving.plain_files import weights_of
 
 _HASH = (
     "id = 1 + hash64(UTF-8 bytes of the text) mod (rows - 1), 0 where missing; hash64 is defined (docs/definitions.md, Mixing)"
@@ -96,7 +101,21 @@ def run(
         with new_folder(target) as folder:
             for name, data in dense.items():
                 (folder / name).write_bytes(data)
+            if buffers := _buffers(model):
+                (folder / BUFFERS).write_bytes(save(buffers))
+                told["buffers"] = BUFFERS
             return _write(model, folder, told, before)
+
+
+def _buffers(model: SavedModel) -> dict[str, Tensor]:
+    """What the state of the model's module has beside its parameters; nothing, of which stderr is told, where its code is not at hand."""
+    try:
+        module = dense_module(model)
+    except ModelError as error:
+        sys.stderr.write(f"foreload: warning: buffers of {model.job.model}, if it has any, are left out: {error}\n")
+        return {}
+    parameters = dict(module.named_parameters())
+    return {name: value.clone().contiguous() for name, value in weights_of(module).items() if name not in parameters}
 
 
 def predecessor(since: str) -> Predecessor:

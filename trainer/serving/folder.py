@@ -20,6 +20,7 @@ from foreload.pipelines.base.files import is_full, remove_unfinished, replacing
 from foreload.trainer.errors import ExportError
 from foreload.trainer.serving.format import (
     ABOUT,
+    BUFFERS,
     DENSE_STATE,
     ENCODING,
     MODEL,
@@ -104,7 +105,7 @@ def _write(before: Export, export: Export, folder: Path) -> dict[str, Any]:
     """Write a full export: `before`, with the rows and the dense part of an increment. Returns its manifest. Raises ExportError."""
     told = {name: value for name, value in export.about.items() if name not in ("since", "files", "format", "state")}
     told["tables"] = [{name: value for name, value in table.items() if name != "whole_rows"} for table in told["tables"]]
-    for name in (MODEL, DENSE_STATE, *([ENCODING] if ENCODING in export.about["files"] else [])):
+    for name in (MODEL, DENSE_STATE, *(name for name in (ENCODING, BUFFERS) if name in export.about["files"])):
         shutil.copyfile(export.file(name), folder / name)
     for table, (layout, entry) in enumerate(zip(export.layouts, told["tables"], strict=True)):
         has_values = before.has_values(table)

@@ -26,6 +26,7 @@ from foreload.trainer.errors import ExportError
 
 FORMAT = 1
 MODEL, DENSE_STATE, ABOUT, ENCODING = "model.safetensors", "optimizer.safetensors", "export.json", "encoding.json"
+BUFFERS = "buffers.safetensors"
 
 GROUP_ROWS = 1 << 16
 """Rows of a row group, but for a table's last one: the same however they come, so that equal models are equal files."""
@@ -85,14 +86,15 @@ class About(TypedDict):
     tables: list[TableEntry]
     files: dict[Name, FileEntry]
     encoding: NotRequired[Literal["encoding.json"]]
+    buffers: NotRequired[Literal["buffers.safetensors"]]
     since: NotRequired[Since]
 
 
 def _check_about(about: About) -> None:
     """Raise FormError if parts of a manifest do not fit each other, CacheError if its tables cannot be."""
-    named = [MODEL, DENSE_STATE, *([ENCODING] if "encoding" in about else []), *(table["file"] for table in about["tables"])]
-    if sorted(named) != sorted(about["files"]):
-        raise FormError("files: must be those that tables, dense and encoding name, each once; got others")
+    beside = [name for key, name in (("encoding", ENCODING), ("buffers", BUFFERS)) if key in about]
+    if sorted([MODEL, DENSE_STATE, *beside, *(table["file"] for table in about["tables"])]) != sorted(about["files"]):
+        raise FormError("files: must be those that tables, dense, buffers and encoding name, each once; got others")
     if any(("whole_rows" in table) != ("since" in about) for table in about["tables"]):
         raise FormError("tables: must have whole_rows in an increment, and in nothing else")
 

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, NotRequired, Self, TypedDict, TypeVar
 
 import numpy as np
+from safetensors.torch import load, save
 
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_url
@@ -24,7 +25,7 @@ from foreload.pipelines.base.arguments import checked
 from foreload.pipelines.base.codec import Count, FormError, Natural, of_json, parse_json
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.errors import ExportError
-from foreload.trainer.serving.format import MODEL, Export, ExportRows, InexactEntry, Parts, check_rows
+from foreload.trainer.serving.format import BUFFERS, MODEL, Export, ExportRows, InexactEntry, Parts, check_rows
 
 FORMAT = 1
 _STEP_BYTES = 8
@@ -172,6 +173,8 @@ class _Application:
                 for first in range(0, len(rows), _ROWS):
                     self._write(layout.name, rows, slice(first, first + _ROWS), readable)
         dense = self._export.file(MODEL).read_bytes()
+        if BUFFERS in self._export.about["files"]:
+            dense = save(load(dense) | load(self._export.file(BUFFERS).read_bytes()))
         told = self._told(([] if before is None else [before, *kept])[: self._keep])
         gone = [self._keys.dense(step) for step in readable if step not in told["kept"]]
         self._transact(

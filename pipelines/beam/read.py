@@ -32,7 +32,7 @@ from foreload.pipelines.errors import RecordError, SourceError
 from foreload.pipelines.planning.plan import EVALUATION, REJECTS, TRAINING, Plan, ReadTask, names_of, piece_of
 from foreload.pipelines.samples import encoding_state
 from foreload.pipelines.samples.column_counts import ColumnCounts
-from foreload.pipelines.samples.dense import DenseStatistics
+from foreload.pipelines.samples.dense import DenseStatistics, Scale
 from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.external_sort import first_rows, stable_order
 from foreload.pipelines.samples.order_keys import order_keys
@@ -59,7 +59,12 @@ _MOST_KEPT = 10 * MOST_REJECTS  # in the rejects file
 
 
 class ReadStage(Stage):
-    """Reads a task's records, piece by piece, and notes the first of its malformed ones, and all causes, in a file of the task's."""
+    """Reads a task's records, piece by piece, and notes the first of its malformed ones, and all causes, in a file of the task's.
+
+    scales: of dense columns, once they are known.
+    """
+
+    scales: Sequence[Scale] = ()
 
     def name(self, element: ReadTask) -> str:
         return element.name
@@ -72,7 +77,7 @@ class ReadStage(Stage):
         pieces: list[tuple[str, int]] = []
         working: Future[None] | None = None
         with ThreadPoolExecutor(1) as thread:  # while a piece is worked on, the next is read
-            for place, records in enumerate(read_records(element.split, self.plan.spec)):
+            for place, records in enumerate(read_records(element.split, self.plan.spec, self.scales)):
                 rejects += [asdict(reject) for reject in records.rejects[: MOST_REJECTS - len(rejects)]]
                 add_causes(causes, records.causes)
                 rejected += records.rejected
@@ -253,6 +258,7 @@ class Encode(ReadStage):
         self._columns = ColumnCounts.none(self.plan.spec)
         if self._encoder is None:
             self._encoder = encoding_state.load(self.plan.encoding, self.plan.spec)[1]
+            self.scales = self._encoder.scales
         yield from super().outputs(element)
 
     def piece(self, name: str, records: Records) -> None:

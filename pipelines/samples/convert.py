@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from foreload.pipelines.base.hashing import hash_strings
 from foreload.pipelines.errors import SourceError
 from foreload.pipelines.samples.cells import cast_text, is_list, is_text, plain, present_in, shown
+from foreload.pipelines.samples.dense import Scale
 from foreload.pipelines.samples.features import Dense, Feature, FeatureSpec, Label
 from foreload.pipelines.samples.noticed import COUNTS, notice_fields, notice_values
 from foreload.pipelines.samples.records import Faults, Records
@@ -54,12 +55,17 @@ def _rule_of(label: Label) -> Rule:
 
 
 def convert(
-    columns: Mapping[str, pa.Array], spec: FeatureSpec, path: str, line_of: Callable[[np.ndarray], np.ndarray]
+    columns: Mapping[str, pa.Array],
+    spec: FeatureSpec,
+    path: str,
+    line_of: Callable[[np.ndarray], np.ndarray],
+    scales: Sequence[Scale] = (),
 ) -> Records:
     """Type the columns that the spec needs; leave malformed rows out and report them.
 
     columns: name -> Arrow array [n], all of one length. path: for messages. line_of: rows (int64) -> lines from 1, asked only about
-    malformed rows. Raises SourceError where a whole column has a type that its use does not allow.
+    malformed rows. scales: per dense column, where they are known; a value is malformed, too, if it is infinite as these standardise it. Raises
+    SourceError where a whole column has a type that its use does not allow.
     """
     rows = len(next(iter(columns.values())))
     faults = Faults()
@@ -69,6 +75,8 @@ def convert(
     dense = np.empty((len(spec.dense), rows), np.float64).T  # column after column, as it is filled and transformed
     for place, entry in enumerate(spec.dense):
         dense[:, place] = _dense(cells[entry.column], entry, path, faults)
+        if entry.transform == "standard" and scales:
+            _check_standard(dense[:, place], cells[entry.column], entry, scales[place], faults)
     noticed: np.ndarray = np.zeros((len(spec.features) + 1, COUNTS), np.int64)
     categorical = tuple(
         _categorical((cells if f.pooling == "single" else written)[f.column], f, spec, path, faults, noticed[place])
@@ -122,6 +130,13 @@ def _dense(column: pa.Array, entry: Dense, path: str, faults: Faults) -> np.ndar
         for row in np.flatnonzero(np.isnan(values) & present_in(column)):
             faults.add(int(row), entry.column, shown(column, row), reason)
     return values
+
+
+def _check_standard(values: np.ndarray, column: pa.Array, entry: Dense, scale: Scale, faults: Faults) -> None:
+    """Note the rows whose values, float64 [n], are beyond float32 behind the transform."""
+    for row in np.flatnonzero(np.abs(scale.standard(values)) > _LARGEST):
+        reason = f"a dense value must be finite behind its transform, (x - {scale.mean:.6g}) / {scale.deviation:.6g}"
+        faults.add(int(row), entry.column, shown(column, row), reason)
 
 
 def _numbers(column: pa.Array, name: str, reason: str, path: str, faults: Faults) -> np.ndarray:

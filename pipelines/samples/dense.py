@@ -57,6 +57,10 @@ class Scale:
     mean: float
     deviation: float
 
+    def standard(self, values: np.ndarray) -> np.ndarray:
+        """Values, float64 [n], standardised: within float32 where they are of the data that the scale was taken from."""
+        return (values - self.mean) / self.deviation
+
 
 @dataclass(frozen=True, slots=True)
 class DenseStatistics:
@@ -136,7 +140,7 @@ def transform(dense: np.ndarray, columns: Sequence[Dense], scales: Sequence[Scal
         elif column.transform == "standard":
             if scales is None:
                 raise ValueError(f"dense {column.name}: standardisation needs the statistics of the training data")
-            values = (values - scales[place].mean) / scales[place].deviation
+            values = scales[place].standard(values)
         transformed.append(np.where(np.isnan(values), 0.0, values))
     return rows_of(transformed, len(dense), np.float32)
 

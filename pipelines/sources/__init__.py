@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from foreload.pipelines.samples.dense import Scale
 from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.records import MOST_REJECTS, Records, RejectedRecord
@@ -53,19 +54,19 @@ def plan_splits(source: Source, spec: FeatureSpec) -> list[Split]:
     return plan_text(files, spec)
 
 
-def read_records(split: Split, spec: FeatureSpec) -> Iterator[Records]:
-    """The records of a split in order, typed but not encoded, in pieces of at most PIECE_ROWS. Raises SourceError.
+def read_records(split: Split, spec: FeatureSpec, scales: Sequence[Scale] = ()) -> Iterator[Records]:
+    """The records of a split in order, typed but not encoded, in pieces of at most PIECE_ROWS. scales: as `convert` has them. Raises SourceError.
 
     Where pieces are cut is a function of the file and the split alone. A piece may be empty but for its rejects.
     """
     if split.kind == "synthetic":
         return read_synthetic(split, spec)
     if split.kind == "parquet":
-        return read_parquet(split, spec)
-    return read_text(split, spec)
+        return read_parquet(split, spec, scales)
+    return read_text(split, spec, scales=scales)
 
 
 def read_split(split: Split, spec: FeatureSpec, encoder: Encoder) -> Iterator[Piece]:
     """The samples of a split in order, encoded, with their order keys and the malformed records among them. Raises SourceError."""
-    for records in read_records(split, spec):
+    for records in read_records(split, spec, encoder.scales):
         yield Piece(encoder.encode(records), records.keys, records.rejects, records.rejected)

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from foreload.pipelines.errors import SourceError
 from foreload.pipelines.samples.convert import convert, order_kind
+from foreload.pipelines.samples.dense import Scale
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.records import Records
 from foreload.pipelines.sources.files import (
@@ -46,15 +47,15 @@ def plan_parquet(files: list[File], spec: FeatureSpec) -> list[Split]:
     return splits
 
 
-def read_parquet(split: Split, spec: FeatureSpec) -> Iterator[Records]:
-    """The records of a row group in order, in pieces of at most PIECE_ROWS. Raises SourceError."""
+def read_parquet(split: Split, spec: FeatureSpec, scales: Sequence[Scale] = ()) -> Iterator[Records]:
+    """The records of a row group in order, in pieces of at most PIECE_ROWS. scales: as `convert` has them. Raises SourceError."""
     for row, batch in _batches(split, spec):
         columns = {name: batch.column(batch.schema.get_field_index(name)) for name in spec.columns}
 
         def row_of(places: np.ndarray, row: int = row) -> np.ndarray:
             return places + row + 1
 
-        yield convert(columns, spec, split.path, row_of)
+        yield convert(columns, spec, split.path, row_of, scales)
 
 
 def _batches(split: Split, spec: FeatureSpec) -> Iterator[tuple[int, pa.RecordBatch]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import BinaryIO
@@ -15,6 +15,7 @@ import pyarrow.csv as arrow_csv
 from foreload.pipelines.errors import SourceError
 from foreload.pipelines.samples.cells import parses
 from foreload.pipelines.samples.convert import Rule, convert, required_numbers
+from foreload.pipelines.samples.dense import Scale
 from foreload.pipelines.samples.features import FeatureSpec, TextFormat
 from foreload.pipelines.samples.records import (
     MOST_REJECTS,
@@ -74,12 +75,12 @@ def _widest(column: str, inferred: list[tuple[str, OrderType]]) -> OrderType | N
     return "number" if "number" in types else next(iter(types), None)
 
 
-def read_text(split: Split, spec: FeatureSpec, block_bytes: int = SPLIT_BYTES) -> Iterator[Records]:
+def read_text(split: Split, spec: FeatureSpec, block_bytes: int = SPLIT_BYTES, scales: Sequence[Scale] = ()) -> Iterator[Records]:
     """The records of a split in order, in pieces of at most PIECE_ROWS. Raises SourceError.
 
-    block_bytes: what is read and parsed at a time of a file that is one split.
+    block_bytes: what is read and parsed at a time of a file that is one split. scales: as `convert` has them.
     """
-    layout = _Layout(split.path, split.text, replace(spec, order_type=split.order_type))
+    layout = _Layout(split.path, split.text, replace(spec, order_type=split.order_type), scales)
     if split.kind == "text":
         data, begin = _read_range(split)
         if data:
@@ -92,11 +93,12 @@ def read_text(split: Split, spec: FeatureSpec, block_bytes: int = SPLIT_BYTES) -
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a file is read. text: with delimiter and columns filled in; spec: with the order_type of all files."""
+    """How a file is read. text: with delimiter and columns filled in; spec: with the order_type of all files; scales: as `convert` has them."""
 
     path: str
     text: TextFormat
     spec: FeatureSpec
+    scales: Sequence[Scale] = ()
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -340,10 +342,16 @@ def _pieces(block: _Block, layout: _Layout) -> Iterator[Records]:
         start, end = number * rows // count, (number + 1) * rows // count
         columns = {name: block.columns[place].slice(start, end - start) for name, place in layout.places.items()}
         lines = block.lines[start:end]
-        records = convert(columns, layout.spec, layout.path, lambda at, lines=lines: lines[at] + block.lines_before() + 1)  # type: ignore[misc]
+        line_of = partial(_lines_of, lines, block)
+        records = convert(columns, layout.spec, layout.path, line_of, layout.scales)
         here = misfits if number == count - 1 else [m for m in misfits if m.line < block.lines[end]]
         misfits = misfits[len(here) :]
         yield _with_misfits(records, here, layout.path, block.lines_before) if here else records
+
+
+def _lines_of(lines: np.ndarray, block: _Block, rows: np.ndarray) -> np.ndarray:
+    """The lines of rows, from 1 in the file. lines: those of the piece's rows, from 0 in the block."""
+    return lines[rows] + block.lines_before() + 1
 
 
 def _with_misfits(records: Records, misfits: list[_Misfit], path: str, lines_before: Callable[[], int]) -> Records:

@@ -24,6 +24,7 @@ from foreload.trainer.run.job_loss import training_loss
 from foreload.trainer.run.report import metrics_of_set
 from foreload.trainer.run.saved_model import SavedModel, check_fitting
 from foreload.trainer.run.trained_model import DenseForward
+from foreload.trainer.run.unknown_values import UnknownValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +47,36 @@ class Evaluated:
 
 def run(path: str, store: str | None, schedule: str | None, accept_model: bool = False) -> dict[str, Any]:
     """Evaluate the model of a run or a checkpoint on its own schedule, or on another one of the same features: the first evaluation
-    set's metrics, and those of each set that has a name. accept_model: also with other code of the model than it was trained with.
+    set's metrics, those of each set that has a name, and by feature the values that the model has never seen. accept_model: also with other code of
+    the model than it was trained with.
 
     Raises RunError where that has nothing to evaluate, LossNotFinite where the model gives NaN or infinities.
     """
     with open_model(path, store, accept_model=accept_model) as model:
         used = model.schedule if schedule is None else check_fitting(model, Schedule(schedule))
         evaluation = EvaluationPass(used.header, training_loss(model.job, used.header.features))
-        for one in evaluated(model, used):
+        unknown = UnknownValues(model.features)
+        for one in evaluated(model, used, unknown):
             evaluation.add(one.step, one.slice, one.outputs)
+    unknown.warn("evaluate")
     told = [without_calibration(report.to_dict()) for report in evaluation.reports(model.step, used.header.epochs - 1)]
     first = {name: value for name, value in told[0].items() if name not in ("epoch", "set")}
     sets = {"sets": {of_set["set"]: metrics_of_set(of_set) for of_set in told}} if used.header.evaluation_sets else {}
-    return {"schedule": str(used.path), **first, **sets}
+    return {"schedule": str(used.path), **first, **sets, "unknown": unknown.to_dict()}
 
 
-def evaluated(model: SavedModel, schedule: Schedule) -> Iterator[Evaluated]:
-    """Every slice of the evaluation after a schedule's last epoch, with the model's outputs. Raises RunError and LossNotFinite."""
+def evaluated(model: SavedModel, schedule: Schedule, unknown: UnknownValues | None = None) -> Iterator[Evaluated]:
+    """Every slice of the evaluation after a schedule's last epoch, with the model's outputs; unknown: is given all lookups. Raises RunError and
+    LossNotFinite.
+    """
     numerics.set_up(model.job.threads, cpu_capability=model.job.cpu_capability)
     wanted = _distinct_rows(schedule)
-    weights, dense_part = _weights(model, wanted), DenseForward(model)
+    (weights, trained), dense_part = _weights(model, wanted), DenseForward(model)
     for step in last_pass(schedule):
-        for lane, outputs in _outputs(dense_part, step, wanted, weights):
+        for lane, used, outputs in _outputs(dense_part, step, wanted, weights):
+            if unknown is not None:
+                of_slice = used[step.lanes[lane].index]
+                unknown.add(wanted["id"][of_slice], step.lanes[lane].offsets, trained[of_slice])
             if not outputs.isfinite().all():
                 raise LossNotFinite(f"{model.name}, evaluation step {step.number}", lane, math.nan)
             yield Evaluated(step.number, step.lanes[lane], outputs)
@@ -95,23 +104,26 @@ def _distinct_rows(schedule: Schedule) -> np.ndarray:
     return np.unique(np.concatenate(of_steps))
 
 
-def _weights(model: SavedModel, wanted: np.ndarray) -> Tensor:
-    """The rows' weights, float32 [n, W of the widest]: as the model has them where trained, else initial."""
+def _weights(model: SavedModel, wanted: np.ndarray) -> tuple[Tensor, np.ndarray]:
+    """The rows' weights, float32 [n, W of the widest]: as the model has them where trained, else initial; and which are, bool [n]."""
     weights = np.zeros((len(wanted), max(layout.width for layout in model.layouts)), np.float32)
-    reader = model.row_source()
+    reader, trained = model.row_source(), np.zeros(len(wanted), bool)
     for table, layout in enumerate(model.layouts):
         of_table = np.flatnonzero(wanted["table"] == table)
-        weights[of_table, : layout.width] = reader.read(table, wanted["id"][of_table])[0]
-    return torch.from_numpy(weights)
+        weights[of_table, : layout.width], trained[of_table] = reader.read(table, wanted["id"][of_table])
+    return torch.from_numpy(weights), trained
 
 
-def _outputs(dense_part: DenseForward, step: EvaluationStep, wanted: np.ndarray, weights: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Lane and outputs of each slice that has samples, float32 [b] or [b, labels]."""
+def _outputs(
+    dense_part: DenseForward, step: EvaluationStep, wanted: np.ndarray, weights: Tensor
+) -> Iterator[tuple[int, np.ndarray, Tensor]]:
+    """Of each slice that has samples: lane, places of its rows in wanted, int64 [local rows], and outputs, float32 [b] or [b, labels]."""
     places = [np.searchsorted(wanted, rows) for rows in step.rows]
     for lane, moves in enumerate(step.lanes):
         if not len(moves.labels):
             continue
-        used = [
+        of_owners = [
             owned[(owner.users >> np.uint64(lane)) & np.uint64(1) == 1] for owned, owner in zip(places, step.lanes, strict=True)
         ]
-        yield lane, dense_part.outputs(weights[torch.from_numpy(np.concatenate(used))], moves.index, moves.offsets, moves.dense)
+        used = np.concatenate(of_owners)
+        yield lane, used, dense_part.outputs(weights[torch.from_numpy(used)], moves.index, moves.offsets, moves.dense)

@@ -32,6 +32,7 @@ from foreload.trainer.compute import numerics
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.saved_model import RowSource, SavedModel, check_fitting, encoder_of
 from foreload.trainer.run.trained_model import DenseForward
+from foreload.trainer.run.unknown_values import UnknownValues
 
 FORMATS = ("criteo", "csv", "tsv", "parquet")
 _READ_SAMPLES = 1 << 14  # whose rows are read from the store at once
@@ -59,10 +60,13 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """What a model says of records: batches, float32 [n] or, of several labels, [n, labels]; columns: what they are called in a file."""
+    """What a model says of records: batches, float32 [n] or, of several labels, [n, labels]; columns: what they are called in a file; unknown: of
+    the records of the batches taken, values that the model has never seen.
+    """
 
     columns: tuple[str, ...]
     batches: Iterator[np.ndarray]
+    unknown: UnknownValues
 
 
 @contextmanager
@@ -86,11 +90,12 @@ def run(
         numerics.set_up(model.job.threads, cpu_capability=model.job.cpu_capability)
         labels = model.features.labels
         names = tuple(label.name for label in labels) if len(labels) > 1 else ("logit" if logits else "score",)
-        outputs = _outputs(model, records)
-        yield Predictions(names, outputs if logits else (_scores(batch, labels) for batch in outputs))
+        unknown = UnknownValues(model.features)
+        outputs = _outputs(model, records, unknown)
+        yield Predictions(names, outputs if logits else (_scores(batch, labels) for batch in outputs), unknown)
 
 
-def _outputs(model: SavedModel, records: Records) -> Iterator[np.ndarray]:
+def _outputs(model: SavedModel, records: Records, unknown: UnknownValues) -> Iterator[np.ndarray]:
     samples = _samples(model, records)
     header = model.schedule.header
     if records.steps_of is None:
@@ -99,11 +104,12 @@ def _outputs(model: SavedModel, records: Records) -> Iterator[np.ndarray]:
         cuts = _evaluated(check_fitting(model, Schedule(records.steps_of)))
     count = 0
     with closing(Display(lambda: f"predict: {count:,} records", _LINE_SECONDS)) as display:
-        for outputs in _predicted(model, _cut(samples, cuts, records)):
+        for outputs in _predicted(model, _cut(samples, cuts, records), unknown):
             _check_finite(outputs, model.features.labels, count)
             count += len(outputs)
             display.tick()
             yield outputs
+    unknown.warn("predict")
 
 
 def _check_finite(outputs: np.ndarray, labels: Sequence[Label], before: int) -> None:
@@ -182,7 +188,7 @@ def _no_evaluation(records: Records, what: str) -> RunError:
     )
 
 
-def _predicted(model: SavedModel, steps: Iterator[tuple[Samples, _Cut]]) -> Iterator[np.ndarray]:
+def _predicted(model: SavedModel, steps: Iterator[tuple[Samples, _Cut]], unknown: UnknownValues) -> Iterator[np.ndarray]:
     reader, dense_part = model.row_source(), DenseForward(model)
     if dense_part.mixes_samples:
         sys.stderr.write(
@@ -193,6 +199,7 @@ def _predicted(model: SavedModel, steps: Iterator[tuple[Samples, _Cut]]) -> Iter
     while group := list(islice(steps, at_once)):
         known = _rows(reader, len(model.layouts), [samples for samples, _ in group], tables)
         for samples, cut in group:
+            unknown.add(samples.ids, samples.offsets, _trained(samples, tables, known))
             outputs = np.empty((len(samples), len(model.features.labels)), np.float32)
             for places in cut.slices:
                 if len(places):
@@ -210,8 +217,8 @@ def _lookup_tables(samples: Samples, tables: np.ndarray) -> np.ndarray:
     return np.repeat(np.tile(tables, len(samples)), np.diff(samples.offsets))
 
 
-_Known = dict[int, tuple[np.ndarray, np.ndarray]]
-"""Per table the ids known, int64 [n] ascending, and their weights, float32 [n, W]."""
+_Known = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]
+"""Per table the ids known, int64 [n] ascending, their weights, float32 [n, W], and whether they were trained, bool [n]."""
 
 
 def _rows(reader: RowSource, count: int, group: Sequence[Samples], tables: np.ndarray) -> _Known:
@@ -221,8 +228,17 @@ def _rows(reader: RowSource, count: int, group: Sequence[Samples], tables: np.nd
     known = {}
     for table in range(count):
         wanted = np.unique(ids[of_lookup == table])
-        known[table] = wanted, reader.read(table, wanted)[0]
+        known[table] = wanted, *reader.read(table, wanted)
     return known
+
+
+def _trained(samples: Samples, tables: np.ndarray, known: _Known) -> np.ndarray:
+    """Whether the row of each lookup was trained: bool [lookups]."""
+    of_lookup, trained = _lookup_tables(samples, tables), np.empty(len(samples.ids), bool)
+    for table, (ids, _, of_ids) in known.items():
+        here = np.flatnonzero(of_lookup == table)
+        trained[here] = of_ids[np.searchsorted(ids, samples.ids[here])]
+    return trained
 
 
 def _local(samples: Samples, tables: np.ndarray, known: _Known) -> tuple[np.ndarray, np.ndarray]:
@@ -230,8 +246,8 @@ def _local(samples: Samples, tables: np.ndarray, known: _Known) -> tuple[np.ndar
     of_lookup = _lookup_tables(samples, tables)
     index = np.empty(len(samples.ids), np.int32)
     rows, first = [], 0
-    width = max(weights.shape[1] for _, weights in known.values())
-    for table, (ids, weights) in known.items():
+    width = max(weights.shape[1] for _, weights, _ in known.values())
+    for table, (ids, weights, _) in known.items():
         here = np.flatnonzero(of_lookup == table)
         own, inverse = np.unique(samples.ids[here], return_inverse=True)
         wide = np.zeros((len(own), width), np.float32)
@@ -263,7 +279,7 @@ def _samples(model: SavedModel, records: Records) -> Iterator[Samples]:
     allowed, rejected = schedule.made_with("max_rejects") or 0, 0
     first: list[str] = []
     for split in plan_splits(Source(source_kind, records.sources), spec):
-        for piece in read_records(split, spec):
+        for piece in read_records(split, spec, encoder.scales):
             rejected += piece.rejected
             first += [str(reject) for reject in piece.rejects[: _SHOWN - len(first)]]
             if rejected > allowed:
@@ -318,7 +334,7 @@ def check_out(out: str) -> None:
 
 
 def write(out: str, predictions: Predictions) -> dict[str, Any]:
-    """Write them as CSV or Parquet, whole or not at all; returns {"out", "records"}."""
+    """Write them as CSV or Parquet, whole or not at all; returns {"out", "records", "unknown"}, the last by feature."""
     check_out(out)
     names = predictions.columns
     schema, count = pa.schema([pa.field(name, pa.float32(), nullable=False) for name in names]), 0
@@ -329,4 +345,4 @@ def write(out: str, predictions: Predictions) -> dict[str, Any]:
                 by_column = batch.reshape(len(batch), len(names)).T
                 writer.write_table(pa.table([pa.array(np.ascontiguousarray(column)) for column in by_column], schema=schema))
                 count += len(batch)
-    return {"out": out, "records": count}
+    return {"out": out, "records": count, "unknown": predictions.unknown.to_dict()}

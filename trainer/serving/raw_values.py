@@ -193,7 +193,13 @@ class Encoder:
         count = len(next(iter(columns.values())))
         dense: np.ndarray = np.empty((count, len(self._about["dense"])), np.float32)
         for place, entry in enumerate(self._about["dense"]):
-            dense[:, place] = _transformed(self._numbers(columns[entry["column"]], entry["column"], first), entry)
+            values = _transformed(self._numbers(columns[entry["column"]], entry["column"], first), entry)
+            for record in np.flatnonzero(np.abs(values) > _LARGEST)[:1].tolist():
+                raise ValueError(
+                    f"records[{first + record}]: {entry['column']}: a dense value must be finite behind its transform; got "
+                    f"{columns[entry['column']][record]!r:.80}"
+                )
+            dense[:, place] = values
         lookups = {
             feature["name"]: self._lookups(columns[feature["column"]], feature, first) for feature in self._about["features"]
         }

@@ -10,6 +10,7 @@ import argparse
 import csv
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, islice
@@ -28,6 +29,7 @@ FORMAT, ABOUT = 1, "features.json"
 
 _AT_ONCE = 256  # rows that one command gets from a server
 _CHUNK = 1 << 14  # records of a file that are predicted at once
+_FEWEST, _HARDLY = 10, 0.9  # values of a feature from which on, and the share of unknown ones beyond which, that is warned of
 _STEP_BYTES = 8  # before each version of a row there
 
 
@@ -116,6 +118,8 @@ class Table(nn.Module):
         self.known = rows["ids"] if isinstance(rows, Mapping) else np.empty(0, np.int64)
         weights = rows["weights"] if isinstance(rows, Mapping) else np.empty((0, self.width), np.float32)
         self.bag = nn.EmbeddingBag.from_pretrained(torch.from_numpy(weights), mode="sum")
+        self.untrained = np.empty(0, np.int64)
+        """Of the ids of the last forward, those whose rows were never trained."""
 
     def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
         """The sum of each bag's rows, in order: float32 [bags, W]. ids: int64 [lookups]; offsets: int64 [bags], where a bag begins; none is empty."""
@@ -126,6 +130,7 @@ class Table(nn.Module):
             )
         places = np.searchsorted(self.known, values)
         if places.max(initial=-1) < len(self.known) and (self.known[places] == values).all() and self._reader is None:
+            self.untrained = np.empty(0, np.int64)
             return self.bag(torch.from_numpy(places), offsets)
         distinct, inverse = np.unique(values, return_inverse=True)
         return nn.functional.embedding_bag(torch.from_numpy(inverse), torch.from_numpy(self.rows(distinct)), offsets, mode="sum")
@@ -139,6 +144,7 @@ class Table(nn.Module):
             found = self.known[places] == ids if len(self.known) else np.zeros(len(ids), bool)
             weights = np.zeros((len(ids), self.width), np.float32)
             weights[found] = self.bag.weight.numpy()[places[found]]
+        self.untrained = ids[~found]
         weights[~found] = initial_rows(*self._initial[0], ids[~found], *self._initial[1])
         return weights
 
@@ -153,6 +159,8 @@ class Model(nn.Module):
         self.about, self.encoder, self.tables, self.program = about, encoder, nn.ModuleList(tables), program
         self._width = max(table.width for table in tables)
         self.labels: list[str] = [label["name"] for label in about["labels"]]
+        self.unknown: dict[str, tuple[int, int]] = {}
+        """Of the last `predict`, by feature: values that the model has never seen (by hash or as ids, at least so many), and all but missing ones."""
 
     def forward(self, dense: Tensor, lookups: Mapping[str, Tensor | tuple[Tensor, Tensor]]) -> Tensor:
         """Logits float32 [b], or [b, L] of several labels.
@@ -171,9 +179,23 @@ class Model(nn.Module):
                     f"lookups: feature {feature['name']} must have a bag for each of {len(dense)} samples, with a value in each"
                 )
             sums = table(ids, offsets)
+            self._count(feature, ids.numpy(), table)
             block[:, place, : table.width] = sums / counts[:, None] if feature["pooling"] == "mean" else sums
         logits: Tensor = self.program(dense, block)
         return logits
+
+    def _count(self, feature: Mapping[str, Any], ids: np.ndarray, table: Any) -> None:
+        unknown = ids == 1 if feature["encoding"] == "vocabulary" else np.isin(ids, table.untrained)
+        before = self.unknown.get(feature["name"], (0, 0))
+        self.unknown[feature["name"]] = (before[0] + int((unknown & (ids != 0)).sum()), before[1] + int((ids != 0).sum()))
+
+    def hardly_known(self) -> list[str]:
+        """A line for each feature of which the last `predict` had hardly any value that the model has seen."""
+        return [
+            f"feature {name}: {unknown:,} of {values:,} values ({unknown / values:.2%}) are unknown to the model; are they written as for training?"
+            for name, (unknown, values) in list(self.unknown.items())
+            if values >= _FEWEST and unknown > _HARDLY * values
+        ]
 
     def encode(self, records: Any) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         """What forward takes, of raw records as `predict` has them. Raises ValueError where a value is malformed."""
@@ -190,14 +212,18 @@ class Model(nn.Module):
         """The probability that each record's label is 1, float32 [n], in order; of a label that is a number, the number. Of several: a dict by label.
 
         records: raw values, as a list of dicts, a dict of columns, a table of Arrow or a data frame; None or an empty text is a missing value.
-        logits: give these. first: the number of the first record, in errors. Raises ValueError where a value is malformed, or an output not finite.
+        logits: give these. first: the number of the first record, in errors. A feature of which hardly any value is known is warned of, and `unknown`
+        has the counts. Raises ValueError where a value is malformed, or an output not finite.
         """
         columns = columns_of(records, self.encoder.columns)
         count = len(next(iter(columns.values())))
+        self.unknown = {}
         parts = [np.empty((0, len(self.labels)), np.float32)]
         for place in range(0, count, batch_size):
             piece = {name: values[place : place + batch_size] for name, values in columns.items()}
             parts.append(self(*self._encoded(piece, first + place)).numpy().reshape(-1, len(self.labels)))
+        for line in self.hardly_known():
+            warnings.warn(line, stacklevel=3)
         whole = np.concatenate(parts)
         for row, place in np.argwhere(~np.isfinite(whole))[:1].tolist():
             raise ValueError(
@@ -312,13 +338,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         records, out = read_csv(parsed.file, model.about), csv.writer(sys.stdout, lineterminator="\n")
         several = len(model.labels) > 1
         out.writerow(model.labels if several else ["logit" if parsed.logits else "score"])
-        done = 0
+        done, unknown = 0, dict[str, tuple[int, int]]()
+        warnings.simplefilter("ignore")  # of a chunk; that of all follows
         while chunk := list(islice(records, _CHUNK)):
             predicted = model.predict(chunk, logits=parsed.logits, first=done)
             done += len(chunk)
+            for name, (new, values) in model.unknown.items():
+                unknown[name] = (unknown.get(name, (0, 0))[0] + new, unknown.get(name, (0, 0))[1] + values)
             out.writerows(
                 zip(*(predicted[name] for name in model.labels), strict=True) if several else ([value] for value in predicted)
             )
+        model.unknown = unknown
+        for line in model.hardly_known():
+            sys.stderr.write(f"warning: {line}\n")
     except (OSError, ValueError, RuntimeError, csv.Error) as error:
         sys.stderr.write(f"{error}\n")
         return 2

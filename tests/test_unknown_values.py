@@ -1,0 +1,185 @@
+"""Values that a model has never seen are counted by feature, and warned of where hardly any is known: by `predict`, `evaluate` and the export."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_line import done, refused, run_here
+
+FEATURES = """
+label = "clicked"
+[text]
+missing = ["none"]
+[[dense]]
+name = "near"
+transform = "standard"
+[[feature]]
+name = "word"
+encoding = "vocabulary"
+[[feature]]
+name = "user"
+rows = 100_000
+[[feature]]
+name = "ad"
+encoding = "id"
+rows = 1000
+[[feature]]
+name = "tags"
+rows = 100_000
+pooling = "mean"
+"""
+NAMES = ("word", "user", "ad", "tags")
+Row = dict[str, str]
+
+
+def rows_of(random: np.random.Generator, count: int, shift: int) -> list[Row]:
+    """Values of 0 to 39, shifted; a tenth of each is missing, half of these written as "none"."""
+
+    def some(value: str) -> str:
+        return ("", "none")[int(random.integers(2))] if random.random() < 0.1 else value
+
+    def number() -> int:
+        return int(random.integers(40)) + shift
+
+    return [
+        {
+            "clicked": str(int(random.integers(2))), "near": str(1.0 + 1e-9 * int(random.integers(2))), "word": some(f"w{number()}"),
+            "user": some(f"u{number()}.0"), "ad": some(f"{number() + 1}.0"), "tags": some(f"t{number()}|t{number()}|"),
+        }
+        for _ in range(count)
+    ]  # fmt: skip
+
+
+def write(path: Path, rows: list[Row]) -> Path:
+    path.write_text("\n".join([",".join(rows[0]), *(",".join(row.values()) for row in rows)]) + "\n", encoding="utf-8")
+    return path
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run, what it was trained on, its exports, and logs with their rows: as for training, and with hardly a value of these."""
+
+    home: Path
+    run: Path
+    training: list[Row]
+    usual: list[Row]
+    strange: list[Row]
+
+    def expected(self, rows: list[Row]) -> dict[str, dict[str, int]]:
+        """Counted with sets of the texts."""
+        counts = {}
+        for name in NAMES:
+            known = {value for row in self.training for value in parts(row[name], name)}
+            values = [value for row in rows for value in parts(row[name], name)]
+            counts[name] = {"values": len(values), "unknown": sum(value not in known for value in values)}
+        return counts
+
+
+def parts(text: str, name: str) -> list[str]:
+    pieces = [] if text == "none" else text.split("|") if name == "tags" else [text]
+    return [piece for piece in pieces if piece]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    home = tmp_path_factory.mktemp("unknown")
+    random = np.random.default_rng(8)
+    training, usual, strange = rows_of(random, 400, 0), rows_of(random, 90, 10), rows_of(random, 60, 39)
+    for name, rows in (("training", training), ("usual", usual), ("strange", strange)):
+        write(home / f"{name}.csv", rows)
+    (home / "features.toml").write_text(FEATURES)
+    common = ("--format", "csv", "--batch-size", 32, "--lanes", 2, "--slots", "min")
+    features = ("--features", home / "features.toml")
+    done("prepare", home / "training.csv", *common, *features, "--eval-source", home / "usual.csv", "--out", home / "schedule")
+    done("train", home / "schedule", "--run", home / "run", "--store", "local:1", "--dim", 4)
+    for name in ("usual", "strange"):
+        after = ("--after", home / "schedule", "--slots", "min", "--out", home / f"schedule-{name}")
+        done("prepare", "--format", "csv", "--eval-source", home / f"{name}.csv", *after)
+    for number, options in enumerate(([], ["--most-rows", 0])):
+        done("export", home / "run", "--format", "torch", "--out", home / f"model-{number}", *options)
+    return Trained(home, home / "run", training, usual, strange)
+
+
+def warned(err: str) -> list[str]:
+    return [line for line in err.splitlines() if "unknown to the model" in line]
+
+
+@pytest.mark.parametrize("command", ["predict", "evaluate"])
+def test_unknown_values_are_counted_and_warned_of(trained: Trained, tmp_path: Path, command: str) -> None:
+    for name, rows in (("usual", trained.usual), ("strange", trained.strange)):
+        what = [trained.home / f"schedule-{name}"]
+        if command == "predict":
+            what = [trained.home / f"{name}.csv", "--out", tmp_path / "scores.csv"]  # type: ignore[list-item]
+        status, _, err = run_here(command, trained.run, *what, "--json", tmp_path / "told.json")
+        assert status == 0
+        expected = trained.expected(rows)
+        assert json.loads((tmp_path / "told.json").read_text())["unknown"] == expected
+        lines = warned(err)
+        assert [line.partition("feature ")[2].partition(":")[0] for line in lines] == ([] if name == "usual" else list(NAMES))
+        for line, feature in zip(lines, NAMES, strict=False):
+            unknown, values = expected[feature]["unknown"], expected[feature]["values"]
+            assert line.startswith(f"foreload: warning: {command}: feature {feature}: ")
+            assert f"{'' if feature == 'word' else 'at least '}{unknown} of {values} values ({unknown / values:.2%})" in line
+
+
+def model_of(folder: Path) -> Any:
+    described = importlib.util.spec_from_file_location(f"served_{folder.name}", folder / "model.py")
+    assert described is not None
+    assert described.loader is not None
+    module = importlib.util.module_from_spec(described)
+    described.loader.exec_module(module)
+    return module.load(folder)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_exported_model_counts_and_warns_too(trained: Trained, number: int) -> None:
+    folder = trained.home / f"model-{number}"
+    model = model_of(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.predict(trained.usual)
+        assert told(model) == trained.expected(trained.usual)
+        model.predict(trained.strange[:1])  # too few to say
+    with pytest.warns(UserWarning, match="unknown to the model") as caught:
+        model.predict(trained.strange, batch_size=7)
+    assert len(caught) == len(NAMES)
+    assert all(warning.filename == __file__ for warning in caught)
+    assert told(model) == trained.expected(trained.strange)
+    ran = subprocess.run(
+        [sys.executable, folder / "model.py", trained.home / "strange.csv"], capture_output=True, text=True, check=True
+    )
+    assert len(warned(ran.stderr)) == len(NAMES)
+    assert len(ran.stdout.splitlines()) == len(trained.strange) + 1
+
+
+def told(model: Any) -> dict[str, dict[str, int]]:
+    return {name: {"values": values, "unknown": unknown} for name, (unknown, values) in model.unknown.items()}
+
+
+@pytest.mark.parametrize("value", ["3e38", "-3e38", "1e31"])
+def test_what_is_infinite_behind_its_transform_is_malformed(trained: Trained, tmp_path: Path, value: str) -> None:
+    rows = [dict(row) for row in trained.usual[:20]]
+    rows[4]["near"] = value
+    log = write(tmp_path / "log.csv", rows)
+    rule = "near: a dense value must be finite behind its transform"
+    assert rule in refused("predict", trained.run, log, "--out", tmp_path / "scores.csv")
+    assert not (tmp_path / "scores.csv").exists()
+    after = ("--after", trained.home / "schedule", "--slots", "min", "--out", tmp_path / "schedule")
+    said = refused("prepare", "--format", "csv", "--eval-source", log, *after)
+    assert re.search(rf"log\.csv:6: {rule}, \(x - 1\) / (4\.99\d*|5)e-10, not '{value}'", said)
+    model = model_of(trained.home / "model-0")
+    with pytest.raises(ValueError, match=r"records\[4\]: near: a dense value must be finite behind its transform; got"):
+        model.predict(rows)
+    # Left out where that is allowed, and all others are there.
+    done("prepare", "--format", "csv", "--eval-source", log, *after, "--max-rejects", 1, "--json", tmp_path / "told.json")
+    assert json.loads((tmp_path / "told.json").read_text())["evaluation_samples"] == 19

@@ -66,7 +66,7 @@ def write(path: Path, rows: list[Row]) -> Path:
 
 
 @dataclass(frozen=True)
-class Trained:
+class Case:
     """A run, what it was trained on, its exports, and logs with their rows: as for training, and with hardly a value of these."""
 
     home: Path
@@ -91,7 +91,7 @@ def parts(text: str, name: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     home = tmp_path_factory.mktemp("unknown")
     random = np.random.default_rng(8)
     training, usual, strange = rows_of(random, 400, 0), rows_of(random, 90, 10), rows_of(random, 60, 39)
@@ -107,7 +107,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         done("prepare", "--format", "csv", "--eval-source", home / f"{name}.csv", *after)
     for number, options in enumerate(([], ["--most-rows", 0])):
         done("export", home / "run", "--format", "torch", "--out", home / f"model-{number}", *options)
-    return Trained(home, home / "run", training, usual, strange)
+    return Case(home, home / "run", training, usual, strange)
 
 
 def warned(err: str) -> list[str]:
@@ -115,14 +115,14 @@ def warned(err: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", ["predict", "evaluate"])
-def test_unknown_values_are_counted_and_warned_of(trained: Trained, tmp_path: Path, command: str) -> None:
-    for name, rows in (("usual", trained.usual), ("strange", trained.strange)):
-        what = [trained.home / f"schedule-{name}"]
+def test_unknown_values_are_counted_and_warned_of(case: Case, tmp_path: Path, command: str) -> None:
+    for name, rows in (("usual", case.usual), ("strange", case.strange)):
+        what = [case.home / f"schedule-{name}"]
         if command == "predict":
-            what = [trained.home / f"{name}.csv", "--out", tmp_path / "scores.csv"]  # type: ignore[list-item]
-        status, _, err = run_here(command, trained.run, *what, "--json", tmp_path / "told.json")
+            what = [case.home / f"{name}.csv", "--out", tmp_path / "scores.csv"]  # type: ignore[list-item]
+        status, _, err = run_here(command, case.run, *what, "--json", tmp_path / "told.json")
         assert status == 0
-        expected = trained.expected(rows)
+        expected = case.expected(rows)
         assert json.loads((tmp_path / "told.json").read_text())["unknown"] == expected
         lines = warned(err)
         assert [line.partition("feature ")[2].partition(":")[0] for line in lines] == ([] if name == "usual" else list(NAMES))
@@ -142,24 +142,24 @@ def model_of(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_an_exported_model_counts_and_warns_too(trained: Trained, number: int) -> None:
-    folder = trained.home / f"model-{number}"
+def test_an_exported_model_counts_and_warns_too(case: Case, number: int) -> None:
+    folder = case.home / f"model-{number}"
     model = model_of(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model.predict(trained.usual)
-        assert told(model) == trained.expected(trained.usual)
-        model.predict(trained.strange[:1])  # too few to say
+        model.predict(case.usual)
+        assert told(model) == case.expected(case.usual)
+        model.predict(case.strange[:1])  # too few to say
     with pytest.warns(UserWarning, match="unknown to the model") as caught:
-        model.predict(trained.strange, batch_size=7)
+        model.predict(case.strange, batch_size=7)
     assert len(caught) == len(NAMES)
     assert all(warning.filename == __file__ for warning in caught)
-    assert told(model) == trained.expected(trained.strange)
+    assert told(model) == case.expected(case.strange)
     ran = subprocess.run(
-        [sys.executable, folder / "model.py", trained.home / "strange.csv"], capture_output=True, text=True, check=True
+        [sys.executable, folder / "model.py", case.home / "strange.csv"], capture_output=True, text=True, check=True
     )
     assert len(warned(ran.stderr)) == len(NAMES)
-    assert len(ran.stdout.splitlines()) == len(trained.strange) + 1
+    assert len(ran.stdout.splitlines()) == len(case.strange) + 1
 
 
 def told(model: Any) -> dict[str, dict[str, int]]:
@@ -167,17 +167,17 @@ def told(model: Any) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.parametrize("value", ["3e38", "-3e38", "1e31"])
-def test_what_is_infinite_behind_its_transform_is_malformed(trained: Trained, tmp_path: Path, value: str) -> None:
-    rows = [dict(row) for row in trained.usual[:20]]
+def test_what_is_infinite_behind_its_transform_is_malformed(case: Case, tmp_path: Path, value: str) -> None:
+    rows = [dict(row) for row in case.usual[:20]]
     rows[4]["near"] = value
     log = write(tmp_path / "log.csv", rows)
     rule = "near: a dense value must be finite behind its transform"
-    assert rule in refused("predict", trained.run, log, "--out", tmp_path / "scores.csv")
+    assert rule in refused("predict", case.run, log, "--out", tmp_path / "scores.csv")
     assert not (tmp_path / "scores.csv").exists()
-    after = ("--after", trained.home / "schedule", "--slots", "min", "--out", tmp_path / "schedule")
+    after = ("--after", case.home / "schedule", "--slots", "min", "--out", tmp_path / "schedule")
     said = refused("prepare", "--format", "csv", "--eval-source", log, *after)
     assert re.search(rf"log\.csv:6: {rule}, \(x - 1\) / (4\.99\d*|5)e-10, not '{value}'", said)
-    model = model_of(trained.home / "model-0")
+    model = model_of(case.home / "model-0")
     with pytest.raises(ValueError, match=r"records\[4\]: near: a dense value must be finite behind its transform; got"):
         model.predict(rows)
     # Left out where that is allowed, and all others are there.

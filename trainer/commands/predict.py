@@ -199,7 +199,7 @@ def _predicted(model: SavedModel, steps: Iterator[tuple[Samples, _Cut]], unknown
     while group := list(islice(steps, at_once)):
         known = _rows(reader, len(model.layouts), [samples for samples, _ in group], tables)
         for samples, cut in group:
-            unknown.add(samples.ids, samples.offsets, _trained(samples, tables, known))
+            unknown.add(samples.ids, samples.offsets, _is_trained(samples, tables, known))
             outputs = np.empty((len(samples), len(model.features.labels)), np.float32)
             for places in cut.slices:
                 if len(places):
@@ -232,7 +232,7 @@ def _rows(reader: RowSource, count: int, group: Sequence[Samples], tables: np.nd
     return known
 
 
-def _trained(samples: Samples, tables: np.ndarray, known: _Known) -> np.ndarray:
+def _is_trained(samples: Samples, tables: np.ndarray, known: _Known) -> np.ndarray:
     """Whether the row of each lookup was trained: bool [lookups]."""
     of_lookup, trained = _lookup_tables(samples, tables), np.empty(len(samples.ids), bool)
     for table, (ids, _, of_ids) in known.items():

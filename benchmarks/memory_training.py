@@ -116,7 +116,7 @@ class MemoryTraining:
             for batch in samples:
                 rows, index = self._local(batch.rows)
                 local = LocalRows(self._weights, rows)
-                _, logits = slices.forward(self._parts, _moves(batch, index), local, self.step + 1, requires_grad=False)
+                logits = slices.evaluate(self._parts, _moves(batch, index), local, self.step + 1)
                 evaluated.add(logits.numpy(), batch.labels)
         metrics = evaluated.metrics()[0]
         assert metrics.log_loss is not None

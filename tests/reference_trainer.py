@@ -213,11 +213,22 @@ class Trainer:
                 for low, high in slice_bounds(count, self.config.lanes):
                     if high > low:
                         part = samples.take(np.arange(first + low, first + high))
-                        outputs = self.logits(self.block(Lookups.of(part), len(part)), part.dense, steps_done)
-                        result.append(outputs.numpy().copy())
+                        result.append(self.in_tiles(part, steps_done))
         self.module.train()
         for name, value in own.items():
             self.parameters[name].data = value
+        return np.concatenate(result)
+
+    def in_tiles(self, samples: Samples, steps_done: int) -> np.ndarray:
+        """Outputs of a slice, 256 samples at a time; the last one stands in for what is missing to that. A model that mixes samples gets all."""
+        whole = getattr(type(self.module), "mixes_samples", False)
+        size = len(samples) if whole else 256
+        result = []
+        for first in range(0, len(samples), size):
+            last = min(first + size, len(samples)) - 1
+            part = samples.take(np.minimum(np.arange(first, first + size), last))
+            outputs = self.logits(self.block(Lookups.of(part), len(part)), part.dense, steps_done)
+            result.append(outputs.numpy()[: last + 1 - first].copy())
         return np.concatenate(result)
 
     def digest(self) -> str:

@@ -57,6 +57,22 @@ def test_it_says_what_is_wrong(clicks: Clicks, case: str, message: str) -> None:
     assert message in refused(*checked(clicks, f"model_cases.py:{case}", "--dim", 4))
 
 
+@pytest.mark.parametrize(
+    ("case", "ties", "mixes", "told"),
+    [
+        ("Apart", True, False, ""),
+        ("Uneven", False, False, "foreload: warning: outputs of equal samples differ in their last bits by where they stand"),
+        ("Declared", True, True, "it declares mixes_samples: an output depends on the other samples of its slice"),
+    ],
+)
+def test_it_says_whether_equal_records_tie(clicks: Clicks, tmp_path: Path, case: str, ties: bool, mixes: bool, told: str) -> None:
+    said = done(*checked(clicks, f"mixing_cases.py:{case}", "--dim", 4), "--json", tmp_path / "told.json")
+    assert told in said
+    assert ("warning" in said) == (not ties)
+    about = json.loads((tmp_path / "told.json").read_text())
+    assert (about["ties"], about["mixes_samples"]) == (ties, mixes)
+
+
 def test_it_says_why_a_file_cannot_be_imported(clicks: Clicks, tmp_path: Path) -> None:
     (tmp_path / "torn.py").write_text("import torch\n\ndef net(spec):\nreturn 3\n")
     (tmp_path / "lost.py").write_text("import no_such_package\n")
@@ -77,7 +93,9 @@ def test_it_says_what_a_sound_model_is(clicks: Clicks, tmp_path: Path) -> None:
     given = ["check-model", "theirs.py:net", "--features", clicks.features, "--model-folder", tmp_path, "--dim", 4]
     line = "theirs.py:net: 3 features, 1 dense value, 14 parameters; forward and backward work on made-up samples, and use all of it; not used in "
     assert done(*given, "--json", tmp_path / "told.json") == f"{line}forward: old\n"
-    told = {"model": "theirs.py:net", "features": 3, "dense_values": 1, "parameters": 14, "unused_tables": ["old"]}
+    told = {"model": "theirs.py:net", "features": 3, "dense_values": 1, "parameters": 14, "unused_tables": ["old"]} | {
+        "ties": True, "mixes_samples": False,
+    }  # fmt: skip
     assert json.loads((tmp_path / "told.json").read_text()) == told
     message = refused(*given, "--model-options", "dimension=5")
     assert message.startswith(

@@ -9,7 +9,8 @@ from foreload.pipelines.samples.feature_file import load_features
 from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.compute.own_loss import checked_loss
 from foreload.trainer.models import build_model, load_model
-from foreload.trainer.models.checking import check_uses
+from foreload.trainer.models.checking import check_uses, equal_samples_tie
+from foreload.trainer.models.mixing import mixes_samples
 from foreload.trainer.models.wrapping import Wrapped
 
 
@@ -30,6 +31,7 @@ def run(
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "unused_tables": [path for part in module.modules() if isinstance(part, Wrapped) for path in part.unused],
     }
+    about |= {"ties": equal_samples_tie(module, spec), "mixes_samples": mixes_samples(module)}
     check_uses(module, spec)
     return about if loss is None else about | {"loss": checked_loss(loss, folder, spec).name}
 
@@ -42,4 +44,9 @@ def text(about: Mapping[str, Any]) -> str:
         for name, word in (("features", "feature"), ("dense_values", "dense value"), ("parameters", "parameter"))
     )
     loss = f"; loss {about['loss']} works on them too" if "loss" in about else ""
-    return f"{about['model']}: {counted}; forward and backward work on made-up samples, and use all of it{unused}{loss}"
+    notes = ""
+    if not about["ties"]:
+        notes = "\nforeload: warning: outputs of equal samples differ in their last bits by where they stand, so equal records may not tie in AUC"
+    if about["mixes_samples"]:
+        notes += "\nit declares mixes_samples: an output depends on the other samples of its slice"
+    return f"{about['model']}: {counted}; forward and backward work on made-up samples, and use all of it{unused}{loss}{notes}"

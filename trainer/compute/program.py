@@ -157,7 +157,7 @@ class Trainer:
             for lane in self.session.hosted:
                 if len(plan.events[lane].labels):
                     local = LocalRows(*exchange.local_rows(plan, lane, weights))
-                    outputs[lane] = slices.forward(parts, plan.events[lane], local, self._last_step + 1, requires_grad=False)[1]
+                    outputs[lane] = slices.evaluate(parts, plan.events[lane], local, self._last_step + 1)
                 else:
                     outputs[lane] = torch.empty(shapes[lane], device=parts.device)
         gathered = exchange.collect_outputs(outputs, shapes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,8 @@ from foreload.pipelines.schedule.format import Event, LaneEvent
 from foreload.trainer.compute.layouts import Lookups
 from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.models.fitting import model_name
-from foreload.trainer.models.mixing import check_apart
+from foreload.trainer.models.mixing import check_apart, mixes_samples
+from foreload.trainer.models.tiles import in_tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +51,34 @@ def _aligned(view: np.ndarray) -> Tensor:
     return copy
 
 
-def forward(
-    parts: TrainerParts, moves: LaneEvent, local: LocalRows, steps_done: int, requires_grad: bool
-) -> tuple[Tensor, Tensor]:
-    """(block [b, F, W], outputs [b] or [b, labels]) of a lane's slice, which must not be empty, float32. moves: the lane's part of the event;
-    steps_done: training steps before this forward, which a model that takes the step is given.
-    """
+def _gathered(parts: TrainerParts, moves: LaneEvent, local: LocalRows, requires_grad: bool = False) -> tuple[Tensor, Tensor]:
+    """The dense values [b, n] and the block [b, F, W] of a lane's slice."""
     block = torch.empty(
         (len(moves.labels), len(parts.block.names), parts.block.width), device=parts.device, requires_grad=requires_grad
     )
     parts.kernels.gather_block(local.rows, Lookups(moves.index, moves.offsets, parts.block), block, local.places)
-    dense = _aligned(moves.dense).to(parts.device)
+    return _aligned(moves.dense).to(parts.device), block
+
+
+def _module_of(parts: TrainerParts, steps_done: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """The module as a function of dense values and a block. steps_done: training steps before, which a model that takes the step is given."""
     given = {"step": steps_done} if parts.takes_step else {}
-    return block, parts.module(dense, parts.block.embeddings(block), **given)
+
+    def run(dense: Tensor, block: Tensor) -> Tensor:
+        outputs: Tensor = parts.module(dense, parts.block.embeddings(block), **given)
+        return outputs
+
+    return run
+
+
+def evaluate(parts: TrainerParts, moves: LaneEvent, local: LocalRows, steps_done: int) -> Tensor:
+    """Outputs [b] or [b, labels] of a lane's slice, which must not be empty, outside training: on tiles, unless the model mixes samples.
+
+    moves: the lane's part of the event; steps_done: as `_module_of` has it. The module is in evaluation mode, and no gradients are wanted.
+    """
+    dense, block = _gathered(parts, moves, local)
+    run = _module_of(parts, steps_done)
+    return run(dense, block) if mixes_samples(parts.module) else in_tiles(run, dense, block)
 
 
 def output_shape(moves: LaneEvent) -> tuple[int, ...]:
@@ -72,16 +89,13 @@ def output_shape(moves: LaneEvent) -> tuple[int, ...]:
 
 def check_samples(parts: TrainerParts, moves: LaneEvent, local: LocalRows, steps_done: int) -> None:
     """Refuse a model whose outputs depend on other samples than their own, as a lane's slice of two or more shows. Raises ModelError."""
-    block = torch.empty((len(moves.labels), len(parts.block.names), parts.block.width), device=parts.device)
-    parts.kernels.gather_block(local.rows, Lookups(moves.index, moves.offsets, parts.block), block, local.places)
-    given = {"step": steps_done} if parts.takes_step else {}
+    run = _module_of(parts, steps_done)
 
-    def run(dense: Tensor, block: Tensor) -> Tensor:
+    def forward(dense: Tensor, block: Tensor) -> Tensor:
         torch.manual_seed(parts.seed)
-        outputs: Tensor = parts.module(dense, parts.block.embeddings(block), **given)
-        return outputs
+        return run(dense, block)
 
-    check_apart(model_name(parts.module), parts.module, run, _aligned(moves.dense).to(parts.device), block)
+    check_apart(model_name(parts.module), parts.module, forward, *_gathered(parts, moves, local))
 
 
 def learn(parts: TrainerParts, event: Event, lane: int, moves: LaneEvent, local: LocalRows) -> SliceGradients:
@@ -99,7 +113,8 @@ def learn(parts: TrainerParts, event: Event, lane: int, moves: LaneEvent, local:
         torch.manual_seed(seed)
     if not all(part.training for part in parts.module.modules()):
         parts.module.train()
-    block, outputs = forward(parts, moves, local, event.step, requires_grad=True)
+    dense_values, block = _gathered(parts, moves, local, requires_grad=True)
+    outputs = _module_of(parts, event.step)(dense_values, block)
     labels = _aligned(moves.labels).to(parts.device).reshape(outputs.shape)
     weights = None if moves.weights is None else _aligned(moves.weights).to(parts.device)
     loss = parts.loss.of_slice(outputs, labels, weights) / event.samples

@@ -14,8 +14,9 @@ from foreload.trainer.models.fitting import model_name
 from foreload.trainer.models.generators import states_beside_torch
 from foreload.trainer.models.hidden_state import first_change, hidden_state
 from foreload.trainer.models.layers import takes_step
-from foreload.trainer.models.mixing import check_apart
+from foreload.trainer.models.mixing import check_apart, mixes_samples
 from foreload.trainer.models.spec import Embeddings, ModelSpec, further_columns
+from foreload.trainer.models.tiles import TILE
 
 _FEW, _OTHERS, _SEVERAL = (
     3,
@@ -81,6 +82,31 @@ def _check_apart(module: nn.Module, spec: ModelSpec, step: int = 0) -> None:
     parts = _parts(module, spec)
     block = torch.randn(_SEVERAL, len(parts), _width(parts))
     check_apart(model_name(module), module, forward, torch.randn(_SEVERAL, spec.dense_width), block)
+
+
+def equal_samples_tie(module: nn.Module, spec: ModelSpec) -> bool:
+    """Whether, in evaluation mode, samples of a tile have the same outputs, to the bit, wherever in it they stand.
+
+    True of a model that mixes samples, which gets no tiles, and of one whose forward fails, which is told elsewhere. Modes are as before afterwards.
+    """
+    modes = [(part, part.training) for part in module.modules()]
+    parts = _parts(module, spec)
+    try:
+        module.eval()
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            dense, block, order = (
+                torch.randn(TILE, spec.dense_width),
+                torch.randn(TILE, len(parts), _width(parts)),
+                torch.randperm(TILE),
+            )
+            outputs = _outputs(module, spec, dense, block, 0)
+            return mixes_samples(module) or torch.equal(_outputs(module, spec, dense[order], block[order], 0), outputs[order])
+    except Exception:  # a user's model may raise anything
+        return True
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 def check_apart_later(module: nn.Module, spec: ModelSpec) -> None:

@@ -17,6 +17,7 @@ from foreload.trainer.compute.layouts import BlockLayout, Lookups, model_spec
 from foreload.trainer.models import build_model, load_model
 from foreload.trainer.models.layers import takes_step
 from foreload.trainer.models.mixing import mixes_samples
+from foreload.trainer.models.tiles import in_tiles
 from foreload.trainer.run.dense_file import load_parameters
 from foreload.trainer.run.saved_model import SavedModel, initial_rows
 
@@ -79,7 +80,7 @@ class DenseForward:
         self.mixes_samples = mixes_samples(self._module)
 
     def outputs(self, rows: np.ndarray | Tensor, index: np.ndarray, offsets: np.ndarray | None, dense: np.ndarray) -> Tensor:
-        """What forward gives for a slice, float32 [b] or [b, labels].
+        """What forward gives for a slice, float32 [b] or [b, labels]: on tiles, unless the model mixes samples.
 
         rows: float32 [U, W of the widest table]; index, offsets: as Lookups has them; dense: float32 [b, n].
         """
@@ -90,5 +91,8 @@ class DenseForward:
         distinct_rows = torch.as_tensor(rows)
         self._kernels.gather_block(distinct_rows, Lookups(index, offsets, self._layout), block)
         with torch.no_grad():
-            outputs: Tensor = self._module(values, self._layout.embeddings(block), **self._given)
+            return self._run(values, block) if self.mixes_samples else in_tiles(self._run, values, block)
+
+    def _run(self, dense: Tensor, block: Tensor) -> Tensor:
+        outputs: Tensor = self._module(dense, self._layout.embeddings(block), **self._given)
         return outputs

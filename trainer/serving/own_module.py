@@ -1,6 +1,6 @@
 """The dense part of a model that is served without foreload as a module of the caller's, of which parameters and buffers alone were exported.
 
-`foreload export --format torch` joins this file with raw_values.py, plain_files.py, generators.py and standalone.py into model.py.
+`foreload export --format torch` joins this file with raw_values.py, plain_files.py, generators.py, tiles.py and standalone.py into model.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A model that foreload trained, to be called: `load(FOLDER)` gives a torch.nn.Module that takes raw records. foreload need not be installed.
 
-`foreload export --format torch` joins raw_values.py, plain_files.py, generators.py, own_module.py and this file into model.py. It needs torch and
-NumPy; PyArrow if features.json names files of Parquet, and redis if tables stay on a server.
+`foreload export --format torch` joins raw_values.py, plain_files.py, generators.py, tiles.py, own_module.py and this file into model.py. It needs
+torch and NumPy; PyArrow if features.json names files of Parquet, and redis if tables stay on a server.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from foreload.trainer.models.tiles import in_tiles
 from foreload.trainer.serving.own_module import OwnModule
 from foreload.trainer.serving.plain_files import opened_text, read_program, read_safetensors
 from foreload.trainer.serving.raw_values import Encoder, columns_of, initial_rows
@@ -181,7 +182,7 @@ class Model(nn.Module):
             sums = table(ids, offsets)
             self._count(feature, ids.numpy(), table)
             block[:, place, : table.width] = sums / counts[:, None] if feature["pooling"] == "mean" else sums
-        logits: Tensor = self.program(dense, block)
+        logits: Tensor = self.program(dense, block) if self.about["mixes_samples"] else in_tiles(self.program, dense, block)
         return logits
 
     def _count(self, feature: Mapping[str, Any], ids: np.ndarray, table: Any) -> None:

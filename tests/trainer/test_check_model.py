@@ -58,19 +58,125 @@ def test_it_says_what_is_wrong(clicks: Clicks, case: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "ties", "mixes", "told"),
+    ("case", "told"),
     [
-        ("Apart", True, False, ""),
-        ("Uneven", False, False, "foreload: warning: outputs of equal samples differ in their last bits by where they stand"),
-        ("Declared", True, True, "it declares mixes_samples: an output depends on the other samples of its slice"),
+        ("Softmax", "outputs lie between 0 and 1 for all made-up samples, so they are probably probabilities; return logits"),
+        ("Clamped", "outputs lie between 0 and 1"),
+        ("SomeProbable", "outputs of liked lie between 0 and 1"),
+        ("Apart", ""),
+        ("Zeros", ""),
     ],
 )
-def test_it_says_whether_equal_records_tie(clicks: Clicks, tmp_path: Path, case: str, ties: bool, mixes: bool, told: str) -> None:
+def test_probable_probabilities_are_told(clicks: Clicks, tmp_path: Path, case: str, told: str) -> None:
+    features = tmp_path / "features.toml"
+    labels = ("clicked", "liked") if case == "SomeProbable" else ("clicked",)
+    features.write_text(
+        "".join(f'[[label]]\nname = "{label}"\n' for label in labels)
+        + clicks.features.read_text().partition("\n[table")[2].join(("[table", ""))
+    )
+    said = done("check-model", f"doubtful_cases.py:{case}", "--features", features, "--model-folder", HERE, "--dim", 4)
+    assert told in said
+    assert said.count("warning") == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("features", "dense", "products"),
+    [
+        (2, False, "1 dot product"),
+        (3, False, "3 dot products"),
+        (1, True, "1 dot product and the dense values"),
+        (4, False, ""),
+        (2, True, ""),
+    ],
+)
+def test_dlrm_of_next_to_nothing_is_told(tmp_path: Path, features: int, dense: bool, products: str) -> None:
+    path = tmp_path / "features.toml"
+    path.write_text(
+        'label = "y"\n'
+        + '[[dense]]\nname = "d"\n' * dense
+        + "".join(f'[[feature]]\nname = "f{k}"\nrows = 9\n' for k in range(features))
+    )
+    said = done("check-model", "dlrm", "--features", path)
+    line = f"foreload: warning: dlrm learns from {products} here, and from no embedding itself; deepfm, dcn and wide_deep do: --model deepfm"
+    assert (line in said) == bool(products)
+    assert "warning" not in done("check-model", "deepfm", "--features", path)
+
+
+def test_dlrm_of_one_feature_alone_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "features.toml"
+    path.write_text('label = "y"\n[[feature]]\nname = "f"\nrows = 9\n')
+    assert "dlrm: there must be two features, or dense values, for a dot product; got 1 feature alone; use deepfm" in refused(
+        "check-model", "dlrm", "--features", path
+    )
+
+
+GIVEN = """
+import foreload
+import torch
+from torch import nn
+
+
+class Theirs(nn.Module):
+    def __init__(self, given):
+        super().__init__()
+        self.ad, self.user, self.site = nn.Embedding(300, 4), nn.Embedding(1000, 4), nn.EmbeddingBag(40, 4, mode="mean")
+        nn.init.xavier_uniform_(self.ad.weight)
+        nn.init.zeros_(self.site.weight)
+        if given == "one value":
+            self.user = nn.Embedding.from_pretrained(torch.full((1000, 4), 7.0), freeze=False)
+        if given == "vectors":
+            with torch.no_grad():
+                self.user.weight.copy_(torch.arange(4000.0).reshape(1000, 4))
+        if given == "bag":
+            self.site = nn.EmbeddingBag.from_pretrained(torch.ones(40, 4), freeze=False, mode="mean")
+        self.out = nn.Linear(13, 1)
+
+    def forward(self, ad, user, site, price):
+        return self.out(torch.cat([self.ad(ad), self.user(user), self.site(site), price], 1))
+
+
+def net(spec, *, given=""):
+    return foreload.wrap(Theirs(given), dense={"price": ["price"]})
+"""
+
+
+@pytest.mark.parametrize(("given", "path"), [("one value", "user"), ("vectors", "user"), ("bag", "site"), ("", "")])
+def test_weights_that_embeddings_were_given_are_refused_or_dropped(clicks: Clicks, tmp_path: Path, given: str, path: str) -> None:
+    (tmp_path / "theirs.py").write_text(GIVEN)
+    model = ("--model-folder", tmp_path, "--dim", 4)
+    check = ("check-model", "theirs.py:net", "--features", clicks.features, *model, "--model-options", f"given={given}")
+    without = ("train", clicks.schedule, "--model", "theirs.py:net", "--store", "local:1", *model)
+    train = (*without, "--model-options", f"given={given}")
+    if not given:
+        done(*check)
+        return
+    line = f"wrap: Theirs: {path} was given weights, the same under any seed, and would lose them, for rows begin with random values of --seed; "
+    for command in (check, (*train, "--run", tmp_path / "run")):
+        assert line in refused(*command)
+    assert not (tmp_path / "run").exists()
+    done(*check, "--drop-weights")
+    if path == "site":
+        done(*train, "--run", tmp_path / "dropped", "--drop-weights")
+        done(*without, "--run", tmp_path / "without")
+        assert done("digest", tmp_path / "dropped") == done("digest", tmp_path / "without")
+
+
+@pytest.mark.parametrize(
+    ("case", "warnings", "mixes", "told"),
+    [
+        ("Apart", 0, False, ""),
+        ("Uneven", 1, False, "foreload: warning: outputs of equal samples differ in their last bits by where they stand"),
+        ("Declared", 0, True, "it declares mixes_samples: an output depends on the other samples of its slice"),
+    ],
+)
+def test_it_says_whether_equal_records_tie(
+    clicks: Clicks, tmp_path: Path, case: str, warnings: int, mixes: bool, told: str
+) -> None:
     said = done(*checked(clicks, f"mixing_cases.py:{case}", "--dim", 4), "--json", tmp_path / "told.json")
     assert told in said
-    assert ("warning" in said) == (not ties)
+    assert said.count("warning") == warnings
     about = json.loads((tmp_path / "told.json").read_text())
-    assert (about["ties"], about["mixes_samples"]) == (ties, mixes)
+    assert (len(about["warnings"]), about["mixes_samples"]) == (warnings, mixes)
 
 
 def test_it_says_why_a_file_cannot_be_imported(clicks: Clicks, tmp_path: Path) -> None:
@@ -94,7 +200,7 @@ def test_it_says_what_a_sound_model_is(clicks: Clicks, tmp_path: Path) -> None:
     line = "theirs.py:net: 3 features, 1 dense value, 14 parameters; forward and backward work on made-up samples, and use all of it; not used in "
     assert done(*given, "--json", tmp_path / "told.json") == f"{line}forward: old\n"
     told = {"model": "theirs.py:net", "features": 3, "dense_values": 1, "parameters": 14, "unused_tables": ["old"]} | {
-        "ties": True, "mixes_samples": False,
+        "mixes_samples": False, "warnings": [],
     }  # fmt: skip
     assert json.loads((tmp_path / "told.json").read_text()) == told
     message = refused(*given, "--model-options", "dimension=5")

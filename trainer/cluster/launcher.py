@@ -43,7 +43,7 @@ from foreload.trainer.cluster.worker import JOIN_TIMEOUT, work
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.errors import CheckpointError, ShardsLost, TrainerError
-from foreload.trainer.models.checking import check_apart_later, ignored_inputs
+from foreload.trainer.models.checking import check_apart_later, doubts, ignored_inputs
 from foreload.trainer.pages.report import leave_report
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.at_rest import rebuild_at_end
@@ -240,6 +240,8 @@ class Launcher:
         spec = model_spec(schedule.header.features, job.dim)
         ignored = ignored_inputs(model.module, spec)
         check_apart_later(model.module, spec)
+        for said in doubts(job.model, model.module, spec):
+            sys.stderr.write(f"foreload: warning: model {job.model}: {said}\n")
         if ignored:
             sys.stderr.write(
                 f"foreload: warning: model {job.model}: ignores {', '.join(ignored)}: its logits do not depend on them\n"

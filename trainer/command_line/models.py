@@ -13,7 +13,7 @@ from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import code_text, inexact_text, rates_text
 from foreload.trainer.run.metric_text import metric_lines
 
-_OF_MODELS = ("model_folder", "dim", "model_options", "seed", "loss")
+_OF_MODELS = ("model_folder", "dim", "model_options", "seed", "loss", "drop_weights")
 """The settings of `foreload train` that say what a model is built with, and trained by."""
 
 
@@ -175,10 +175,10 @@ def _check_model(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import check_model
 
     words, known = given(parsed, TrainJob), settings_of(TrainJob)
-    folder, dim, options, seed, loss = (
+    folder, dim, options, seed, loss, drop_weights = (
         known[name].parse(known[name].flag, words[name]) if name in words else known[name].default for name in _OF_MODELS
     )
-    about = check_model.run(parsed.model, folder, parsed.features, dim, options, seed, loss)
+    about = check_model.run(parsed.model, folder, parsed.features, dim, options, seed, loss, drop_weights)
     return tell(parsed, about, check_model.text(about))
 
 

@@ -18,6 +18,7 @@ from foreload.trainer.models.generators import seeded
 from foreload.trainer.models.importing import load_named
 from foreload.trainer.models.layers import check_step, connect
 from foreload.trainer.models.spec import ModelBuilder, ModelSpec, further_columns
+from foreload.trainer.models.wrapping import check_weights, has_weights
 
 MODELS = {
     "dlrm": "foreload.trainer.models.dlrm:DLRM",
@@ -98,7 +99,13 @@ def parse_options(model: ModelBuilder, options: Mapping[str, object]) -> dict[st
 
 
 def build_model(
-    model: ModelBuilder, spec: ModelSpec, options: Mapping[str, object], seed: int, *, twice: bool = False
+    model: ModelBuilder,
+    spec: ModelSpec,
+    options: Mapping[str, object],
+    seed: int,
+    *,
+    twice: bool = False,
+    drop_weights: bool = False,
 ) -> nn.Module:
     """Build a module on the CPU as docs/definitions.md says (a function of the seed), and check it. Raises ModelError.
 
@@ -108,6 +115,7 @@ def build_model(
         options: for its constructor, as strings or values.
         seed: of the generators that the constructor may draw from; the caller's are as before afterwards.
         twice: whether to build it a second time, and to refuse it where the two differ, as is done before anything is trained.
+        drop_weights: whether weights that tables were given before they were wrapped may be lost; else that is refused, too, if it is built twice.
     """
     arguments = parse_options(model, options)
     with seeded(seed):
@@ -116,6 +124,9 @@ def build_model(
     if twice:
         with seeded(seed):
             check_built_alike(module, _built(model, spec, arguments), spec)
+        if has_weights(module) and not drop_weights:
+            with seeded(seed + 1):
+                check_weights(module, _built(model, spec, arguments))
     return module
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from foreload.trainer.errors import ModelError
+from foreload.trainer.models.dlrm import little_to_interact
 from foreload.trainer.models.faults import check_outputs, first_not_finite, not_finite_gradient, raised_at
 from foreload.trainer.models.fitting import model_name
 from foreload.trainer.models.generators import states_beside_torch
@@ -107,6 +108,51 @@ def equal_samples_tie(module: nn.Module, spec: ModelSpec) -> bool:
     finally:
         for part, training in modes:
             part.training = training
+
+
+def doubts(name: str, module: nn.Module, spec: ModelSpec) -> list[str]:
+    """What of a model is probably not meant, each in a line. The module is not to be used afterwards: its parameters have been replaced.
+
+    name: what it is called where models are named.
+    """
+    lines = []
+    if labels := probable_probabilities(module, spec):
+        of_labels = f" of {', '.join(labels)}" if len(spec.labels) > 1 else ""
+        lines.append(
+            f"outputs{of_labels} lie between 0 and 1 for all made-up samples, so they are probably probabilities; return logits, for the loss has a "
+            "sigmoid of its own"
+        )
+    if name == "dlrm" and (said := little_to_interact(spec)):
+        lines.append(said)
+    return lines
+
+
+def probable_probabilities(module: nn.Module, spec: ModelSpec) -> list[str]:
+    """The labels of clicks whose outputs are probably probabilities: they lie between 0 and 1 for all of several batches, with the parameters as they
+    are and with random ones.
+
+    The module is not to be used afterwards: its parameters have been replaced.
+    """
+    clicks = [place for place, kind in enumerate(spec.label_kinds) if kind == "click"]
+    module.eval()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for randomised in (False, True):
+            torch.manual_seed(0)
+            for parameter in module.parameters() if randomised else ():
+                parameter.normal_(0, 0.5)
+            try:
+                outputs = torch.cat(
+                    [_trial(module, spec, _MANY + batch, step=_LATER)[0].reshape(_MANY + batch, -1) for batch in range(3)]
+                )
+            except Exception:  # a user's module may raise anything where its parameters are not those that it began with
+                break
+            within = (
+                ((outputs > 0) & (outputs < 1)).float().mean(0)
+                if not randomised
+                else ((outputs >= 0) & (outputs <= 1)).float().mean(0)
+            )
+            clicks = [place for place in clicks if within[place] == 1]
+    return [spec.labels[place] for place in clicks]
 
 
 def check_apart_later(module: nn.Module, spec: ModelSpec) -> None:

@@ -16,6 +16,21 @@ from foreload.trainer.models.spec import (
     stacked,
 )
 
+_FEW_PRODUCTS = 3  # of features alone: of three
+
+
+def little_to_interact(spec: ModelSpec) -> str | None:
+    """What there is to say of data for which DLRM is hardly a model: its top MLP sees dot products of embeddings, and no embedding itself."""
+    vectors = len(spec.features) + (spec.dense_width > 0)
+    products = vectors * (vectors - 1) // 2
+    if products > _FEW_PRODUCTS or (spec.dense_width and products > 1):
+        return None
+    beside = " and the dense values" if spec.dense_width else ""
+    return (
+        f"dlrm learns from {products} dot product{'s' * (products != 1)}{beside} here, and from no embedding itself; deepfm, dcn and wide_deep do: "
+        "--model deepfm"
+    )
+
 
 class DLRM(nn.Module):
     """Options: bottom, sizes of the MLP on dense values (the last must be D; default 64-D); top, of that on its output and the dots (ends in 1).
@@ -40,6 +55,10 @@ class DLRM(nn.Module):
         if top_sizes[-1:] != (1,):
             raise ModelError(f"dlrm: the last size of top must be 1, the logit; got {top!r}")
         vectors = len(spec.features) + bool(spec.dense_width)
+        if vectors < 2:
+            raise ModelError(
+                "dlrm: there must be two features, or dense values, for a dot product; got 1 feature alone; use deepfm"
+            )
         rows, columns = torch.tril_indices(vectors, vectors, -1)
         places = torch.full((vectors, vectors), len(rows))
         places[rows, columns] = places[columns, rows] = torch.arange(len(rows))

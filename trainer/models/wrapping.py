@@ -18,11 +18,13 @@ from foreload.trainer.errors import ModelError
 from foreload.trainer.models.arguments import Arguments, Columns, DenseValues
 from foreload.trainer.models.faults import raised_at
 from foreload.trainer.models.feature_text import FeatureFile, WrappedFeature
+from foreload.trainer.models.hidden_state import checksum
 from foreload.trainer.models.ids import Path
 from foreload.trainer.models.layers import FeatureLayer
 from foreload.trainer.models.lookups import Collection, Lookup, WrappedRows, feature_name, keys_of, replace_layers
 from foreload.trainer.models.tables import TorchTable, collection_tables, is_collection, torch_table
 
+_SOME_ROWS = 128  # of a table's beginning and its end, by which its weights are known
 _SAMPLES = (97, 101, 103, 107, 109, 113)
 """How many made-up samples forward is looked at with: the first number that is no size of a parameter, so that it tells the samples' dimension."""
 
@@ -50,15 +52,17 @@ class Wrapped(nn.Module):
     """A module with tables of its own as a model: forward(dense, embeddings) calls that of the module, its ids being stood for.
 
     module: the one that was wrapped, changed; features: in the order in which forward looks them up; dense_names: the dense values, in order;
-    unused: the module's tables that forward does not use, which are features of nothing.
+    unused: the module's tables that forward does not use, which are features of nothing; weights: of tables that had values, other than zeros, a
+    checksum of some of these, by path.
     """
 
-    def __init__(self, module: nn.Module, arguments: Arguments, rows: WrappedRows) -> None:
+    def __init__(self, module: nn.Module, arguments: Arguments, rows: WrappedRows, weights: Mapping[str, str]) -> None:
         super().__init__()
         self.module = module
         self.dense_names = arguments.dense_names
         self.features: tuple[WrappedFeature, ...] = ()
         self.unused: tuple[str, ...] = ()
+        self.weights = dict(weights)
         self._arguments, self._rows = arguments, rows
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor], step: int = 0) -> Any:
@@ -114,8 +118,10 @@ def wrap(
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) or is_collection(module):
         raise ModelError(f"wrap: {type(module).__name__}: is an embedding itself; wrap the module that has it")
     rows = WrappedRows()
+    weights = _weights(module)
     layers = _replace(module, rows, dict(names or {}), keep)
-    wrapped = Wrapped(module, arguments, rows)
+    of_tables = {path: text for path, text in weights.items() if any(_is_in(path, layer.path) for layer in layers)}
+    wrapped = Wrapped(module, arguments, rows, of_tables)
     wrapped.features = _features(wrapped, _calls(wrapped, arguments, rows), arguments)
     used = {feature.table.name for feature in wrapped.features}
     wrapped.unused = tuple(layer.path for layer in layers if not {table.name for table in _tables(layer)} & used)
@@ -125,6 +131,44 @@ def wrap(
         if isinstance(layer, FeatureLayer) and layer.rows is None:
             layer.rows = rows
     return wrapped
+
+
+def _is_in(path: str, layer: str) -> bool:
+    return path == layer or path.startswith(f"{layer}.")
+
+
+def _weights(module: nn.Module) -> dict[str, str]:
+    """By path, a checksum of some rows of each embedding that has values, and not zeros alone."""
+    weights = {}
+    for path, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.weight.device.type != "meta":
+            some = torch.cat([layer.weight.detach()[:_SOME_ROWS], layer.weight.detach()[-_SOME_ROWS:]])
+            if some.any():
+                weights[path] = checksum(some)
+    return weights
+
+
+def check_weights(module: nn.Module, otherwise: nn.Module) -> None:
+    """Refuse a module whose tables were given weights before it was wrapped, for rows begin as definitions.md says. Raises ModelError.
+
+    otherwise: the same, built under another seed: what a constructor draws differs there, and what was given is the same.
+    """
+    for part, other in zip(_wrapped(module), _wrapped(otherwise), strict=True):
+        for path, text in part.weights.items():
+            if other.weights.get(path) == text:
+                raise ModelError(
+                    f"wrap: {type(part.module).__name__}: {path} was given weights, the same under any seed, and would lose them, for rows begin "
+                    "with random values of --seed; leave them out, or give --drop-weights to train without them"
+                )
+
+
+def _wrapped(module: nn.Module) -> list[Wrapped]:
+    return [part for part in module.modules() if isinstance(part, Wrapped)]
+
+
+def has_weights(module: nn.Module) -> bool:
+    """Whether tables that were wrapped had values."""
+    return any(part.weights for part in _wrapped(module))
 
 
 def _tables(layer: Lookup | Collection) -> list[TorchTable]:

@@ -86,7 +86,8 @@ class DenseModel:
         features = schedule.header.features
         model = load_model(job.model, job.model_folder)
         rows = layouts(features, model, job.dim, job.row_optimizers(features))
-        module = build_model(model, model_spec(features, job.dim), job.model_options, job.seed, twice=twice).to(job.device)
+        spec = model_spec(features, job.dim)
+        module = build_model(model, spec, job.model_options, job.seed, twice=twice, drop_weights=job.drop_weights).to(job.device)
         optimizer = build_dense_optimizer(job.dense_optimizer, float(job.dense_lr), job.dense_options, module)
         return cls(module, optimizer, rows, training_loss(job, features))
 

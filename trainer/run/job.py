@@ -84,6 +84,10 @@ class TrainJob:
     label_weights: dict[str, float] = setting(
         {}, label_weights, "where there are several labels: what the loss of each is multiplied by, else 1", _WHAT, form="several", metavar="LABEL=X"
     )  # fmt: skip
+    drop_weights: bool = setting(
+        False, switch, "train a wrapped module whose embeddings were given weights; these are lost, and rows begin with random values", _WHAT,
+        form="switch",
+    )  # fmt: skip
     seed: int = setting(0, integer(0), "seed of the initial model and of everything random in training", _WHAT, metavar="S")
     row_optimizer: str = setting(
         "adagrad", choice(*ROW_OPTIMIZERS), "optimizer of the embedding rows", _HOW, metavar=f"{{{','.join(ROW_OPTIMIZERS)}}}"

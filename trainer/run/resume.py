@@ -19,6 +19,7 @@ FREE_SETTINGS = (
     "schedule",
     "run",
     "model_folder",
+    "drop_weights",
     "store",
     "parity",  # checked against RUN's placement, which holds in any case
     "trainers",

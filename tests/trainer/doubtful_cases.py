@@ -16,7 +16,8 @@ class Softmax(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.names, self.out = spec.names, nn.Linear(spec.width + spec.dense_width, 2)
+        self.names = spec.names
+        self.out: nn.Module = nn.Linear(spec.width + spec.dense_width, 2)
 
     def pair(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
         """[b, 2]"""
@@ -25,6 +26,15 @@ class Softmax(nn.Module):
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
         return self.pair(dense, embeddings).softmax(1)[:, 1]
+
+
+class Deep(Softmax):
+    """A softmax behind two layers, whose probabilities are rounded to 0 and 1 where parameters are large."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        width = spec.width + spec.dense_width
+        self.out = nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
 
 
 class Clamped(Softmax):
@@ -47,6 +57,7 @@ class Zeros(Softmax):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
+        self.out = nn.Linear(spec.width + spec.dense_width, 2)
         nn.init.zeros_(self.out.weight)
         nn.init.constant_(self.out.bias, 0.1)
 

@@ -62,6 +62,7 @@ def test_it_says_what_is_wrong(clicks: Clicks, case: str, message: str) -> None:
     [
         ("Softmax", "outputs lie between 0 and 1 for all made-up samples, so they are probably probabilities; return logits"),
         ("Clamped", "outputs lie between 0 and 1"),
+        ("Deep", "outputs lie between 0 and 1"),
         ("SomeProbable", "outputs of liked lie between 0 and 1"),
         ("Apart", ""),
         ("Zeros", ""),

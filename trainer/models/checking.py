@@ -129,7 +129,7 @@ def doubts(name: str, module: nn.Module, spec: ModelSpec) -> list[str]:
 
 def probable_probabilities(module: nn.Module, spec: ModelSpec) -> list[str]:
     """The labels of clicks whose outputs are probably probabilities: they lie between 0 and 1 for all of several batches, with the parameters as they
-    are and with random ones.
+    are and with random ones, of which some outputs are rounded to 0 or 1.
 
     The module is not to be used afterwards: its parameters have been replaced.
     """
@@ -146,12 +146,8 @@ def probable_probabilities(module: nn.Module, spec: ModelSpec) -> list[str]:
                 )
             except Exception:  # a user's module may raise anything where its parameters are not those that it began with
                 break
-            within = (
-                ((outputs > 0) & (outputs < 1)).float().mean(0)
-                if not randomised
-                else ((outputs >= 0) & (outputs <= 1)).float().mean(0)
-            )
-            clicks = [place for place in clicks if within[place] == 1]
+            within = ((outputs >= 0) & (outputs <= 1)).all(0) & ((outputs > 0) & (outputs < 1)).any(0)
+            clicks = [place for place in clicks if within[place]]
     return [spec.labels[place] for place in clicks]
 
 

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from command_line import done, refused, run_here
 
+import foreload
+
 FEATURES = """
 label = "clicked"
 [text]
@@ -164,6 +166,19 @@ def test_an_exported_model_counts_and_warns_too(case: Case, number: int) -> None
 
 def told(model: Any) -> dict[str, dict[str, int]]:
     return {name: {"values": values, "unknown": unknown} for name, (unknown, values) in model.unknown.items()}
+
+
+def test_rows_are_looked_up_by_values_as_they_are_written(case: Case) -> None:
+    run = foreload.open_run(case.run)
+    numbers = run.rows("ad", values=["5", "5.0", "5.00", 5, 5.0, "none", None, ""])
+    assert numbers.ids.tolist() == [5] * 5 + [0] * 3
+    users = run.rows("user", values=["7", "7.0", 7, 7.0, "07.0", "u7.0"])
+    assert len(set(users.ids[:4].tolist())) == 1
+    assert len(set(users.ids.tolist())) == 3
+    told = done("lookup", case.run, "ad", "5.0", "none")
+    assert [line.split("  ")[1] for line in told.splitlines()] == ["id 5", "id 0"]
+    with pytest.raises(foreload.ForeloadError, match=r"a categorical value must be a text or a whole number; got 5\.5"):
+        run.rows("user", values=[5.5])
 
 
 @pytest.mark.parametrize("value", ["3e38", "-3e38", "1e31"])

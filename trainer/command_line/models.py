@@ -72,7 +72,7 @@ def _add_export(commands: Any) -> None:
     export = add_command(
         commands, "export", _export, "write a run's model to files",
         "Writes every trained row as Parquet, one file a table with columns id, weight and state, and value where a vocabulary has "
-        "it, and the dense part as safetensors; encoding.json says how values that are hashed become ids. With --since an increment: only the rows "
+        "it, and the dense part as safetensors; encoding.json says how values become ids. With --since an increment: only the rows "
         "that changed since, for `foreload apply`.", or_checkpoint=True,
     )  # fmt: skip
     export.add_argument(

@@ -1,6 +1,6 @@
 """`foreload export`: every trained row as Parquet, one file a table, and the dense part as safetensors; or an increment, with the rows that changed.
 
-Ids of a vocabulary stand beside their values; where values are hashed, encoding.json says how.
+Ids of a vocabulary stand beside their values; encoding.json says how values become ids.
 """
 
 from __future__ import annotations
@@ -197,9 +197,8 @@ def _write(model: SavedModel, folder: Path, told: dict[str, Any], before: Predec
             entry["whole_rows"] = int(whole[table])
     if before is not None:
         told["since"] = {"step": before.step, "state": before.state}
-    if any(feature.encoding == "hash" for feature in features.features):
-        told["encoding"] = ENCODING
-        write_json(folder / ENCODING, _encoding(features))
+    told["encoding"] = ENCODING
+    write_json(folder / ENCODING, _encoding(features))
     return write_about(folder, told)
 
 

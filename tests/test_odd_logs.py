@@ -26,7 +26,7 @@ import reference_config
 import reference_data
 from command_line import done
 from grids import covering
-from test_unknown_values import model_of
+from served_model import model_of
 
 from foreload.trainer.models import load_model
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from command_line import done
-from test_unknown_values import model_of
+from served_model import model_of
 from torch import Tensor
 
 from foreload.trainer.models.tiles import TILE, in_tiles

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command_line import done, refused, run_here
+from served_model import model_of
 
 import foreload
 
@@ -132,15 +132,6 @@ def test_unknown_values_are_counted_and_warned_of(case: Case, tmp_path: Path, co
             unknown, values = expected[feature]["unknown"], expected[feature]["values"]
             assert line.startswith(f"foreload: warning: {command}: feature {feature}: ")
             assert f"{'' if feature == 'word' else 'at least '}{unknown} of {values} values ({unknown / values:.2%})" in line
-
-
-def model_of(folder: Path) -> Any:
-    described = importlib.util.spec_from_file_location(f"served_{folder.name}", folder / "model.py")
-    assert described is not None
-    assert described.loader is not None
-    module = importlib.util.module_from_spec(described)
-    described.loader.exec_module(module)
-    return module.load(folder)
 
 
 @pytest.mark.parametrize("number", [0, 1])

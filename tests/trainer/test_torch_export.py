@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import pickle
@@ -23,6 +22,7 @@ import plain_models
 import pyarrow as pa
 import pytest
 import torch
+from served_model import served
 from torch import Tensor
 
 from foreload.cache.rows.layout import RowLayout
@@ -189,16 +189,6 @@ class ModelInMemory:
             "model": {"model": self.job.model, "model_options": {}, "dim": self.job.dim},
         }
         return write_folder(self, folder, about | {"inexact": None}, TorchOptions(**options))  # type: ignore[arg-type]
-
-
-def served(folder: Path) -> Any:
-    """The module model.py of a folder."""
-    spec = importlib.util.spec_from_file_location(f"served_{folder.name}", folder / "model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def records(count: int) -> dict[str, list[Any]]:

@@ -59,6 +59,7 @@ class TrainSettings(TypedDict, total=False):
     seed: int
     model_options: Mapping[str, Any]
     label_weights: Mapping[str, float]
+    drop_weights: bool
     dense_options: Mapping[str, Any]
     tables: Mapping[str, Mapping[str, Any]]
     threads: int

@@ -92,8 +92,7 @@ def run(
     target = check_new(out)
     before = None if since is None else predecessor(since)
     with open_model(path, store, schedule, accept_model) as model:
-        if not names_checkpoint(path):
-            model.check_code()  # a checkpoint is exported without its model's code, and where that is not
+        buffers = _buffers(model, code_may_miss=names_checkpoint(path))
         dense = dense_files(model)
         told = told_of(model)
         if before is not None:
@@ -101,17 +100,22 @@ def run(
         with new_folder(target) as folder:
             for name, data in dense.items():
                 (folder / name).write_bytes(data)
-            if buffers := _buffers(model):
+            if buffers:
                 (folder / BUFFERS).write_bytes(save(buffers))
                 told["buffers"] = BUFFERS
             return _write(model, folder, told, before)
 
 
-def _buffers(model: SavedModel) -> dict[str, Tensor]:
-    """What the state of the model's module has beside its parameters; nothing, of which stderr is told, where its code is not at hand."""
+def _buffers(model: SavedModel, code_may_miss: bool) -> dict[str, Tensor]:
+    """What the state of the model's module has beside its parameters. Raises ModelError where its code is not what it was trained with.
+
+    code_may_miss: so that there is nothing, of which stderr is told; a checkpoint is exported without its model's code, and where that is not.
+    """
     try:
         module = dense_module(model)
     except ModelError as error:
+        if not code_may_miss:
+            raise
         sys.stderr.write(f"foreload: warning: buffers of {model.job.model}, if it has any, are left out: {error}\n")
         return {}
     parameters = dict(module.named_parameters())

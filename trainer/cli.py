@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import foreload
 from foreload.pipelines.base import exit_status
 from foreload.pipelines.base.entry import use_utf8, working_directory
 from foreload.pipelines.base.files import is_full
-from foreload.pipelines.base.interrupts import Interrupts
+from foreload.pipelines.base.interrupts import Interrupts, heeded_after_imports
 from foreload.pipelines.errors import ForeloadError
 from foreload.trainer.cluster.processes import ChildProcess, StartProcess
 from foreload.trainer.command_line.shared import Command, Parser, check_json
@@ -55,7 +56,8 @@ def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer:
             working_directory()  # first of all: without one, a library that torch loads ends the process
             if given[:1] == ["prepare"]:
                 # Beam takes long to import, and only prepare needs it.
-                from foreload.pipelines.prepare import run
+                with heeded_after_imports():
+                    from foreload.pipelines.prepare import run
 
                 run(given[1:])
                 return 0
@@ -89,7 +91,8 @@ def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer:
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line, but for the flags of prepare."""
-    from foreload.trainer.command_line import checkpoints, models, resources, stores, training  # which import torch
+    with heeded_after_imports():
+        from foreload.trainer.command_line import checkpoints, models, resources, stores, training  # which import torch
 
     top = Parser(
         prog="foreload",
@@ -98,6 +101,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    top.add_argument("--version", action="version", version=f"foreload {foreload.__version__}", help="print the version, and end")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     commands.add_parser("prepare", help="compile click logs into a schedule", add_help=False)
     training.add_to(commands)

@@ -97,6 +97,21 @@ class Interrupts:
             os.close(nowhere)
 
 
+@contextlib.contextmanager
+def heeded_after_imports() -> Iterator[None]:
+    """Have signals that come while modules are imported heeded behind that: an exception would come out of one of them as an error of its own."""
+    entered = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+    if not isinstance(entered, Interrupts) or entered.defer_signals:
+        yield
+        return
+    entered.defer_signals = True
+    try:
+        yield
+    finally:
+        entered.defer_signals = False
+    entered.heed()
+
+
 def came_of_interrupt(error: BaseException) -> bool:
     """Whether an error is a KeyboardInterrupt, or was raised while one was handled, or because of one."""
     origins, seen = [error], set[int]()

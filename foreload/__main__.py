@@ -1,0 +1,38 @@
+# PYTHON_ARGCOMPLETE_OK
+"""The `foreload` command: what has to be there before anything is imported that takes long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+from foreload.pipelines.base.interrupts import SIGNALS
+
+
+def main() -> int:
+    """Run the command line; see `foreload.trainer.cli.main`. A signal that comes before that can heed it ends the process at once."""
+    for number in SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _stop)
+    from foreload import KERNEL_CACHE, __version__
+
+    if sys.argv[1:] == ["--version"]:
+        sys.stdout.write(f"foreload {__version__}\n")
+        return 0
+    if KERNEL_CACHE:
+        sys.stderr.write(f"foreload: note: {KERNEL_CACHE}\n")
+    from foreload.trainer.cli import main as run  # imports torch and numba, for seconds
+
+    return run()
+
+
+def _stop(number: int, _: FrameType | None) -> None:
+    """The handler while modules are imported: nothing has begun, and an exception would come out of whichever of them as an error of its own."""
+    os.write(2, b"foreload: stopped\n")
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

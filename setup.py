@@ -52,6 +52,6 @@ setup(
         "tensorboard>=2.15",
         "tqdm>=4.60",
     ],
-    extras_require={"onnx": ONNX, "completion": ["argcomplete>=3"], "test": TEST, "dev": TEST + LINT + BENCH},
+    extras_require={"onnx": ONNX, "test": TEST, "dev": TEST + LINT + BENCH},
     entry_points={"console_scripts": ["foreload = foreload.__main__:main"]},
 )

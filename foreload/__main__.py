@@ -1,4 +1,3 @@
-# PYTHON_ARGCOMPLETE_OK
 """The `foreload` command: what has to be there before anything is imported that takes long."""
 
 from __future__ import annotations

@@ -42,7 +42,11 @@ def test_a_signal_while_modules_are_imported_ends_the_command_in_one_line(name: 
         "PYTHONPATH": str(tmp_path / "stubs"), "IMPORTED": str(imported), "RELEASED": str(tmp_path / "released"),
     }  # fmt: skip
     command = [sys.executable, "-m", "foreload", "train", "nothing", "--run", "none"]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and stays so
+    try:
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     while not imported.exists():
         assert process.poll() is None
     process.send_signal(getattr(signal, name))

@@ -40,8 +40,12 @@ def without_missing(column: pa.Array, missing: Sequence[str]) -> pa.Array:
     A number means what a text does that says it in decimal, of a fraction to the nearest value of the column's type.
     """
     if is_text(column.type):
-        wanted = pa.array(sorted({whole_text(text) for text in missing}), column.type)
-        is_missing = pc.is_in(whole_texts(column), wanted)
+        numbers = {
+            text for text in map(whole_text, missing) if _DECIMAL.fullmatch(text)
+        }  # of others, all are known that mean them
+        if not numbers:
+            return column
+        is_missing = pc.is_in(whole_texts(column), pa.array(sorted(numbers), column.type))
     else:
         wanted, values = _numbers(missing, column.type), column
         if not len(wanted):

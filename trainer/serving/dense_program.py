@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,6 +128,8 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, model: BlockMo
 
 
 def _try_onnx(path: Path, model: BlockModel, dense_width: int, name: str) -> None:
+    # It would report to its makers, and leave a file in the temporary folder; what is already said of that stays.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     import onnxruntime
 
     try:

@@ -11,7 +11,7 @@ import numpy as np
 
 from foreload.pipelines.samples.dense import DenseStatistics
 from foreload.pipelines.samples.features import FeatureSpec
-from foreload.pipelines.samples.noticed import COUNTS, FIELDS, OTHERS, SEPARATORS, other_separator, warnings_of
+from foreload.pipelines.samples.noticed import COUNTS, warnings_of
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.samples.records import Records
 
@@ -143,15 +143,9 @@ class ColumnCounts:
                     f'dense {dense.name}: {_of(clipped, self.samples - missing)} values are negative, and transform = "log" reads them as 0; give it '
                     'transform = "standard" or "none"'
                 )
-        names = [f"feature {feature.name}" for feature in spec.features] + ["group"]
-        for name, counts in zip(names, self.noticed.tolist(), strict=True):
-            lines += [f"{name}: {what}" for what in warnings_of(counts)]
         for feature, counts in zip(spec.features, self.noticed[:-1].tolist(), strict=True):
-            if (other := other_separator(counts)) is not None:
-                lines.append(
-                    f"feature {feature.name}: its separator {feature.separator!r} is in none of {counts[FIELDS]:,} fields, and {other!r} is in "
-                    f'{counts[OTHERS + SEPARATORS.index(other)]:,} of them; check separator, or give it pooling = "single"'
-                )
+            lines += [f"feature {feature.name}: {what}" for what in warnings_of(counts, feature.separator)]
+        lines += [f"group: {what}" for what in warnings_of(self.noticed[-1].tolist())]
         return lines
 
     def _told_labels(self, spec: FeatureSpec) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numba as nb
 import numpy as np
 import pyarrow as pa
@@ -23,11 +21,8 @@ feature in text: fields; those with its separator; and from OTHERS on, those wit
 
 COUNTS = OTHERS + len(SEPARATORS)
 _FIRST_LARGE = np.frombuffer(b"%d" % 2**53, np.uint8)
-_WHOLE_BITS = {
-    16: 11,
-    32: 24,
-    64: 53,
-}  # by a float type's bits: from two to the power of these on, not every whole number is one of its values
+# By a float type's bits: from two to the power of these on, not every whole number is one of its values.
+_WHOLE_BITS = {16: 11, 32: 24, 64: 53}
 _MOST_EXPONENT_DIGITS = 3
 _MINUS, _PLUS, _POINT, _E, _CAPITAL_E = (np.uint8(ord(c)) for c in "-+.eE")
 
@@ -58,8 +53,8 @@ def notice_fields(column: pa.Array, separator: str, counts: np.ndarray) -> None:
             counts[OTHERS + place] += _with(column, other)
 
 
-def warnings_of(counts: Sequence[int]) -> list[str]:
-    """What there is to say of values with these counts."""
+def warnings_of(counts: list[int], separator: str = "") -> list[str]:
+    """What there is to say of values with these counts. separator: of a feature."""
     lines, values = [], counts[TEXTS] + counts[NUMBERS]
     if counts[EXPONENTS]:
         lines.append(
@@ -75,14 +70,14 @@ def warnings_of(counts: Sequence[int]) -> list[str]:
         lines.append(
             f"{counts[NUMBERS]:,} values are whole numbers and {counts[TEXTS]:,} are text, by file; a whole number is the same value as its text"
         )
-    return lines
-
-
-def other_separator(counts: Sequence[int]) -> str | None:
-    """What is in most fields, where the feature's own separator is in none."""
     others = counts[OTHERS:]
-    most = max(range(len(others)), key=others.__getitem__)
-    return SEPARATORS[most] if not counts[CUT] and 2 * others[most] > counts[FIELDS] else None
+    most = max(others)
+    if not counts[CUT] and 2 * most > counts[FIELDS]:
+        lines.append(
+            f"its separator {separator!r} is in none of {counts[FIELDS]:,} fields, and {SEPARATORS[others.index(most)]!r} is in {most:,} of them; "
+            'check separator, or give it pooling = "single"'
+        )
+    return lines
 
 
 def _with(column: pa.Array, text: str) -> int:

@@ -16,14 +16,12 @@ from foreload.trainer.models.generators import states_beside_torch
 from foreload.trainer.models.hidden_state import first_change, hidden_state
 from foreload.trainer.models.layers import takes_step
 from foreload.trainer.models.mixing import check_apart, mixes_samples
+from foreload.trainer.models.modes import modes_kept
 from foreload.trainer.models.spec import Embeddings, ModelSpec, further_columns
 from foreload.trainer.models.tiles import TILE
 
-_FEW, _OTHERS, _SEVERAL = (
-    3,
-    2,
-    5,
-)  # synthetic samples that a model is tried on, others between them, and for what they do to each other
+_FEW, _OTHERS = 3, 2  # synthetic samples that a model is tried on, and others between them
+_SEVERAL = 5  # with which it is tried what they do to each other
 _MANY = 64  # with so many, an input that is used shows in the gradient of at least one
 _LATER = 10_000  # a training step at which what is annealed may count that does not at step 0
 
@@ -90,24 +88,17 @@ def equal_samples_tie(module: nn.Module, spec: ModelSpec) -> bool:
 
     True of a model that mixes samples, which gets no tiles, and of one whose forward fails, which is told elsewhere. Modes are as before afterwards.
     """
-    modes = [(part, part.training) for part in module.modules()]
     parts = _parts(module, spec)
     try:
-        module.eval()
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with modes_kept(module), torch.random.fork_rng(devices=[]), torch.no_grad():
+            module.eval()
             torch.manual_seed(0)
-            dense, block, order = (
-                torch.randn(TILE, spec.dense_width),
-                torch.randn(TILE, len(parts), _width(parts)),
-                torch.randperm(TILE),
-            )
+            dense, block = torch.randn(TILE, spec.dense_width), torch.randn(TILE, len(parts), _width(parts))
+            order = torch.randperm(TILE)
             outputs = _outputs(module, spec, dense, block, 0)
             return mixes_samples(module) or torch.equal(_outputs(module, spec, dense[order], block[order], 0), outputs[order])
     except Exception:  # a user's model may raise anything
         return True
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 def doubts(name: str, module: nn.Module, spec: ModelSpec) -> list[str]:
@@ -137,9 +128,8 @@ def probable_probabilities(module: nn.Module, spec: ModelSpec) -> list[str]:
     module.eval()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for randomised in (False, True):
-            torch.manual_seed(0)
-            for parameter in module.parameters() if randomised else ():
-                parameter.normal_(0, 0.5)
+            if randomised:
+                _randomise(module)
             try:
                 outputs = torch.cat(
                     [_trial(module, spec, _MANY + batch, step=_LATER)[0].reshape(_MANY + batch, -1) for batch in range(3)]
@@ -151,16 +141,21 @@ def probable_probabilities(module: nn.Module, spec: ModelSpec) -> list[str]:
     return [spec.labels[place] for place in clicks]
 
 
+def _randomise(module: nn.Module) -> None:
+    """Replace the parameters by random ones, the same each time."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.5)
+
+
 def check_apart_later(module: nn.Module, spec: ModelSpec) -> None:
     """The same with random parameters, at a later step: the initial ones may be such that it does not show. Raises ModelError.
 
     The module is not to be used afterwards: its parameters have been replaced.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.normal_(0, 0.5)
+        _randomise(module)
         try:
             _check_apart(module, spec, _LATER)
         except ModelError:
@@ -247,10 +242,7 @@ def ignored_inputs(module: nn.Module, spec: ModelSpec) -> list[str]:
     with torch.random.fork_rng(devices=[]):
         ignored = _ignored(module, spec, step=0)
         if ignored:
-            torch.manual_seed(0)
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter.normal_(0, 0.5)
+            _randomise(module)
             again = _ignored(module, spec, step=_LATER)
             ignored = [name for name in ignored if name in again]
     return ignored

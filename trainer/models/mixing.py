@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from foreload.trainer.errors import ModelError
+from foreload.trainer.models.modes import modes_kept
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 """Outputs [b], or [b, labels], of dense values [b, n] and a block [b, F, W], under one seed whatever their values are."""
@@ -35,23 +36,19 @@ def check_apart(name: str, module: nn.Module, forward: Forward, dense: Tensor, b
     """
     if mixes_samples(module):
         return
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        with torch.no_grad():
-            for training in (True, False):
-                module.train(training)
-                _check_bits(name, training, forward, dense, block)
-            _check_place(name, forward, dense, block)
-    finally:
-        for part, training in modes:
-            part.training = training
+    with modes_kept(module), torch.no_grad():
+        for training in (True, False):
+            module.train(training)
+            outputs = forward(dense, block)
+            if not torch.equal(forward(dense, block).nan_to_num(), outputs.nan_to_num()):
+                continue  # it keeps a state, which is another fault, and shows elsewhere
+            _check_bits(name, training, forward, dense, block, outputs)
+            if not training:
+                _check_place(name, forward, dense, block, outputs)
 
 
-def _check_bits(name: str, training: bool, forward: Forward, dense: Tensor, block: Tensor) -> None:
+def _check_bits(name: str, training: bool, forward: Forward, dense: Tensor, block: Tensor, outputs: Tensor) -> None:
     samples = len(block)
-    outputs = forward(dense, block)
-    if not torch.equal(forward(dense, block).nan_to_num(), outputs.nan_to_num()):
-        return  # it keeps a state, which is another fault, and shows elsewhere
     # Values of the same kind as those given: dense ones may be anything that a module counts on; rows of tables are learned, and may be any numbers.
     generator = torch.Generator().manual_seed(samples)
     noise = torch.randn(block.shape, generator=generator).to(block.device) * (block.std() + 0.1)
@@ -67,10 +64,7 @@ def _check_bits(name: str, training: bool, forward: Forward, dense: Tensor, bloc
             )  # fmt: skip
 
 
-def _check_place(name: str, forward: Forward, dense: Tensor, block: Tensor) -> None:
-    outputs = forward(dense, block)
-    if not torch.equal(forward(dense, block).nan_to_num(), outputs.nan_to_num()):
-        return
+def _check_place(name: str, forward: Forward, dense: Tensor, block: Tensor, outputs: Tensor) -> None:
     rolled = forward(dense.roll(1, 0), block.roll(1, 0)).roll(-1, 0)
     alone = forward(dense[:1].clone(), block[:1].clone())
     for got, wanted, what in ((rolled, outputs, "its place in the slice"), (alone, outputs[:1], "the size of its slice")):

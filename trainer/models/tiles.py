@@ -22,10 +22,9 @@ def in_tiles(forward: Callable[[Tensor, Tensor], Tensor], dense: Tensor, block: 
     """
     outputs = []
     for first in range(0, len(block), TILE):
-        tile = dense[first : first + TILE], block[first : first + TILE]
+        tile = [dense[first : first + TILE], block[first : first + TILE]]
         samples = len(tile[1])
         if samples < TILE:
-            dense_tile, block_tile = (torch.cat([given, given[-1:].expand(TILE - samples, *given.shape[1:])]) for given in tile)
-            tile = dense_tile, block_tile
+            tile = [torch.cat([given, given[-1:].expand(TILE - samples, *given.shape[1:])]) for given in tile]
         outputs.append(forward(*tile)[:samples])
     return torch.cat(outputs)

@@ -22,6 +22,7 @@ from foreload.trainer.models.hidden_state import checksum
 from foreload.trainer.models.ids import Path
 from foreload.trainer.models.layers import FeatureLayer
 from foreload.trainer.models.lookups import Collection, Lookup, WrappedRows, feature_name, keys_of, replace_layers
+from foreload.trainer.models.modes import modes_kept
 from foreload.trainer.models.tables import TorchTable, collection_tables, is_collection, torch_table
 
 _SOME_ROWS = 128  # of a table's beginning and its end, by which its weights are known
@@ -118,10 +119,9 @@ def wrap(
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) or is_collection(module):
         raise ModelError(f"wrap: {type(module).__name__}: is an embedding itself; wrap the module that has it")
     rows = WrappedRows()
-    weights = _weights(module)
+    weights = _weights(module, keep)
     layers = _replace(module, rows, dict(names or {}), keep)
-    of_tables = {path: text for path, text in weights.items() if any(_is_in(path, layer.path) for layer in layers)}
-    wrapped = Wrapped(module, arguments, rows, of_tables)
+    wrapped = Wrapped(module, arguments, rows, weights)
     wrapped.features = _features(wrapped, _calls(wrapped, arguments, rows), arguments)
     used = {feature.table.name for feature in wrapped.features}
     wrapped.unused = tuple(layer.path for layer in layers if not {table.name for table in _tables(layer)} & used)
@@ -133,15 +133,11 @@ def wrap(
     return wrapped
 
 
-def _is_in(path: str, layer: str) -> bool:
-    return path == layer or path.startswith(f"{layer}.")
-
-
-def _weights(module: nn.Module) -> dict[str, str]:
-    """By path, a checksum of some rows of each embedding that has values, and not zeros alone."""
+def _weights(module: nn.Module, keep: Sequence[str]) -> dict[str, str]:
+    """By path, a checksum of some rows of each embedding, but those to keep, that has values, and not zeros alone."""
     weights = {}
     for path, layer in module.named_modules():
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.weight.device.type != "meta":
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and path not in keep and layer.weight.device.type != "meta":
             some = torch.cat([layer.weight.detach()[:_SOME_ROWS], layer.weight.detach()[-_SOME_ROWS:]])
             if some.any():
                 weights[path] = checksum(some)
@@ -234,13 +230,12 @@ def _refuse_twice(kind: str, named: Sequence[tuple[str, str]]) -> None:
 
 def _calls(wrapped: Wrapped, arguments: Arguments, rows: WrappedRows) -> list[tuple[Lookup | Collection, Path]]:
     """Which layers forward gives which ids, from a forward with made-up samples, in evaluation mode, that leaves everything as it was."""
-    modes = [(part, part.training) for part in wrapped.modules()]
     sizes = {size for parameter in wrapped.parameters() for size in parameter.shape}
     samples = next((count for count in _SAMPLES if count not in sizes), _SAMPLES[-1])
     mixes = getattr(wrapped.module, "mixes_samples", False) or samples in sizes
     rows.calls = []
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with modes_kept(wrapped), torch.random.fork_rng(devices=[]), torch.no_grad():
             wrapped.eval()
             with contextlib.nullcontext() if mixes else _RefusesPairs(samples):
                 wrapped(torch.randn(samples, len(arguments.dense_names)), {})
@@ -259,8 +254,6 @@ def _calls(wrapped: Wrapped, arguments: Arguments, rows: WrappedRows) -> list[tu
         ) from error
     finally:
         rows.calls = None
-        for part, training in modes:
-            part.training = training
 
 
 def _features(

@@ -8,6 +8,8 @@ import sys
 from types import FrameType
 
 from foreload.pipelines.base.interrupts import SIGNALS
+from foreload.pipelines.base.output import guard_messages, results_told
+from foreload.pipelines.errors import OutputLost
 
 
 def main() -> int:
@@ -15,10 +17,15 @@ def main() -> int:
     for number in SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _stop)
+    guard_messages(results=True)
     from foreload import KERNEL_CACHE, __version__
 
     if sys.argv[1:] == ["--version"]:
-        sys.stdout.write(f"foreload {__version__}\n")
+        try:
+            with results_told():
+                sys.stdout.write(f"foreload {__version__}\n")
+        except OutputLost as error:
+            return error.exit_status
         return 0
     if KERNEL_CACHE:
         sys.stderr.write(f"foreload: note: {KERNEL_CACHE}\n")
@@ -29,7 +36,7 @@ def main() -> int:
 
 def _stop(number: int, _: FrameType | None) -> None:
     """The handler while modules are imported: nothing has begun, and an exception would come out of whichever of them as an error of its own."""
-    os.write(2, b"foreload: stopped\n")
+    sys.stderr.write("foreload: stopped\n")
     os._exit(128 + number)
 
 

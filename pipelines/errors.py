@@ -30,6 +30,19 @@ class SettingError(ForeloadError):
     code = "setting"
 
 
+class OutputLost(ForeloadError):
+    """A command has done its work, and its result cannot be written to stdout. reader_gone: since whoever read it has had enough."""
+
+    code = "output-lost"
+    exit_status = 1
+
+    def __init__(self, why: str, reader_gone: bool = False) -> None:
+        super().__init__(
+            f"stdout: the result cannot be written there ({why}); the command has done its work, and only that is missing"
+        )
+        self.reader_gone = reader_gone
+
+
 class PipelineError(ForeloadError):
     """Anything wrong in what a user gave to `prepare`, or in a schedule that is read."""
 

@@ -14,7 +14,8 @@ from foreload.pipelines.base import exit_status
 from foreload.pipelines.base.entry import use_utf8, working_directory
 from foreload.pipelines.base.files import is_full
 from foreload.pipelines.base.interrupts import Interrupts, heeded_after_imports
-from foreload.pipelines.errors import ForeloadError
+from foreload.pipelines.base.output import results_told
+from foreload.pipelines.errors import ForeloadError, OutputLost
 from foreload.trainer.cluster.processes import ChildProcess, StartProcess
 from foreload.trainer.command_line.shared import Command, Parser, check_json
 from foreload.trainer.run.own_exit import exits_told
@@ -34,13 +35,17 @@ a first training, which needs nothing but this package:
 
 `foreload COMMAND --help` explains each command."""
 
+_READER_GONE = 141  # as of a program that SIGPIPE ends
+_LEAVE_SOMETHING = ("prepare", "train", "drill")  # a scheduler may go by their status
+
 
 def main(
     arguments: Sequence[str] | None = None, start_process: StartProcess = ChildProcess, observer: RunObserver | None = None
 ) -> int:
     """Run a command; returns 0, 2 after one line that says what is wrong, or 128 + the number of the signal that stopped it.
 
-    3: more store shards are lost than parity covers, so rows are gone. 4: `scrub` found a stripe that it cannot repair.
+    1: the work is done, and its result could not be written to stdout. 3: more store shards are lost than parity covers, so rows are gone. 4: `scrub`
+    found a stripe that it cannot repair.
 
     start_process: how a training, or a host that joins one, starts its keeper and its trainers. observer: of `foreload train`; drills have their own.
     """
@@ -52,7 +57,7 @@ def main(
 def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer: RunObserver | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with Interrupts() as interrupts:
+        with Interrupts() as interrupts, results_told():
             working_directory()  # first of all: without one, a library that torch loads ends the process
             if given[:1] == ["prepare"]:
                 # Beam takes long to import, and only prepare needs it.
@@ -68,15 +73,13 @@ def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer:
             with exits_told(f"foreload {given[0]}"):
                 return command(parsed)
     except ForeloadError as error:
+        if isinstance(error, OutputLost) and error.reader_gone and not {*given[:1]} & {*_LEAVE_SOMETHING}:
+            return _READER_GONE
         print(f"foreload: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         print("foreload: stopped", file=sys.stderr)
         return 128 + (interrupts.received or [int(signal.SIGINT)])[0]
-    except BrokenPipeError:
-        # Whoever read the output has had enough; Python would complain while flushing it.
-        sys.stdout = None
-        return 141
     except OSError as error:
         if is_full(error):
             print("foreload: error: the disk is full: free space where this command writes, and start it again", file=sys.stderr)

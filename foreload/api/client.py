@@ -175,8 +175,9 @@ class _Call:
         if not text:
             self._silent = True
         elif self._progress:
-            sys.stderr.write(text.decode(errors="replace"))
-            sys.stderr.flush()
+            with contextlib.suppress(OSError, ValueError):  # whoever reads this process's stderr may be gone
+                sys.stderr.write(text.decode(errors="replace"))
+                sys.stderr.flush()
         else:
             self._told = (self._told + text)[-_TAIL_BYTES:]
 

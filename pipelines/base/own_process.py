@@ -31,6 +31,9 @@ def _main() -> int:
     spec.loader.exec_module(sys.modules["foreload"])
     del sys.argv[0]
     from foreload.pipelines.base import exit_status
+    from foreload.pipelines.base.output import guard_messages
+
+    guard_messages(results=False)
 
     return exit_status.note(importlib.import_module(sys.argv[0]).main())
 

@@ -222,6 +222,7 @@ class TrainerGroup:
             self._checkpointing.see(members.term.members, self._phase == "training" and not members.changing)
             report.tick()
             self._events.step = report.last_step
+            self._events.see_messages()
             if len(self._interrupts.received) > 1 or (self._interrupts.received and not self._training):
                 raise KeyboardInterrupt  # before all are ready nothing of the run has changed
             if (self._interrupts.received or self._answers.stop_wanted) and not self._stop_told:

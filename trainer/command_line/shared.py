@@ -102,10 +102,10 @@ def check_json(path: str | Path | None) -> None:
 
 def tell(parsed: argparse.Namespace, found: dict[str, Any], text: str) -> int:
     """Print a result, and write it where --json says; gives exit status 0. found: as JSON holds it; text: for a person. Raises SettingError."""
-    print(text)
     if parsed.json:
         try:
             Path(parsed.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise SettingError(f"--json: cannot write {parsed.json}: {error.strerror}") from error
+    print(text)
     return 0

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from foreload.pipelines.base.codec import parse_json
+from foreload.pipelines.base.output import messages_lost
 from foreload.pipelines.errors import ForeloadError
 from foreload.trainer.run.directory import EVENTS
 
@@ -203,6 +204,13 @@ class StopAsked(RunEvent):
     kind: ClassVar = "stop-asked"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessagesLost(RunEvent):
+    """Messages of the call could not be written to stderr, and are missing there from now on, until it takes some again."""
+
+    kind: ClassVar = "messages-lost"
+
+
 def _now() -> datetime:
     return datetime.now(UTC)
 
@@ -216,10 +224,17 @@ class EventLog:
     def __init__(self, run: Path, step: int, term: int, clock: Callable[[], datetime] = _now) -> None:
         self._path, self._clock = run / EVENTS, clock
         self.step, self.term = step, term
-        self._said = False
+        self._said = self._messages_lost = False
+
+    def see_messages(self) -> None:
+        """Note that messages were lost, the first time; to be called often."""
+        if not self._messages_lost and (why := messages_lost()) is not None:
+            self._messages_lost = True
+            self.note(MessagesLost(cause=why))
 
     def note(self, event: RunEvent) -> None:
         """Append a line: one write, so that a line is there whole unless the disk is full or this process is killed in it."""
+        self.see_messages()
         line = {
             "time": self._clock().isoformat(timespec="milliseconds"),
             "kind": event.kind,
@@ -260,8 +275,7 @@ class EventLog:
     def _say(self, why: str) -> None:
         if not self._said:
             self._said = True
-            with suppress(OSError):
-                sys.stderr.write(f"foreload: warning: {self._path}: cannot be written ({why}), so events are missing\n")
+            sys.stderr.write(f"foreload: warning: {self._path}: cannot be written ({why}), so events are missing\n")
 
 
 def read_events(run: Path) -> Iterator[dict[str, Any]]:

@@ -158,7 +158,7 @@ class RunReport:
         self._instead: dict[
             int, dict[str, Any]
         ] = {}  # of steps that a lost trainer did not tell of, what their lines have for that
-        self._excepthook, threading.excepthook = threading.excepthook, self._except_full
+        self._excepthook, threading.excepthook = threading.excepthook, self._except_unwritten
         # TensorBoard's, not the trainers' board.
         self._board = SummaryWriter(str(run / TENSORBOARD))
         if settings:
@@ -173,7 +173,7 @@ class RunReport:
         self._recent, self._recent_since = _Sums(), clock()  # for the display
         self._display = Display(self._line, LINE_SECONDS, clock=clock)
         self._first_step = first_step
-        self._full = False
+        self._unwritten = False
         self.last_step = first_step - 1
         self._keep_after: int | None = None
         self.kept_totals: dict[str, float] | None = None  # as after the step of `keep_totals`, once all have told of that
@@ -223,7 +223,7 @@ class RunReport:
         self._keep()
         self._recent.add(line)
         self._interval.add(line)
-        with self._room():
+        with self._kept_if_possible():
             self._write(line)
             # By the step's number, so that intervals do not depend on where a run stopped.
             if (line["step"] + 1) % TENSORBOARD_STEPS == 0:
@@ -242,7 +242,7 @@ class RunReport:
 
     def checkpoint(self, told: Mapping[str, Any]) -> None:
         """A checkpoint was saved, or was not."""
-        with self._room():
+        with self._kept_if_possible():
             self._write({"kind": "checkpoint", **told})
 
     def tick(self) -> None:
@@ -251,7 +251,7 @@ class RunReport:
         now = self._clock()
         if now - self._flushed_at >= _FLUSH_SECONDS:
             self._flushed_at = now
-            with self._room():
+            with self._kept_if_possible():
                 self._metrics.flush()
 
     def evaluation(self, report: EvaluationReport) -> None:
@@ -263,7 +263,7 @@ class RunReport:
         if written in map(_written, self.evaluations):
             return
         self.evaluations.append(line)
-        with self._room():
+        with self._kept_if_possible():
             if written not in self._told:
                 self._metrics.write(written)
                 for name, value in _metric_scalars(line):
@@ -292,36 +292,35 @@ class RunReport:
             **further,
         }
         entries = _finite(entries)
-        with self._room():
+        with self._kept_if_possible():
             write_json(self._run / SUMMARY, entries)
         return entries
 
     def close(self) -> None:
         """Write what is buffered."""
         self._display.close()
-        with self._room():
+        with self._kept_if_possible():
             self._metrics.close()
-        with self._room():
+        with self._kept_if_possible():
             self._write_interval()
             self._board.close()
         threading.excepthook = self._excepthook
 
-    def _except_full(self, ended: threading.ExceptHookArgs) -> None:
-        """A full disk that TensorBoard's thread meets is raised here, too, at the next call: no traceback of the thread's."""
-        if not (isinstance(ended.exc_value, OSError) and is_full(ended.exc_value)):
+    def _except_unwritten(self, ended: threading.ExceptHookArgs) -> None:
+        """A disk that TensorBoard's thread cannot write to is told of here, too, at the next call: no traceback of the thread's."""
+        if not isinstance(ended.exc_value, OSError):
             self._excepthook(ended)
 
     @contextlib.contextmanager
-    def _room(self) -> Iterator[None]:
-        """What is told of a training is not worth its end: where the disk is full, it goes on without."""
+    def _kept_if_possible(self) -> Iterator[None]:
+        """What is told of a training is not worth its end: where the disk is full, or fails, it goes on without."""
         try:
             yield
         except OSError as error:
-            if not is_full(error):
-                raise
-            if not self._full:
-                self._full = True
-                self._display.write(f"foreload: warning: {self._run}: the disk is full, so metrics are missing")
+            if not self._unwritten:
+                self._unwritten = True
+                why = "the disk is full" if is_full(error) else f"it cannot be written to ({error.strerror or error})"
+                self._display.write(f"foreload: warning: {self._run}: {why}, so metrics are missing")
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self._metrics.write(_written(line))

@@ -89,6 +89,12 @@ class StoreSilent(StoreUnavailable):
     code = "store-silent"
 
 
+class ShardsSilent(StoreUnavailable):
+    """More store shards do not answer than parity covers, for longer than they are waited for; their rows may all be there."""
+
+    code = "shards-silent"
+
+
 class ForeignKey(StoreUnavailable):
     """Another program wrote a lane's hash, its epoch key or the run's note on a store shard: the shard's rows are lost."""
 

@@ -27,13 +27,16 @@ from foreload.cache.protocol.background import Background
 from foreload.cache.protocol.batch_log import BatchLog
 from foreload.cache.protocol.counters import Counters
 from foreload.cache.protocol.failover import Failover, counted
+from foreload.cache.protocol.keep_alive import KeepAlive
 from foreload.cache.protocol.lanes import Ahead, Boundary, LanePlan, Lanes, LaneTraffic, Plan, PlannedFetch
 from foreload.cache.protocol.migration import Migration
 from foreload.cache.protocol.monitor import Answer, Monitor
 from foreload.cache.protocol.ownership import UNFENCED, Ownership
 from foreload.cache.protocol.parity_rounds import ParityRounds
+from foreload.cache.protocol.plain_rounds import PlainRounds
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.rounds import PlainRounds, Rounds, RoundStats
+from foreload.cache.protocol.reconnection import PATIENCE, Reconnection
+from foreload.cache.protocol.rounds import Rounds, RoundStats
 from foreload.cache.protocol.server_probe import ShardNews
 from foreload.cache.protocol.shard_table import ShardSnapshot
 from foreload.cache.protocol.snapshot import Snapshots
@@ -54,7 +57,8 @@ class Traffic:
     out the check of ids and tags (for tests of the tests). log: where the batches under way are held, needed with parity. on_action is called
     by the thread at "data leaves", "fetch leaves", "data acknowledged", "rows staged", and with parity also "parity rows asked for", "parity
     rows read", "batch logged", "parity leaves" and "parity acknowledged"; "rows decoded" and "rows rebuilt" where a shard is lost. on_shards is
-    told what becomes of store shards, by the thread or one beside it.
+    told what becomes of store shards, by the thread or one beside it. patience: how long shards that do not answer are waited for, where parity does
+    not cover them.
 
     Whatever the thread fails with is raised by every later call.
     """
@@ -71,6 +75,7 @@ class Traffic:
         ownership: Ownership = UNFENCED,
         on_action: Callable[[str], None] | None = None,
         on_shards: Callable[[ShardNews], None] | None = None,
+        patience: timedelta = PATIENCE,
     ) -> None:
         if lead_events < 1 or staging_rows < 1:
             raise CacheError(f"traffic: lead_events and staging_rows must be at least 1; got {lead_events} and {staging_rows}")
@@ -86,25 +91,27 @@ class Traffic:
         self._lanes = Lanes(self._monitor)
         self._background = Background(self._monitor)
         self.snapshots = Snapshots(stored, self._lanes, self._monitor)
-        self._rounds = self._rounds_for(log, ownership, check_tags)
+        self._rounds = self._rounds_for(log, ownership, check_tags, patience)
         self._background.add(self.migration)
         self.inspection = Inspection(stored, self._rounds, self._lanes, self._background, self._monitor)
+        self._background.add(KeepAlive(self.inspection.ask_all))
         self._thread = threading.Thread(target=self._serve, name="traffic", daemon=True)
         self._thread.start()
 
-    def _rounds_for(self, log: BatchLog | None, ownership: Ownership, check_tags: bool) -> Rounds:
+    def _rounds_for(self, log: BatchLog | None, ownership: Ownership, check_tags: bool, patience: timedelta) -> Rounds:
         """The rounds of these rows, with what goes with their kind."""
         stored, lanes = self._stored, self._lanes
         self._rebuild: Rebuild | None = None
         if not stored.placement.r:
-            plain = PlainRounds(stored, lanes, check_tags, self._on_action, self._note)
+            reconnection = Reconnection(stored, ownership, patience, lambda: self._monitor.stopping, self._tell_shards)
+            plain = PlainRounds(stored, lanes, check_tags, self._on_action, self._note, reconnection)
             self.migration = Migration(
                 stored, lanes, plain, self._monitor, ownership.term, self._on_action, self._note_migrated, self._tell_shards
             )
             return plain
         if log is None:
             raise CacheError("traffic: needs a log of its batches where there is parity")
-        failover = Failover(stored, ownership, self._monitor, self._tell_shards)
+        failover = Failover(stored, ownership, self._monitor, self._tell_shards, patience)
         rounds = ParityRounds(stored, lanes, check_tags, self._on_action, self._note, failover, log)
         self.migration = Migration(
             stored, lanes, rounds, self._monitor, ownership.term, self._on_action, self._note_migrated, self._tell_shards

@@ -1,8 +1,8 @@
 """Exchanges with store shards of which some may fail: what becomes of one that does, and how it comes back.
 
-A shard whose connection breaks is connected to again, for 200 ms: older connections are fenced first, then its identity and its markers must
-be what they should. If they are not, or if the shard stays silent for the store's timeout, it is *lost*, and all goes on without it: what
-is asked of it is decoded, what is meant for it is left out. A server that is there again, or another in its place, is adopted empty.
+A shard whose connection breaks is connected to again, for 200 ms (`reconnection`). If that fails, or if the shard stays silent for the store's
+timeout, it is *lost*, and all goes on without it: what is asked of it is decoded, what is meant for it is left out. Where more do not answer than
+parity covers, none is lost before they were waited for. A server that is there again, or another in its place, is adopted empty.
 """
 
 from __future__ import annotations
@@ -23,27 +23,22 @@ from foreload.cache.client.store import (
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import (
     Fenced,
-    ForeignKey,
     RowsLost,
     ShardsRefuse,
     StoreBusy,
     StoreError,
-    StoreSilent,
     StoreUnavailable,
 )
 from foreload.cache.parity.decoding import lost_rows
 from foreload.cache.parity.stripes import ALL_STRIPES, LaneStripes
-from foreload.cache.protocol.fence import Found, fence_all
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.reconnection import RECONNECT, Markers, Reconnection, is_broken
 from foreload.cache.protocol.server_probe import ServerProbe, ShardNews
 
-RECONNECT = timedelta(milliseconds=200)
 REFUSED, LONGEST_REFUSED = timedelta(milliseconds=200), timedelta(seconds=30)  # before a server that refused is looked for again
-
-Markers = Callable[[int], Sequence[Marker]]
 
 
 class Failover:
@@ -53,8 +48,16 @@ class Failover:
     probe's.
     """
 
-    def __init__(self, stored: StoredRows, ownership: Ownership, monitor: Monitor, on_news: Callable[[ShardNews], None]) -> None:
-        self._stored, self._ownership, self._monitor, self._on_news = stored, ownership, monitor, on_news
+    def __init__(
+        self,
+        stored: StoredRows,
+        ownership: Ownership,
+        monitor: Monitor,
+        on_news: Callable[[ShardNews], None],
+        patience: timedelta,
+    ) -> None:
+        self._stored, self._monitor, self._on_news = stored, monitor, on_news
+        self._reconnection = Reconnection(stored, ownership, patience, lambda: monitor.stopping, on_news)
         self._table = stored.shards
         self._seen_to: set[int] = set()  # lost shards whose server is looked for
         self._replaced: list[tuple[int, str]] = []  # belongs to whoever holds the monitor
@@ -64,7 +67,7 @@ class Failover:
 
     def raise_term(self, term: int) -> None:
         """Fence as an owner of this term from now on."""
-        self._ownership = replace(self._ownership, term=term)
+        self._reconnection.ownership = replace(self._reconnection.ownership, term=term)
 
     def lose_found(self) -> None:
         """Go on without the shards that were found lost by who took lanes over. Raises as `lose` does."""
@@ -74,7 +77,8 @@ class Failover:
     def exchange(self, reads: Sequence[tuple[int, Read]], writes: Sequence[tuple[int, Write]], markers: Markers) -> None:
         """Do what the live shards are asked, each item with its lane; what is left undone belongs to shards that are lost afterwards.
 
-        markers: those that a lane may have now. Raises RowsLost where too many shards are lost, Fenced, and what else a server answers.
+        markers: those that a lane may have now. Raises RowsLost where too many shards are lost,
+        ShardsSilent where they only do not answer, Fenced, and what else a server answers.
         """
         table = self._table
         reads = [(lane, read) for lane, read in reads if read.shard not in table.lost]
@@ -90,52 +94,24 @@ class Failover:
                 continue
             self._stored.note(lane, write)
         for lane, read in reads:
-            if read.shard not in failures and not self._expected(lane, read.shard, Marker.parse(read.marker), markers):
+            marker = Marker.parse(read.marker)
+            if read.shard not in failures and not self._reconnection.expected(lane, read.shard, marker, markers):
                 failures[read.shard] = StoreUnavailable(
-                    f"store {table.urls[read.shard]}: is stale: its marker for lane {lane} is {Marker.parse(read.marker)}, must be "
-                    f"{self._allowed(lane, read.shard, markers)[0]}"
+                    f"store {table.urls[read.shard]}: is stale: its marker for lane {lane} is {marker}, must be "
+                    f"{self._reconnection.allowed(lane, read.shard, markers)[0]}"
                 )
                 self.lose(read.shard, str(failures[read.shard]))
-        again: dict[int, Mapping[int, Found]] = {}
-        for shard, error in failures.items():
-            if shard not in table.lost:
-                fenced = self._reconnect(shard, error, markers, [one for one in writes if one[1].shard == shard])
-                if fenced is not None:
-                    again[shard] = fenced
+        failing = {shard: error for shard, error in failures.items() if shard not in table.lost}
+        if not failing:
+            return
+        again, left = self._reconnection.bring_back(failing, markers, writes, table.all_covered)
+        for shard, error in left.items():
+            self._give_up(shard, error)
         if again:
-            self._repeat(reads, writes, again, markers)
+            self._reconnection.repeat(reads, writes, again, lambda reads, writes: self.exchange(reads, writes, markers))
 
-    def _repeat(
-        self,
-        reads: Sequence[tuple[int, Read]],
-        writes: Sequence[tuple[int, Write]],
-        fenced: Mapping[int, Mapping[int, Found]],
-        markers: Markers,
-    ) -> None:
-        """Ask shards with a new connection once more, under the new epochs. fenced: by shard and lane, what was found there."""
-        repeated = [
-            (lane, replace(read, key=self._stored.key(lane, read.shard)), read) for lane, read in reads if read.shard in fenced
-        ]
-        written: list[tuple[int, Write]] = []
-        for lane, write in writes:
-            if write.shard in fenced:
-                new = write.new
-                if _done(write, fenced[write.shard][lane]):
-                    # It answered, but was not heard; sent again it brings nothing.
-                    self._stored.note(lane, write)
-                    new = range(1)
-                written.append((lane, replace(write, key=self._stored.key(lane, write.shard), new=new, added=None)))
-        self.exchange([(lane, twin) for lane, twin, _ in repeated], written, markers)
-        # A twin fills the same rows; what else was found must be told to the read that was asked for.
-        for _, twin, read in repeated:
-            read.missing, read.marker = twin.missing, twin.marker
-
-    def _expected(self, lane: int, shard: int, marker: Marker, markers: Markers) -> bool:
-        """Whether a shard may have this marker of a lane now."""
-        return marker in self._allowed(lane, shard, markers)
-
-    def _allowed(self, lane: int, shard: int, markers: Markers) -> list[Marker]:
-        return [replace(allowed, rebuilding=self._table.rebuilding(lane, shard)) for allowed in markers(lane)]
+    def _give_up(self, shard: int, error: StoreError) -> None:
+        self.lose(shard, str(error), not isinstance(error, StoreUnavailable) or isinstance(error, StoreBusy))
 
     def lose(self, shard: int, why: str, refused: bool = False) -> None:
         """Go on without a shard. refused: its server is there, with its rows, but does not do what it is asked; it is not asked again at once.
@@ -194,63 +170,6 @@ class Failover:
             with self._monitor:
                 self._replaced = [change for change in self._replaced if change not in ready]
 
-    def _reconnect(
-        self, shard: int, error: StoreError, markers: Markers, writes: Sequence[tuple[int, Write]]
-    ) -> Mapping[int, Found] | None:
-        """Connect again to a shard whose connection broke: what is there of each lane; None if it is not as it should be, and so is lost.
-
-        writes: what was under way there.
-        """
-        why, table = str(error), self._table
-        if _is_broken(error) and table.complete(shard):
-            try:
-                fresh = Store([table.urls[shard]], RECONNECT, RECONNECT)
-                try:
-                    fenced = self._fenced(fresh, shard)
-                    if fenced is not None and all(
-                        self._as_it_was(lane, shard, there, markers, writes) for lane, there in fenced.items()
-                    ):
-                        self._stored.store.adopt(shard, fresh)
-                        for lane, there in fenced.items():
-                            table.of(lane).epochs[shard] = there.epoch
-                        return fenced
-                    why = f"store {table.urls[shard]}: came back without the run's last write-back batches, or without rows"
-                finally:
-                    fresh.close()
-            except Fenced:
-                raise
-            except StoreError as failure:
-                error, why = failure, str(failure)
-        self.lose(shard, why, not isinstance(error, StoreUnavailable) or isinstance(error, StoreBusy))
-        return None
-
-    def _as_it_was(self, lane: int, shard: int, there: Found, markers: Markers, writes: Sequence[tuple[int, Write]]) -> bool:
-        """Whether a shard with a new connection lacks nothing of a lane but what was under way.
-
-        Fields are counted less the marker, on both sides, so a hash that is not there counts as -1.
-        """
-        # Chunks of a move change no number, so one that lacks the last would look right.
-        if not self._expected(lane, shard, there.marker, markers) or there.migrated != self._table.of(lane).migrated[shard]:
-            return False
-        before = self._table.of(lane).held[shard]
-        held = -1 if before is None else before
-        own = [write for of, write in writes if of == lane and write.new is not None]
-        held += sum(write.new.start for write in own if write.new is not None and _done(write, there))
-        # A repair has no marker to say whether it was done, so as many rows as it brings may be missing.
-        lacking = sum(write.new.stop - 1 for write in own if write.new is not None and write.marker is None)
-        return held - lacking <= there.rows - (not there.marked) <= held
-
-    def _fenced(self, fresh: Store, shard: int) -> dict[int, Found] | None:
-        """Fence all lanes on the one server of a Store; None if that is not noted as this shard of the run."""
-        if not self._ownership.has(fresh, self._stored.namespace, shard, 0):
-            return None
-        return self._fence(fresh, shard)
-
-    def _fence(self, fresh: Store, shard: int, empty: bool = False) -> dict[int, Found]:
-        """The same, whatever is noted there. empty: as `fence` has it."""
-        known = {lane: self._table.of(lane).epochs[shard] for lane in self._table.lanes}
-        return fence_all(fresh, 0, self._stored.namespace, list(known), self._ownership.term, known, empty)
-
     def take_back(self, last_batches: Mapping[int, int]) -> None:
         """Adopt the servers of lost shards that are there again, each emptied of the lanes; no write-back batch is under way.
 
@@ -264,7 +183,7 @@ class Failover:
             self._kept.discard(shard)
             try:
                 try:
-                    for lane, there in self._fence(fresh, shard, empty=True).items():
+                    for lane, there in self._reconnection.fence(fresh, shard, empty=True).items():
                         own = self._table.of(lane)
                         own.epochs[shard], own.held[shard], own.migrated[shard] = there.epoch, None, None
                         fresh.command(0, "UNLINK", self._stored.key(lane, shard))
@@ -314,19 +233,9 @@ def connect_again(stored: StoredRows, lanes: Collection[int]) -> None:
     down = stored.store.down
     _, failed = stored.store.ask({shard: [("PING",)] for shard in stored.placement.live if shard not in down})
     for shard, error in failed.items():
-        if _is_broken(error):
+        if is_broken(error):
             with contextlib.suppress(StoreError):
                 stored.store.adopt(shard, Store([stored.shards.urls[shard]], RECONNECT, RECONNECT))
-
-
-def _is_broken(error: StoreError) -> bool:
-    """Whether a shard failed since its connection broke: its server may be as it was, and take another one."""
-    return isinstance(error, StoreUnavailable) and not isinstance(error, StoreSilent | StoreBusy | ForeignKey)
-
-
-def _done(write: Write, there: Found) -> bool:
-    """Whether a write that was under way was done, as the marker tells that is there now: that of the write."""
-    return there.marked and write.marker is not None and Marker.parse(write.marker) == there.marker
 
 
 def counted(error: RowsLost, stored: StoredRows, lanes: Sequence[LaneStripes]) -> RowsLost:

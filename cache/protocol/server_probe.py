@@ -14,6 +14,7 @@ from foreload.cache.errors import NamespaceInUse, StoreError
 from foreload.cache.protocol.namespace import join
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.reconnection import ShardsAwaited
 from foreload.cache.protocol.shard_table import ShardSnapshot
 
 PROBE_PAUSE = timedelta(milliseconds=200)
@@ -29,8 +30,9 @@ class ServerUnreachable:
     why: str
 
 
-ShardNews = ShardSnapshot | ServerUnreachable
-"""What the owner of lanes tells of store shards: how all are from now on, each time that the state of one changes; a server that is not there."""
+ShardNews = ShardSnapshot | ServerUnreachable | ShardsAwaited
+"""What the owner of lanes tells of store shards: how all are from now on, each time that the state of one changes; a server that is not there; that
+more are waited for than parity covers."""
 
 
 @dataclass(slots=True)

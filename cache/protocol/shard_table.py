@@ -6,7 +6,7 @@ traffic's thread, which alone changes it from there on. Everybody else looks at 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
@@ -253,8 +253,11 @@ class ShardTable:
 
     def covers(self, shard: int) -> bool:
         """Whether parity covers the loss of one shard more."""
-        lanes = [own.unreadable for own in self._lanes.values()]
-        further = self.placement.mask([shard])
+        return self.all_covered([shard])
+
+    def all_covered(self, shards: Collection[int]) -> bool:
+        """Whether parity covers the loss of these shards, too."""
+        further, lanes = self.placement.mask(shards), [own.unreadable for own in self._lanes.values()]
         return all(self.covered(mask | further) for mask in (self.placement.mask(self.lost), *lanes))
 
     def covered(self, unreadable: np.ndarray) -> bool:

@@ -45,7 +45,7 @@ class Inspection:
 
     def probe(self) -> None:
         """Ask every shard for its markers, so that one that died since the last round, or lost them, is noticed now. Raises as the traffic does."""
-        self._monitor.ask(self._probe)
+        self._monitor.ask(self.ask_all)
 
     def begin_scrub(self, known: ExpectedRows) -> None:
         """Check every stripe of the lanes once from now on, beside the training; a scrub before is over. Raises CacheError without parity.
@@ -94,7 +94,8 @@ class Inspection:
 
     # The traffic's thread.
 
-    def _probe(self) -> None:
+    def ask_all(self) -> None:
+        """Ask every shard for its markers. Raises as the rounds do."""
         lanes = [state.lane for state in self._lanes.all]
         reads = [
             (lane, Read(shard, self._stored.key(lane, shard), *NO_ROWS))

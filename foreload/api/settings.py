@@ -71,6 +71,7 @@ class TrainSettings(TypedDict, total=False):
     spare: str
     no_restart: bool
     store_timeout: float
+    store_patience: float
     copies: int | None
     peer_timeout: float | None
     rebalance: bool

@@ -30,13 +30,9 @@ class Recording(Store):
         self.drop: Callable[[int, int, int], bool] | None = None
         self._written: list[int] = []
 
-    def exchange(self, reads: Sequence[Read], writes: Sequence[Write]) -> None:
-        self.exchanges.append((list(reads), list(writes)))
-        super().exchange(reads, [self._kept(write) for write in writes])
-
     def attempt(self, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreError]:
         self.exchanges.append((list(reads), list(writes)))
-        return super().attempt(reads, writes)
+        return super().attempt(reads, writes if self.drop is None else [self._kept(write) for write in writes])
 
     def _kept(self, write: Write) -> Write:
         """A write without what `drop` says."""

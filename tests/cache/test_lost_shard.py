@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +37,7 @@ from foreload.cache.errors import (
     RowError,
     RowsLost,
     ShardsRefuse,
+    ShardsSilent,
     StoreError,
     StoreUnavailable,
 )
@@ -49,7 +51,8 @@ from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.namespace import claim, lane_key
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.server_probe import ServerUnreachable, ShardNews
+from foreload.cache.protocol.reconnection import ShardsAwaited
+from foreload.cache.protocol.server_probe import ShardNews
 from foreload.cache.protocol.shard_table import LOST, ShardSnapshot
 from foreload.cache.traffic import Traffic
 
@@ -95,7 +98,7 @@ class Disturber:
 
     def hear(self, news: ShardNews) -> None:
         """What became of shards; but that no server is there for 5 s is told by a slow machine, too."""
-        if isinstance(news, ServerUnreachable):
+        if not isinstance(news, ShardSnapshot):
             return
         changed = news.changes_since(self._shards)
         self.states += [(shard, status.state) for shard, status in changed.items()]
@@ -124,10 +127,12 @@ def run(
     grace: timedelta = timedelta(),
     timeout: float = 10,
     lanes: Sequence[int] = LANES,
+    patience: timedelta = timedelta(),
 ) -> tuple[Contents, Counters, list[int]]:
     """Train lanes; returns what the servers hold in the end, the counters and the shards still lost.
 
-    grace: how long to wait at the end for shards to be rebuilt; timeout: seconds of silence after which a server is lost.
+    grace: how long to wait at the end for shards to be rebuilt; timeout: seconds of silence after which a server is lost; patience: as Traffic
+    has it.
     """
     programs = {lane: make_program(lane + 50, 30) for lane in lanes}
     with Store(stores.urls, timedelta(seconds=timeout)) as store:
@@ -142,6 +147,7 @@ def run(
             ownership=IDENTITY,
             on_action=disturber,
             on_shards=disturber.hear if disturber else None,
+            patience=patience,
         ) as traffic:
             for lane, program in programs.items():
                 run_lane(traffic, lane, program)
@@ -296,7 +302,7 @@ def test_a_server_that_is_emptied_and_written_to_before_its_connection_breaks_do
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Store, "attempt", unheard)
         # However slow the machine, so that it is not lost for being late; and the note of whose the server is, is there.
-        patch.setattr("foreload.cache.protocol.failover.RECONNECT", PATIENCE)
+        patch.setattr("foreload.cache.protocol.reconnection.RECONNECT", PATIENCE)
         patch.setattr(Ownership, "has", lambda *_: True)
         # One lane, so that the marker is everywhere what it must be.
         found, _, lost = run(stores, tmp_path / "logs", 2, 1, disturber, grace=PATIENCE, lanes=LANES[:1])
@@ -543,28 +549,81 @@ def test_two_of_six_shards_are_lost_at_once(tmp_path: Path, undisturbed: Callabl
 
 
 def test_more_losses_than_parity_covers_stop_the_traffic(stores: LocalStores, tmp_path: Path) -> None:
-    disturber = Disturber({("data leaves", 9): kill(stores, 0), ("batch logged", 12): kill(stores, 2)})
+    disturber = Disturber({("data leaves", 9): empty(stores, 0), ("batch logged", 12): empty(stores, 2)})
     with pytest.raises(
         RowsLost, match=r"store shards 0, 2 are lost, and parity covers 1: \d+ rows of table wide, .* cannot be had"
     ):
         run(stores, tmp_path / "logs", 2, 1, disturber)
 
 
+def test_more_shards_that_do_not_answer_than_parity_covers_are_not_lost(stores: LocalStores, tmp_path: Path) -> None:
+    disturber = Disturber({("data leaves", 9): kill(stores, 0), ("batch logged", 12): kill(stores, 2)})
+    with pytest.raises(
+        ShardsSilent, match=r"store shards 0, 2: lost, or without an answer, and parity covers 1: .* cannot be reached"
+    ):
+        run(stores, tmp_path / "logs", 2, 1, disturber)
+
+
+class Releasing(Disturber):
+    """One that lets servers go on that stand still, once they are waited for."""
+
+    def __init__(self, stores: LocalStores, stopped: dict[tuple[str, int], Sequence[int]]) -> None:
+        self._stores = stores
+        super().__init__({moment: partial(self._each, shards, signal.SIGSTOP) for moment, shards in stopped.items()})
+        self.awaited: list[tuple[int, ...]] = []
+
+    def _each(self, shards: Sequence[int], number: int) -> None:
+        for shard in shards:
+            kill(self._stores, shard, number)()
+
+    def hear(self, news: ShardNews) -> None:
+        super().hear(news)
+        if isinstance(news, ShardsAwaited):
+            self.awaited.append(news.shards)
+            self._each(news.shards, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    ("moment", "k", "r", "shards"),
+    [  # when every shard is asked something: of others, those that are asked alone may be lost before the rest is found to be silent
+        (("data leaves", 9), 2, 1, (0, 1, 2)),
+        (("batch logged", 9), 2, 1, (0, 2)),
+        (("parity leaves", 9), 2, 1, (0, 1, 2)),
+        (("data leaves", 9), 1, 0, (0, 1, 2)),
+        (("data leaves", 7), 1, 0, (1,)),
+    ],
+)
+def test_shards_that_stand_still_and_are_too_many_are_waited_for(
+    stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents],
+    moment: tuple[str, int], k: int, r: int, shards: tuple[int, ...],
+) -> None:  # fmt: skip
+    """Nothing is lost, and the rows are those of a run in which all answered."""
+    disturber = Releasing(stores, {moment: shards})
+    found, counters, lost = run(stores, tmp_path / "logs", k, r, disturber, timeout=1, patience=PATIENCE)
+    assert disturber.done
+    assert disturber.awaited[0]
+    assert set(disturber.awaited[0]) <= set(shards)
+    assert disturber.awaited[-1] == ()
+    assert (lost, disturber.states, counters.rows_decoded) == ([], [], 0)
+    assert found == undisturbed(3, k, r)
+
+
+@pytest.mark.parametrize(("k", "r"), [(2, 1), (1, 0)], ids=["2+1", "without parity"])
 def test_a_connection_that_is_reset_is_made_again_and_nothing_is_lost(
-    stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents]
+    stores: LocalStores, tmp_path: Path, undisturbed: Callable[[int, int, int], Contents], k: int, r: int
 ) -> None:
     def reset() -> None:
         with Store(stores.urls, timedelta(seconds=5)) as other:
             other.command(1, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
-    disturber = Disturber(
-        {(action, count): reset for action in ("data leaves", "parity leaves", "fetch leaves") for count in (6, 8)}
-    )
-    found, counters, lost = run(stores, tmp_path / "logs", 2, 1, disturber)
+    leave = ("data leaves", "parity leaves", "fetch leaves") if r else ("data leaves", "data acknowledged", "fetch leaves")
+    disturber = Disturber({(action, count): reset for action in leave for count in (6, 8)})
+    found, counters, lost = run(stores, tmp_path / "logs", k, r, disturber)
+    assert disturber.done
     assert lost == []
     assert disturber.states == []
     assert counters.rows_decoded == 0
-    assert found == undisturbed(3, 2, 1)
+    assert found == undisturbed(3, k, r)
 
 
 @dataclass
@@ -644,7 +703,7 @@ def test_a_stale_shard_is_lost_and_the_marker_that_it_must_have_is_named(
 ) -> None:
     with Store(stores.urls, timedelta(seconds=5)) as store:
         stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
-        failover = Failover(stored, Ownership(), Monitor(), lambda change: None)
+        failover = Failover(stored, Ownership(), Monitor(), lambda change: None, timedelta())
         try:
             if rebuilding:
                 stored.shards.advance(0, 1, 0)

@@ -26,13 +26,13 @@ from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol import batches
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.batches import WriteBackBatch
-from foreload.cache.protocol.failover import Failover
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import claim
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.parity_rounds import ParityRounds
 from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.reconnection import Reconnection
 from foreload.cache.protocol.shard_table import ShardTable
 
 Check = Callable[[LocalStores, Path], None]
@@ -166,12 +166,12 @@ def sums_are_of_floats(patch: pytest.MonkeyPatch) -> None:
 
 def a_marker_is_trusted_unseen(patch: pytest.MonkeyPatch) -> None:
     """A server that came back empty counts as if it had everything."""
-    patch.setattr(Failover, "_expected", lambda self, lane, shard, marker, markers: True)
+    patch.setattr(Reconnection, "expected", lambda self, lane, shard, marker, markers: True)
     what_a_write_brought_is_not_counted(patch)
-    patch.setattr(Failover, "_as_it_was", lambda *_: True)
+    patch.setattr(Reconnection, "_as_it_was", lambda *_: True)
     patch.setattr(Ownership, "has", lambda *_: True)
     # However slow the machine, so that it is not lost for being late.
-    patch.setattr("foreload.cache.protocol.failover.RECONNECT", PATIENCE)
+    patch.setattr("foreload.cache.protocol.reconnection.RECONNECT", PATIENCE)
 
 
 def what_a_write_brought_is_not_counted(patch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.reconnection import ShardsAwaited
 from foreload.cache.protocol.server_probe import ServerUnreachable, ShardNews
 from foreload.cache.protocol.shard_table import LOST, ShardSnapshot
 from foreload.cache.rows.layout import RowLayout
@@ -68,7 +70,7 @@ class CoordinatorLink:
         self._checkpoints = checkpoints
         self._board, self._events, self._trainer, self._run = board, events, trainer, run
         self._servers_return, self._interrupts, self._stop_asked = spec.servers_return, interrupts, False
-        self._news: deque[tuple[ShardNews, float]] = deque()
+        self._news: deque[tuple[ServerUnreachable | ShardSnapshot, float]] = deque()
         self._told: ShardSnapshot | None = None  # what the coordinator was told last
         self._commands = commands  # how many were taken from the board
         self.placement = self._placement_after(spec.placement, commands)
@@ -142,8 +144,11 @@ class CoordinatorLink:
         self._lost += 1  # of the server that had the shard
 
     def shard_news(self, news: ShardNews) -> None:
-        """What became of store shards, to be told at the next `tell`."""
-        self._news.append((news, time.monotonic()))
+        """What became of store shards, to be told at the next `tell`; that they are waited for is said at once: nothing else is done meanwhile."""
+        if isinstance(news, ShardsAwaited):
+            sys.stderr.write(f"trainer {self._trainer}: {news}\n")
+        else:
+            self._news.append((news, time.monotonic()))
 
     def inject(self, faults: Sequence[Fault | TrainerFault], step: int) -> None:
         """Put in the store shards' faults that are due after a step."""

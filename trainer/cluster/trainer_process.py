@@ -129,7 +129,7 @@ class TrainerProcess:
             access = StoreAccess(
                 store, self._link.placement, job.run_namespace, log.log,
                 ownership=Ownership(self._terms.term.number, folder.identity),
-                on_shards=self._link.shard_news, on_action=self._points.in_traffic if self._points.any else None,
+                on_shards=self._link.shard_news, on_action=self._points.in_traffic if self._points.any else None, patience=job.patience,
             )  # fmt: skip
             self._log = log
             self._run_terms(dense.parts(job, schedule), access)

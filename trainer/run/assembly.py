@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 
 import numpy as np
@@ -25,6 +26,7 @@ from foreload.cache.protocol.ownership import (
     take_over,
 )
 from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
+from foreload.cache.protocol.reconnection import PATIENCE
 from foreload.cache.protocol.server_probe import ShardNews
 from foreload.cache.rows.layout import RowLayout
 from foreload.cache.rows.partition import Partition
@@ -181,7 +183,7 @@ def events_from(schedule: Schedule, segment: int, index: int) -> Iterator[Event]
 class StoreAccess:
     """The store that has a run's rows, as an owner of lanes comes to it.
 
-    log, check_tags, on_shards, on_action: as Traffic has them, the log needed where there is parity; ownership: whose lanes are taken over.
+    log, check_tags, on_shards, on_action, patience: as Traffic has them, the log needed where there is parity; ownership: whose lanes are taken over.
     """
 
     store: Store
@@ -192,6 +194,7 @@ class StoreAccess:
     ownership: Ownership = UNFENCED
     on_shards: Callable[[ShardNews], None] | None = None
     on_action: Callable[[str], None] | None = None
+    patience: timedelta = PATIENCE
 
 
 def free_partitions(parts: TrainerParts, lanes: Sequence[int], with_base: bool) -> dict[int, Partition]:
@@ -252,6 +255,7 @@ def _with_traffic(parts: TrainerParts, access: StoreAccess, stored: StoredRows) 
         ownership=access.ownership,
         on_shards=access.on_shards,
         on_action=access.on_action,
+        patience=access.patience,
     )
     return HostedLanes(stored, traffic)
 

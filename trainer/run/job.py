@@ -158,6 +158,10 @@ class TrainJob:
     store_timeout: float | None = setting(
         None, number(0.1), "seconds of silence after which a store shard counts as lost; by default 1 with parity, else 10", _WHERE, metavar="S"
     )  # fmt: skip
+    store_patience: float = setting(
+        10.0, number(0), "seconds for which store shards that do not answer are waited for, where parity does not cover them", _WHERE,
+        metavar="S", stated=False,
+    )  # fmt: skip
     copies: int | None = setting(
         None, integer(1),
         "how many trainers hold each lane's rows, its own included: one less may be lost at once; by default 2 where there are so many, "
@@ -343,6 +347,11 @@ class TrainJob:
             return timedelta(seconds=self.store_timeout)
         # Where its rows are elsewhere too, a shard is better lost than waited for.
         return timedelta(seconds=1 if self.code(self.store.count).r else 10)
+
+    @property
+    def patience(self) -> timedelta:
+        """How long store shards that do not answer are waited for, where parity does not cover them."""
+        return timedelta(seconds=self.store_patience)
 
     @property
     def peer_silence(self) -> timedelta:

@@ -26,6 +26,7 @@ FREE_SETTINGS = (
     "memory",
     "namespace",
     "store_timeout",
+    "store_patience",
     "copies",
     "peer_timeout",
     "checkpoint",

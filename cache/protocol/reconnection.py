@@ -1,0 +1,222 @@
+"""Connecting again to store shards whose connection broke, or that stay silent, for the owner of lanes that has them served.
+
+Its server may be as it was, and then nothing is lost. So older connections are fenced first; then the server must be the run's, and its markers and
+counts of rows those that it can have now. What was under way there was done, or not, as its marker tells, and is sent again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+from foreload.cache.client.store import Read, Store, Write
+from foreload.cache.errors import Fenced, ForeignKey, ShardsSilent, StoreBusy, StoreError, StoreSilent, StoreUnavailable
+from foreload.cache.protocol.fence import Found, fence_all
+from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.reading import StoredRows
+
+RECONNECT = timedelta(milliseconds=200)  # for a connection that broke, of which nothing more is known
+PATIENCE = timedelta(seconds=10)  # with shards that do not answer
+_LONGEST_LOOK = timedelta(seconds=1)  # at a server that has been silent
+_PAUSE = timedelta(milliseconds=50)  # between two looks
+_GRACE = timedelta(seconds=1)  # for the last ones, once parity covers these: if all were silent at once, all come back at once
+
+Markers = Callable[[int], Sequence[Marker]]
+Exchange = Callable[[Sequence[tuple[int, Read]], Sequence[tuple[int, Write]]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsAwaited:
+    """More store shards do not answer than parity covers, and are waited for; none: they answer again. why: what they do instead."""
+
+    shards: tuple[int, ...]
+    why: str
+
+    def __str__(self) -> str:
+        if not self.shards:
+            return "the store shards answer again"
+        numbers = ", ".join(map(str, self.shards))
+        return f"store shard {numbers}: no answer, and parity does not cover that, so training waits for it ({self.why})"
+
+
+@dataclass(slots=True)
+class Reconnection:
+    """Of the owner of lanes; one thread uses it, the one that changes `stored.shards`.
+
+    patience: how long shards are waited for. given_up: whether nobody waits any more; on_awaited: told what is waited for.
+    """
+
+    stored: StoredRows
+    ownership: Ownership
+    patience: timedelta
+    given_up: Callable[[], bool]
+    on_awaited: Callable[[ShardsAwaited], None]
+
+    def once(
+        self, shard: int, markers: Markers, writes: Sequence[tuple[int, Write]], look: timedelta
+    ) -> Mapping[int, Found] | None:
+        """Connect again: what is there of each lane; None where that is not what must be there.
+
+        markers: those that a lane may have now; writes: what was under way, each with its lane. Raises Fenced, and StoreError where the server does
+        not answer.
+        """
+        table = self.stored.shards
+        fresh = Store([table.urls[shard]], look, look)
+        try:
+            fenced = self._fenced(fresh, shard)
+            own = [one for one in writes if one[1].shard == shard]
+            if fenced is None or not all(self._as_it_was(lane, shard, there, markers, own) for lane, there in fenced.items()):
+                return None
+            self.stored.store.adopt(shard, fresh)
+            for lane, there in fenced.items():
+                table.of(lane).epochs[shard] = there.epoch
+            return fenced
+        finally:
+            fresh.close()
+
+    def bring_back(
+        self,
+        failing: Mapping[int, StoreError],
+        markers: Markers,
+        writes: Sequence[tuple[int, Write]],
+        covered: Callable[[Collection[int]], bool],
+    ) -> tuple[dict[int, Mapping[int, Found]], dict[int, StoreError]]:
+        """Connect again to shards that failed: what is there of those that are as they must be, and what is wrong with the others.
+
+        At once where a connection broke. Where more do not answer than parity covers, they are waited for. covered: whether these may be lost. Raises
+        Fenced, and ShardsSilent where the patience is over.
+        """
+        table, back = self.stored.shards, dict[int, Mapping[int, Found]]()
+        away, wrong = dict[int, StoreError](), dict[int, StoreError]()
+
+        def connect(shard: int, look: timedelta) -> None:
+            try:
+                there = self.once(shard, markers, writes, look)
+            except Fenced:
+                raise
+            except StoreError as error:
+                away.pop(shard, None)
+                (away if is_away(error) else wrong)[shard] = error
+                return
+            away.pop(shard, None)
+            if there is None:
+                what = "came back without the run's last write-back batches, or without rows"
+                wrong[shard] = StoreUnavailable(f"store {table.urls[shard]}: {what}")
+            else:
+                back[shard] = there
+
+        for shard, error in failing.items():
+            # One that is being rebuilt has nothing that would be worth it.
+            if not is_away(error) or not table.complete(shard):
+                wrong[shard] = error
+            elif isinstance(error, StoreSilent | StoreBusy):
+                away[shard] = error
+            else:
+                connect(shard, RECONNECT)
+        if not away or covered({*away, *wrong}) or not covered(wrong):
+            return back, wrong | away
+        self.on_awaited(ShardsAwaited(tuple(away), str(next(iter(away.values())))))
+        silent = any(isinstance(error, StoreSilent) for error in failing.values())
+        deadline = time.monotonic() + (self.patience - (self.stored.store.timeout if silent else timedelta())).total_seconds()
+        covered_since: float | None = None
+        while away and covered(wrong):
+            for shard in list(away):
+                connect(shard, min(self.stored.store.timeout, _LONGEST_LOOK))
+            now = time.monotonic()
+            if covered({*away, *wrong}):
+                covered_since = now if covered_since is None else covered_since
+                if now - covered_since >= _GRACE.total_seconds():
+                    break
+            elif covered(wrong) and (now >= deadline or self.given_up()):
+                raise self._silent(away)
+            time.sleep(_PAUSE.total_seconds())
+        self.on_awaited(ShardsAwaited((), ""))
+        return back, wrong | away
+
+    def _silent(self, away: Mapping[int, StoreError]) -> StoreError:
+        if not self.stored.placement.r:
+            return next(iter(away.values()))
+        without = ", ".join(map(str, sorted({*away, *self.stored.shards.lost})))
+        reasons = "; ".join(str(error) for error in away.values())
+        return ShardsSilent(
+            f"store shards {without}: lost, or without an answer, and parity covers {self.stored.placement.r}: {reasons}"
+        )
+
+    def repeat(
+        self,
+        reads: Sequence[tuple[int, Read]],
+        writes: Sequence[tuple[int, Write]],
+        fenced: Mapping[int, Mapping[int, Found]],
+        exchange: Exchange,
+    ) -> None:
+        """Ask shards with a new connection once more, under the new epochs. fenced: by shard and lane, what was found there."""
+        stored = self.stored
+        repeated = [(lane, replace(read, key=stored.key(lane, read.shard)), read) for lane, read in reads if read.shard in fenced]
+        written: list[tuple[int, Write]] = []
+        for lane, write in writes:
+            if write.shard in fenced:
+                new = write.new
+                if _done(write, fenced[write.shard][lane]):
+                    # It answered, but was not heard; sent again it brings nothing.
+                    stored.note(lane, write)
+                    new = range(1)
+                written.append((lane, replace(write, key=stored.key(lane, write.shard), new=new, added=None)))
+        exchange([(lane, twin) for lane, twin, _ in repeated], written)
+        # A twin fills the same rows; what else was found must be told to the read that was asked for.
+        for _, twin, read in repeated:
+            read.missing, read.marker = twin.missing, twin.marker
+
+    def _fenced(self, fresh: Store, shard: int) -> dict[int, Found] | None:
+        """Fence all lanes on the one server of a Store; None if that is not noted as this shard of the run."""
+        if not self.ownership.has(fresh, self.stored.namespace, shard, 0):
+            return None
+        return self.fence(fresh, shard)
+
+    def fence(self, fresh: Store, shard: int, empty: bool = False) -> dict[int, Found]:
+        """The same, whatever is noted there. empty: as `fence` has it."""
+        table = self.stored.shards
+        known = {lane: table.of(lane).epochs[shard] for lane in table.lanes}
+        return fence_all(fresh, 0, self.stored.namespace, list(known), self.ownership.term, known, empty)
+
+    def _as_it_was(self, lane: int, shard: int, there: Found, markers: Markers, writes: Sequence[tuple[int, Write]]) -> bool:
+        """Whether a shard with a new connection lacks nothing of a lane but what was under way.
+
+        Fields are counted less the marker, on both sides, so a hash that is not there counts as -1.
+        """
+        # Chunks of a move change no number, so one that lacks the last would look right.
+        own = self.stored.shards.of(lane)
+        if not self.expected(lane, shard, there.marker, markers) or there.migrated != own.migrated[shard]:
+            return False
+        before = own.held[shard]
+        held = -1 if before is None else before
+        of_lane = [write for of, write in writes if of == lane and write.new is not None]
+        held += sum(write.new.start for write in of_lane if write.new is not None and _done(write, there))
+        # A repair has no marker to say whether it was done, so as many rows as it brings may be missing.
+        lacking = sum(write.new.stop - 1 for write in of_lane if write.new is not None and write.marker is None)
+        return held - lacking <= there.rows - (not there.marked) <= held
+
+    def expected(self, lane: int, shard: int, marker: Marker, markers: Markers) -> bool:
+        """Whether a shard may have this marker of a lane now."""
+        return marker in self.allowed(lane, shard, markers)
+
+    def allowed(self, lane: int, shard: int, markers: Markers) -> list[Marker]:
+        """The markers that a shard may have of a lane now."""
+        return [replace(marker, rebuilding=self.stored.shards.rebuilding(lane, shard)) for marker in markers(lane)]
+
+
+def is_away(error: StoreError) -> bool:
+    """Whether a shard does not answer, so that its server may be as it was."""
+    return isinstance(error, StoreUnavailable) and not isinstance(error, ForeignKey)
+
+
+def is_broken(error: StoreError) -> bool:
+    """Whether a shard failed since its connection broke: its server may take another one at once."""
+    return is_away(error) and not isinstance(error, StoreSilent | StoreBusy)
+
+
+def _done(write: Write, there: Found) -> bool:
+    """Whether a write that was under way was done, as the marker tells that is there now: that of the write."""
+    return there.marked and write.marker is not None and Marker.parse(write.marker) == there.marker

@@ -28,7 +28,7 @@ from foreload.cache.protocol.batch_log import BatchLog
 from foreload.cache.protocol.counters import Counters
 from foreload.cache.protocol.failover import Failover, counted
 from foreload.cache.protocol.keep_alive import KeepAlive
-from foreload.cache.protocol.lanes import Ahead, Boundary, LanePlan, Lanes, LaneTraffic, Plan, PlannedFetch
+from foreload.cache.protocol.lanes import Ahead, Boundary, LanePlan, Lanes, LaneTraffic, Plan, PlannedFetch, Unwritten
 from foreload.cache.protocol.migration import Migration
 from foreload.cache.protocol.monitor import Answer, Monitor
 from foreload.cache.protocol.ownership import UNFENCED, Ownership
@@ -202,15 +202,17 @@ class Traffic:
                 raise CacheError(f"lane {lane}: boundary {boundary} must follow {state.last_boundary}")
             room = max(self._staging_rows - len(changed), 0)
             began = time.monotonic()
-            self._monitor.wait_until(lambda: state.unwritten_rows <= room or self._monitor.interrupted is not None)
-            held_up = time.monotonic() - began
-            state.last_boundary = boundary
-            state.unwritten_rows += len(changed)
-            state.boundaries.append(Boundary(boundary, len(changed), at_stop))
-            state.handed.append((boundary, changed))
-            state.release()
-            self._monitor.signal()
-            return held_up
+            try:
+                self._monitor.wait_until(lambda: state.unwritten_rows <= room or self._monitor.interrupted is not None)
+            finally:
+                # Also where the thread is over: nobody else has these rows.
+                state.last_boundary = boundary
+                state.unwritten_rows += len(changed)
+                state.boundaries.append(Boundary(boundary, len(changed), at_stop))
+                state.handed.append((boundary, changed))
+                state.release()
+                self._monitor.signal()
+            return time.monotonic() - began
 
     def flush(self) -> None:
         """Wait until every row handed over is acknowledged."""
@@ -303,6 +305,16 @@ class Traffic:
             self._monitor.signal()
         self._thread.join()
         self._rounds.close()
+
+    def end_unwritten(self) -> None:
+        """Stop the thread, whatever it failed with. What is handed over from then on stays here, for `unwritten`; no other call is of use."""
+        self.abort()
+        with self._monitor:
+            self._monitor.over = True
+
+    def unwritten(self, lane: int) -> Unwritten:
+        """What the store may lack of a lane, after `end_unwritten`."""
+        return self._lanes[lane].unwritten()
 
     def __enter__(self) -> Traffic:
         return self

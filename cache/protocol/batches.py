@@ -6,7 +6,7 @@ Pure: no store, no thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,7 +45,7 @@ class WriteBackBatch:
     table int16, ordinal int64 [n]: the rows as they came. new, old: uint8 [n, row_bytes] in the order of the arrangement, what is written and
     what it replaces (zeros where nothing was stored; None where no base is kept). parity: uint8 [entries, row_bytes], to be filled with the
     parity rows that are updated, and with all of them by `update`. rows_of: boundary -> how many of its rows are in this batch. fresh: what of it
-    the store has not yet. shape: of its rows, as in `RowShapes`. baseless: those of which `old` must be read first; None where there are none.
+    the store has not yet. shape: of its rows, as in `RowShapes`. pieces: what they were cut from, (boundary, ended, places int64 [n]). baseless: those of which `old` must be read first; None where there are none.
     """
 
     number: int
@@ -58,6 +58,7 @@ class WriteBackBatch:
     rows_of: dict[int, int]
     fresh: Fresh
     shape: int
+    pieces: Sequence[tuple[int, EndedRows, np.ndarray]]
     baseless: Baseless | None = None
 
     @property
@@ -112,6 +113,7 @@ class WriteBackStaging:
     with_base: bool
     number: int = 0
     _queues: dict[int, deque[_Chunk]] = field(default_factory=dict)
+    _under_way: deque[WriteBackBatch] = field(default_factory=deque)
 
     def add(self, boundary: int, ended: EndedRows) -> None:
         """Queue rows that ended at a boundary."""
@@ -169,7 +171,23 @@ class WriteBackStaging:
                     baseless.append((ended, places[missing], at[missing]))
             first += len(places)
         parity = np.zeros((len(placed.entry_fields), row_bytes), np.uint8)
-        return WriteBackBatch(self.number, table, ordinal, placed, new, old, parity, rows_of, fresh, shape, _baseless(baseless))
+        batch = WriteBackBatch(
+            self.number, table, ordinal, placed, new, old, parity, rows_of, fresh, shape, pieces, _baseless(baseless)
+        )
+        self._under_way.append(batch)
+        return batch
+
+    def acknowledge(self, batch: WriteBackBatch) -> None:
+        """The store has a batch, and those that were cut before it."""
+        while self._under_way and self._under_way[0].number <= batch.number:
+            self._under_way.popleft()
+
+    def unwritten(self) -> Iterator[tuple[int, EndedRows]]:
+        """The rows that the store may lack, by boundary, in no order: those of batches under way, and those that wait."""
+        for batch in self._under_way:
+            yield from ((boundary, ended.select(places)) for boundary, ended, places in batch.pieces)
+        for queue in self._queues.values():
+            yield from ((chunk.boundary, chunk.ended.select(chunk.places[chunk.first :])) for chunk in queue)
 
     def _take(self, queue: deque[_Chunk], shards: int, most: int) -> list[tuple[int, EndedRows, np.ndarray]]:
         """Rows from the front of a queue, as many as a batch may have: (boundary, ended rows, places)."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 
@@ -211,6 +212,11 @@ class LaneTraffic:
         """The empty batch with which the owner's begin is acknowledged."""
         self.last_batch = self.writes.last_batch
 
+    def unwritten(self) -> Unwritten:
+        """What the store may lack, once the thread is over."""
+        owed = sorted([*self.writes.staging.unwritten(), *self.handed], key=itemgetter(0))
+        return Unwritten((self.released_boundary, self.last_batch), owed)
+
     @property
     def batches_under_way(self) -> int:
         """How many were cut, and are not acknowledged."""
@@ -220,6 +226,7 @@ class LaneTraffic:
     def acknowledge(self, batch: WriteBackBatch) -> int:
         """A batch is acknowledged; returns how many of its rows were written beyond the schedule."""
         self.last_batch = batch.number
+        self.writes.staging.acknowledge(batch)
         self.unwritten_rows -= batch.rows
         at_stop = 0
         for boundary in self.boundaries:
@@ -239,6 +246,18 @@ class LaneTraffic:
             done = self.boundaries.popleft()
             if not done.at_stop:
                 self.released_boundary = done.number
+
+
+@dataclass(frozen=True, slots=True)
+class Unwritten:
+    """What the store may lack of a lane that is served no more.
+
+    released: the last boundary all of whose rows it has, and of those before it, and the number of the last batch that it has. owed: the rows that
+    ended at later ones, by boundary, ascending.
+    """
+
+    released: tuple[int, int]
+    owed: Sequence[tuple[int, EndedRows]]
 
 
 class Lanes:

@@ -16,7 +16,8 @@ Answer = TypeVar("Answer")
 class Monitor(threading.Condition):
     """A condition over the state that both sides see; whoever looks at that or changes it holds this.
 
-    Whatever the thread fails with is raised by every later wait of the trainer. interrupted: what a wait raises that would have to wait.
+    Whatever the thread fails with is raised by every later wait of the trainer. interrupted: what a wait raises that would have to wait. over: there is
+    no thread any more, and nobody waits for it.
     """
 
     def __init__(self) -> None:
@@ -24,6 +25,7 @@ class Monitor(threading.Condition):
         self.failure: BaseException | None = None
         self.interrupted: CopyLost | None = None
         self.stopping = False
+        self.over = False
         self.signals = 1  # raised by whatever may give the thread something to do
         self._posted: deque[Callable[[], None]] = deque()
 
@@ -53,7 +55,7 @@ class Monitor(threading.Condition):
         """Wait until it is so; poll: asked that often even if nobody signals. Raises the thread's failure, CacheError where it was stopped, and
         CopyLost while the trainer is interrupted.
         """
-        while True:
+        while not self.over:
             if self.failure is not None:
                 raise self.failure
             if self.stopping:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from operator import itemgetter
 from typing import Any
 
 from foreload.cache.client.load import together
@@ -27,6 +28,7 @@ from foreload.trainer.resources import shard_loads
 from foreload.trainer.run.directory import CONTROL, STORES, Run
 from foreload.trainer.run.event_log import CallBegan, CallEnded, EventLog, TrainerLost, read_events
 from foreload.trainer.run.kept import keep_schedule
+from foreload.trainer.run.kept_lanes import KeptFile, write_kept_lanes
 from foreload.trainer.run.manifest import Manifest, Stage, Status
 from foreload.trainer.run.report import Totals
 from foreload.trainer.run.step_lines import ROWS, rows_of_steps
@@ -79,6 +81,14 @@ def status_of(ended: Mapping[int, TrainerEnd], totals: Totals, term: int, remove
     batches = {str(lane): number for one in ended.values() for lane, number in one.last_batches.items()}
     lost = sorted({shard for one in ended.values() for shard in one.lost} - {*removed})
     return Status("stopped" if first.stopped else "ended", first.step, batches, asdict(totals), lost, term)
+
+
+def kept_files(ended: Mapping[int, TrainerEnd]) -> list[KeptFile]:
+    """The files in which trainers have kept what the store lacks of their lanes, by lane; none where it lacks nothing."""
+    files = [
+        (lane, file) for one in ended.values() if one.kept for lane, file in zip(sorted(one.last_batches), one.kept, strict=True)
+    ]
+    return [file for _, file in sorted(files, key=itemgetter(0))]
 
 
 def first_of(ended: Mapping[int, TrainerEnd]) -> TrainerEnd:
@@ -146,6 +156,9 @@ def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], lef
             setattr(totals, name, getattr(before, name) + sum(of_step[name] for of_step in rows))
         totals.steps_incomplete += first.totals.steps
     status = status_of(ended, totals, run.saved_status().term, run.placement.removed)
+    if kept := kept_files(ended):
+        write_kept_lanes(run.path, first.failure or "", manifest_of(run.manifest, schedule, ended), status, kept)
+        return
     run.come_to_rest(manifest_of(run.manifest, schedule, ended), status)
     EventLog(run.path, status.step, status.term).note(CallEnded(state=status.state, cause="its launcher was killed"))
     keep_schedule(run, schedule, status.step)

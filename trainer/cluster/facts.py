@@ -27,7 +27,8 @@ class Term:
 
     targets: of each lane, the trainer that is to host it once it has a complete copy; the host where it stays. former: of each lane, the trainer that
     hosted it until now and hands it over as this term begins, None where it does not move or its trainer is lost; none at all: so for all lanes.
-    joined: the members that have yet to get what the others have in memory. left: the trainers that left in order, in this term or before it.
+    joined: the members that have yet to get what the others have in memory. left: the trainers that left in order, in this term or before it. keeps:
+    why no step is trained in it, but what the store lacks of each lane is left in the run's folder by the trainer that hosts it; None: steps are.
     """
 
     number: int
@@ -42,6 +43,7 @@ class Term:
     former: tuple[int | None, ...] = ()
     joined: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
+    keeps: str | None = None
 
     @property
     def lane_map(self) -> list[int]:
@@ -71,6 +73,11 @@ class Term:
     def leader(self) -> int:
         """The trainer that hosts lane 0: it speaks for all where one has to."""
         return self.hosts[0]
+
+
+@dataclass(frozen=True, slots=True)
+class EndsKeeping:
+    """A trainer cannot go on, at (term): the next one is to keep what the store lacks. Whoever has another trainer gone then need not take it for lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,7 @@ class Membership:
             killed = []
             self.term = changed_term(before, standings, self._copies, self.change, self._machines)
         else:
-            if not self._lost:
+            if not self._lost and not any(standing.keeps for standing in standings.values()):
                 # All are alive: a connection between two of them broke.
                 self._fruitless += 1
                 if self._fruitless >= FRUITLESS_TERMS and len(present) > 1:

@@ -48,6 +48,7 @@ def next_term(
     dead: whether those that are lost are known to be dead. Raises LanesLost for lanes that neither their owner nor a complete copy is left of.
     """
     members, complete, hosts = _left_of(before, standings)
+    keeps = next((standing.why for standing in standings.values() if standing.keeps), None)
     # A copy that was made since a lane is to move to it is still made.
     pending = [target if target in members else host for target, host in zip(before.targets, hosts, strict=True)]
     return Term(
@@ -62,6 +63,7 @@ def next_term(
         tuple(pending),
         joined=_without_state(members, standings),
         left=before.left,
+        keeps=keeps,
     )
 
 

@@ -21,7 +21,7 @@ from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.checkpointing import Checkpointing
 from foreload.trainer.cluster.control import ControlSocket
 from foreload.trainer.cluster.control_answers import ControlAnswers, Phase
-from foreload.trainer.cluster.ending import Ending, early_stop, figures_told, first_of, manifest_of, status_of
+from foreload.trainer.cluster.ending import Ending, early_stop, figures_told, first_of, kept_files, manifest_of, status_of
 from foreload.trainer.cluster.events import EventReceiver
 from foreload.trainer.cluster.facts import Go, RunSaved, StepsLeft, StopWanted, Term
 from foreload.trainer.cluster.failures import Failures, GuestsRefused
@@ -73,6 +73,7 @@ from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import CallEnded, EventLog, StopAsked, TrainerLost
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import keep_schedule
+from foreload.trainer.run.kept_lanes import write_kept_lanes
 from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.report import RunReport
 from foreload.trainer.run.scheduler import scheduler_address, under_scheduler
@@ -87,7 +88,7 @@ class TrainerGroup:
     """The trainers of one call, from the coordinator's side.
 
     at_rest: whether the run came to rest. Then status and failure are how far it is, and what stopped it before its end though all is saved; None:
-    nothing did.
+    nothing did. kept: it did not, but all that the store lacks is kept in its folder.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class TrainerGroup:
         self._trainers = SpawnedTrainers(start_process, lambda: shards.urls, run.lock, hosts)
         self.manifest, self.status = manifest, start
         self.failure: str | None = None
-        self.at_rest = self._stop_told = False
+        self.at_rest = self.kept = self._stop_told = False
         machines = self._machines = ONE_MACHINE if hosts is None else hosts.machines
         self._first = first_term(start.term, range(job.trainers), schedule.header.lanes, job.copies_held, start.step, machines)
         self._membership: Membership | None = None
@@ -174,6 +175,13 @@ class TrainerGroup:
             self._checkpointing.finish(members.term.members)
             left = [told for trainer in members.term.left if (told := board.poll(Departed, trainer)) is not None]
             ending = self._finish(report, left)
+            if members.term.keeps is not None:
+                # The store lacks rows, which are in the run's folder.
+                write_kept_lanes(self._run.path, members.term.keeps, self.manifest, self.status, kept_files(self._ended))
+                self.kept = True
+                board.publish(RunSaved())
+                self._trainers.await_end(GRACE)
+                return ending
             save_over_hosts(board, self._run, spec, members.term.number, self._ended.values())
             # The rows are where the status says, in servers that run: if these cannot be saved, the next command finds them so.
             self._run.come_to_rest(self.manifest, self.status)

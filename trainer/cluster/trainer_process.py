@@ -26,6 +26,7 @@ from foreload.trainer.cluster.events import EventSender
 from foreload.trainer.cluster.facts import Fingerprint, Orphaned, RunSaved
 from foreload.trainer.cluster.faults import FaultPoints, TrainerFault
 from foreload.trainer.cluster.hosted_log import FolderLog, HostedLog, TermLog
+from foreload.trainer.cluster.keeping import CannotGoOn, cannot_go_on, keep
 from foreload.trainer.cluster.messages import (
     Departed,
     Ended,
@@ -53,6 +54,7 @@ from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_
 from foreload.trainer.run.directory import LOG, Run
 from foreload.trainer.run.early_stopping import EarlyStopping
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.kept_lanes import KeptFile
 from foreload.trainer.run.model_code import check_same_code
 from foreload.trainer.run.next_term import continue_term, segment_after
 from foreload.trainer.run.report import Totals
@@ -168,7 +170,7 @@ class TrainerProcess:
                 terms.join()
             self._log.begin_term(terms.term, ())
             while True:
-                why: str | None = None
+                why, keeps = None, False
                 try:
                     with terms.transport() as transport:
                         self._points.come_to("group formed")
@@ -180,21 +182,35 @@ class TrainerProcess:
                             self._serve(hosted, parts, stack)
                         else:
                             before, events = self._continue(parts, access, session, before, hosted)
-                        if not self._run_term(before, events):
-                            return
+                        try:
+                            if not self._run_term(before, events):
+                                return
+                        except Exception as error:
+                            raise self._found_to_fail(error, before) from error
+                except CannotGoOn as error:
+                    why, keeps = str(error), True
                 except (PeerLost, CopyLost) as error:
                     if hosted is None:
                         raise PeerLost(str(error)) from error
                     # It may be gone because rows are: then that is said, of this trainer's rows.
                     self._terms.on_over()
-                    with contextlib.suppress(CopyLost):
-                        hosted.traffic.probe()
-                    if not terms.survives:
-                        raise
+                    if not terms.ends_keeping:
+                        with contextlib.suppress(CopyLost):
+                            hosted.traffic.probe()
+                        if not terms.survives:
+                            raise
                     self._over, why = error, str(error)
                     self._points.come_to("term over")
-                self._next_term(before, why)
+                self._next_term(before, why, keeps)
                 self._points.come_to("rolled back")
+                assert hosted is not None
+                if terms.term.keeps is not None:
+                    files = keep(self._run, terms.term, self._trainer, hosted, before, self._last_step, self._dense)
+                    self._points.come_to("kept")
+                    batches = dict.fromkeys(terms.term.lanes_of(self._trainer), 0)
+                    self._publish_end(terms.term.committed, True, terms.term.keeps, batches, (), files)
+                    self._await_saved(lambda: None)
+                    return
                 if not terms.is_member:
                     terms.depart(Departed(self._totals, counters_of(hosted.traffic), ProcessUse.now(), hosted.stored.store.loads))
                     return
@@ -209,7 +225,15 @@ class TrainerProcess:
         if self._on_host is not None:
             self._terms.on_over = self._see_over
 
-    def _next_term(self, before: Trainer | None, why: str | None) -> None:
+    def _found_to_fail(self, error: Exception, trainer: Trainer) -> Exception:
+        """What a term ends with that ended with an error: CannotGoOn, where the run can come to rest in the next one; then the others know it."""
+        failed = cannot_go_on(error, trainer, self._trainer) if self._on_host is None else None
+        if failed is None:
+            return error
+        self._terms.end_keeping(trainer.commits is None)
+        return failed
+
+    def _next_term(self, before: Trainer | None, why: str | None, keeps: bool) -> None:
         """Leave the term and come to the next, at the step that is committed, without the lanes that go to others. Raises PeerLost, TrainerError."""
         terms = self._terms
         self._checkpoints.drop("the term is over")
@@ -218,7 +242,9 @@ class TrainerProcess:
         if before is not None:
             standing = Standing(self._last_step, (), False) if commits is None else commits.standing()
         while True:
-            terms.next(standing, why)
+            terms.next(standing, why, keeps)
+            if terms.term.keeps is not None:
+                break
             try:
                 self._log.begin_term(terms.term, () if before is None else before.lanes.numbers)
                 break
@@ -226,11 +252,14 @@ class TrainerProcess:
                 why = str(error)
         if self._hosted is not None:
             self._hosted.traffic.interrupt(None)
+            if terms.term.keeps is not None:
+                self._hosted.traffic.end_unwritten()
         if before is None:
             return
         if commits is not None:
             commits.roll_back(terms.term.committed)
-        terms.hand_over(commits, before.lanes.numbers)
+        if terms.term.keeps is None:
+            terms.hand_over(commits, before.lanes.numbers)
 
     def _see_over(self) -> None:
         """The term is over: nobody here waits for other trainers any more. The thread that watches the term says so."""
@@ -289,26 +318,39 @@ class TrainerProcess:
         session.barrier()
         if session.leads:
             self._folder.save_dense(self._dense, self._last_step, term.number, self._on_dense_written)
-        end = TrainerEnd(
-            step=self._last_step, stopped=stopped, failure=failure, flushed=self._flushed, last_batches=lanes.last_batches(), lost=tuple(lost),
-            traffic=counters_of(lanes.traffic), segments=self._segments, prefix=schedule.prefix(self._segments), totals=self._totals,
-            use=ProcessUse.now(), loads=lanes.stored.store.loads, watched=self._early.so_far,
-        )  # fmt: skip
-        self._board.publish(end, term.number, self._trainer)
-        self._events.send_last(Ended())
+        self._publish_end(self._last_step, stopped, failure, lanes.last_batches(), tuple(lost))
         self._points.come_to("ended")
         if session.leads or terms.survives or self._on_host is not None:
-            self._see_run_saved(session)
+            self._await_saved(terms.check)
         return False
 
-    def _see_run_saved(self, session: TermSession) -> None:
+    def _publish_end(
+        self,
+        step: int,
+        stopped: bool,
+        failure: str | None,
+        batches: dict[int, int],
+        lost: tuple[int, ...],
+        kept: tuple[KeptFile, ...] = (),
+    ) -> None:
+        """Tell how this trainer ended; the arguments as `TrainerEnd` has them."""
+        assert self._hosted is not None
+        end = TrainerEnd(
+            step=step, stopped=stopped, failure=failure, flushed=self._flushed, last_batches=batches, lost=lost,
+            traffic=counters_of(self._hosted.traffic), segments=self._segments, prefix=self._schedule.prefix(self._segments), totals=self._totals,
+            use=ProcessUse.now(), loads=self._hosted.stored.store.loads, watched=self._early.so_far, kept=kept,
+        )  # fmt: skip
+        self._board.publish(end, self._terms.term.number, self._trainer)
+        self._events.send_last(Ended())
+
+    def _await_saved(self, check: Callable[[], None]) -> None:
         """Wait until the launcher has published how far the run is; if it was killed, have that done in its place, when all have ended.
 
         Until then another trainer may be lost that has not ended, and its lanes be taken over. Raises PeerLost then.
         """
         term = self._terms.term
         while self._board.poll(RunSaved) is None:
-            self._terms.check()
+            check()
             if self._board.poll(Orphaned) is not None:
                 if self._log.ends_alone(term):
                     ended = {trainer: self._board.read(TrainerEnd, term.number, trainer) for trainer in term.members}

@@ -12,7 +12,7 @@ import torch
 
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.events import EventSender
-from foreload.trainer.cluster.facts import Admitted, HandedOver, Orphaned, Term, TermBegins, TermOver
+from foreload.trainer.cluster.facts import Admitted, EndsKeeping, HandedOver, Orphaned, Term, TermBegins, TermOver
 from foreload.trainer.cluster.messages import CanJoin, Departed, LaunchSpec, Ready, TermLeft
 from foreload.trainer.cluster.term_watch import TermWatch
 from foreload.trainer.compute.commits import Commits, Standing
@@ -25,6 +25,7 @@ from foreload.trainer.run.job import TrainJob
 BOARD_PAUSE = timedelta(milliseconds=2)  # between two looks for a fact that is waited for
 PATIENCE = timedelta(hours=1)  # for a peer's message where losses are survived: whether it is gone, the coordinator knows
 FIRST_FORMING = timedelta(minutes=5)  # for the first group to be formed: trainers are still starting
+STEP_PATIENCE = timedelta(seconds=1)  # for a step that one trainer has ended to end on the others, which have all that it takes
 FORMING = timedelta(seconds=5)  # for a later one; when it begins, all members were there a moment ago
 
 
@@ -148,9 +149,23 @@ class TrainerTerms:
         if self.survives and self._board.poll(TermOver, self.term.number) is not None:
             raise PeerLost(f"trainer {self._trainer}: term {self.term.number} is over")
 
-    def next(self, standing: Standing | None, why: str | None) -> None:
+    def end_keeping(self, together: bool) -> None:
+        """Tell the others that this trainer cannot go on, before they find it gone: the next term is to keep what the store lacks.
+
+        together: no step can be undone, so they are given the time to end the one that this trainer has ended.
+        """
+        self._board.publish(EndsKeeping(), self.term.number)
+        if together and len(self.term.members) > 1:
+            time.sleep(STEP_PATIENCE.total_seconds())
+
+    @property
+    def ends_keeping(self) -> bool:
+        """Whether a trainer has told that, in this term."""
+        return self._board.poll(EndsKeeping, self.term.number) is not None
+
+    def next(self, standing: Standing | None, why: str | None, keeps: bool = False) -> None:
         """Leave the term, and come to the next, which `term` then is. standing: None where this trainer has nothing yet. why: what was noticed, None
-        where the end was planned.
+        where the end was planned. keeps: it cannot go on.
 
         This trainer may be no member of the next term if it has left in order: then it hands its lanes over. Raises PeerLost where there will be
         none, since the coordinator is gone, and TrainerError where it was taken for lost.
@@ -159,7 +174,7 @@ class TrainerTerms:
         if standing is None:
             self._events.send(TermLeft(number, -1, (), False, why, joins=True))
         else:
-            self._events.send(TermLeft(number, standing.step, standing.copies, standing.stopping, why))
+            self._events.send(TermLeft(number, standing.step, standing.copies, standing.stopping, why, keeps=keeps))
         self._come_to("left")
         number += 1
         while (term := self._board.poll(Term, number)) is None:

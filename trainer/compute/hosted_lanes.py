@@ -131,8 +131,9 @@ class HostedLanes:
     def _hand_over(self, lane: int, boundary: int, ended: EndedRows, at_stop: bool) -> None:
         """Give the rows of a boundary to the traffic, unless it has them: those of one that was undone are the same bits when it is passed again."""
         if boundary > self._handed[lane]:
-            self._held_up += self.traffic.write_back(lane, boundary, ended, at_stop)
+            # Whatever becomes of the call, the traffic has them then.
             self._handed[lane] = boundary
+            self._held_up += self.traffic.write_back(lane, boundary, ended, at_stop)
 
     def take_held_up(self) -> float:
         """Seconds for which the traffic had no room for rows that leave, since this was asked last."""

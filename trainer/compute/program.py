@@ -28,7 +28,7 @@ class Trainer:
     """Runs events over hosted lanes, in one term. One thread uses it; the traffic with the store has a thread of its own.
 
     parts, lanes and copies outlive it: in the next term another Trainer goes on with them, in that term's session. commits: where lanes have
-    copies. on_point: told the named points of a step, and the step, in an evaluation
+    copies. applying: whether a step is half applied, also when that failed. on_point: told the named points of a step, and the step, in an evaluation
     pass the training step before it (for tests and drills).
     """
 
@@ -46,6 +46,7 @@ class Trainer:
         self.ends_after: Callable[[int, Sequence[EvaluationReport]], bool] = lambda step, reports: False
         self._bucket = GradientBucket(parts.parameters, session.transport.world)
         self._last_step = last_step
+        self.applying = False
         self._evaluation: EvaluationPass | None = None
         # Of this evaluation pass, where this trainer leads: the first step and lane with an output that is not finite.
         self._not_finite: tuple[int, int] | None = None
@@ -118,7 +119,9 @@ class Trainer:
             step.exchange(following)
             step.compute()
             step.reduce()
+            self.applying = True
             step.apply()
+            self.applying = False
         except LossNotFinite:
             # Every trainer has the same losses, so all of them break off here.
             step.break_off()

@@ -1,0 +1,73 @@
+"""A trainer that cannot go on, though no row is lost: it keeps what the store lacks of its lanes in the run's folder, with all others, after one step."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+
+from foreload.cache.errors import (
+    CacheError,
+    CommandRefused,
+    ForeignKey,
+    ShardsRefuse,
+    StoreAuth,
+    StoreFull,
+    StoreTls,
+    StoreUnavailable,
+)
+from foreload.pipelines.errors import ForeloadError
+from foreload.trainer.cluster.facts import Term
+from foreload.trainer.compute.hosted_lanes import HostedLanes
+from foreload.trainer.compute.program import Trainer
+from foreload.trainer.errors import DenseDiverged, PeerLost, TrainerError
+from foreload.trainer.run.assembly import DenseModel
+from foreload.trainer.run.dense_file import save_dense
+from foreload.trainer.run.kept_lanes import DENSE, KeptFile, KeptLane, folder_of, write_lane
+
+_ROWS_STAY = (StoreUnavailable, StoreFull, StoreAuth, StoreTls, CommandRefused, ShardsRefuse)
+
+
+class CannotGoOn(Exception):
+    """A trainer failed, and its rows, and those of the others, are as after a step that was trained."""
+
+
+def cannot_go_on(error: BaseException, trainer: Trainer, number: int) -> CannotGoOn | None:
+    """What becomes of an error that a trainer's steps ended with; None where another trainer, or rows that are lost, are why, or a step is half done.
+
+    number: the trainer's, for messages.
+    """
+    if isinstance(error, PeerLost | DenseDiverged | KeyboardInterrupt) or (trainer.commits is None and trainer.applying):
+        return None
+    if isinstance(error, CacheError):
+        stay = isinstance(error, _ROWS_STAY) and not isinstance(error, ForeignKey)
+        return CannotGoOn(str(error)) if stay else None
+    if isinstance(error, ForeloadError):
+        return CannotGoOn(str(error))
+    traceback.print_exception(error, file=sys.stderr)
+    return CannotGoOn(f"trainer {number}: {type(error).__name__}: {error} (see above)")
+
+
+def keep(
+    run: Path, term: Term, number: int, hosted: HostedLanes, trainer: Trainer | None, last_step: int, dense: DenseModel
+) -> tuple[KeptFile, ...]:
+    """Write what the store lacks of the lanes that a term gives a trainer, hosted or with a copy here, into a run's folder; who leads, the dense part.
+
+    trainer: who ran the last steps, up to last_step; None where this one had joined, and has nothing. Raises TrainerError, OSError.
+    """
+    commits = None if trainer is None else trainer.commits
+    if trainer is not None and commits is None and last_step != term.committed:
+        raise TrainerError(f"{term.keeps}; and the trainers have come to different steps, so what they have cannot be kept")
+    files = []
+    for lane in term.lanes_of(number):
+        if lane in hosted.partitions:
+            left = hosted.traffic.unwritten(lane)
+            kept = KeptLane.of(hosted.partitions[lane], left.owed, left.released)
+        else:
+            assert commits is not None
+            copy = commits.copies[lane]
+            kept = KeptLane.of(copy.partition, sorted(copy.owed.items()), (copy.released, copy.batch))
+        files.append(write_lane(run, lane, kept))
+    if term.leader == number:
+        save_dense(folder_of(run) / DENSE, dense.module, dense.optimizer, term.committed)
+    return tuple(files)

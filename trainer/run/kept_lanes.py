@@ -1,0 +1,136 @@
+"""RUN/kept/lanes: the rows that trainers could not bring to the store when training ended, a file a lane, and what makes a clean stop of them.
+
+`lanes.json` is written last: without it there is nothing. Whoever puts the rows on the store takes the lanes over from these files, as it would from
+another trainer's copies (docs/protocol.md, Takeover), and may die at any moment: the next one begins again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foreload.cache.protocol.takeover import CopiedLane
+from foreload.cache.rows.partition import Partition
+from foreload.cache.rows.staging import EndedRows
+from foreload.pipelines.base.codec import Name, of_json
+from foreload.pipelines.base.files import read_sealed, replacing, write_sealed
+from foreload.pipelines.schedule.format import Occupants
+from foreload.trainer.errors import RunError
+from foreload.trainer.run.directory import KEPT
+from foreload.trainer.run.manifest import Manifest, Status
+
+FOLDER, TOLD = "lanes", "lanes.json"
+DENSE = "dense.safetensors"
+_IN_SLOTS = -1  # in the place of a boundary
+_COLUMNS = ("table", "ordinal", "id", "tag", "stored_tag", "weights", "state")
+_TYPES = dict(zip(_COLUMNS, (np.int16, np.int64, np.int64, np.int32, np.int32, np.float32, np.float32), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class KeptLane:
+    """Rows of a lane that the store may lack, after the last step. owed, released: as `CopiedLane` has them; ending: those that sat in slots."""
+
+    owed: Sequence[tuple[int, EndedRows]]
+    ending: EndedRows
+    released: tuple[int, int]
+
+    @classmethod
+    def of(cls, partition: Partition, owed: Sequence[tuple[int, EndedRows]], released: tuple[int, int]) -> KeptLane:
+        """Of the lane's slots, and of what ended before."""
+        here, slots = partition.occupants, partition.occupied()
+        return cls(owed, partition.rows_in(slots[here.tag[slots] != here.stored_tag[slots]]), released)
+
+    def copied(self, ordinals: np.ndarray) -> CopiedLane:
+        """What a takeover needs. ordinals: int64 [tables], given up to the last step."""
+        ending = self.ending
+        return CopiedLane(ordinals, Occupants(*ending.columns(), ending.stored_tag), self.owed, ending, self.released)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFile:
+    """A file beside `lanes.json`. sha256: of its bytes."""
+
+    name: Name
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeptLanes:
+    """What `lanes.json` tells. why: training ended; manifest, status: of the run once the rows are on the store; files: of each lane."""
+
+    why: str
+    manifest: Manifest
+    status: Status
+    files: tuple[KeptFile, ...]
+
+
+def folder_of(run: Path) -> Path:
+    """Where a run's are, or are to be."""
+    return run / KEPT / FOLDER
+
+
+def write_lane(run: Path, lane: int, kept: KeptLane) -> KeptFile:
+    """Write a lane's file, whole and on the disk. Raises OSError."""
+    parts = [*kept.owed, (_IN_SLOTS, kept.ending)]
+    boundary = np.concatenate([np.full(len(rows), number, np.int64) for number, rows in parts])
+    path = folder_of(run) / f"lane-{lane:02d}.rows"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, durable=True) as temporary, open(temporary, "wb") as file:
+        for array in (np.array(kept.released, np.int64), boundary):
+            np.save(file, array, allow_pickle=False)
+        for name, kind in _TYPES.items():
+            np.save(file, np.concatenate([getattr(rows, name) for _, rows in parts]).astype(kind, copy=False), allow_pickle=False)
+    return KeptFile(path.name, _sha256(path))
+
+
+def read_lane(run: Path, file: KeptFile) -> KeptLane:
+    """The inverse. Raises RunError where the file is another one."""
+    path = folder_of(run) / file.name
+    try:
+        if _sha256(path) != file.sha256:
+            raise ValueError("its checksum is another one")
+        with open(path, "rb") as opened:
+            released, boundary, *columns = (np.load(opened, allow_pickle=False) for _ in range(2 + len(_TYPES)))
+    except (OSError, ValueError) as error:
+        raise RunError(f"run {run}: {path} is damaged ({error}), and its rows are nowhere else; restore it") from error
+    rows = EndedRows(*columns)
+    owed = [(int(number), rows.select(boundary == number)) for number in np.unique(boundary) if number != _IN_SLOTS]
+    return KeptLane(owed, rows.select(boundary == _IN_SLOTS), (int(released[0]), int(released[1])))
+
+
+def kept_lanes(run: Path) -> KeptLanes | None:
+    """What a run keeps of lanes; None where that is nothing. Raises RunError where it is damaged."""
+    path = folder_of(run) / TOLD
+    if not path.exists():
+        return None
+    try:
+        return of_json(read_sealed(path)[0], KeptLanes)
+    except (OSError, ValueError) as error:
+        raise RunError(f"run {run}: {path} is damaged ({error}); restore the run's folder") from error
+
+
+def write_kept_lanes(run: Path, why: str, manifest: Manifest, status: Status, files: Sequence[KeptFile]) -> None:
+    """Publish what trainers have written. Raises OSError."""
+    told: dict[str, Any] = {
+        "why": why, "manifest": manifest.to_dict(), "status": asdict(status), "files": [asdict(file) for file in files],
+    }  # fmt: skip
+    write_sealed(folder_of(run) / TOLD, told, durable=True)
+
+
+def forget_kept_lanes(run: Path) -> None:
+    """Their rows are on the store, or the run goes on without them."""
+    folder = folder_of(run)
+    if folder.exists():
+        (folder / TOLD).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,12 +1,7 @@
-"""The traffic of one trainer with the store: one background thread that serves its lanes in rounds.
+"""The traffic of one trainer with the store: one background thread that serves its lanes in rounds (`protocol/plain_rounds`, `parity_rounds`).
 
-Without parity a round is one exchange with all store shards: of each lane the next write-back batch (its rows and the marker, to every
-shard), and all fetches that are due. A fetch is due once the boundary of its row's last write-back is *released*, that is, acknowledged by all
-shards in an earlier round; so no read can pass the write that it depends on.
-
-With parity a round has three phases. Read phase: the parity rows of the stripes that the batch touches, and the fetches. Parity phase: the
-new parity rows, once all is read, the rows of the batch before are acknowledged, and the batch is in the log. Data phase: the rows,
-in one exchange with the next read phase.
+A fetch is due once the boundary of its row's last write-back is *released*, that is, acknowledged by all shards in an earlier round; so no read can
+pass the write that it depends on.
 """
 
 from __future__ import annotations
@@ -18,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 
 import numpy as np
@@ -35,7 +31,7 @@ from foreload.cache.protocol.ownership import UNFENCED, Ownership
 from foreload.cache.protocol.parity_rounds import ParityRounds
 from foreload.cache.protocol.plain_rounds import PlainRounds
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.reconnection import PATIENCE, Reconnection
+from foreload.cache.protocol.reconnection import PATIENCE, Patience, Reconnection
 from foreload.cache.protocol.rounds import Rounds, RoundStats
 from foreload.cache.protocol.server_probe import ShardNews
 from foreload.cache.protocol.shard_table import ShardSnapshot
@@ -57,8 +53,7 @@ class Traffic:
     out the check of ids and tags (for tests of the tests). log: where the batches under way are held, needed with parity. on_action is called
     by the thread at "data leaves", "fetch leaves", "data acknowledged", "rows staged", and with parity also "parity rows asked for", "parity
     rows read", "batch logged", "parity leaves" and "parity acknowledged"; "rows decoded" and "rows rebuilt" where a shard is lost. on_shards is
-    told what becomes of store shards, by the thread or one beside it. patience: how long shards that do not answer are waited for, where parity does
-    not cover them.
+    told what becomes of store shards, by the thread or one beside it. patience: with shards that do not answer.
 
     Whatever the thread fails with is raised by every later call.
     """
@@ -75,7 +70,7 @@ class Traffic:
         ownership: Ownership = UNFENCED,
         on_action: Callable[[str], None] | None = None,
         on_shards: Callable[[ShardNews], None] | None = None,
-        patience: timedelta = PATIENCE,
+        patience: Patience = PATIENCE,
     ) -> None:
         if lead_events < 1 or staging_rows < 1:
             raise CacheError(f"traffic: lead_events and staging_rows must be at least 1; got {lead_events} and {staging_rows}")
@@ -98,35 +93,32 @@ class Traffic:
         self._thread = threading.Thread(target=self._serve, name="traffic", daemon=True)
         self._thread.start()
 
-    def _rounds_for(self, log: BatchLog | None, ownership: Ownership, check_tags: bool, patience: timedelta) -> Rounds:
+    def _rounds_for(self, log: BatchLog | None, ownership: Ownership, check_tags: bool, patience: Patience) -> Rounds:
         """The rounds of these rows, with what goes with their kind."""
-        stored, lanes = self._stored, self._lanes
-        self._rebuild: Rebuild | None = None
+        stored, lanes, monitor, term = self._stored, self._lanes, self._monitor, ownership.term
+        common = stored, lanes, check_tags, self._on_action, self._note
+        rounds: Rounds
+        failover: Failover | None = None
         if not stored.placement.r:
-            reconnection = Reconnection(stored, ownership, patience, lambda: self._monitor.stopping, self._tell_shards)
-            plain = PlainRounds(stored, lanes, check_tags, self._on_action, self._note, reconnection)
-            self.migration = Migration(
-                stored, lanes, plain, self._monitor, ownership.term, self._on_action, self._note_migrated, self._tell_shards
-            )
-            return plain
-        if log is None:
+            rounds = PlainRounds(*common, Reconnection(stored, ownership, patience, lambda: monitor.stopping, self._tell_shards))
+        elif log is None:
             raise CacheError("traffic: needs a log of its batches where there is parity")
-        failover = Failover(stored, ownership, self._monitor, self._tell_shards, patience)
-        rounds = ParityRounds(stored, lanes, check_tags, self._on_action, self._note, failover, log)
-        self.migration = Migration(
-            stored, lanes, rounds, self._monitor, ownership.term, self._on_action, self._note_migrated, self._tell_shards
-        )
-        self._rebuild = Rebuild(stored, failover, rounds, lanes, self.migration, self._on_action, self._note_rebuilt)
-        self._background.add(self._rebuild)
+        else:
+            failover = Failover(stored, ownership, monitor, self._tell_shards, patience)
+            rounds = ParityRounds(*common, failover, log)
+        on_moved = partial(self._note_rows, "rows_migrated")
+        self.migration = Migration(stored, lanes, rounds, monitor, term, self._on_action, on_moved, self._tell_shards)
+        self._rebuild: Rebuild | None = None
+        if failover is not None and isinstance(rounds, ParityRounds):
+            on_rebuilt = partial(self._note_rows, "rows_rebuilt")
+            self._rebuild = Rebuild(stored, failover, rounds, lanes, self.migration, self._on_action, on_rebuilt)
+            self._background.add(self._rebuild)
         return rounds
 
     # The trainer's side.
 
     def add_lane(self, plan: LanePlan) -> None:
-        """Serve a lane from the next round on. Whoever calls has taken it over (`ownership.take_over`), if lanes are taken over at all.
-
-        Raises CacheError for a lane that is served already, and the thread's failure, as all calls do.
-        """
+        """Serve a lane, which the caller has taken over, from the next round on. Raises CacheError for one that is served already."""
         state = LaneTraffic(plan, self._stored, self._rounds.needs_base, self._term)
         with self._monitor:
             self._monitor.wait_until(lambda: True)  # raises where the thread is over
@@ -224,10 +216,8 @@ class Traffic:
         self._rounds.replace(shard, url)
 
     def repair_shards(self, patience: timedelta) -> list[int]:
-        """Wait until every shard is whole again, and rows that move are there, at full speed, but no longer than `patience`; returns those that are
-        then lost.
-
-        Without parity no shard is waited for, but one that has not what it acknowledged is an error.
+        """Wait until every shard is whole, and rows that move are there, at full speed, but no longer than `patience`; returns those lost then.
+        Without parity none is waited for, but one that has not what it acknowledged is an error.
         """
         self.migration.throttled = False
         if self._rebuild is not None:
@@ -309,8 +299,7 @@ class Traffic:
     def end_unwritten(self) -> None:
         """Stop the thread, whatever it failed with. What is handed over from then on stays here, for `unwritten`; no other call is of use."""
         self.abort()
-        with self._monitor:
-            self._monitor.over = True
+        self._monitor.over = True
 
     def unwritten(self, lane: int) -> Unwritten:
         """What the store may lack of a lane, after `end_unwritten`."""
@@ -382,7 +371,7 @@ class Traffic:
         worked |= self._background.work(self._rounds.flush_pending)
         fetches: list[PlannedFetch] = []
         for state in self._lanes.all:
-            state.pull(self._monitor, self._stored, self._ahead, self._note_initial)
+            state.pull(self._monitor, self._stored, self._ahead, partial(self._note_rows, "rows_initial"))
             state.stage(self._monitor)
             fetches += state.due(self._monitor)
         return self._rounds.run(fetches + self.snapshots.fetches()) or worked
@@ -391,18 +380,10 @@ class Traffic:
         self._on_shards(news)
         self._monitor.wake()
 
-    def _note_initial(self, rows: int) -> None:
+    def _note_rows(self, counter: str, rows: int) -> None:
+        """Count so many rows in; counter: a field of Counters."""
         with self._monitor:
-            self._counters.rows_initial += rows
-
-    def _note_migrated(self, rows: int) -> None:
-        with self._monitor:
-            self._counters.rows_migrated += rows
-            self._monitor.notify_all()
-
-    def _note_rebuilt(self, rows: int) -> None:
-        with self._monitor:
-            self._counters.rows_rebuilt += rows
+            setattr(self._counters, counter, getattr(self._counters, counter) + rows)
             self._monitor.notify_all()
 
     def _note(self, stats: RoundStats) -> None:

@@ -45,7 +45,8 @@ class WriteBackBatch:
     table int16, ordinal int64 [n]: the rows as they came. new, old: uint8 [n, row_bytes] in the order of the arrangement, what is written and
     what it replaces (zeros where nothing was stored; None where no base is kept). parity: uint8 [entries, row_bytes], to be filled with the
     parity rows that are updated, and with all of them by `update`. rows_of: boundary -> how many of its rows are in this batch. fresh: what of it
-    the store has not yet. shape: of its rows, as in `RowShapes`. pieces: what they were cut from, (boundary, ended, places int64 [n]). baseless: those of which `old` must be read first; None where there are none.
+    the store has not yet. shape: of its rows, as in `RowShapes`. pieces: what they were cut from, (boundary, ended, places
+    int64 [n]). baseless: those of which `old` must be read first; None where there are none.
     """
 
     number: int

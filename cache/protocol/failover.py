@@ -35,7 +35,7 @@ from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.reconnection import RECONNECT, Markers, Reconnection, is_broken
+from foreload.cache.protocol.reconnection import RECONNECT, Markers, Patience, Reconnection, is_broken
 from foreload.cache.protocol.server_probe import ServerProbe, ShardNews
 
 REFUSED, LONGEST_REFUSED = timedelta(milliseconds=200), timedelta(seconds=30)  # before a server that refused is looked for again
@@ -54,7 +54,7 @@ class Failover:
         ownership: Ownership,
         monitor: Monitor,
         on_news: Callable[[ShardNews], None],
-        patience: timedelta,
+        patience: Patience,
     ) -> None:
         self._stored, self._monitor, self._on_news = stored, monitor, on_news
         self._reconnection = Reconnection(stored, ownership, patience, lambda: monitor.stopping, on_news)
@@ -104,7 +104,7 @@ class Failover:
         failing = {shard: error for shard, error in failures.items() if shard not in table.lost}
         if not failing:
             return
-        again, left = self._reconnection.bring_back(failing, markers, writes, table.all_covered)
+        again, left = self._reconnection.reconnect(failing, markers, writes, table.all_covered)
         for shard, error in left.items():
             self._give_up(shard, error)
         if again:

@@ -16,8 +16,8 @@ Answer = TypeVar("Answer")
 class Monitor(threading.Condition):
     """A condition over the state that both sides see; whoever looks at that or changes it holds this.
 
-    Whatever the thread fails with is raised by every later wait of the trainer. interrupted: what a wait raises that would have to wait. over: there is
-    no thread any more, and nobody waits for it.
+    Whatever the thread fails with is raised by every later wait of the trainer. interrupted: what a wait raises that would have to wait. over:
+    there is no thread any more, and nobody waits for it.
     """
 
     def __init__(self) -> None:

@@ -84,7 +84,7 @@ class PlainRounds(Rounds):
                 check_answer(self._stored, lane, write)
                 self._stored.note(lane, write)
         if failures:
-            again, left = self._reconnection.bring_back(failures, self._markers, writes, lambda shards: not shards)
+            again, left = self._reconnection.reconnect(failures, self._markers, writes, lambda shards: not shards)
             for error in left.values():
                 raise error
             self._reconnection.repeat(reads, writes, again, self.exchange)

@@ -19,13 +19,25 @@ from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
 
 RECONNECT = timedelta(milliseconds=200)  # for a connection that broke, of which nothing more is known
-PATIENCE = timedelta(seconds=10)  # with shards that do not answer
 _LONGEST_LOOK = timedelta(seconds=1)  # at a server that has been silent
 _PAUSE = timedelta(milliseconds=50)  # between two looks
 _GRACE = timedelta(seconds=1)  # for the last ones, once parity covers these: if all were silent at once, all come back at once
 
 Markers = Callable[[int], Sequence[Marker]]
 Exchange = Callable[[Sequence[tuple[int, Read]], Sequence[tuple[int, Write]]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long shards are waited for that do not answer, where parity does not cover them. volatile: none is that cannot be reached, for then it has
+    died, and its rows with it.
+    """
+
+    time: timedelta = timedelta(seconds=10)
+    volatile: bool = False
+
+
+PATIENCE = Patience()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +58,12 @@ class ShardsAwaited:
 class Reconnection:
     """Of the owner of lanes; one thread uses it, the one that changes `stored.shards`.
 
-    patience: how long shards are waited for. given_up: whether nobody waits any more; on_awaited: told what is waited for.
+    given_up: whether nobody waits any more; on_awaited: told what is waited for.
     """
 
     stored: StoredRows
     ownership: Ownership
-    patience: timedelta
+    patience: Patience
     given_up: Callable[[], bool]
     on_awaited: Callable[[ShardsAwaited], None]
 
@@ -77,7 +89,7 @@ class Reconnection:
         finally:
             fresh.close()
 
-    def bring_back(
+    def reconnect(
         self,
         failing: Mapping[int, StoreError],
         markers: Markers,
@@ -99,7 +111,8 @@ class Reconnection:
                 raise
             except StoreError as error:
                 away.pop(shard, None)
-                (away if is_away(error) else wrong)[shard] = error
+                died = self.patience.volatile and _is_gone(error)
+                (away if is_away(error) and not died else wrong)[shard] = error
                 return
             away.pop(shard, None)
             if there is None:
@@ -120,7 +133,9 @@ class Reconnection:
             return back, wrong | away
         self.on_awaited(ShardsAwaited(tuple(away), str(next(iter(away.values())))))
         silent = any(isinstance(error, StoreSilent) for error in failing.values())
-        deadline = time.monotonic() + (self.patience - (self.stored.store.timeout if silent else timedelta())).total_seconds()
+        deadline = (
+            time.monotonic() + (self.patience.time - (self.stored.store.timeout if silent else timedelta())).total_seconds()
+        )
         covered_since: float | None = None
         while away and covered(wrong):
             for shard in list(away):
@@ -210,6 +225,15 @@ class Reconnection:
 def is_away(error: StoreError) -> bool:
     """Whether a shard does not answer, so that its server may be as it was."""
     return isinstance(error, StoreUnavailable) and not isinstance(error, ForeignKey)
+
+
+def _is_gone(error: BaseException | None) -> bool:
+    """Whether nobody listens where a server was to be reached."""
+    while error is not None:
+        if isinstance(error, ConnectionRefusedError | FileNotFoundError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def is_broken(error: StoreError) -> bool:

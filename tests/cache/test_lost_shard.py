@@ -51,7 +51,7 @@ from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.namespace import claim, lane_key
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.reconnection import ShardsAwaited
+from foreload.cache.protocol.reconnection import Patience, ShardsAwaited
 from foreload.cache.protocol.server_probe import ShardNews
 from foreload.cache.protocol.shard_table import LOST, ShardSnapshot
 from foreload.cache.traffic import Traffic
@@ -147,7 +147,7 @@ def run(
             ownership=IDENTITY,
             on_action=disturber,
             on_shards=disturber.hear if disturber else None,
-            patience=patience,
+            patience=Patience(patience),
         ) as traffic:
             for lane, program in programs.items():
                 run_lane(traffic, lane, program)
@@ -703,7 +703,7 @@ def test_a_stale_shard_is_lost_and_the_marker_that_it_must_have_is_named(
 ) -> None:
     with Store(stores.urls, timedelta(seconds=5)) as store:
         stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
-        failover = Failover(stored, Ownership(), Monitor(), lambda change: None, timedelta())
+        failover = Failover(stored, Ownership(), Monitor(), lambda change: None, Patience())
         try:
             if rebuilding:
                 stored.shards.advance(0, 1, 0)

@@ -23,6 +23,7 @@ from foreload.trainer.pages.run_page import run_page
 from foreload.trainer.pages.run_story import story_of
 from foreload.trainer.pages.step_figures import MOST_POINTS, read_steps
 from foreload.trainer.run.directory import METRICS, REPORT, STATUS, SUMMARY, Run
+from foreload.trainer.run.told_before import reported_step
 
 _EMPTY = {"meta"}  # elements without an end
 
@@ -221,7 +222,7 @@ def test_lines_that_tell_of_no_step_are_left_out(copied: Path, line: str) -> Non
     whole = (copied / METRICS).read_text()
     (copied / METRICS).write_text(whole + line + "\n")
     assert read_steps(copied / METRICS) is not None
-    assert Run.open(copied).reported_step() == Run.open(copied).saved_status().step
+    assert reported_step(copied / METRICS) == Run.open(copied).saved_status().step
     assert "broken off" not in checked(run_page([read_run(copied)])).text
 
 

@@ -28,7 +28,7 @@ from foreload.trainer.resources import shard_loads
 from foreload.trainer.run.directory import CONTROL, STORES, Run
 from foreload.trainer.run.event_log import CallBegan, CallEnded, EventLog, TrainerLost, read_events
 from foreload.trainer.run.kept import keep_schedule
-from foreload.trainer.run.kept_lanes import KeptFile, write_kept_lanes
+from foreload.trainer.run.kept_lanes import write_kept_lanes
 from foreload.trainer.run.manifest import Manifest, Stage, Status
 from foreload.trainer.run.report import Totals
 from foreload.trainer.run.step_lines import ROWS, rows_of_steps
@@ -83,12 +83,15 @@ def status_of(ended: Mapping[int, TrainerEnd], totals: Totals, term: int, remove
     return Status("stopped" if first.stopped else "ended", first.step, batches, asdict(totals), lost, term)
 
 
-def kept_files(ended: Mapping[int, TrainerEnd]) -> list[KeptFile]:
-    """The files in which trainers have kept what the store lacks of their lanes, by lane; none where it lacks nothing."""
+def keep_run(run: Run, manifest: Manifest, status: Status, ended: Mapping[int, TrainerEnd]) -> bool:
+    """Publish what trainers have kept that the store lacks of their lanes; returns whether there was anything. Raises OSError."""
     files = [
         (lane, file) for one in ended.values() if one.kept for lane, file in zip(sorted(one.last_batches), one.kept, strict=True)
     ]
-    return [file for _, file in sorted(files, key=itemgetter(0))]
+    if files:
+        why = first_of(ended).failure or ""
+        write_kept_lanes(run.path, why, manifest, status, [file for _, file in sorted(files, key=itemgetter(0))])
+    return bool(files)
 
 
 def first_of(ended: Mapping[int, TrainerEnd]) -> TrainerEnd:
@@ -156,10 +159,10 @@ def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], lef
             setattr(totals, name, getattr(before, name) + sum(of_step[name] for of_step in rows))
         totals.steps_incomplete += first.totals.steps
     status = status_of(ended, totals, run.saved_status().term, run.placement.removed)
-    if kept := kept_files(ended):
-        write_kept_lanes(run.path, first.failure or "", manifest_of(run.manifest, schedule, ended), status, kept)
+    manifest = manifest_of(run.manifest, schedule, ended)
+    if keep_run(run, manifest, status, ended):
         return
-    run.come_to_rest(manifest_of(run.manifest, schedule, ended), status)
+    run.come_to_rest(manifest, status)
     EventLog(run.path, status.step, status.term).note(CallEnded(state=status.state, cause="its launcher was killed"))
     keep_schedule(run, schedule, status.step)
     told = f"its launcher was killed; {status.state} after step {status.step}, with everything saved"

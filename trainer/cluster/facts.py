@@ -77,7 +77,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class EndsKeeping:
-    """A trainer cannot go on, at (term): the next one is to keep what the store lacks. Whoever has another trainer gone then need not take it for lost."""
+    """A trainer cannot go on, at (term): the next one is to keep what the store lacks. Another trainer that is gone then need not be lost."""
 
 
 @dataclass(frozen=True, slots=True)

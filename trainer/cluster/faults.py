@@ -70,7 +70,9 @@ CHECKPOINT_POINTS = ("checkpoint asked for", "checkpoint taken", "checkpoint fil
 """Of a checkpoint: the trainer knows of it; the copy is made; of its files, in the thread that writes them; all of them are there, and told."""
 BEST_POINTS = ("best waited for",)
 """Training waits behind an evaluation, until it is known whether it was the best, and a checkpoint of its step can be begun."""
-TRAINER_POINTS = (*STEP_POINTS, *STORE_POINTS, *END_POINTS, *TAKEOVER_POINTS, *CHECKPOINT_POINTS, *BEST_POINTS)
+KEPT_POINTS = ("kept",)
+"""The run cannot go on; what the store lacks of this trainer's lanes is in the run's folder, and that is yet to be told."""
+TRAINER_POINTS = (*STEP_POINTS, *STORE_POINTS, *END_POINTS, *TAKEOVER_POINTS, *CHECKPOINT_POINTS, *BEST_POINTS, *KEPT_POINTS)
 
 
 @dataclass(frozen=True, slots=True)

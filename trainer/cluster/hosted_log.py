@@ -12,7 +12,10 @@ from foreload.cache.protocol.copied_log import CopiedLog, HeldRecords, Holders, 
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.facts import Term, TrainerPlace
+from foreload.trainer.cluster.messages import LaunchSpec
 from foreload.trainer.cluster.processes import OnHost
+from foreload.trainer.run.directory import LOG
+from foreload.trainer.run.job import TrainJob
 
 
 class TermLog(ABC):
@@ -120,3 +123,18 @@ class HostedLog(TermLog):
         """See TermLog. Takes no records any more, either."""
         self.log.close()
         self._service.close()
+
+
+def open_log(
+    board: Board,
+    trainer: int,
+    address: str,
+    on_host: OnHost | None,
+    spec: LaunchSpec,
+    job: TrainJob,
+    on_lost: Callable[[str], None],
+) -> TermLog:
+    """The log of a trainer: on_host, on_lost as `HostedLog` has them. Raises SettingError."""
+    if on_host is None:
+        return FolderLog(Path(job.run) / LOG, trainer)
+    return HostedLog(board, trainer, address, on_host, spec.last_batches, job.peer_silence, on_lost)

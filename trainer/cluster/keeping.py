@@ -1,4 +1,4 @@
-"""A trainer that cannot go on, though no row is lost: it keeps what the store lacks of its lanes in the run's folder, with all others, after one step."""
+"""A trainer that cannot go on, though no row is lost: all keep what the store lacks of their lanes in the run's folder, after the same step."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from foreload.trainer.errors import DenseDiverged, PeerLost, TrainerError
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.dense_file import save_dense
 from foreload.trainer.run.kept_lanes import DENSE, KeptFile, KeptLane, folder_of, write_lane
+from foreload.trainer.run.own_exit import exit_error
 
 _ROWS_STAY = (StoreUnavailable, StoreFull, StoreAuth, StoreTls, CommandRefused, ShardsRefuse)
 
@@ -32,26 +33,32 @@ class CannotGoOn(Exception):
     """A trainer failed, and its rows, and those of the others, are as after a step that was trained."""
 
 
-def cannot_go_on(error: BaseException, trainer: Trainer, number: int) -> CannotGoOn | None:
+def cannot_go_on(error: Exception | SystemExit, trainer: Trainer, number: int) -> CannotGoOn | None:
     """What becomes of an error that a trainer's steps ended with; None where another trainer, or rows that are lost, are why, or a step is half done.
 
     number: the trainer's, for messages.
     """
-    if isinstance(error, PeerLost | DenseDiverged | KeyboardInterrupt) or (trainer.commits is None and trainer.applying):
+    if isinstance(error, PeerLost | DenseDiverged) or (trainer.commits is None and trainer.applying):
         return None
     if isinstance(error, CacheError):
-        stay = isinstance(error, _ROWS_STAY) and not isinstance(error, ForeignKey)
-        return CannotGoOn(str(error)) if stay else None
+        return CannotGoOn(str(error)) if rows_stay(error) else None
+    if isinstance(error, SystemExit):
+        error = exit_error(f"trainer {number}", error)
     if isinstance(error, ForeloadError):
         return CannotGoOn(str(error))
     traceback.print_exception(error, file=sys.stderr)
     return CannotGoOn(f"trainer {number}: {type(error).__name__}: {error} (see above)")
 
 
+def rows_stay(error: CacheError) -> bool:
+    """Whether the servers may have every row that they had."""
+    return isinstance(error, _ROWS_STAY) and not isinstance(error, ForeignKey)
+
+
 def keep(
     run: Path, term: Term, number: int, hosted: HostedLanes, trainer: Trainer | None, last_step: int, dense: DenseModel
 ) -> tuple[KeptFile, ...]:
-    """Write what the store lacks of the lanes that a term gives a trainer, hosted or with a copy here, into a run's folder; who leads, the dense part.
+    """Write what the store lacks of the lanes that a term gives a trainer, hosted or copied here, into a run's folder; who leads, the dense part.
 
     trainer: who ran the last steps, up to last_step; None where this one had joined, and has nothing. Raises TrainerError, OSError.
     """
@@ -62,11 +69,11 @@ def keep(
     for lane in term.lanes_of(number):
         if lane in hosted.partitions:
             left = hosted.traffic.unwritten(lane)
-            kept = KeptLane.of(hosted.partitions[lane], left.owed, left.released)
+            kept = KeptLane.of(hosted.partitions[lane], hosted.given_after(lane, term.committed), left.owed, left.released)
         else:
             assert commits is not None
             copy = commits.copies[lane]
-            kept = KeptLane.of(copy.partition, sorted(copy.owed.items()), (copy.released, copy.batch))
+            kept = KeptLane.of(copy.partition, copy.given, sorted(copy.owed.items()), (copy.released, copy.batch))
         files.append(write_lane(run, lane, kept))
     if term.leader == number:
         save_dense(folder_of(run) / DENSE, dense.module, dense.optimizer, term.committed)

@@ -17,7 +17,7 @@ from typing import Any
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import StoreUrl, parse_url, parse_urls
-from foreload.cache.errors import CacheError, RowsLost, StoreError
+from foreload.cache.errors import StoreError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.spare import check_spare
 from foreload.pipelines.base.files import write_json
@@ -33,9 +33,10 @@ from foreload.trainer.cluster.facts import Leaves, StepsLeft
 from foreload.trainer.cluster.failures import GuestsRefused
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.hosts import Hosts
+from foreload.trainer.cluster.kept_run import at_rest_again, rest_at_end
 from foreload.trainer.cluster.processes import ChildProcess, StartProcess
 from foreload.trainer.cluster.profiling import Profiling
-from foreload.trainer.cluster.restored_run import restore, restore_broken_off
+from foreload.trainer.cluster.restored_run import restore
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.cluster.store_watch import StoreWatch, warn_of_machine
 from foreload.trainer.cluster.trainer_group import TrainerGroup
@@ -48,18 +49,16 @@ from foreload.trainer.pages.report import leave_report
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.at_rest import rebuild_at_end
 from foreload.trainer.run.directory import STORES, SUMMARY, Run, check_free, locked
-from foreload.trainer.run.event_log import CallBegan, CallEnded, EventLog
+from foreload.trainer.run.event_log import CallBegan, EventLog
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import keep_schedule, open_schedule
-from foreload.trainer.run.kept_lanes import forget_kept_lanes, kept_lanes
-from foreload.trainer.run.kept_rows import settle, settle_kept
 from foreload.trainer.run.manifest import Manifest, Status, new_manifest, rates_text
 from foreload.trainer.run.memory_check import check_fit
 from foreload.trainer.run.metric_choice import check_metric
 from foreload.trainer.run.model_code import check_code, code_of, note_code
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
-from foreload.trainer.run.resume import check_place, check_trainable, resumed
+from foreload.trainer.run.resume import check_trainable, resumed
 from foreload.trainer.run.run_rows import delete_replaced
 from foreload.trainer.run.saved_run import saved_run_at
 from foreload.trainer.run.scheduler import meet, under_scheduler
@@ -150,7 +149,7 @@ class Launcher:
                 self._events = EventLog(path, *((-1, 0) if before is None else (before.step, before.term)))
                 with self._events.failures():
                     if before is not None and before.state == "training":
-                        self._go_back(Run.open(path, lock), before, schedule, model)
+                        self._job = at_rest_again(self._job, Run.open(path, lock), before, schedule, model, self._events)
                     elif before is not None and rebuild_at_end(Run.open(path, lock), self._job, schedule, self._events):
                         self._dismiss_trainers()
                         return None
@@ -159,15 +158,6 @@ class Launcher:
             if made.rests:
                 return self._resume(schedule, made.lock)
             return self._with_stores(made.run, made.run.manifest, made.start, schedule, made.local)
-
-    def _go_back(self, run: Run, before: Status, schedule: Schedule, model: DenseModel) -> None:
-        """Have a run that did not come to rest be at rest: as it was when it ended, where it keeps what that takes, or as at its newest checkpoint."""
-        check_place(run, self._job)
-        if (status := settle_kept(run, self._job, schedule)) is None:
-            self._job = restore_broken_off(self._job, run, before, schedule, model)
-            return
-        self._events.step, self._events.term = status.step, status.term
-        sys.stderr.write(f"run {run.path}: the rows that it kept are on its servers again; it goes on after step {status.step}\n")
 
     def _dismiss_trainers(self) -> None:
         """Let the trainers that a scheduler started leave: there is nothing to train. The store where they meet ends with this process."""
@@ -309,7 +299,7 @@ class Launcher:
                     start = replace(start, term=start.term + 1)
             group, shards, ending = trained
             if group.kept:
-                self._settle(group, shards, schedule)
+                rest_at_end(self._job, group, shards, schedule, self._events)
             # The digest may be interrupted. Until here nothing was, since the status tells of rows that local servers have not saved.
             self._interrupts.defer_signals = False
             if self._job.digest and group.failure is None:
@@ -382,29 +372,6 @@ class Launcher:
         finally:
             watch.close()
 
-    def _settle(self, group: TrainerGroup, shards: StoreShards, schedule: Schedule) -> None:
-        """Have a run come to rest that keeps rows which its servers lacked when it ended, if they answer by now. Raises TrainerError where not."""
-        run, why = Run.open(self._job.run), group.failure
-        kept = kept_lanes(run.path)
-        assert kept is not None
-        gone = [] if shards.local is None else [shard for shard in run.placement.live if shards.local.pids[shard] is None]
-        if len(gone) > run.placement.r:
-            # Nobody else has what they had, so what is kept is of no use.
-            forget_kept_lanes(run.path)
-            raise ShardsLost(str(RowsLost(gone, run.placement.r, why="their servers have died")), gone)
-        try:
-            # They were waited for already.
-            impatient = replace(self._job, store_patience=0.0, store_timeout=min(self._job.store_silence.total_seconds(), 1.0))
-            status = settle(run, impatient, schedule, kept, shards.urls)
-        except CacheError as error:
-            raise TrainerError(
-                f"{why}; training ended after step {kept.status.step}, and what its servers lack is kept in {run.path}: once they answer, go on with "
-                f"--resume"
-            ) from error
-        group.status, group.at_rest = status, True
-        self._events.note(CallEnded(state=status.state, cause=why))
-        group.failure = f"{why} (training stopped after step {status.step}, with everything saved)"
-
     def _end_stores(
         self, local: LocalStores | None, start: Status, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
@@ -413,6 +380,7 @@ class Launcher:
         - The run came to rest (at the schedule's end or before, since it was asked to or something failed): its status tells of the rows in the
           servers, so they are saved, also where the digest, or what else came after, failed or was interrupted. Servers of lost shards that do
           not answer are killed. Servers that cannot save run on with their rows, which is raised: the next command uses them as they are.
+        - The run keeps what they lack, since they do not answer: they run on.
         - More shards were lost while it trained than parity covers, and no earlier call saved rows: what the others hold is saved, to be looked at.
         - Any other end (an error, an interrupt, lost rows where an earlier call saved some): discarded, so that --resume goes on from what was saved
           before. Servers that an earlier call left running, since they could not save, run on.
@@ -423,7 +391,9 @@ class Launcher:
             sys.stderr.write(f"foreload: --resume goes on from checkpoint {newest}\n")
         if local is None:
             return
-        if self._group is not None and (self._group.at_rest or kept_lanes(Path(self._job.run)) is not None):
+        if self._group is not None and self._group.kept and not self._group.at_rest and Run(self._job.run).keeps_lanes:
+            sys.stderr.write(f"foreload: the servers in {local.directory} run on: what is kept goes with their rows\n")
+        elif self._group is not None and self._group.at_rest:
             local.stop(save=True, lost=self._group.status.lost)
         elif isinstance(error, ShardsLost) and not any(start.batches.values()):
             local.stop(save=True, lost=error.shards)

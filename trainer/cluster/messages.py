@@ -64,8 +64,7 @@ class TrainerEnd:
     step: the last one; stopped: before the schedule's end; failure: what went wrong, where that is why; flushed: rows written beyond the schedule.
     last_batches: of each of its lanes, the number of the last write-back batch. traffic: cache.traffic.Counters, times in seconds. lost: store
     shards that are not whole. segments: of the schedule, how many were begun; prefix: what these are told by. totals: of its steps in this call.
-    use: what its process used. loads: of the store shards, by their numbers. watched: as in Manifest. kept: the files in which the rows of its lanes are
-    that the store may lack; none where it lacks none.
+    use: of its process. loads: of the store shards, by number. watched: as in Manifest. kept: files of rows of its lanes that the store lacks.
     """
 
     step: int
@@ -96,8 +95,8 @@ class Ready:
 class TermLeft:
     """The trainer has left a term, which is over. step: the last one that it and its copies have all of; copies: lanes whose copies here are
     complete; stopping: whether training was to end behind that step; why: what it noticed, None where the end was planned, and
-    all leave at this step. joins: it has not yet got what the others have in memory, and stands nowhere. keeps: it cannot go on, so the next term is to
-    keep what the store lacks.
+    all leave at this step. joins: it has not yet got what the others have in memory, and stands nowhere. keeps: it cannot go on, so the next term
+    is to keep what the store lacks.
     """
 
     term: int

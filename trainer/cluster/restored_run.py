@@ -21,7 +21,7 @@ from foreload.trainer.checkpoints.restoring import check_restorable, restore_den
 from foreload.trainer.cluster.claimed import claimed
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable, RunError
 from foreload.trainer.run.assembly import DenseModel
-from foreload.trainer.run.directory import LOG, PLACEMENT, STORES, Run
+from foreload.trainer.run.directory import LOG, METRICS, PLACEMENT, STORES, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.progress_bar import progress_bar
@@ -29,6 +29,7 @@ from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_code_of_run, check_place
 from foreload.trainer.run.run_rows import own_rows
 from foreload.trainer.run.servers import asked, servers_of, with_named
+from foreload.trainer.run.told_before import reported_step
 
 
 def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedule, model: DenseModel) -> TrainJob:
@@ -77,7 +78,7 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
     # Nothing that local stores saved before is of any use once the rows are there.
     placement.save(run.path / PLACEMENT)
     run.forget_saved_placement()
-    reported = run.reported_step()
+    reported = reported_step(run.path / METRICS)
     again = (
         f"; steps {contents.step + 1} to {reported} are done again" if reported is not None and reported > contents.step else ""
     )

@@ -147,3 +147,10 @@ class FolderElsewhere(RunFolder):
         data = dense_bytes(dense.module, dense.optimizer, step)
         written()
         self._board.publish_bytes(DenseAtEnd.of(data, step), data, term)
+
+
+def open_folder(board: Board, run: Path, spec: LaunchSpec, is_here: bool) -> RunFolder:
+    """A run's folder, as a trainer has it that is on a host where it is here, or is not. Raises RunError."""
+    if is_here or spec.hosts is None:
+        return OwnFolder(run)
+    return FolderElsewhere(board, spec.hosts)

@@ -21,7 +21,7 @@ from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.checkpointing import Checkpointing
 from foreload.trainer.cluster.control import ControlSocket
 from foreload.trainer.cluster.control_answers import ControlAnswers, Phase
-from foreload.trainer.cluster.ending import Ending, early_stop, figures_told, first_of, kept_files, manifest_of, status_of
+from foreload.trainer.cluster.ending import Ending, early_stop, figures_told, first_of, keep_run, manifest_of, status_of
 from foreload.trainer.cluster.events import EventReceiver
 from foreload.trainer.cluster.facts import Go, RunSaved, StepsLeft, StopWanted, Term
 from foreload.trainer.cluster.failures import Failures, GuestsRefused
@@ -73,7 +73,6 @@ from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import CallEnded, EventLog, StopAsked, TrainerLost
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import keep_schedule
-from foreload.trainer.run.kept_lanes import write_kept_lanes
 from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.report import RunReport
 from foreload.trainer.run.scheduler import scheduler_address, under_scheduler
@@ -175,19 +174,14 @@ class TrainerGroup:
             self._checkpointing.finish(members.term.members)
             left = [told for trainer in members.term.left if (told := board.poll(Departed, trainer)) is not None]
             ending = self._finish(report, left)
-            if members.term.keeps is not None:
-                # The store lacks rows, which are in the run's folder.
-                write_kept_lanes(self._run.path, members.term.keeps, self.manifest, self.status, kept_files(self._ended))
-                self.kept = True
-                board.publish(RunSaved())
-                self._trainers.await_end(GRACE)
-                return ending
             save_over_hosts(board, self._run, spec, members.term.number, self._ended.values())
-            # The rows are where the status says, in servers that run: if these cannot be saved, the next command finds them so.
-            self._run.come_to_rest(self.manifest, self.status)
-            self.at_rest = True
-            self._events.note(CallEnded(state=self.status.state, cause=self.failure or ending.early))
-            keep_schedule(self._run, self._schedule, self.status.step)
+            self.kept = keep_run(self._run, self.manifest, self.status, self._ended)
+            if not self.kept:
+                # The rows are where the status says, in servers that run: if these cannot be saved, the next command finds them so.
+                self._run.come_to_rest(self.manifest, self.status)
+                self.at_rest = True
+                self._events.note(CallEnded(state=self.status.state, cause=self.failure or ending.early))
+                keep_schedule(self._run, self._schedule, self.status.step)
             board.publish(RunSaved())
             self._scaling.end_starting()
             # All is done; one that takes longer to leave is ended with the rest.

@@ -20,12 +20,11 @@ from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.schedule.format import Event
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import Board, StopAgreement
-from foreload.trainer.cluster.coordinator_link import BOARD_PAUSE, CoordinatorLink
-from foreload.trainer.cluster.ending import counters_of, end_alone, shared_totals
+from foreload.trainer.cluster.coordinator_link import CoordinatorLink
+from foreload.trainer.cluster.ending import counters_of, shared_totals
 from foreload.trainer.cluster.events import EventSender
-from foreload.trainer.cluster.facts import Fingerprint, Orphaned, RunSaved
 from foreload.trainer.cluster.faults import FaultPoints, TrainerFault
-from foreload.trainer.cluster.hosted_log import FolderLog, HostedLog, TermLog
+from foreload.trainer.cluster.hosted_log import open_log
 from foreload.trainer.cluster.keeping import CannotGoOn, cannot_go_on, keep
 from foreload.trainer.cluster.messages import (
     Departed,
@@ -38,9 +37,10 @@ from foreload.trainer.cluster.messages import (
     TrainerFaultInjected,
 )
 from foreload.trainer.cluster.processes import OnHost
-from foreload.trainer.cluster.run_folder import FolderElsewhere, OwnFolder, RunFolder, save_over_hosts
+from foreload.trainer.cluster.run_folder import open_folder
 from foreload.trainer.cluster.segment_gate import SegmentGate, StoppedAtSegment
 from foreload.trainer.cluster.trainer_checkpoints import TrainerCheckpoints
+from foreload.trainer.cluster.trainer_end import await_saved
 from foreload.trainer.cluster.trainer_terms import TrainerTerms
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.commits import Standing
@@ -51,7 +51,6 @@ from foreload.trainer.compute.reports import EvaluationReport, ProcessUse, StepR
 from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.errors import LossNotFinite, PeerLost
 from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term, open_no_lanes
-from foreload.trainer.run.directory import LOG, Run
 from foreload.trainer.run.early_stopping import EarlyStopping
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept_lanes import KeptFile
@@ -102,6 +101,7 @@ class TrainerProcess:
         further = commands or 0, self._checkpoints
         self._link = CoordinatorLink(board, events, trainer, self._run, spec, store_urls, interrupts, *further)
         self._last_step, self._totals = spec.start_step, Totals()  # and what its steps of this call add up to
+        self._begun = False  # whether steps of any term were to be trained
         self._segments = self._flushed = 0  # how many of the schedule were begun; rows written beyond the schedule
         self._early = EarlyStopping(self._job.stop_early, spec.watched)
         # How the last term ended, until a step of the next one is through: its frames hold the group, which takes as long to end as to form.
@@ -110,11 +110,11 @@ class TrainerProcess:
 
     def run(self) -> None:
         """Train to the end of the schedule, or to an agreed stop. Raises the package's errors."""
-        spec, job = self._spec, self._job
+        spec, job, board, trainer, on_host = self._spec, self._job, self._board, self._trainer, self._on_host
         numerics.set_up(job.threads, job.device, job.cpu_capability)
-        self._check_fingerprint()
+        self._terms.check_fingerprint(numerics.fingerprint(self._device()), spec.fingerprint)
         self._schedule = schedule = Schedule(job.schedule, follow=job.follow)
-        self._folder = folder = self._open_folder()
+        self._folder = folder = open_folder(board, self._run, spec, self._on_host is None or self._on_host.has_run)
         folder.check_schedule(schedule, spec.resumes)
         self._dense = dense = DenseModel.build(job, schedule)
         check_same_code(f"trainer {self._trainer}", spec.code, job)
@@ -125,7 +125,7 @@ class TrainerProcess:
         with (
             Store.connect(asked(self._link.stores), job.store_silence, self._link.placement.r) as store,
             self._terms.watched(),
-            contextlib.closing(self._open_log()) as log,
+            contextlib.closing(open_log(board, trainer, self._address, on_host, spec, job, self._lose_holder)) as log,
         ):
             folder.check_stores(store, job.run_namespace)
             access = StoreAccess(
@@ -135,18 +135,6 @@ class TrainerProcess:
             )  # fmt: skip
             self._log = log
             self._run_terms(dense.parts(job, schedule), access)
-
-    def _open_folder(self) -> RunFolder:
-        if self._on_host is None or self._on_host.has_run or self._spec.hosts is None:
-            return OwnFolder(self._run)
-        return FolderElsewhere(self._board, self._spec.hosts)
-
-    def _open_log(self) -> TermLog:
-        if self._on_host is None:
-            return FolderLog(self._run / LOG, self._trainer)
-        return HostedLog(
-            self._board, self._trainer, self._address, self._on_host, self._spec.last_batches, self._job.peer_silence, self._lose_holder
-        )  # fmt: skip
 
     def _lose_holder(self, why: str) -> None:
         """A trainer that holds the batch log of a lane that is hosted here does not answer: the term is over. The traffic's thread says so."""
@@ -159,9 +147,7 @@ class TrainerProcess:
 
     def _run_terms(self, parts: TrainerParts, access: StoreAccess) -> None:
         """Train in one term after the other, until there is no further one, or none with this trainer."""
-        terms = self._terms
-        before: Trainer | None = None
-        hosted: HostedLanes | None = None
+        terms, before, hosted = self._terms, None, None
         with contextlib.ExitStack() as stack:
             if terms.joins:
                 hosted = open_no_lanes(parts, access)
@@ -185,7 +171,7 @@ class TrainerProcess:
                         try:
                             if not self._run_term(before, events):
                                 return
-                        except Exception as error:
+                        except (Exception, SystemExit) as error:
                             raise self._found_to_fail(error, before) from error
                 except CannotGoOn as error:
                     why, keeps = str(error), True
@@ -208,7 +194,7 @@ class TrainerProcess:
                     files = keep(self._run, terms.term, self._trainer, hosted, before, self._last_step, self._dense)
                     self._points.come_to("kept")
                     batches = dict.fromkeys(terms.term.lanes_of(self._trainer), 0)
-                    self._publish_end(terms.term.committed, True, terms.term.keeps, batches, (), files)
+                    self._publish_end(terms.term.committed, True, terms.term.keeps, batches, kept=files)
                     self._await_saved(lambda: None)
                     return
                 if not terms.is_member:
@@ -225,9 +211,9 @@ class TrainerProcess:
         if self._on_host is not None:
             self._terms.on_over = self._see_over
 
-    def _found_to_fail(self, error: Exception, trainer: Trainer) -> Exception:
+    def _found_to_fail(self, error: Exception | SystemExit, trainer: Trainer) -> Exception | SystemExit:
         """What a term ends with that ended with an error: CannotGoOn, where the run can come to rest in the next one; then the others know it."""
-        failed = cannot_go_on(error, trainer, self._trainer) if self._on_host is None else None
+        failed = cannot_go_on(error, trainer, self._trainer) if self._begun and self._on_host is None else None
         if failed is None:
             return error
         self._terms.end_keeping(trainer.commits is None)
@@ -304,6 +290,7 @@ class TrainerProcess:
             self._interrupts.defer_signals = True
         self._link.tell_shards()
         terms.await_begin(numerics.fingerprint(self._device()), session)
+        self._begun = True
         stopped, failure, goes_on = self._train(trainer, gate)
         self._segments = max(self._segments, gate.begun)
         if goes_on:
@@ -318,25 +305,19 @@ class TrainerProcess:
         session.barrier()
         if session.leads:
             self._folder.save_dense(self._dense, self._last_step, term.number, self._on_dense_written)
-        self._publish_end(self._last_step, stopped, failure, lanes.last_batches(), tuple(lost))
+        self._publish_end(self._last_step, stopped, failure, lanes.last_batches(), lost)
         self._points.come_to("ended")
         if session.leads or terms.survives or self._on_host is not None:
             self._await_saved(terms.check)
         return False
 
     def _publish_end(
-        self,
-        step: int,
-        stopped: bool,
-        failure: str | None,
-        batches: dict[int, int],
-        lost: tuple[int, ...],
-        kept: tuple[KeptFile, ...] = (),
-    ) -> None:
+        self, step: int, stopped: bool, failure: str | None, batches: dict[int, int], lost: Sequence[int] = (), kept: tuple[KeptFile, ...] = ()
+    ) -> None:  # fmt: skip
         """Tell how this trainer ended; the arguments as `TrainerEnd` has them."""
         assert self._hosted is not None
         end = TrainerEnd(
-            step=step, stopped=stopped, failure=failure, flushed=self._flushed, last_batches=batches, lost=lost,
+            step=step, stopped=stopped, failure=failure, flushed=self._flushed, last_batches=batches, lost=tuple(lost),
             traffic=counters_of(self._hosted.traffic), segments=self._segments, prefix=self._schedule.prefix(self._segments), totals=self._totals,
             use=ProcessUse.now(), loads=self._hosted.stored.store.loads, watched=self._early.so_far, kept=kept,
         )  # fmt: skip
@@ -344,21 +325,7 @@ class TrainerProcess:
         self._events.send_last(Ended())
 
     def _await_saved(self, check: Callable[[], None]) -> None:
-        """Wait until the launcher has published how far the run is; if it was killed, have that done in its place, when all have ended.
-
-        Until then another trainer may be lost that has not ended, and its lanes be taken over. Raises PeerLost then.
-        """
-        term = self._terms.term
-        while self._board.poll(RunSaved) is None:
-            check()
-            if self._board.poll(Orphaned) is not None:
-                if self._log.ends_alone(term):
-                    ended = {trainer: self._board.read(TrainerEnd, term.number, trainer) for trainer in term.members}
-                    save_over_hosts(self._board, Run(self._run), self._spec, term.number, ended.values())
-                    left = [told for trainer in term.left if (told := self._board.poll(Departed, trainer)) is not None]
-                    end_alone(Run(self._run), self._schedule, ended, left, self._spec.totals)
-                return
-            time.sleep(BOARD_PAUSE.total_seconds())
+        await_saved(self._board, self._spec, self._run, self._schedule, self._terms.term, self._log.ends_alone, check)
 
     def _train(self, trainer: Trainer, gate: SegmentGate) -> tuple[bool, str | None, bool]:
         """Run the program; returns whether training stopped early, what went wrong if that is why, and whether it is the term alone that ended."""
@@ -419,16 +386,6 @@ class TrainerProcess:
                 "--dense-lr, or go on with --resume --allow-nan"
             )
             return True, failure, False
-
-    def _check_fingerprint(self) -> None:
-        """Raise FingerprintError unless the numerics here are the run's, or, where it has none or others are accepted, the first trainer's."""
-        mine = numerics.fingerprint(self._device())
-        if self._spec.fingerprint is not None:
-            numerics.check(mine, self._spec.fingerprint, goes_on="--resume")
-        elif self._terms.joins or self._trainer != self._terms.term.members[0]:
-            numerics.check(mine, self._board.read(Fingerprint).fields)
-        else:
-            self._board.publish(Fingerprint(mine))
 
     def _on_dense_written(self) -> None:
         self._points.come_to("dense part written")

@@ -12,9 +12,10 @@ import torch
 
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.events import EventSender
-from foreload.trainer.cluster.facts import Admitted, EndsKeeping, HandedOver, Orphaned, Term, TermBegins, TermOver
+from foreload.trainer.cluster.facts import Admitted, EndsKeeping, Fingerprint, HandedOver, Orphaned, Term, TermBegins, TermOver
 from foreload.trainer.cluster.messages import CanJoin, Departed, LaunchSpec, Ready, TermLeft
 from foreload.trainer.cluster.term_watch import TermWatch
+from foreload.trainer.compute import numerics
 from foreload.trainer.compute.commits import Commits, Standing
 from foreload.trainer.compute.nccl import NcclTransport
 from foreload.trainer.compute.term_session import TermSession
@@ -67,6 +68,15 @@ class TrainerTerms:
     def is_member(self) -> bool:
         """Whether the term is one that this trainer takes part in."""
         return self._trainer in self.term.members
+
+    def check_fingerprint(self, mine: dict[str, str], of_run: dict[str, str] | None) -> None:
+        """Raise FingerprintError unless the numerics here are the run's, or, where it has none or others are accepted, the first trainer's."""
+        if of_run is not None:
+            numerics.check(mine, of_run, goes_on="--resume")
+        elif self.joins or self._trainer != self.term.members[0]:
+            numerics.check(mine, self._board.read(Fingerprint).fields)
+        else:
+            self._board.publish(Fingerprint(mine))
 
     def join(self) -> None:
         """Tell that this trainer can join, and wait until a term has it as a member. Raises PeerLost where training is over before."""

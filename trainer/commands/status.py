@@ -12,7 +12,7 @@ from foreload.trainer.run.directory import Run
 def run(path: str) -> dict[str, Any]:
     """Returns {"run", "state", "step", "term", "survives", "trainers", "lanes", "shards"}.
 
-    state: starting, training, broken off, stopped, ended or never trained; step: the last one of all trainers, None before any. Of a run that
+    state: starting, training, broken off, kept, stopped, ended or never trained; step: the last one of all trainers, None before any. Of a run that
     trains, else empty, or None: trainers: {"trainer", "pid", "lanes"}; lanes: {"lane", "trainer", "copies"}, a copy {"trainer", "slots", "of",
     "complete"}; shards: how many are in which state; survives: whether any one trainer can be lost now. Raises RunError and MessageError.
     """
@@ -21,7 +21,9 @@ def run(path: str) -> dict[str, Any]:
     if training is not None:
         return {"run": path} | _of_training(training)
     status = asked.status
-    state = "never trained" if status is None else "broken off" if status.state == "training" else status.state
+    state: str = "never trained" if status is None else "broken off" if status.state == "training" else status.state
+    if asked.keeps_lanes:
+        state = "kept"
     started = status is not None and status.step >= asked.manifest.stages[0].first_step
     return {
         "run": path,

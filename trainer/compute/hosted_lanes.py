@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,6 +63,9 @@ class HostedLanes:
         self._boundary = -1  # the last one that was passed
         self._handed: dict[int, int] = {}  # by lane, the last boundary whose rows the traffic has
         self._kept: dict[int, dict[int, KeptBoundary]] = {}  # by boundary and lane
+        self._given_last: dict[
+            int, deque[tuple[int, np.ndarray]]
+        ] = {}  # by lane, at the last two boundaries, where these cannot be undone
 
     @property
     def numbers(self) -> list[int]:
@@ -125,8 +129,13 @@ class HostedLanes:
             taken = np.empty(0, np.int32) if arrivals is None else arrivals.slot
             self._kept.setdefault(boundary, {})[lane] = KeptBoundary(slots, ended, taken, given, at_stop)
         else:
+            self._given_last.setdefault(lane, deque(maxlen=2)).append((boundary, given))
             self._hand_over(lane, boundary, ended, at_stop)
         return ended
+
+    def given_after(self, lane: int, step: int) -> np.ndarray:
+        """The ordinals given up to a training step, int64 [tables], where the boundary behind it may have been passed, and was not undone."""
+        return self.given[lane] - sum(given for boundary, given in self._given_last.get(lane, ()) if boundary > step)
 
     def _hand_over(self, lane: int, boundary: int, ended: EndedRows, at_stop: bool) -> None:
         """Give the rows of a boundary to the traffic, unless it has them: those of one that was undone are the same bits when it is passed again."""

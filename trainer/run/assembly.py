@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache
 
 import numpy as np
@@ -26,7 +25,7 @@ from foreload.cache.protocol.ownership import (
     take_over,
 )
 from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
-from foreload.cache.protocol.reconnection import PATIENCE
+from foreload.cache.protocol.reconnection import PATIENCE, Patience
 from foreload.cache.protocol.server_probe import ShardNews
 from foreload.cache.rows.layout import RowLayout
 from foreload.cache.rows.partition import Partition
@@ -194,7 +193,7 @@ class StoreAccess:
     ownership: Ownership = UNFENCED
     on_shards: Callable[[ShardNews], None] | None = None
     on_action: Callable[[str], None] | None = None
-    patience: timedelta = PATIENCE
+    patience: Patience = PATIENCE
 
 
 def free_partitions(parts: TrainerParts, lanes: Sequence[int], with_base: bool) -> dict[int, Partition]:

@@ -38,12 +38,14 @@ from foreload.pipelines.base.files import persist, remove_empty, remove_unfinish
 from foreload.trainer.errors import CheckpointError, RunError
 from foreload.trainer.run.manifest import VERSION, Manifest, Status, code_sums, write_code
 from foreload.trainer.run.storage import AnyFolder, place
+from foreload.trainer.run.told_before import reported_step
 
 MANIFEST, STATUS, PLACEMENT, SAVED_PLACEMENT = "manifest.json", "status.json", "placement.json", "placement.saved.json"
 METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL = "metrics.jsonl", "summary.json", "tensorboard", "stores", "control.sock"
 EVENTS, TOKEN, REPORT = "events.jsonl", "token", "report.html"
 LOG, DRILL, SCRUB, KEPT, CHECKPOINTS, LOCK = "write-back", "drill.png", "scrub", "kept", "checkpoints", "lock"
 CODE = "model"
+KEPT_LANES = f"{KEPT}/lanes/lanes.json"
 # In the order in which they are deleted: what has no status never began.
 _FILES = (
     STATUS,
@@ -70,7 +72,6 @@ _FILES = (
 _DENSE = re.compile(r"dense--?\d+\.safetensors")
 _Kind = TypeVar("_Kind", Manifest, Status)
 _REMEDY = "restore the folder from a copy, or delete the run with --overwrite and train anew"
-_TAIL_BYTES = 1 << 16  # of metrics.jsonl, in which its last steps stand
 
 
 @contextlib.contextmanager
@@ -217,7 +218,8 @@ class Run:
 
     def raise_term(self, term: int) -> None:
         """Note that lanes are owned in a term from now on. Raises RunError where a higher one was noted, OSError."""
-        status = self.saved_status()
+        status = self.status
+        assert status is not None
         if term < status.term:
             raise RunError(
                 f"run {self.path}: its term is {status.term} already, so {term} must not be; is the run trained twice?"
@@ -240,14 +242,27 @@ class Run:
         return {path for path in self.path.iterdir() if _DENSE.fullmatch(path.name)}
 
     def saved_status(self) -> Status:
-        """The status of the run's last clean stop. Raises RunError where it never began to train.
+        """The status of the run's last clean stop. Raises RunError where it never began to train, and where its servers lack rows that it keeps.
 
         Its state is "training" where trainers died since: whether the rows are still of that stop, `check_rows` knows.
         """
         status = self.status
         if status is None:
             raise RunError(f"run {self.path}: never began to train, so there is no model; train it, without --resume")
+        if self.keeps_lanes:
+            raise RunError(
+                f"run {self.path}: ended while its servers lacked rows, which it keeps in {self.path / KEPT}; foreload train --run {self.path} "
+                "--resume brings them there, and goes on"
+            )
         return status
+
+    @property
+    def keeps_lanes(self) -> bool:
+        """Whether it keeps rows that its servers lack, so that nothing can be done with it before they have them (`kept_lanes`)."""
+        if not (self.path / KEPT_LANES).exists():
+            return False
+        status = self.status
+        return status is not None and status.state == "training"  # else they are there, and who brought them was killed just then
 
     def check_rows(self, store: Store, status: Status) -> None:
         """Raise RunError unless the rows on an open store are those of the last clean stop, wherever trainers died since.
@@ -267,7 +282,7 @@ class Run:
         first = self.manifest.stages[0].first_step
         anew = status.step < first
         of = "of no step, for it never stopped cleanly" if anew else f"of step {status.step}, where it last stopped cleanly"
-        reported = self.reported_step()
+        reported = reported_step(self.path / METRICS)
         to = "" if reported is None else f" (steps up to {reported} were reported)"
         told = (
             f"run {self.path}: was broken off: its dense part is {of}, but rows on store shard {', '.join(map(str, stale))} are of later steps{to}, "
@@ -312,22 +327,6 @@ class Run:
         except (OSError, CheckpointError, ValueError, KeyError, TypeError):
             return True
         return bool(told == self.manifest.run_id)
-
-    def reported_step(self) -> int | None:
-        """The last training step that metrics.jsonl tells of; None if there is none."""
-        try:
-            with open(self.path / METRICS, "rb") as file:
-                file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
-                lines = file.read().split(b"\n")
-        except OSError:
-            return None
-        for line in reversed(lines):
-            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
-                told = parse_json(line)
-                # A checkpoint is told of long after its step.
-                if told["kind"] == "step":
-                    return int(told["step"])
-        return None
 
     @property
     def placement(self) -> Placement:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+from foreload.cache.protocol.reconnection import Patience
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
 from foreload.pipelines.base.settings import (
     choice,
@@ -349,9 +350,9 @@ class TrainJob:
         return timedelta(seconds=1 if self.code(self.store.count).r else 10)
 
     @property
-    def patience(self) -> timedelta:
-        """How long store shards that do not answer are waited for, where parity does not cover them."""
-        return timedelta(seconds=self.store_patience)
+    def patience(self) -> Patience:
+        """With store shards that do not answer."""
+        return Patience(timedelta(seconds=self.store_patience), volatile=self.store.local is not None)
 
     @property
     def peer_silence(self) -> timedelta:

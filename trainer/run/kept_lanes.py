@@ -22,10 +22,9 @@ from foreload.pipelines.base.codec import Name, of_json
 from foreload.pipelines.base.files import read_sealed, replacing, write_sealed
 from foreload.pipelines.schedule.format import Occupants
 from foreload.trainer.errors import RunError
-from foreload.trainer.run.directory import KEPT
+from foreload.trainer.run.directory import KEPT_LANES
 from foreload.trainer.run.manifest import Manifest, Status
 
-FOLDER, TOLD = "lanes", "lanes.json"
 DENSE = "dense.safetensors"
 _IN_SLOTS = -1  # in the place of a boundary
 _COLUMNS = ("table", "ordinal", "id", "tag", "stored_tag", "weights", "state")
@@ -34,22 +33,26 @@ _TYPES = dict(zip(_COLUMNS, (np.int16, np.int64, np.int64, np.int32, np.int32, n
 
 @dataclass(frozen=True, slots=True)
 class KeptLane:
-    """Rows of a lane that the store may lack, after the last step. owed, released: as `CopiedLane` has them; ending: those that sat in slots."""
+    """Rows of a lane that the store lacks after a step. ordinals, owed, released: as `CopiedLane` has them; ending: those that sat in slots."""
 
+    ordinals: np.ndarray
     owed: Sequence[tuple[int, EndedRows]]
     ending: EndedRows
     released: tuple[int, int]
 
     @classmethod
-    def of(cls, partition: Partition, owed: Sequence[tuple[int, EndedRows]], released: tuple[int, int]) -> KeptLane:
+    def of(
+        cls, partition: Partition, ordinals: np.ndarray, owed: Sequence[tuple[int, EndedRows]], released: tuple[int, int]
+    ) -> KeptLane:
         """Of the lane's slots, and of what ended before."""
         here, slots = partition.occupants, partition.occupied()
-        return cls(owed, partition.rows_in(slots[here.tag[slots] != here.stored_tag[slots]]), released)
+        return cls(ordinals, owed, partition.rows_in(slots[here.tag[slots] != here.stored_tag[slots]]), released)
 
-    def copied(self, ordinals: np.ndarray) -> CopiedLane:
-        """What a takeover needs. ordinals: int64 [tables], given up to the last step."""
+    @property
+    def copied(self) -> CopiedLane:
+        """What a takeover needs."""
         ending = self.ending
-        return CopiedLane(ordinals, Occupants(*ending.columns(), ending.stored_tag), self.owed, ending, self.released)
+        return CopiedLane(self.ordinals, Occupants(*ending.columns(), ending.stored_tag), self.owed, ending, self.released)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +65,20 @@ class KeptFile:
 
 @dataclass(frozen=True, slots=True)
 class KeptLanes:
-    """What `lanes.json` tells. why: training ended; manifest, status: of the run once the rows are on the store; files: of each lane."""
+    """What `lanes.json` tells. why: training ended; manifest, status: of the run once the rows are on the store; dense: the file of the dense part;
+    files: of each lane.
+    """
 
     why: str
     manifest: Manifest
     status: Status
+    dense: KeptFile
     files: tuple[KeptFile, ...]
 
 
 def folder_of(run: Path) -> Path:
     """Where a run's are, or are to be."""
-    return run / KEPT / FOLDER
+    return (run / KEPT_LANES).parent
 
 
 def write_lane(run: Path, lane: int, kept: KeptLane) -> KeptFile:
@@ -82,31 +88,37 @@ def write_lane(run: Path, lane: int, kept: KeptLane) -> KeptFile:
     path = folder_of(run) / f"lane-{lane:02d}.rows"
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, durable=True) as temporary, open(temporary, "wb") as file:
-        for array in (np.array(kept.released, np.int64), boundary):
+        for array in (np.array(kept.released, np.int64), kept.ordinals.astype(np.int64), boundary):
             np.save(file, array, allow_pickle=False)
         for name, kind in _TYPES.items():
             np.save(file, np.concatenate([getattr(rows, name) for _, rows in parts]).astype(kind, copy=False), allow_pickle=False)
     return KeptFile(path.name, _sha256(path))
 
 
-def read_lane(run: Path, file: KeptFile) -> KeptLane:
-    """The inverse. Raises RunError where the file is another one."""
+def checked(run: Path, file: KeptFile) -> Path:
+    """The path of a file that is as it was written. Raises RunError where it is another one."""
     path = folder_of(run) / file.name
     try:
-        if _sha256(path) != file.sha256:
-            raise ValueError("its checksum is another one")
-        with open(path, "rb") as opened:
-            released, boundary, *columns = (np.load(opened, allow_pickle=False) for _ in range(2 + len(_TYPES)))
-    except (OSError, ValueError) as error:
-        raise RunError(f"run {run}: {path} is damaged ({error}), and its rows are nowhere else; restore it") from error
+        if _sha256(path) == file.sha256:
+            return path
+        why = "its checksum is another one"
+    except OSError as error:
+        why = str(error)
+    raise RunError(f"run {run}: {path} is damaged ({why}), and what it has is nowhere else; restore it")
+
+
+def read_lane(run: Path, file: KeptFile) -> KeptLane:
+    """The inverse of `write_lane`. Raises RunError where the file is another one."""
+    with open(checked(run, file), "rb") as opened:
+        released, ordinals, boundary, *columns = (np.load(opened, allow_pickle=False) for _ in range(3 + len(_TYPES)))
     rows = EndedRows(*columns)
     owed = [(int(number), rows.select(boundary == number)) for number in np.unique(boundary) if number != _IN_SLOTS]
-    return KeptLane(owed, rows.select(boundary == _IN_SLOTS), (int(released[0]), int(released[1])))
+    return KeptLane(ordinals, owed, rows.select(boundary == _IN_SLOTS), (int(released[0]), int(released[1])))
 
 
 def kept_lanes(run: Path) -> KeptLanes | None:
     """What a run keeps of lanes; None where that is nothing. Raises RunError where it is damaged."""
-    path = folder_of(run) / TOLD
+    path = run / KEPT_LANES
     if not path.exists():
         return None
     try:
@@ -116,18 +128,19 @@ def kept_lanes(run: Path) -> KeptLanes | None:
 
 
 def write_kept_lanes(run: Path, why: str, manifest: Manifest, status: Status, files: Sequence[KeptFile]) -> None:
-    """Publish what trainers have written. Raises OSError."""
+    """Publish what trainers have written. files: of each lane. Raises OSError."""
+    dense = KeptFile(DENSE, _sha256(folder_of(run) / DENSE))
     told: dict[str, Any] = {
-        "why": why, "manifest": manifest.to_dict(), "status": asdict(status), "files": [asdict(file) for file in files],
+        "why": why, "manifest": manifest.to_dict(), "status": asdict(status), "dense": asdict(dense), "files": [asdict(file) for file in files],
     }  # fmt: skip
-    write_sealed(folder_of(run) / TOLD, told, durable=True)
+    write_sealed(run / KEPT_LANES, told, durable=True)
 
 
 def forget_kept_lanes(run: Path) -> None:
     """Their rows are on the store, or the run goes on without them."""
     folder = folder_of(run)
     if folder.exists():
-        (folder / TOLD).unlink(missing_ok=True)
+        (run / KEPT_LANES).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
 
 

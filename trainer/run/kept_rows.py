@@ -19,17 +19,16 @@ from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.run.dense_file import write_dense
 from foreload.trainer.run.directory import LOG, STORES, Run
-from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import keep_schedule
-from foreload.trainer.run.kept_lanes import DENSE, KeptLanes, folder_of, forget_kept_lanes, kept_lanes, read_lane
+from foreload.trainer.run.kept_lanes import KeptLanes, checked, forget_kept_lanes, kept_lanes, read_lane
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.run_rows import own_rows
 from foreload.trainer.run.saved_run import layouts_of
 from foreload.trainer.run.servers import asked, servers_of
 
 
-def settle_kept(run: Run, job: TrainJob, schedule: Schedule) -> Status | None:
+def put_kept_back(run: Run, job: TrainJob, schedule: Schedule) -> Status | None:
     """Bring the rows that a run that is to go on keeps to its servers, its local ones started for that; None where it keeps none. The run has come to
     rest then, as its status says. Raises RunError, CacheError.
     """
@@ -37,11 +36,11 @@ def settle_kept(run: Run, job: TrainJob, schedule: Schedule) -> Status | None:
     if kept is None:
         return None
     if run.manifest.local_stores is None:
-        return settle(run, job, schedule, kept, servers_of(run, str(job.store)))
+        return put_back(run, job, schedule, kept, servers_of(run, str(job.store)))
     placement = run.placement
     local = LocalStores(placement.shard_count, run.path / STORES, adopt=True, removed=placement.removed).start()
     try:
-        status = settle(run, job, schedule, kept, local.urls)
+        status = put_back(run, job, schedule, kept, local.urls)
     except BaseException:
         local.discard()
         raise
@@ -49,19 +48,18 @@ def settle_kept(run: Run, job: TrainJob, schedule: Schedule) -> Status | None:
     return status
 
 
-def settle(run: Run, job: TrainJob, schedule: Schedule, kept: KeptLanes, urls: Sequence[str]) -> Status:
-    """The same, of rows that it is known to keep. urls: of its servers, which run. Broken off, it can be done again: lanes are taken over in a further
-    term each time.
+def put_back(run: Run, job: TrainJob, schedule: Schedule, kept: KeptLanes, urls: Sequence[str]) -> Status:
+    """The same, of rows that it is known to keep. urls: of its servers, which run. Broken off, it can be done again: lanes are taken over in a
+    further term each time.
     """
     manifest, placement = kept.manifest, run.placement
-    dense = (folder_of(run.path) / DENSE).read_bytes()
+    dense = checked(run.path, kept.dense).read_bytes()
     with Store.connect(asked(urls), job.store_silence, placement.r) as store:
         own_rows(run, store, job.folder_moved)
         term = run.term + 1
         run.raise_term(term)
         stored = StoredRows(store, placement, layouts_of(manifest.training_job, schedule), manifest.namespace)
-        given = given_ordinals(schedule, kept.status.step)
-        copied = {lane: read_lane(run.path, file).copied(given[lane]) for lane, file in enumerate(kept.files)}
+        copied = {lane: read_lane(run.path, file).copied for lane, file in enumerate(kept.files)}
         ownership = Ownership(term, manifest.identity)
         with contextlib.closing(FileLog(run.path / LOG)) if placement.r else contextlib.nullcontext() as log:
             taken = take_over_lost(stored, ownership, log, copied, last_owner_dead=True)

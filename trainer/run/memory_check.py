@@ -5,11 +5,13 @@ from __future__ import annotations
 from foreload.cache.rows.layout import slot_columns
 from foreload.pipelines.base.memory import available_bytes
 from foreload.pipelines.errors import SettingError
-from foreload.pipelines.planning.sizing import lane_bytes, slot_bytes, slots_of_size, stored_bytes
+from foreload.pipelines.planning.sizing import lane_bytes, slot_bytes, slots_of_size, staging_rows, stored_bytes
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.layouts import layouts
 from foreload.trainer.models import load_model
 from foreload.trainer.run.job import TrainJob
+
+_KEPT_ROW_BYTES = 34  # table, ordinal, id, tag, stored tag and boundary
 
 
 def readable(size_bytes: float) -> str:
@@ -44,6 +46,7 @@ def check_fit(job: TrainJob, schedule: Schedule) -> str:
     _check_copies(job, header.lanes, taken, copy_bytes)
     if further:
         words += f"; {further} further cop{'y' if further == 1 else 'ies'} of each, {readable(copy_bytes)} apiece"
+    words += f"; up to {readable(kept_bytes(header.lanes, slots, columns))} on disk where servers do not answer at the end"
     if job.saves_checkpoints:
         words += f"; a copy of each for checkpoints, {readable(copy_bytes)} apiece"
     if narrowest < columns:
@@ -58,6 +61,11 @@ def check_fit(job: TrainJob, schedule: Schedule) -> str:
             f"give --memory {taken} if there is that much, or a smaller --dim{fewer}"
         )
     return words
+
+
+def kept_bytes(lanes: int, slots: int, columns: int) -> int:
+    """What all lanes' rows take in the run's folder at most, those on their way to the store included (`kept_lanes`)."""
+    return lanes * (slots + staging_rows(slots)) * (4 * columns + _KEPT_ROW_BYTES)
 
 
 def _check_copies(job: TrainJob, lanes: int, taken: int, copy_bytes: int) -> None:

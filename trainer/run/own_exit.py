@@ -39,13 +39,18 @@ def exits_told(who: str) -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        from foreload.trainer.models.faults import raised_at  # which needs torch
-
-        call = "os._exit" if isinstance(error, _Exit) else "sys.exit"
-        given = "" if error.code is None else repr(error.code)
-        raise ModelError(
-            f"{who}: the model's code, or a library, called {call}({given}){raised_at(error)}, which would end the process without a word; raise an "
-            "exception there that says what is wrong"
-        ) from error
+        raise exit_error(who, error) from error
     finally:
         os._exit = really
+
+
+def exit_error(who: str, error: SystemExit) -> ModelError:
+    """What a call that would end the process is told as."""
+    from foreload.trainer.models.faults import raised_at  # which needs torch
+
+    call = "os._exit" if isinstance(error, _Exit) else "sys.exit"
+    given = "" if error.code is None else repr(error.code)
+    return ModelError(
+        f"{who}: the model's code, or a library, called {call}({given}){raised_at(error)}, which would end the process without a word; raise an "
+        "exception there that says what is wrong"
+    )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
 
+from foreload.pipelines.base.codec import parse_json
+
+_TAIL_BYTES = 1 << 16  # in which the last steps stand
 _NUMBER, _EVALUATION = re.compile(rb'\{"kind": "step", "step": (\d+),'), b'{"kind": "evaluation", "step": %d,'  # as lines begin
 
 
@@ -31,3 +35,20 @@ def evaluations_told(path: Path, step: int) -> set[str]:
             elif line.startswith(_EVALUATION % step):
                 told.add(line.decode())
     return told
+
+
+def reported_step(path: Path) -> int | None:
+    """The last training step that metrics.jsonl tells of; None if there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return None
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+            told = parse_json(line)
+            # A checkpoint is told of long after its step.
+            if told["kind"] == "step":
+                return int(told["step"])
+    return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from foreload.cache.client.store import Read, Store, Write
@@ -52,6 +52,20 @@ class ShardsAwaited:
             return "the store shards answer again"
         numbers = ", ".join(map(str, self.shards))
         return f"store shard {numbers}: no answer, and parity does not cover that, so training waits for it ({self.why})"
+
+
+@dataclass(slots=True)
+class _Tried:
+    """What became of shards that failed: back, by lane what is there; away, those that do not answer; wrong, those that lack rows, or refuse."""
+
+    back: dict[int, Mapping[int, Found]] = field(default_factory=dict)
+    away: dict[int, StoreError] = field(default_factory=dict)
+    wrong: dict[int, StoreError] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> dict[int, StoreError]:
+        """All that are not back."""
+        return self.wrong | self.away
 
 
 @dataclass(slots=True)
@@ -101,55 +115,56 @@ class Reconnection:
         At once where a connection broke. Where more do not answer than parity covers, they are waited for. covered: whether these may be lost. Raises
         Fenced, and ShardsSilent where the patience is over.
         """
-        table, back = self.stored.shards, dict[int, Mapping[int, Found]]()
-        away, wrong = dict[int, StoreError](), dict[int, StoreError]()
-
-        def connect(shard: int, look: timedelta) -> None:
-            try:
-                there = self.once(shard, markers, writes, look)
-            except Fenced:
-                raise
-            except StoreError as error:
-                away.pop(shard, None)
-                died = self.patience.volatile and _is_gone(error)
-                (away if is_away(error) and not died else wrong)[shard] = error
-                return
-            away.pop(shard, None)
-            if there is None:
-                what = "came back without the run's last write-back batches, or without rows"
-                wrong[shard] = StoreUnavailable(f"store {table.urls[shard]}: {what}")
-            else:
-                back[shard] = there
-
+        tried = _Tried()
         for shard, error in failing.items():
             # One that is being rebuilt has nothing that would be worth it.
-            if not is_away(error) or not table.complete(shard):
-                wrong[shard] = error
+            if not is_away(error) or not self.stored.shards.complete(shard):
+                tried.wrong[shard] = error
             elif isinstance(error, StoreSilent | StoreBusy):
-                away[shard] = error
+                tried.away[shard] = error
             else:
-                connect(shard, RECONNECT)
-        if not away or covered({*away, *wrong}) or not covered(wrong):
-            return back, wrong | away
-        self.on_awaited(ShardsAwaited(tuple(away), str(next(iter(away.values())))))
-        silent = any(isinstance(error, StoreSilent) for error in failing.values())
-        deadline = (
-            time.monotonic() + (self.patience.time - (self.stored.store.timeout if silent else timedelta())).total_seconds()
-        )
+                self._try(shard, tried, markers, writes, RECONNECT)
+        if tried.away and not covered(tried.failed) and covered(tried.wrong):
+            self.on_awaited(ShardsAwaited(tuple(tried.away), str(next(iter(tried.away.values())))))
+            silent = any(isinstance(error, StoreSilent) for error in failing.values())
+            waited = self.stored.store.timeout if silent else timedelta()
+            self._wait(tried, markers, writes, covered, time.monotonic() + (self.patience.time - waited).total_seconds())
+            self.on_awaited(ShardsAwaited((), ""))
+        return tried.back, tried.failed
+
+    def _try(self, shard: int, tried: _Tried, markers: Markers, writes: Sequence[tuple[int, Write]], look: timedelta) -> None:
+        """Connect again to one shard, and note what came of it."""
+        tried.away.pop(shard, None)
+        try:
+            there = self.once(shard, markers, writes, look)
+        except Fenced:
+            raise
+        except StoreError as error:
+            died = self.patience.volatile and _is_gone(error)
+            (tried.away if is_away(error) and not died else tried.wrong)[shard] = error
+            return
+        if there is None:
+            what = "came back without the run's last write-back batches, or without rows"
+            tried.wrong[shard] = StoreUnavailable(f"store {self.stored.shards.urls[shard]}: {what}")
+        else:
+            tried.back[shard] = there
+
+    def _wait(
+        self, tried: _Tried, markers: Markers, writes: Sequence[tuple[int, Write]], covered: Callable[[Collection[int]], bool], deadline: float
+    ) -> None:  # fmt: skip
+        """Try shards that do not answer until parity covers those that are left, or more have lost their rows than it covers."""
         covered_since: float | None = None
-        while away and covered(wrong):
-            for shard in list(away):
-                connect(shard, min(self.stored.store.timeout, _LONGEST_LOOK))
+        while tried.away and covered(tried.wrong):
+            for shard in list(tried.away):
+                self._try(shard, tried, markers, writes, min(self.stored.store.timeout, _LONGEST_LOOK))
             now = time.monotonic()
-            if covered({*away, *wrong}):
+            if covered(tried.failed):
                 covered_since = now if covered_since is None else covered_since
                 if now - covered_since >= _GRACE.total_seconds():
-                    break
-            elif covered(wrong) and (now >= deadline or self.given_up()):
-                raise self._silent(away)
+                    return
+            elif covered(tried.wrong) and (now >= deadline or self.given_up()):
+                raise self._silent(tried.away)
             time.sleep(_PAUSE.total_seconds())
-        self.on_awaited(ShardsAwaited((), ""))
-        return back, wrong | away
 
     def _silent(self, away: Mapping[int, StoreError]) -> StoreError:
         if not self.stored.placement.r:

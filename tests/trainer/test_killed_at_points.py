@@ -19,6 +19,7 @@ from foreload.trainer.cluster.faults import (
     BEST_POINTS,
     CHECKPOINT_POINTS,
     END_POINTS,
+    KEPT_POINTS,
     STEP_POINTS,
     STORE_POINTS,
     TAKEOVER_POINTS,
@@ -141,6 +142,7 @@ def test_every_point_is_there() -> None:
     assert {*named, *(point for _, point in TAKEOVERS), "rows rebuilt", *MOVE_POINTS} == set(TRAINER_POINTS) - {
         *CHECKPOINT_POINTS,
         *BEST_POINTS,
+        *KEPT_POINTS,
     }
     assert not set(STEP_POINTS) & {*STORE_POINTS, *END_POINTS, *TAKEOVER_POINTS}
     with pytest.raises(ValueError, match="point: must be one of before fetch, "):

@@ -28,7 +28,7 @@ def claimed(job: TrainJob, run: Run, manifest: Manifest, start: Status, urls: Se
         mode: Literal["new", "resume", "overwrite"] = "resume" if goes_on else "overwrite" if job.overwrite else "new"
         own_rows(run, store, job.folder_moved)
         if mode == "overwrite":
-            check_not_training(manifest.namespace, store)
+            check_not_training(manifest.namespace, store, FolderId.of(run.path))
         claim(store, manifest.namespace, manifest.identity, mode, spared, FolderId.of(run.path))
         if job.resume:
             before = run.saved_status()

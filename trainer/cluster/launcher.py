@@ -377,21 +377,20 @@ class Launcher:
     ) -> None:
         """End the local stores, if there are any, at whatever end of a call; nothing interrupts it. start: how the call began; error: its end.
 
-        - The run came to rest (at the schedule's end or before, since it was asked to or something failed): its status tells of the rows in the
-          servers, so they are saved, also where the digest, or what else came after, failed or was interrupted. Servers of lost shards that do
-          not answer are killed. Servers that cannot save run on with their rows, which is raised: the next command uses them as they are.
-        - The run keeps what they lack, since they do not answer: they run on.
-        - More shards were lost while it trained than parity covers, and no earlier call saved rows: what the others hold is saved, to be looked at.
-        - Any other end (an error, an interrupt, lost rows where an earlier call saved some): discarded, so that --resume goes on from what was saved
-          before. Servers that an earlier call left running, since they could not save, run on.
+        - The run came to rest: its status tells of the rows in the servers, so they are saved, whatever came after. Servers of lost shards that do
+          not answer are killed. Those that cannot save run on, which is raised: the next command uses them as they are.
+        - The run keeps what they lack: they run on.
+        - More shards were lost than parity covers, and no earlier call saved rows: what the others hold is saved, to be looked at.
+        - Any other end: discarded, so that --resume goes on from what was saved before. Servers that an earlier call left running run on.
         """
         self._interrupts.defer_signals = True
-        trained = self._group is not None and not self._group.at_rest
-        if trained and (newest := Run(self._job.run).newest_checkpoint(self._job.checkpoint, after=start.step)) is not None:
+        run, at_rest = Run(self._job.run), self._group is None or self._group.at_rest or Run(self._job.run).keeps_lanes
+        newest = None if at_rest else run.newest_checkpoint(self._job.checkpoint, after=start.step)
+        if newest is not None:
             sys.stderr.write(f"foreload: --resume goes on from checkpoint {newest}\n")
         if local is None:
             return
-        if self._group is not None and self._group.kept and not self._group.at_rest and Run(self._job.run).keeps_lanes:
+        if run.keeps_lanes:
             sys.stderr.write(f"foreload: the servers in {local.directory} run on: what is kept goes with their rows\n")
         elif self._group is not None and self._group.at_rest:
             local.stop(save=True, lost=self._group.status.lost)

@@ -116,13 +116,17 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def check_not_training(namespace: str, store: Store) -> None:
-    """Raise RunError where a namespace is of a run that is being trained on this host: its rows are not to be deleted under it."""
+def check_not_training(namespace: str, store: Store, own: FolderId | None = None) -> None:
+    """Raise RunError where a namespace is of a run that is being trained on this host: its rows are not to be deleted under it. own: the folder of the
+    run that the caller has, if any, which is none of these.
+    """
     for shard in store.used:
         # A key of another program is no run's.
         with contextlib.suppress(StoreError):
             note = owner(store, namespace, shard)
             folder = None if note is None else note.get("folder")
+            if own is not None and folder is not None and own.is_same(folder):
+                continue
             if note is not None and folder is not None and _is_used(folder, str(note["identity"].get("run"))):
                 raise RunError(
                     f"store {store.urls[shard]}: namespace {namespace} is of the run in {folder}, which is being trained or read; stop that first"

@@ -228,7 +228,11 @@ def test_where_all_that_have_a_lane_are_killed_the_run_ends_and_a_resume_begins_
     both = [killed(0, "committed", 20), killed(1, "committed", 20)]
     status, _, err = Command(*command, faults=both).end()
     assert status == 3
-    assert "trainer 0, 1: lost, and with it the last steps of lane 0, 1, of which no other trainer has a complete copy" in err
+    how = "was killed by SIGKILL"
+    assert (
+        f"trainer 0 ({how}), 1 ({how}): lost, and with it the last steps of lane 0, 1, of which no other trainer has a complete copy"
+        in err
+    )
     # Nothing was saved before.
     job = hold([*command, "--resume"], 30)
     assert ask(run, AskStop()) == Stopping()

@@ -210,6 +210,7 @@ def test_whatever_is_killed_resuming_goes_on_from_the_last_clean_stop_or_says_ho
             assert all(str(server.pid) in err for server in servers)
             assert servers_of(run) == servers
         kill(*servers)
+    job.schedule.release()
     # What stands on the disk is that stop.
     assert main(["digest", str(run)]) == 0
     assert main(["train", str(schedule), "--run", str(run), "--resume", "--digest"]) == 0

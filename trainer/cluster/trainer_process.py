@@ -298,7 +298,7 @@ class TrainerProcess:
             session.barrier()
             return True
         self._points.come_to("last write-back")
-        self._flushed += lanes.write_everything_back(self._last_step + 1, at_stop=stopped)
+        self._flushed = lanes.write_everything_back(self._last_step + 1, at_stop=stopped)
         self._points.come_to("last rows written")
         lost = self._link.finish(term, terms.check)
         # From here on no lane of any trainer is written any more: the dense part of this step may replace that of the last clean stop.

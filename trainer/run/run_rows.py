@@ -117,8 +117,8 @@ def _is_locked(path: Path) -> bool:
 
 
 def check_not_training(namespace: str, store: Store, own: FolderId | None = None) -> None:
-    """Raise RunError where a namespace is of a run that is being trained on this host: its rows are not to be deleted under it. own: the folder of the
-    run that the caller has, if any, which is none of these.
+    """Raise RunError where a namespace is of a run that is being trained on this host: its rows are not to be deleted. own: the folder of
+    the run that the caller has, if any, which is none of these.
     """
     for shard in store.used:
         # A key of another program is no run's.

@@ -121,6 +121,23 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+_HELPS = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n), and go on",
+    errno.ENFILE: "the system has too many files open: raise its limit (fs.file-max), and go on",
+    errno.EACCES: "let this user read it, and go on",
+    errno.EPERM: "let this user read it, and go on",
+    errno.ENOMEM: "free memory, and go on",
+    errno.EIO: "its disk fails: see the system's log; once it can be read, go on",
+    errno.ESTALE: "mount its file system again, and go on",
+    errno.ETIMEDOUT: "see that its file system can be reached, and go on",
+}
+
+
+def unreadable(error: OSError, otherwise: str) -> str:
+    """That a file cannot be read, and what helps. otherwise: what helps where the file itself is to blame."""
+    return f"cannot be read ({error.strerror or error}); {_HELPS.get(error.errno or 0, otherwise)}"
+
+
 def disk_error(error: BaseException, out: Path) -> DiskError | None:
     """What to tell of an error that the disk of --out is to blame for: it is full, fails, was made read-only, or has gone. None for another error."""
     if not isinstance(error, OSError):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from foreload.pipelines.base.codec import Name, of_json, parse_json
-from foreload.pipelines.base.files import write_json
+from foreload.pipelines.base.files import unreadable, write_json
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples.dense import Scale
 from foreload.pipelines.samples.encode import Encoder
@@ -54,7 +54,9 @@ def load(folder: Path, spec: FeatureSpec) -> tuple[FeatureSpec, Encoder]:
         if SCALES in index:
             pairs = of_json(parse_json((folder / SCALES).read_bytes()), list[tuple[str, str]])
             scales = [Scale(float.fromhex(mean), float.fromhex(deviation)) for mean, deviation in pairs]
-    except (OSError, ValueError, OverflowError) as error:
+    except OSError as error:
+        raise ScheduleError(f"{error.filename or folder}: {unreadable(error, 'prepare the schedule again')}") from error
+    except (ValueError, OverflowError) as error:
         raise ScheduleError(f"{folder}: its encoding cannot be read ({error}); prepare the schedule again") from error
     whole = spec.with_vocabulary({table: len(vocabulary) for table, vocabulary in vocabularies.items()})
     return whole, Encoder(whole, vocabularies, scales)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from foreload.pipelines.base.files import unreadable
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.format import FileEntry
 
@@ -25,7 +26,7 @@ def map_file(path: Path, entry: FileEntry, what: str) -> mmap.mmap:
             whole = os.fstat(file.fileno()).st_size == entry["bytes"]  # an empty file cannot be mapped
             source = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if whole else None
     except OSError as error:
-        raise ScheduleError(f"{what} {path}: cannot be read ({error.strerror}): prepare the schedule again") from None
+        raise ScheduleError(f"{what} {path}: {unreadable(error, 'prepare the schedule again')}") from None
     if source is None or zlib.crc32(source) != entry["crc32"]:
         raise ScheduleError(f"{what} {path}: its checksum is not the manifest's: the file is damaged; prepare the schedule again")
     return source

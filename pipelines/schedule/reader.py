@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from foreload.pipelines.base.at_work import Watch
 from foreload.pipelines.base.codec import FormError, of_json, parse_json
-from foreload.pipelines.base.files import read_sealed
+from foreload.pipelines.base.files import read_sealed, unreadable
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.format import (
     FAILED,
@@ -53,7 +53,9 @@ def _load_json(path: Path, what: str) -> tuple[dict[str, Any], str]:
         return read_sealed(path)
     except FileNotFoundError:
         raise ScheduleError(f"{what} {path}: is missing: not a whole schedule; prepare it again") from None
-    except (ValueError, OSError):
+    except OSError as error:
+        raise ScheduleError(f"{what} {path}: {unreadable(error, 'prepare the schedule again')}") from None
+    except ValueError:
         raise ScheduleError(f"{what} {path}: cannot be read: the file is damaged; prepare the schedule again") from None
 
 

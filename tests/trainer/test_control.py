@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
+import socketserver
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -19,12 +22,12 @@ from foreload.trainer.cluster.control import (
     AskStatus,
     AskStop,
     ControlRequest,
-    ControlSocket,
     RunStatus,
     Stopping,
     ask,
     training_status,
 )
+from foreload.trainer.cluster.control_socket import ControlSocket
 from foreload.trainer.errors import MessageError, RunError
 
 SHARDS = ShardSnapshot((ShardStatus("redis://a:1", "rebuilding", "", 0.25), ShardStatus("redis://b:1")))
@@ -101,6 +104,30 @@ def test_the_control_socket_answers_requests_and_refuses_others(tmp_path: Path, 
         control.close()
     assert training_status(run) is None
     assert not list(run.iterdir())
+
+
+@pytest.mark.parametrize("anywhere", [True, False], ids=["elsewhere", "nowhere"])
+def test_where_the_runs_folder_takes_no_socket_it_is_elsewhere_or_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], anywhere: bool
+) -> None:
+    bind = socketserver.ThreadingUnixStreamServer.server_bind
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+
+    def refused(server: socketserver.ThreadingUnixStreamServer) -> None:
+        if not anywhere or Path(str(server.server_address)).parent == tmp_path:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        bind(server)
+
+    monkeypatch.setattr(socketserver.ThreadingUnixStreamServer, "server_bind", refused)
+    control = ControlSocket(tmp_path, lambda _: STATUS)
+    assert training_status(tmp_path) == (STATUS if anywhere else None)
+    control.close()
+    assert not list(elsewhere.iterdir())
+    assert list(tmp_path.iterdir()) == [elsewhere]
+    told = f"foreload: warning: {tmp_path / 'control.sock'}: cannot be made (Operation not supported), so the run cannot be asked anything"
+    assert capfd.readouterr().err == ("" if anywhere else f"{told} while it trains\n")
 
 
 def test_what_is_no_request_is_answered_with_an_error_and_the_next_one_heeded(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 from command_line import main
 
 from foreload.cache.protocol.shard_table import ShardSnapshot, ShardStatus
-from foreload.trainer.cluster.control import ControlSocket, CopyStatus, RunStatus
+from foreload.trainer.cluster.control import CopyStatus, RunStatus
+from foreload.trainer.cluster.control_socket import ControlSocket
 from foreload.trainer.cluster.facts import Term
 from foreload.trainer.cluster.lane_copies import LaneCopies
 from foreload.trainer.cluster.messages import CopiesTold, SeededCopy

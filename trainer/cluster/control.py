@@ -6,14 +6,9 @@ a line: the fields of the request's answer below, or {"error": "..."}.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
-import socketserver
-import tempfile
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +23,6 @@ from foreload.trainer.errors import MessageError, RunError
 from foreload.trainer.run.directory import CONTROL
 from foreload.trainer.run.store_moves import Change
 
-_SOCKET_PATH_BYTES = 100  # the kernel takes 107
 _MALFORMED = 'a request is a line such as {"do": "status"}'
 
 
@@ -276,8 +270,8 @@ Answer = RunStatus | Stopping | _RepairAnswer | ScaleBegun | ScaleProgress | Che
 _REQUESTS: dict[str, type[ControlRequest]] = {kind.do: kind for kind in get_args(ControlRequest)}
 
 
-def _request_of(line: bytes) -> ControlRequest:
-    """Raises MessageError for what is no request."""
+def request_of(line: bytes) -> ControlRequest:
+    """What a line of a client asks. Raises MessageError for what is no request."""
     try:
         fields = json.loads(line)
         do = fields.pop("do")
@@ -289,54 +283,6 @@ def _request_of(line: bytes) -> ControlRequest:
         return of_json(fields, _REQUESTS[do])
     except MessageError as error:
         raise MessageError(f"{do}: {error}") from error
-
-
-class ControlSocket:
-    """The side of the run that trains. respond: answers a request, in the thread of the connection that it came by."""
-
-    def __init__(self, run: Path, respond: Callable[[ControlRequest], Answer]) -> None:
-        path = run / CONTROL
-        path.unlink(missing_ok=True)
-        self._path = path
-        self._elsewhere: Path | None = None
-        bound = path.absolute()
-        if len(os.fsencode(bound)) > _SOCKET_PATH_BYTES:
-            self._elsewhere = Path(tempfile.mkdtemp(prefix="foreload-"))
-            bound = self._elsewhere / CONTROL
-            path.symlink_to(bound)
-
-        class Handler(socketserver.StreamRequestHandler):
-            def handle(self) -> None:
-                # A client that goes away wants no answer any more.
-                with contextlib.suppress(ConnectionError):
-                    for line in self.rfile:
-                        self.wfile.write(json.dumps(to_json(answered(line))).encode() + b"\n")
-
-        def answered(line: bytes) -> Answer:
-            try:
-                request = _request_of(line)
-            except MessageError as error:
-                return Refused(str(error))
-            return respond(request)
-
-        class Server(socketserver.ThreadingUnixStreamServer):
-            daemon_threads = True
-            block_on_close = False
-
-        self._server = Server(str(bound), Handler)
-        bound.chmod(0o600)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="control", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop answering and remove the socket."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-        self._path.unlink(missing_ok=True)
-        if self._elsewhere is not None:
-            (self._elsewhere / CONTROL).unlink(missing_ok=True)
-            self._elsewhere.rmdir()
 
 
 def training_status(run: Path) -> RunStatus | None:

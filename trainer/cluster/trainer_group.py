@@ -19,8 +19,8 @@ from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.checkpointing import Checkpointing
-from foreload.trainer.cluster.control import ControlSocket
 from foreload.trainer.cluster.control_answers import ControlAnswers, Phase
+from foreload.trainer.cluster.control_socket import ControlSocket
 from foreload.trainer.cluster.ending import Ending, early_stop, figures_told, first_of, keep_run, manifest_of, status_of
 from foreload.trainer.cluster.events import EventReceiver
 from foreload.trainer.cluster.facts import Go, RunSaved, StepsLeft, StopWanted, Term

@@ -133,6 +133,7 @@ class Failover:
             for lane in table.lanes:
                 table.survivors(lane)
         except RowsLost as error:
+            self._reconnection.check_not_taken()
             kept = table.placement.mask(self._kept)
             if not all(table.covered(table.of(lane).unreadable & ~kept) for lane in table.lanes):
                 raise

@@ -75,6 +75,13 @@ class PlainRounds(Rounds):
 
     def exchange(self, reads: Sequence[tuple[int, Read]], writes: Sequence[tuple[int, Write]]) -> None:
         """Do reads and writes of all shards."""
+        try:
+            self._exchange(reads, writes)
+        except StoreError:
+            self._reconnection.check_not_taken()
+            raise
+
+    def _exchange(self, reads: Sequence[tuple[int, Read]], writes: Sequence[tuple[int, Write]]) -> None:
         failures = self._stored.store.attempt([read for _, read in reads], [write for _, write in writes])
         for lane, read in reads:
             if read.shard not in failures:

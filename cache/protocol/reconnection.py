@@ -12,9 +12,19 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from foreload.cache.client.store import Read, Store, Write
-from foreload.cache.errors import Fenced, ForeignKey, ShardsSilent, StoreBusy, StoreError, StoreSilent, StoreUnavailable
+from foreload.cache.errors import (
+    Fenced,
+    ForeignKey,
+    NamespaceInUse,
+    ShardsSilent,
+    StoreBusy,
+    StoreError,
+    StoreSilent,
+    StoreUnavailable,
+)
 from foreload.cache.protocol.fence import Found, fence_all
 from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.namespace import is_run, owner
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
 
@@ -174,6 +184,21 @@ class Reconnection:
         return ShardsSilent(
             f"store shards {without}: lost, or without an answer, and parity covers {self.stored.placement.r}: {reasons}"
         )
+
+    def check_not_taken(self) -> None:
+        """Raise NamespaceInUse where another run has the namespace by now: then that, and no loss, is why rows are gone."""
+        identity, namespace, shards = self.ownership.identity, self.stored.namespace, self.stored.placement.live
+        for shard in shards if identity is not None else ():
+            try:
+                with Store([self.stored.shards.urls[shard]], RECONNECT, RECONNECT) as store:
+                    note = owner(store, namespace, 0)
+            except StoreError:
+                continue
+            if identity is not None and note is not None and not is_run(note, identity):
+                raise NamespaceInUse(
+                    f"store {store.urls[0]}: namespace {namespace} is another run's by now, which deleted this one's rows (--overwrite); this "
+                    "one ends; give each run a --namespace of its own"
+                )
 
     def repeat(
         self,

@@ -34,6 +34,7 @@ from foreload.cache.client.store import (
 )
 from foreload.cache.errors import (
     CacheError,
+    NamespaceInUse,
     RowError,
     RowsLost,
     ShardsRefuse,
@@ -48,7 +49,7 @@ from foreload.cache.protocol.failover import Failover
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.monitor import Monitor
-from foreload.cache.protocol.namespace import claim, lane_key
+from foreload.cache.protocol.namespace import claim, lane_key, remove
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.reconnection import Patience, ShardsAwaited
@@ -562,6 +563,20 @@ def test_more_shards_that_do_not_answer_than_parity_covers_are_not_lost(stores: 
         ShardsSilent, match=r"store shards 0, 2: lost, or without an answer, and parity covers 1: .* cannot be reached"
     ):
         run(stores, tmp_path / "logs", 2, 1, disturber)
+
+
+@pytest.mark.parametrize(("k", "r"), [(2, 1), (1, 0)], ids=["2+1", "without parity"])
+@pytest.mark.parametrize("moment", [("data leaves", 9), ("fetch leaves", 5), ("data acknowledged", 9)])
+def test_rows_that_another_run_deleted_are_not_told_as_lost(
+    stores: LocalStores, tmp_path: Path, k: int, r: int, moment: tuple[str, int]
+) -> None:
+    def take() -> None:
+        with Store(stores.urls, timedelta(seconds=5)) as other:
+            remove(other, "t")
+            claim(other, "t", {"run": "another"}, "new")
+
+    with pytest.raises(NamespaceInUse, match="namespace t is another run's by now, which deleted this one's rows"):
+        run(stores, tmp_path / "logs", k, r, Disturber({moment: take}))
 
 
 class Releasing(Disturber):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.files import disk_error, write_json
-from foreload.pipelines.base.interrupts import Interrupts, came_of_interrupt, heeded_after_imports
+from foreload.pipelines.base.interrupts import Interrupts, came_of_interrupt, heeded_afterwards
 from foreload.pipelines.base.progress import Progress
 from foreload.pipelines.compiler.other_slots import fewest_arrivals
 from foreload.pipelines.errors import ForeloadError, ScheduleError, SettingError
@@ -63,7 +63,7 @@ def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage
 def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage: stage) -> dict[str, Any]:
     """Prepare a schedule from options and Beam's flags; see `run`."""
     started = time.monotonic()
-    with heeded_after_imports(), quiet_import():
+    with heeded_afterwards(), quiet_import():
         from foreload.pipelines.beam import (
             run as beam_run,  # takes seconds, so that mistakes above are told first, and the help page is quick
         )

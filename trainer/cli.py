@@ -13,7 +13,7 @@ import foreload
 from foreload.pipelines.base import exit_status
 from foreload.pipelines.base.entry import use_utf8, working_directory
 from foreload.pipelines.base.files import is_full
-from foreload.pipelines.base.interrupts import Interrupts, heeded_after_imports
+from foreload.pipelines.base.interrupts import Interrupts, heeded_afterwards
 from foreload.pipelines.base.output import results_told
 from foreload.pipelines.errors import ForeloadError, OutputLost
 from foreload.trainer.cluster.processes import ChildProcess, StartProcess
@@ -61,7 +61,7 @@ def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer:
             working_directory()  # first of all: without one, a library that torch loads ends the process
             if given[:1] == ["prepare"]:
                 # Beam takes long to import, and only prepare needs it.
-                with heeded_after_imports():
+                with heeded_afterwards():
                     from foreload.pipelines.prepare import run
 
                 run(given[1:])
@@ -94,7 +94,7 @@ def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer:
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line, but for the flags of prepare."""
-    with heeded_after_imports():
+    with heeded_afterwards():
         from foreload.trainer.command_line import checkpoints, models, resources, stores, training  # which import torch
 
     top = Parser(

@@ -22,6 +22,7 @@ from foreload.cache.client.servers import SERVER_VARIABLE, find_executable, save
 from foreload.cache.errors import StoreError, StoreFull, StoreUnavailable
 from foreload.pipelines.base.codec import FormError, filled, of_json, parse_json
 from foreload.pipelines.base.files import replacing
+from foreload.pipelines.base.interrupts import heeded_afterwards
 
 _SOCKET_PATH_BYTES = 100  # sun_path holds 108 on Linux, 104 elsewhere, with the closing zero
 _SERVERS = "servers.json"  # in the directory: the socket of each server, by which a later command finds them
@@ -147,7 +148,7 @@ class LocalStores:
         try:
             for server in self._servers:
                 if server.shard not in self.left:
-                    self._processes[server.shard] = self._launch(server, executable)
+                    self._launch(server, executable)
             for server in self._servers:
                 self._await_ready(server, self._processes.get(server.shard), executable)
         except BaseException:
@@ -198,16 +199,16 @@ class LocalStores:
             # Of one that had the number in a call that came to nothing.
             saved.unlink(missing_ok=True)
         executable = self._executable or find_executable()
-        process = self._launch(server, executable)
         try:
-            self._await_ready(server, process, executable)
+            self._launch(server, executable)
+            self._await_ready(server, self._processes[shard], executable)
             self._servers = [*self._servers, server]
-            self._processes[shard] = process
             self.count = shard + 1
             self._note()
         except BaseException:
-            process.kill()
-            process.wait()
+            if (process := self._processes.pop(shard, None)) is not None:
+                process.kill()
+                process.wait()
             raise
         return shard
 
@@ -263,7 +264,7 @@ class LocalStores:
                 return False
             if server.saved.exists():
                 server.saved.replace(server.set_aside)
-            self._processes[shard] = self._launch(server, self._executable or find_executable())
+            self._launch(server, self._executable or find_executable())
             return True
 
     def stop(self, save: bool = True, lost: Collection[int] = ()) -> None:
@@ -340,14 +341,15 @@ class LocalStores:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop(save=False)
 
-    def _launch(self, server: LocalServer, executable: str) -> subprocess.Popen[bytes]:
+    def _launch(self, server: LocalServer, executable: str) -> None:
+        """Start a server's process, and note it, whatever signal comes meanwhile."""
         server.socket.unlink(missing_ok=True)
         server.pid_file.unlink(missing_ok=True)
         environment = {**os.environ, **_HUGE_PAGES}
-        with open(server.log, "ab") as log:
+        with open(server.log, "ab") as log, heeded_afterwards():
             try:
                 # A session of its own: Ctrl-C in the terminal is for the trainers, which then still need the store.
-                process = subprocess.Popen(
+                process = self._processes[server.shard] = subprocess.Popen(
                     server.command(executable, self._settings),
                     env=environment,
                     stdin=subprocess.DEVNULL,
@@ -359,9 +361,8 @@ class LocalStores:
                 raise StoreError(
                     f"store local: cannot run {executable} ({error.strerror}); {SERVER_VARIABLE} may name another server"
                 ) from error
-        with contextlib.suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, process.pid, min(os.getpriority(os.PRIO_PROCESS, 0) + NICENESS, 19))
-        return process
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, process.pid, min(os.getpriority(os.PRIO_PROCESS, 0) + NICENESS, 19))
 
     def _await_ready(self, server: LocalServer, process: subprocess.Popen[bytes] | None, executable: str) -> None:
         attempts = pauses(READY_TIMEOUT)

@@ -98,8 +98,10 @@ class Interrupts:
 
 
 @contextlib.contextmanager
-def heeded_after_imports() -> Iterator[None]:
-    """Have signals that come while modules are imported heeded behind that: an exception would come out of one of them as an error of its own."""
+def heeded_afterwards() -> Iterator[None]:
+    """Have signals that come while entered heeded behind that: amid imports an exception would come out of a module as an error of its own, and as a
+    process is started, it would be lost which one that is.
+    """
     entered = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
     if not isinstance(entered, Interrupts) or entered.defer_signals:
         yield

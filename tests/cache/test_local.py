@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import subprocess
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from foreload.cache.client.local import NICENESS, LocalStores
@@ -22,6 +25,7 @@ from foreload.cache.client.servers import (
 )
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import StoreError, StoreFull, StoreUnavailable
+from foreload.pipelines.base.interrupts import Interrupts
 
 FIELDS = np.arange(100, dtype=np.uint64)
 ROWS = np.arange(1600).astype(np.uint8).reshape(100, 16)
@@ -314,3 +318,35 @@ def test_a_server_that_nobody_knows_of_is_ended_by_who_adopts_the_others(tmp_pat
         stores.add()
         assert list(stores.pids)[1] not in (None, added)
     left._processes[0].wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("which", [1, 3])
+def test_a_signal_as_a_server_is_forked_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: int, number: int
+) -> None:
+    """The signal comes right behind the fork of the first or the last server, before anything is noted of it."""
+    started: list[int] = []
+    popen = subprocess.Popen.__init__
+
+    def forked(process: subprocess.Popen[bytes], *arguments: Any, **named: Any) -> None:
+        popen(process, *arguments, **named)
+        started.append(process.pid)
+        if len(started) == which:
+            os.kill(os.getpid(), number)
+
+    stores = LocalStores(3, tmp_path / "stores")
+    monkeypatch.setattr(subprocess.Popen, "__init__", forked)
+    with pytest.raises(KeyboardInterrupt), Interrupts():
+        stores.start()
+    assert len(started) == which
+    assert not [pid for pid in started if psutil.pid_exists(pid)]
+    monkeypatch.undo()
+    with stores, Interrupts() as interrupts:
+        monkeypatch.setattr(subprocess.Popen, "__init__", forked)
+        started[:] = [0] * (which - 1)
+        with pytest.raises(KeyboardInterrupt):
+            stores.add()
+        assert interrupts.received == [number]
+        assert not psutil.pid_exists(started[-1])
+        assert stores.count == 3

@@ -80,9 +80,7 @@ def take_over_copied(
     """
     schedule = parts.schedule
     segment, index = place_after(schedule, step)
-    # Without parity whoever takes over writes what it is not sure of, beyond the schedule, and other copies do not know: so none counts on that.
-    knows = access.placement.r and not stopping
-    following = _next_training_event(schedule, segment, index) if knows else None
+    following = None if stopping else _next_training_event(schedule, segment, index)
     ends = {
         copy.lane: copy.partition.occupied() if following is None else schedule.lane(following, copy.lane).ends for copy in copies
     }

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from command_line import Command, refused, run_here
 from held import Hold
@@ -265,9 +266,10 @@ def test_the_launcher_is_killed_while_trainers_keep(
     assert trainer is not None
     send(servers, signal.SIGSTOP)
     job.schedule.release()
-    job.until(lambda: os.path.exists(folder_of(run) / "dense.safetensors"))
+    process = psutil.Process(trainer)
+    job.until(lambda: process.status() == psutil.STATUS_STOPPED)
     job.process.kill()
-    os.kill(trainer, signal.SIGCONT)
+    process.resume()
     job.remains.wait_for_python()
     assert state(run) == "kept"
     send(servers, signal.SIGCONT)

@@ -7,16 +7,15 @@ import signal
 import sys
 from types import FrameType
 
-from foreload.pipelines.base.interrupts import SIGNALS
+from foreload.pipelines.base.interrupts import heeded_signals
 from foreload.pipelines.base.output import guard_messages, results_told
 from foreload.pipelines.errors import OutputLost
 
 
 def main() -> int:
     """Run the command line; see `foreload.trainer.cli.main`. A signal that comes before that can heed it ends the process at once."""
-    for number in SIGNALS:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _stop)
+    for number in heeded_signals():
+        signal.signal(number, _stop)
     guard_messages(results=True)
     from foreload import KERNEL_CACHE, __version__
 

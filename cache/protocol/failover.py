@@ -67,7 +67,7 @@ class Failover:
 
     def raise_term(self, term: int) -> None:
         """Fence as an owner of this term from now on."""
-        self._reconnection.ownership = replace(self._reconnection.ownership, term=term)
+        self._reconnection.raise_term(term)
 
     def lose_found(self) -> None:
         """Go on without the shards that were found lost by who took lanes over. Raises as `lose` does."""

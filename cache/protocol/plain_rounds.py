@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from foreload.cache.client.store import Read, Write
 from foreload.cache.errors import CacheError, StoreError
@@ -131,7 +130,7 @@ class PlainRounds(Rounds):
 
     def raise_term(self, term: int) -> None:
         """Fence as an owner of this term from now on."""
-        self._reconnection.ownership = replace(self._reconnection.ownership, term=term)
+        self._reconnection.raise_term(term)
 
     def close(self) -> None:
         """Nothing runs."""

@@ -91,6 +91,10 @@ class Reconnection:
     given_up: Callable[[], bool]
     on_awaited: Callable[[ShardsAwaited], None]
 
+    def raise_term(self, term: int) -> None:
+        """Fence as an owner of this term from now on."""
+        self.ownership = replace(self.ownership, term=term)
+
     def once(
         self, shard: int, markers: Markers, writes: Sequence[tuple[int, Write]], look: timedelta
     ) -> Mapping[int, Found] | None:
@@ -130,10 +134,10 @@ class Reconnection:
             # One that is being rebuilt has nothing that would be worth it.
             if not is_away(error) or not self.stored.shards.complete(shard):
                 tried.wrong[shard] = error
-            elif isinstance(error, StoreSilent | StoreBusy):
-                tried.away[shard] = error
-            else:
+            elif is_broken(error):
                 self._try(shard, tried, markers, writes, RECONNECT)
+            else:
+                tried.away[shard] = error
         if tried.away and not covered(tried.failed) and covered(tried.wrong):
             self.on_awaited(ShardsAwaited(tuple(tried.away), str(next(iter(tried.away.values())))))
             silent = any(isinstance(error, StoreSilent) for error in failing.values())

@@ -16,6 +16,11 @@ _RELAY_SECONDS = 1.0  # within which the same signal from the terminal and from 
 _COMPILERS = ("/numba/", "/llvmlite/")  # in the paths of Python code that the compiler calls back
 
 
+def heeded_signals() -> list[signal.Signals]:
+    """Those of SIGNALS that are heeded: SIGHUP that is ignored, as under nohup, stays so."""
+    return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
 class Interrupts:
     """While entered, these signals raise KeyboardInterrupt in the main thread; with `defer_signals` set they are only noted.
 
@@ -39,9 +44,8 @@ class Interrupts:
         self._due = False  # a signal has come for which KeyboardInterrupt is not raised yet
 
     def __enter__(self) -> Interrupts:
-        heeded = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
-        self._before = {number: signal.signal(number, self._note) for number in heeded}
+        self._before = {number: signal.signal(number, self._note) for number in heeded_signals()}
         self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._again)
         return self
 

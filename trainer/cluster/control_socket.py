@@ -55,6 +55,9 @@ class ControlSocket:
             self._path.chmod(0o600)
         except OSError as error:
             why = error.strerror or error
+            if self._server is not None:
+                self._server.server_close()
+                self._server = None  # it never served, and so cannot be shut down
             self._remove()
             sys.stderr.write(
                 f"foreload: warning: {self._path}: cannot be made ({why}), so the run cannot be asked anything while it trains\n"

@@ -124,10 +124,11 @@ def test_where_the_runs_folder_takes_no_socket_it_is_elsewhere_or_left_out(
     assert training_status(tmp_path) == (STATUS if anywhere else None)
     control.close()
     assert not list(elsewhere.iterdir())
-    elsewhere.rmdir()
     assert not list(tmp_path.iterdir())
     told = f"foreload: warning: {tmp_path / 'control.sock'}: cannot be made (Operation not supported), so the run cannot be asked anything"
     assert capfd.readouterr().err == ("" if anywhere else f"{told} while it trains\n")
+    monkeypatch.undo()
+    elsewhere.rmdir()
 
 
 def test_what_is_no_request_is_answered_with_an_error_and_the_next_one_heeded(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from foreload.cache.client.store import COMMAND_ROWS, NO_ROWS, Read, Write
+from foreload.cache.client.store import NO_ROWS, Read, Write
 from foreload.cache.errors import CacheError, RowError, StoreError
 from foreload.cache.parity.row_counts import count_rows
 from foreload.cache.parity.stripes import Written
@@ -23,7 +23,6 @@ from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.recovery import Unfinished, adopted_batch, finish_judged, judge, play
 from foreload.cache.protocol.unsure_rows import REMEDY, Look, UnsureRows
 from foreload.cache.rows.fields import fields
-from foreload.cache.rows.layout import encode_rows
 from foreload.cache.rows.staging import EndedRows, Rows
 from foreload.pipelines.schedule.format import Occupants
 
@@ -91,8 +90,8 @@ def take_over_lost(
     _fence(stored, ownership, takings)
     on_action("fenced")
     if not stored.placement.r:
-        _write_again(stored, takings, ownership.term, on_action)
-        return {taking.lane: taking.taken(None) for taking in takings}
+        found = _look_unprotected(stored, takings, ownership.term, on_action)
+        return {taking.lane: taking.taken(found[taking.lane]) for taking in takings}
     if log is None:
         raise CacheError("takeover: needs the log of the batches where there is parity")
     fenced = len(stored.placement.live) - len(stored.shards.lost)
@@ -142,10 +141,14 @@ class _Taking:
             self.found[shard] = one
             self.fields[shard] = one.rows + one.marked
 
-    def count(self, stored: StoredRows) -> None:
-        """Count what shards that lack none have, now that it is known what is written."""
+    def forget_unwritten(self, stored: StoredRows, found: Rows) -> EndedRows:
+        """Note which of the unsure rows were never written, and count what shards that lack none have; returns them. found: as a look has it."""
+        latest = self.unsure.latest
+        never = latest.select(np.flatnonzero(found.tag == 0))
+        self.written.forget(never.table, never.ordinal)
         stripes = stored.lane_stripes(self.lane, self.written)
         self.held = count_rows(stripes, len(stored.layouts), stored.placement.shard_count).fields
+        return never
 
     def rows_on(self, shard: int) -> int:
         """How many rows and parity rows a shard has that is trusted, once the batch in the log is there."""
@@ -163,7 +166,7 @@ class _Taking:
         """Whether parity covers that."""
         return stored.shards.covered(stored.shards.of(self.lane).unreadable | stored.placement.mask([shard]))
 
-    def taken(self, found: Rows | None) -> TakenLane:
+    def taken(self, found: Rows) -> TakenLane:
         """It is taken over. found: as `UnsureRows.sorted_out` has it."""
         to_write, ending, are_stored = self.unsure.sorted_out(found)
         released_boundary, _ = self.copied.released
@@ -276,15 +279,12 @@ def _judge_rows(stored: StoredRows, taking: _Taking, look: Look) -> Rows | None:
     rows = look.finish(distrust)
     if rows is None:
         return None
-    latest = taking.unsure.latest
-    never = rows.tag == 0
-    taking.written.forget(latest.table[never], latest.ordinal[never])
-    taking.count(stored)
+    never = taking.forget_unwritten(stored, rows)
     own, keeping, trusted = stored.shards.of(taking.lane), stored.placement.keeping, taking.unfinished.markers
     others = [one for one in trusted if not own.has_all(one, taking.rows_on(one), int(taking.held[one]), one in keeping)]
     if not others:
         return rows
-    taking.written.note(latest.table[never], latest.ordinal[never])
+    taking.written.note(never.table, never.ordinal)
     for shard in others:
         if not taking.may_distrust(stored, shard):
             raise CacheError(
@@ -333,8 +333,13 @@ def _begin(stored: StoredRows, log: BatchLog, takings: Sequence[_Taking], on_act
 # Without parity.
 
 
-def _write_again(stored: StoredRows, takings: Sequence[_Taking], term: int, on_action: Callable[[str], None]) -> None:
-    """Write whatever may not be stored, whether it is or not; then the marker with which the new owner's batches begin."""
+def _look_unprotected(
+    stored: StoredRows, takings: Sequence[_Taking], term: int, on_action: Callable[[str], None]
+) -> dict[int, Rows]:
+    """Look at the unsure rows of each lane, and write the marker with which the new owner's batches begin; returns them as the store has them.
+
+    Nothing else is written: who has another copy of the lane takes for stored what its schedule says.
+    """
     for taking in takings:
         coming = joins(stored, taking.found)
         for shard, there in taking.found.items():
@@ -346,21 +351,14 @@ def _write_again(stored: StoredRows, takings: Sequence[_Taking], term: int, on_a
                 raise StoreError(f"store {stored.shards.urls[shard]}: {what}: it lost rows; {REMEDY}")
     for taking in takings:
         _finish_unprotected(stored, taking, term)
-    writes = [(taking, write) for taking in takings for write in _writes(stored, taking)]
-    stored.store.exchange([], [write for _, write in writes])
-    on_action("owed written")
-    for taking, write in writes:
-        assert write.added is not None
-        taking.fields[write.shard] += write.added
+    looks = [Look(stored, taking.unsure, stored.lane_stripes(taking.lane, taking.copied.ordinals)) for taking in takings]
+    stored.store.exchange([read for look in looks for read in look.reads], [])
+    found = {taking.lane: _judge_unprotected(stored, taking, look) for taking, look in zip(takings, looks, strict=True)}
+    on_action("rows looked at")
     markers: list[tuple[_Taking, Write]] = []
     for taking in takings:
-        taking.count(stored)
         for shard, there in taking.found.items():
-            rows = taking.fields[shard] - there.marked
-            if rows != taking.held[shard]:
-                what = f"lost rows of lane {taking.lane}: has {rows} of {taking.held[shard]}"
-                raise StoreError(f"store {stored.shards.urls[shard]}: {what}; {REMEDY}")
-            stored.shards.of(taking.lane).held[shard] = 0 if there.marked else None
+            stored.shards.of(taking.lane).held[shard] = int(taking.held[shard]) if there.marked else None
             marker = Marker(taking.number, taking.number)
             markers.append((taking, stored.write(taking.lane, shard, *NO_ROWS, marker, 0)))
     stored.store.exchange([], [write for _, write in markers])
@@ -368,6 +366,23 @@ def _write_again(stored: StoredRows, takings: Sequence[_Taking], term: int, on_a
     for taking, write in markers:
         stored.note(taking.lane, write)
         stored.shards.of(taking.lane).held[write.shard] = int(taking.held[write.shard])
+    return found
+
+
+def _judge_unprotected(stored: StoredRows, taking: _Taking, look: Look) -> Rows:
+    """What a look found. Raises RowError, and StoreError for a shard that lacks rows."""
+
+    def fails(shard: int, error: RowError) -> None:
+        raise error
+
+    rows = look.finish(fails)
+    assert rows is not None
+    taking.forget_unwritten(stored, rows)
+    for shard in taking.found:
+        if taking.rows_on(shard) != taking.held[shard]:
+            what = f"lost rows of lane {taking.lane}: has {taking.rows_on(shard)} of {taking.held[shard]}"
+            raise StoreError(f"store {stored.shards.urls[shard]}: {what}; {REMEDY}")
+    return rows
 
 
 def _finish_unprotected(stored: StoredRows, taking: _Taking, term: int) -> None:
@@ -381,18 +396,3 @@ def _finish_unprotected(stored: StoredRows, taking: _Taking, term: int) -> None:
     for shard in finish_migration(stored, taking.lane, found, Taking(term, number, taking.copied.ordinals), fails):
         raise StoreError(f"store {stored.shards.urls[shard]}: lacks rows of lane {taking.lane} that moved there; {REMEDY}")
     taking.note(found)
-
-
-def _writes(stored: StoredRows, taking: _Taking) -> list[Write]:
-    """The last versions of a lane's unsure rows, with no marker."""
-    rows, writes = taking.unsure.latest, []
-    shard_of = stored.shards_of(taking.lane, rows.table, rows.ordinal)
-    for shape, (width, state_width) in enumerate(stored.shapes.shapes):
-        for shard in stored.placement.live:
-            of_both = np.flatnonzero((stored.shapes.of_table[rows.table] == shape) & (shard_of == shard))
-            for first in range(0, len(of_both), COMMAND_ROWS):
-                part = rows.select(of_both[first : first + COMMAND_ROWS])
-                encoded = np.empty((len(part), stored.shapes.row_bytes(shape)), np.uint8)
-                encode_rows(part.weights, part.state, part.id, part.tag, width, state_width, encoded)
-                writes.append(Write(shard, stored.key(taking.lane, shard), _names(part), encoded))
-    return writes

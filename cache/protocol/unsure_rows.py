@@ -53,17 +53,14 @@ class UnsureRows:
         """The last version of each row: [m]."""
         return self.rows.select(self.newest)
 
-    def sorted_out(self, found: Rows | None) -> tuple[list[tuple[int, EndedRows]], EndedRows, np.ndarray]:
+    def sorted_out(self, found: Rows) -> tuple[list[tuple[int, EndedRows]], EndedRows, np.ndarray]:
         """Of each boundary the rows that are to be written, with their base; those that are ending, with it; and which of these are stored.
 
-        found: [m], the rows as the store has them, tag 0 where it has none; None: all are stored by now.
+        found: [m], the rows as the store has them, tag 0 where it has none.
         """
         is_newest = self.newest[self.version_of] == np.arange(len(self.rows))
-        rows, to_write = self.rows, np.zeros(len(self.rows), bool)
-        if found is not None:
-            to_write = is_newest & (found.tag[self.version_of] != self.rows.tag)
-            weights, state = found.weights[self.version_of], found.state[self.version_of]
-            rows = replace(rows, base_weights=weights, base_state=state)
+        to_write = is_newest & (found.tag[self.version_of] != self.rows.tag)
+        rows = replace(self.rows, base_weights=found.weights[self.version_of], base_state=found.state[self.version_of])
         places = [np.arange(start, end) for start, end in pairwise(self.starts)]
         owed = [(boundary, rows.select(own[to_write[own]])) for boundary, own in zip(self.boundaries, places[:-1], strict=True)]
         return owed, rows.select(places[-1]), ~to_write[places[-1]]

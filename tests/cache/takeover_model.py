@@ -32,10 +32,10 @@ class Rules:
     Of the empty record, which a new owner writes: empty_record; empty_held: it is in the log, and not only on the shards; empty_names_before: it
     names the number before it; empty_played: an owner that finds it brings the shards to its number.
     Of what the store has: committed_only: only rows that ended by committed steps are handed over; owed_looked_at, ended_looked_at: the tags
-    of owed rows, and of those that ended last, are looked at before anything is written; told_each_step: released(v) is told with the
-    changes of every step.
-    Without parity: owed_written_again, ended_written_again: these rows are written again; marked_last: the markers follow them; stale: a marker
-    older than what released(v) allows shows that rows are missing; told_when_stored: released(v) is told when the rows are acknowledged.
+    of owed rows, and of those that ended last, are looked at before anything is written (without parity, where they are not, they are taken for
+    stored); told_each_step: released(v) is told with the changes of every step.
+    Without parity: marked: a new owner marks the shards; stale: a marker older than what released(v) allows shows that rows are missing;
+    told_when_stored: released(v) is told when the rows are acknowledged.
     """
 
     fence: bool = True
@@ -53,9 +53,7 @@ class Rules:
     owed_looked_at: bool = True
     ended_looked_at: bool = True
     told_each_step: bool = True
-    owed_written_again: bool = True
-    ended_written_again: bool = True
-    marked_last: bool = True
+    marked: bool = True
     stale: bool = True
     told_when_stored: bool = True
 
@@ -112,8 +110,8 @@ class Ended(NamedTuple):
 class Owner(NamedTuple):
     """An owner of the lane.
 
-    phase: of a takeover "fence" "read" "trusted" "copied" "play parity" "play data" "hold" "mark" "look", without parity "fence" "read" "again"
-    "mark"; then "idle" "cut" "held" "parity" "data" "rebuild"; at last perhaps "dead". n: its last batch that is stored, or the last of the owner
+    phase: of a takeover "fence" "read" "trusted" "copied" "play parity" "play data" "hold" "mark" "look", without parity "fence" "read" "mark";
+    then "idle" "cut" "held" "parity" "data" "rebuild"; at last perhaps "dead". n: its last batch that is stored, or the last of the owner
     before.
     views: of a shard: "" not fenced yet, "fenced", then OK, LOST or REBUILDING. out: sent, not yet applied; awaited: acknowledgements, False
     also from a shard that it gave up. queue: rows handed over, not yet in a batch; batch, taken: the one under way, and its rows.

@@ -1,7 +1,7 @@
 """A lane that passes from owner to owner without parity: no log, no base, and a shard that lacks rows is an error.
 
-A new owner fences every shard, compares the markers with what the copies know to be released, writes what is owed again, whatever is there, and marks
-the shards with a number of its term.
+A new owner fences every shard, compares the markers with what the copies know to be released, looks at the tags of what is owed, and marks the shards
+with a number of its term. What is not stored is handed over again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from protocol_model import OK, Marker, put
-from takeover_model import Command, Contents, Ended, Owner, World, WrongStep
+from takeover_model import Command, Contents, Ended, World, WrongStep
 from takeover_owner import Model
 
 RIGHT, STALE, WRONG = range(3)
@@ -30,12 +30,9 @@ class UnprotectedModel(Model):
             owner = owner._replace(phase="idle", n=number, stored=self.with_rows(owner.stored, owner.taken), taken=())
             yield world._replace(owners=put(world.owners, i, owner))
         elif owner.phase == "read":
-            yield self._looks_at_markers(world, i)
-        elif owner.phase == "again":
-            yield self._writes_again(world, i)
+            yield from self._looks_and_marks(world, i)
         elif owner.phase == "mark":
-            phase = "idle" if self.rules.marked_last else "again"
-            yield world._replace(owners=put(world.owners, i, owner._replace(phase=phase)))
+            yield world._replace(owners=put(world.owners, i, owner._replace(phase="idle")))
 
     def with_rows(self, stored: tuple[int, ...], rows: tuple[Ended, ...]) -> tuple[int, ...]:
         """The lane's rows with some written."""
@@ -72,42 +69,46 @@ class UnprotectedModel(Model):
         owner = owner._replace(views=put(owner.views, shard, "fenced"), phase="read" if last else "fence")
         yield self._fenced(world._replace(owners=put(world.owners, i, owner)), i, shard)
 
-    def _looks_at_markers(self, world: World, i: int) -> World:
+    def _looks_and_marks(self, world: World, i: int) -> Iterator[World]:
+        """At the markers, and at the tags of what is owed; then marks the shards."""
         owner, scope = world.owners[i], self.scope
+        if not all(self.accepts(world, owner, shard) for shard in range(scope.shards)):
+            return
         if any(self.is_stale(world, shard.contents) for shard in world.shards):
             raise WrongStep("a shard that lacks nothing counts as stale")
-        queue = self.owed(world, owner.limit)
-        # What is not written again is taken for stored.
-        stored = self.with_rows((0,) * len(scope.rows), tuple(scope.ended(0, owner.limit)))
-        owner = owner._replace(views=(OK,) * scope.shards, stored=stored, queue=queue)
-        return self._next_of_takeover(world, i, owner, "again" if self.rules.marked_last else "mark")
-
-    def _writes_again(self, world: World, i: int) -> World:
-        """The next row that is owed, on the one shard that has it; markers stay as they are."""
-        owner = world.owners[i]
-        if not owner.queue:
-            return self._next_of_takeover(world, i, owner, "mark" if self.rules.marked_last else "idle")
-        return self._send(world, i, owner._replace(queue=owner.queue[1:]), self.commands(owner.queue[:1], None))
-
-    def _next_of_takeover(self, world: World, i: int, owner: Owner, phase: str) -> World:
-        owner = owner._replace(phase=phase)
-        if phase != "mark":
-            return world._replace(owners=put(world.owners, i, owner))
+        # What is not looked at is taken for stored.
+        stored, queue = list(self.with_rows((0,) * len(scope.rows), tuple(scope.ended(0, owner.limit)))), []
+        for ended in self.owed(world, owner.limit):
+            value, before = (
+                world.shards[self.home(ended)].contents.cells[ended.row[0]],
+                scope.values[ended.row][scope.before(ended)],
+            )
+            if value not in (before, scope.value(ended)):
+                raise WrongStep(f"row {ended.row} has neither of its tags")
+            if value == before:
+                stored[scope.place(ended.row)] = before
+                queue.append(ended)
+        owner = owner._replace(views=(OK,) * scope.shards, stored=tuple(stored), queue=tuple(queue), phase="mark")
         owner = owner._replace(n=self._number(owner.term, 0))
         world = world._replace(in_charge=max(world.in_charge, i))
-        return self._send(world, i, owner, self.commands((), Marker(owner.n, owner.n)))
+        marker = Marker(owner.n, owner.n) if self.rules.marked else None
+        yield self._send(world, i, owner, self.commands((), marker))
+
+    def home(self, ended: Ended) -> int:
+        """The shard that has a row."""
+        return self.scope.geometry.places_of(ended.row[0])[ended.row[1]]
 
     def is_stale(self, world: World, contents: Contents) -> bool:
         """Whether a shard's marker says that it lacks rows that the copies know to be released."""
         return self.rules.stale and contents.marker.d < world.told.number
 
     def owed(self, world: World, upto: int) -> tuple[Ended, ...]:
-        """What a new owner writes again."""
+        """What a new owner looks at."""
         rules = self.rules
         return tuple(
             ended
             for ended in self.scope.ended(world.told.boundary, upto)
-            if (rules.ended_written_again if ended.boundary == upto else rules.owed_written_again)
+            if (rules.ended_looked_at if ended.boundary == upto else rules.owed_looked_at)
         )
 
 
@@ -121,7 +122,10 @@ class NextUnprotectedOwner:
         """Cases and wrong cases; a shard that lacks rows and is found out is right."""
         cases = wrong = 0
         scope = self.model.scope
-        owed = {ended.row: scope.value(ended) for ended in self.model.owed(world, world.committed)}
+        owed = {
+            ended.row: (scope.values[ended.row][scope.before(ended)], scope.value(ended))
+            for ended in self.model.owed(world, world.committed)
+        }
         truth = self.model.with_rows((0,) * len(scope.rows), tuple(scope.ended(0, world.committed)))
         for shard, cells in enumerate(scope.all_cells(truth)):
             places = scope.geometry.places[shard]
@@ -132,9 +136,9 @@ class NextUnprotectedOwner:
                 if self.model.is_stale(world, contents):
                     wrong += contents is server.contents
                     continue
-                found = tuple(
-                    owed.get((g, place), cell) if place is not None else 0
-                    for g, (place, cell) in enumerate(zip(places, contents.cells, strict=True))
+                wrong += not all(
+                    cell in owed.get((g, place), (must,))
+                    for g, (place, cell, must) in enumerate(zip(places, contents.cells, cells, strict=True))
+                    if place is not None
                 )
-                wrong += found != cells
         return cases, wrong

@@ -61,9 +61,9 @@ LEFT_OUT = [
     ("without parity: the fence", Rules(fence=False), "without parity"),
     ("without parity: numbers by term", Rules(numbers_by_term=False), "without parity"),
     ("without parity: committed rows only", Rules(committed_only=False), "without parity"),
-    ("without parity: owed is written again", Rules(owed_written_again=False), "without parity"),
-    ("without parity: E(c + 1) is written again", Rules(ended_written_again=False), "without parity"),
-    ("without parity: the markers follow", Rules(marked_last=False), "without parity"),
+    ("without parity: the tags of owed rows", Rules(owed_looked_at=False), "without parity"),
+    ("without parity: the tags of E(c + 1)", Rules(ended_looked_at=False), "without parity"),
+    ("without parity: the marker", Rules(marked=False), "without parity"),
     ("without parity: a marker that is too old", Rules(stale=False), "without parity"),
     ("without parity: released is what is acknowledged", Rules(told_when_stored=False), "without parity"),
 ]

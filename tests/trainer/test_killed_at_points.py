@@ -131,8 +131,8 @@ AT_THE_END = [
 """All copies are everywhere: no step comes any more in which they could be seeded."""
 TAKEOVERS = [
     *((store, point) for store in (PLAIN, PARITY) for point in ("term over", "left", "rolled back", "group formed", "ready")),
-    *((PLAIN, point) for point in ("fenced", "owed written", "marker written")),
-    *((PARITY, point) for point in TAKEOVER_POINTS if point not in ("owed written", "term over", "left", "rolled back", "group formed", "ready")),
+    *((PLAIN, point) for point in ("fenced", "rows looked at", "marker written")),
+    *((PARITY, point) for point in TAKEOVER_POINTS if point not in ("term over", "left", "rolled back", "group formed", "ready")),
     (PARITY, "base read"),
 ]  # fmt: skip
 

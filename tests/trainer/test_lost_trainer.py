@@ -146,7 +146,7 @@ def test_who_took_lanes_over_dies_before_the_next_step(
 
 TAKEOVERS = [
     *((code, point) for code in CODES for point in ("rolled back", "group formed", "ready", "fenced", "marker written")),
-    ((1, 0), "owed written"),
+    ((1, 0), "rows looked at"),
     *(((2, 1), point) for point in ("record held", "batch finished", "rows looked at", "empty record held", "base read")),
 ]
 

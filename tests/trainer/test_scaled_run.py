@@ -51,7 +51,7 @@ def begin(schedule: Path, tmp_path: Path, hold: Hold) -> Begin:
 @pytest.mark.parametrize(
     "further",
     [
-        pytest.param(("--store", "local:1"), marks=pytest.mark.full, id="alone"),
+        pytest.param(("--store", "local:1"), id="alone"),
         pytest.param(("--store", "local:3", "--copies", "2"), id="with parity and copies"),
     ],
 )

@@ -52,19 +52,10 @@ alone comes to; when the trainer has told that it is at its end.
 """
 TAKEOVER_POINTS = (
     *("term over", "left", "rolled back", "group formed"),
-    *(
-        "fenced",
-        "record held",
-        "batch finished",
-        "rows looked at",
-        "empty record held",
-        "marker written",
-        "owed written",
-        "ready",
-    ),
+    *("fenced", "record held", "batch finished", "rows looked at", "empty record held", "marker written", "ready"),
 )
 """Of a takeover: the loss is seen, told, the step undone, the next group there; the second line by who takes lanes over (`cache.protocol.takeover`;
-owed written: without parity, where nothing from "record held" to "empty record held" is), up to where the term's steps may begin.
+without parity there are no records), up to where the term's steps may begin.
 """
 CHECKPOINT_POINTS = ("checkpoint asked for", "checkpoint taken", "checkpoint file written", "checkpoint part written")
 """Of a checkpoint: the trainer knows of it; the copy is made; of its files, in the thread that writes them; all of them are there, and told."""

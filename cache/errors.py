@@ -141,3 +141,4 @@ class NamespaceInUse(StoreError):
     """The namespace on the store belongs to another run, or to another state of this one."""
 
     code = "namespace-in-use"
+    permanent = True

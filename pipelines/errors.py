@@ -17,17 +17,19 @@ class ForeloadError(Exception):
     """Anything that foreload raises on purpose.
 
     code: a word for programs, which stays where a class or a message changes; every class has its own. exit_status: what a command that ends
-    with it exits with.
+    with it exits with. permanent: the same command ends with it again, however often, until what it was given is changed.
     """
 
     code: ClassVar[str] = "error"
-    exit_status: ClassVar[int] = 2
+    exit_status: int = 2
+    permanent: ClassVar[bool] = False
 
 
 class SettingError(ForeloadError):
     """A setting (a flag, a line of the job file, an argument) is unknown, missing or malformed, or does not fit the others."""
 
     code = "setting"
+    permanent = True
 
 
 class OutputLost(ForeloadError):
@@ -53,6 +55,7 @@ class FeatureError(PipelineError):
     """The feature file, or what is asked of its features, is not valid."""
 
     code = "features"
+    permanent = True
 
 
 class SourceError(PipelineError):
@@ -77,6 +80,7 @@ class SlotsError(PipelineError):
     """Too few slots for one step."""
 
     code = "slots"
+    permanent = True
 
 
 class DiskError(PipelineError):

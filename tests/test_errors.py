@@ -20,7 +20,9 @@ def listed() -> str:
     for kind in sorted(all_errors(), key=lambda kind: modules.index(kind.__module__)):
         above = "" if kind is ForeloadError else f" ({kind.__bases__[0].__name__})"
         words = (kind.__doc__ or "").splitlines()[0].split(". ")[0].rstrip(".")
-        lines.append(f"| `{kind.code}` | `{kind.__name__}`{above} | {words} | {kind.exit_status} |")
+        lines.append(
+            f"| `{kind.code}` | `{kind.__name__}`{above} | {words} | {kind.exit_status}{', 6' if kind.permanent else ''} |"
+        )
     return "\n".join(lines)
 
 

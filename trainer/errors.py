@@ -17,6 +17,7 @@ class ModelError(TrainerError):
     """A model that cannot be loaded or built, does not fit the schedule, cannot be trained exactly, or has other code than the run."""
 
     code = "model"
+    permanent = True
 
 
 class FingerprintError(TrainerError):
@@ -29,6 +30,7 @@ class LossNotFinite(TrainerError):
     """A training or evaluation step whose loss is NaN or infinite in a lane; nothing of a training step is applied then."""
 
     code = "loss-not-finite"
+    permanent = True
 
     def __init__(self, step: str, lane: int, loss: float) -> None:
         super().__init__(f"{step}: the loss must be finite in every lane; got {loss} in lane {lane}")
@@ -50,6 +52,13 @@ class RunError(TrainerError):
     """A run directory, or what it holds, that is missing, damaged, or in another state than the command needs."""
 
     code = "run"
+
+
+class RunRefused(RunError):
+    """A run that cannot go on as it is asked to, or not at all: it is damaged, was started with something else, or its rows are of no known step."""
+
+    code = "run-refused"
+    permanent = True
 
 
 class CheckpointError(TrainerError):

@@ -91,7 +91,7 @@ class TrainSettings(TypedDict, total=False):
     no_report: bool
     until_full: bool
     follow: bool
-    resume: bool
+    resume: bool | Literal["auto"]
     from_checkpoint: Path
     accept_numerics: bool
     accept_model: bool

@@ -39,6 +39,7 @@ class Setting:
 
     group: its heading on the help page. form: see Form. required: whether it must be given, and be other than the default. stated: True for what
     is kept with what is made, in its manifest; False for what concerns this call alone (whether to overwrite, where to write the summary).
+    words: what may stand behind the "=" of a switch, each with its help.
     """
 
     field: str
@@ -52,6 +53,7 @@ class Setting:
     metavar: str | None
     required: bool
     stated: bool
+    words: Mapping[str, str]
 
 
 def setting(
@@ -66,9 +68,10 @@ def setting(
     flag: str = "",
     required: bool = False,
     stated: bool = True,
+    words: Mapping[str, str] | None = None,
 ) -> Any:
     """A field of a class of settings; the arguments are Setting's. name: given where it is not the field's; flag: where not made of the name."""
-    metadata = {"setting": (name, flag, default, parse, help, group, form, metavar, required, stated)}
+    metadata = {"setting": (name, flag, default, parse, help, group, form, metavar, required, stated, words or {})}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -152,6 +155,9 @@ def _add_argument(group: Any, known: Setting) -> None:
     if known.form == "switch":
         del options["metavar"]
     group.add_argument(known.flag, dest=known.name, default=None, **forms.get(known.form, {}), **options)
+    # Each is a flag of its own, so that no word behind a switch is taken for its value.
+    for word, help in known.words.items():
+        group.add_argument(f"{known.flag}={word}", dest=known.name, default=None, action="store_const", const=word, help=help)
 
 
 def given(namespace: argparse.Namespace, kind: type) -> dict[str, Any]:
@@ -254,6 +260,17 @@ def switch(flag: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise SettingError(f"{flag}: must be true or false; got {value!r}")
     return value
+
+
+def switch_or(word: str) -> Parse:
+    """Yes or no, or a word."""
+
+    def parse(flag: str, value: Any) -> bool | str:
+        if value != word and not isinstance(value, bool):
+            raise SettingError(f'{flag}: must be true, false or "{word}"; got {value!r}')
+        return word if value == word else bool(value)
+
+    return parse
 
 
 def text(flag: str, value: Any) -> str:

@@ -52,6 +52,12 @@ def scheduler_environment(trainers: int = 2) -> dict[str, Any]:
     return {"WORLD_SIZE": str(trainers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
+def under_torchrun(*words: str) -> list[str]:
+    """The arguments of torch.distributed.run for two trainers of such a `foreload train`."""
+    assert words[0] == "train"
+    return ["--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "--", "foreload.trainer.launch", *words[1:]]
+
+
 def summary(run: Path) -> dict[str, Any]:
     """What the run's summary.json says."""
     told: dict[str, Any] = json.loads((run / "summary.json").read_text())

@@ -15,10 +15,9 @@ from small_job import step_report
 
 from foreload.trainer.cluster.board import PART_BYTES, Board, StopAgreement, host_store, join_store
 from foreload.trainer.cluster.events import EventReceiver, EventSender
-from foreload.trainer.cluster.facts import DenseAtEnd, StepsLeft, StopAfter, StopWanted, Term, contiguous_lanes
+from foreload.trainer.cluster.facts import DenseAtEnd, RunSaved, StopAfter, StopWanted, Term, contiguous_lanes
 from foreload.trainer.cluster.messages import Ended, ScrubFailed, StepEnded
 from foreload.trainer.cluster.terms import first_term
-from foreload.trainer.cluster.worker import work
 from foreload.trainer.compute.transport import LocalHub, Transport
 from foreload.trainer.errors import MessageError, PeerLost
 
@@ -28,7 +27,7 @@ TIMEOUT = timedelta(seconds=20)
 def boards(count: int) -> list[Board]:
     """So many boards of one rendezvous store; the first is that of the process that hosts it."""
     server = host_store("127.0.0.1", TIMEOUT)
-    return [Board(server), *(Board(join_store("127.0.0.1", server.port, TIMEOUT)) for _ in range(count - 1))]
+    return [Board(server), *(Board(join_store(f"127.0.0.1:{server.port}", TIMEOUT)) for _ in range(count - 1))]
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3, 4, 7, 64])
@@ -115,12 +114,12 @@ def test_a_fact_is_refused_where_another_stands() -> None:
 def test_a_trainer_notices_that_the_launcher_is_gone() -> None:
     server = host_store("127.0.0.1", TIMEOUT)
     port = server.port
-    board = Board(join_store("127.0.0.1", port, TIMEOUT))
+    board = Board(join_store(f"127.0.0.1:{port}", TIMEOUT))
     del server
     with pytest.raises(PeerLost, match="launcher"):
         board.publish(StopWanted())
     with pytest.raises(PeerLost, match=f"coordinator at 127.0.0.1:{port}"):
-        join_store("127.0.0.1", port, timedelta(milliseconds=200))
+        join_store(f"127.0.0.1:{port}", timedelta(milliseconds=200))
 
 
 @pytest.mark.parametrize("size", [0, 1, PART_BYTES, 3 * PART_BYTES + 5, pytest.param(100_000_000, marks=pytest.mark.full)])
@@ -145,7 +144,7 @@ class LeftAtOnce(dist.Store):
     def __init__(self, server: Any) -> None:
         super().__init__()
         self._server: Any = server
-        self._client: Any = join_store("127.0.0.1", server.port, TIMEOUT)
+        self._client: Any = join_store(f"127.0.0.1:{server.port}", TIMEOUT)
 
     def set(self, key: str, value: Any) -> None:
         self._client.set(key, value)
@@ -161,20 +160,10 @@ class LeftAtOnce(dist.Store):
         return there
 
 
-def test_a_trainer_with_nothing_to_train_leaves_in_order_though_the_coordinator_is_gone_first() -> None:
-    server = host_store("127.0.0.1", TIMEOUT)
-    Board(server).publish(StepsLeft(False))
-    connection = LeftAtOnce(server)
-    del server
-    assert work(connection, 1, "127.0.0.1", None) == 0
-    with pytest.raises(PeerLost):
-        Board(connection).poll(StepsLeft)
-
-
 def test_a_trainer_has_ended_though_the_coordinator_is_gone_before_it_says_that_it_has_seen_it() -> None:
     server = host_store("127.0.0.1", TIMEOUT)
     connection = LeftAtOnce(server)
     del server
     EventSender(Board(connection), 1).send_last(Ended())
     with pytest.raises(PeerLost):
-        Board(connection).poll(StepsLeft)
+        Board(connection).poll(RunSaved)

@@ -17,10 +17,10 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
-from command_line import DEADLINE_SECONDS, Command, free_port, main, reached, refused_apart
+from command_line import DEADLINE_SECONDS, Command, main, reached, refused_apart
 from held import Hold, held
 from injection import STARTED, LauncherFault
-from small_job import arguments, scheduler_environment, summary, synthetic_schedule, train_undisturbed
+from small_job import arguments, scheduler_environment, summary, synthetic_schedule, train_undisturbed, under_torchrun
 
 from foreload.cache.client.local import LocalStores
 from foreload.trainer.compute.numerics import ENVIRONMENTS, fingerprint
@@ -347,12 +347,6 @@ def test_trainers_of_a_scheduler_give_the_same_model(
         status, _, err = job.end()
         assert status == 0, err
     assert summary(tmp_path / "run")["digest"] == summary(undisturbed)["digest"]
-
-
-def under_torchrun(*words: str) -> list[str]:
-    """The arguments of torch.distributed.run for two trainers of such a `foreload train`."""
-    assert words[0] == "train"
-    return ["--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "--", "foreload.trainer.launch", *words[1:]]
 
 
 @pytest.mark.full

@@ -38,12 +38,15 @@ def host_store(address: str, timeout: timedelta, listening: int | None = None) -
         return dist.TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=bound.detach())
 
 
-def join_store(address: str, port: int, timeout: timedelta) -> Any:
-    """A trainer's connection to the rendezvous store. timeout: for this, and for every read of a fact. Raises PeerLost if it is not there."""
+def join_store(address: str, timeout: timedelta) -> Any:
+    """A trainer's connection to the rendezvous store at "HOST:PORT". timeout: for this, and for every read of a fact. Raises PeerLost if it is not
+    there.
+    """
+    host, _, port = address.rpartition(":")
     try:
-        return dist.TCPStore(address, port, None, False, timeout)
+        return dist.TCPStore(host, int(port), None, False, timeout)
     except RuntimeError as error:
-        raise PeerLost(f"coordinator at {address}:{port}: cannot be reached; is the launcher still there?") from error
+        raise PeerLost(f"coordinator at {address}: cannot be reached; is the launcher still there?") from error
 
 
 class Board:

@@ -18,6 +18,7 @@ from foreload.cache.client.load import together
 from foreload.cache.client.local import LocalStores
 from foreload.cache.errors import CacheError
 from foreload.cache.traffic import Traffic
+from foreload.pipelines.base.codec import of_json, parse_json
 from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.planning.sizing import lane_bytes
 from foreload.pipelines.schedule.reader import Schedule
@@ -25,7 +26,7 @@ from foreload.trainer.cluster.host_messages import HOST_GONE
 from foreload.trainer.cluster.messages import Departed, TrainerEnd
 from foreload.trainer.compute.reports import ProcessUse
 from foreload.trainer.resources import shard_loads
-from foreload.trainer.run.directory import CONTROL, STORES, Run
+from foreload.trainer.run.directory import CONTROL, STORES, SUMMARY, Run
 from foreload.trainer.run.event_log import CallBegan, CallEnded, EventLog, TrainerLost, read_events
 from foreload.trainer.run.kept import keep_schedule
 from foreload.trainer.run.kept_lanes import write_kept_lanes
@@ -65,6 +66,21 @@ class Ending:
     def uses(self) -> list[ProcessUse]:
         """What each trainer used."""
         return [one.use for one in self.told]
+
+
+def ending_before(run: Run, why: str) -> Ending | None:
+    """How the last call of a run ended that has no step left to train, by its summary; None where that is gone. why: as `why_ended` says it."""
+    status = run.saved_status()
+    sys.stderr.write(f"run {run.path}: there is nothing to train; it {why}\n")
+    if status.lost:
+        sys.stderr.write(
+            f"store shard {', '.join(map(str, status.lost))}: is lost; foreload train --run {run.path} --resume rebuilds it\n"
+        )
+    try:
+        summary = of_json(parse_json((run.path / SUMMARY).read_bytes()), dict[str, Any])
+    except (OSError, ValueError):
+        return None
+    return Ending(summary, status.step, status.state == "stopped", None)
 
 
 def status_of(ended: Mapping[int, TrainerEnd], totals: Totals, term: int, removed: Sequence[int] = ()) -> Status:

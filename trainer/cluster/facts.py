@@ -81,18 +81,6 @@ class EndsKeeping:
 
 
 @dataclass(frozen=True, slots=True)
-class StepsLeft:
-    """Whether a call of `foreload train` has steps to train. The coordinator publishes it before anything else; if it has none, trainers leave."""
-
-    any: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Leaves:
-    """The trainer (its number is the place) has read that there is nothing to train, and leaves."""
-
-
-@dataclass(frozen=True, slots=True)
 class Bytes:
     """That bytes stand on the board (`Board.publish_bytes`). checksum: SHA-256; step: the training step after which they are what they are."""
 

@@ -11,7 +11,7 @@ from foreload.trainer.cluster.keeping import rows_stay
 from foreload.trainer.cluster.restored_run import restore_broken_off
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.cluster.trainer_group import TrainerGroup
-from foreload.trainer.errors import RunError, ShardsLost, TrainerError
+from foreload.trainer.errors import RunRefused, ShardsLost, TrainerError
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import CallEnded, EventLog
@@ -34,7 +34,7 @@ def at_rest_again(job: TrainJob, run: Run, before: Status, schedule: Schedule, m
         if rows_stay(error):
             raise
         newest = run.newest_checkpoint(job.checkpoint)
-        raise RunError(
+        raise RunRefused(
             f"{error}; without these rows, what is kept in {folder_of(run.path)} is of no use: delete that folder, and --resume goes on from "
             f"{'the last clean stop, if it can' if newest is None else f'checkpoint {newest}'}"
         ) from error

@@ -8,28 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
-from foreload.cache.client.url import StoreUrl, parse_url, parse_urls
-from foreload.cache.errors import StoreError
+from foreload.cache.client.url import parse_urls
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.spare import check_spare
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import ForeloadError, SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.restoring import check_restorable, restored_manifest
-from foreload.trainer.cluster.board import Board
+from foreload.trainer.cluster.board import join_store
 from foreload.trainer.cluster.claimed import claimed
-from foreload.trainer.cluster.ending import Ending
-from foreload.trainer.cluster.facts import Leaves, StepsLeft
+from foreload.trainer.cluster.ending import Ending, ending_before
 from foreload.trainer.cluster.failures import GuestsRefused
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.hosts import Hosts
@@ -37,6 +33,7 @@ from foreload.trainer.cluster.kept_run import at_rest_again, rest_at_end
 from foreload.trainer.cluster.processes import ChildProcess, StartProcess
 from foreload.trainer.cluster.profiling import Profiling
 from foreload.trainer.cluster.restored_run import restore
+from foreload.trainer.cluster.spares import check_spares, spare_check
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.cluster.store_watch import StoreWatch, warn_of_machine
 from foreload.trainer.cluster.trainer_group import TrainerGroup
@@ -51,6 +48,7 @@ from foreload.trainer.run.at_rest import rebuild_at_end
 from foreload.trainer.run.directory import STORES, SUMMARY, Run, check_free, locked
 from foreload.trainer.run.event_log import CallBegan, EventLog
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.job_values import AUTO
 from foreload.trainer.run.kept import keep_schedule, open_schedule
 from foreload.trainer.run.manifest import Manifest, Status, new_manifest, rates_text
 from foreload.trainer.run.memory_check import check_fit
@@ -58,10 +56,10 @@ from foreload.trainer.run.metric_choice import check_metric
 from foreload.trainer.run.model_code import check_code, code_of, note_code
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
-from foreload.trainer.run.resume import check_trainable, resumed
+from foreload.trainer.run.resume import check_trainable, resumed, why_ended
 from foreload.trainer.run.run_rows import delete_replaced
 from foreload.trainer.run.saved_run import saved_run_at
-from foreload.trainer.run.scheduler import meet, under_scheduler
+from foreload.trainer.run.scheduler import FAILED, NO_STEPS, Meeting, meet, under_scheduler
 from foreload.trainer.run.servers import asked, open_stores, servers_of, with_named
 
 
@@ -85,15 +83,22 @@ def train(job: TrainJob, observer: RunObserver | None = None, start_process: Sta
         with Interrupts() as interrupts:
             return Launcher(job, interrupts, None, observer or RunObserver(), start_process).run()
     with Interrupts(relayed=True) as interrupts:
-        store, rank, world = meet(JOIN_TIMEOUT)
-        if world != job.trainers:
-            job = replace(job, trainers=world)
-        if not rank:
-            return Launcher(job, interrupts, store, observer or RunObserver(), start_process).run()
+        meeting = meet(JOIN_TIMEOUT)
+        if meeting.world != job.trainers:
+            job = replace(job, trainers=meeting.world)
+        if not meeting.rank:
+            try:
+                return Launcher(job, interrupts, meeting, observer or RunObserver(), start_process).run()
+            except BaseException:
+                # Those that have begun to train notice it themselves.
+                meeting.tell(FAILED)
+                raise
+        told = meeting.told()
+        if told == NO_STEPS:
+            return None
         urls = None if job.store.local else list(job.store.urls)
-        status = work(store, rank, job.own_address(), urls, interrupts)
-        if status:
-            raise TrainerError(f"trainer {rank}: stopped; rank 0 says why")
+        if told == FAILED or work(join_store(told, JOIN_TIMEOUT), meeting.rank, job.own_address(), urls, interrupts):
+            raise TrainerError(f"trainer {meeting.rank}: stopped; rank 0 says why")
         return None
 
 
@@ -121,20 +126,26 @@ class _NewRun:
 
 
 class Launcher:
-    """One call of `foreload train`, from the coordinator's side. rendezvous: the store of a scheduler's job; None: a keeper is started for one."""
+    """One call of `foreload train`, from the coordinator's side. meeting: where a scheduler's trainers met; None: there is no scheduler."""
 
     def __init__(
-        self, job: TrainJob, interrupts: Interrupts, rendezvous: Any, observer: RunObserver, start_process: StartProcess
+        self,
+        job: TrainJob,
+        interrupts: Interrupts,
+        meeting: Meeting | None,
+        observer: RunObserver,
+        start_process: StartProcess,
     ) -> None:
         self._job = job
         self._start_process = start_process
         self._observer = observer
         self._interrupts = interrupts
-        self._rendezvous = rendezvous
+        self._meeting = meeting
+        self._auto = job.resume == AUTO
         self._group: TrainerGroup | None = None  # as soon as there is one
         self._events: EventLog  # once this call has the run
         # A scheduler has started the other trainers itself, each as a call of `train`.
-        self._spawned = range(1) if rendezvous is not None else range(job.trainers_here)
+        self._spawned = range(1) if meeting is not None else range(job.trainers_here)
 
     def run(self) -> Ending | None:
         """Train; see `train`. Returns None where there was no step to train."""
@@ -145,14 +156,18 @@ class Launcher:
         path = Path(self._job.run)
         if self._job.resume:
             with locked(Run.open(path).path) as lock:
-                before = Run.open(path, lock).status
+                run = Run.open(path, lock)
+                before = run.status
                 self._events = EventLog(path, *((-1, 0) if before is None else (before.step, before.term)))
                 with self._events.failures():
-                    if before is not None and before.state == "training":
-                        self._job = at_rest_again(self._job, Run.open(path, lock), before, schedule, model, self._events)
-                    elif before is not None and rebuild_at_end(Run.open(path, lock), self._job, schedule, self._events):
+                    if broken_off := before is not None and before.state == "training":
+                        self._job = at_rest_again(self._job, run, before, schedule, model, self._events)
+                    elif before is not None and not self._auto and rebuild_at_end(run, self._job, schedule, self._events):
                         self._dismiss_trainers()
                         return None
+                    if (self._auto or broken_off) and (why := why_ended(run, self._job, schedule)) is not None:
+                        self._dismiss_trainers()
+                        return ending_before(run, why)
                     return self._resume(schedule, lock)
         with self._new_run(schedule, model) as made:
             if made.rests:
@@ -160,12 +175,9 @@ class Launcher:
             return self._with_stores(made.run, made.run.manifest, made.start, schedule, made.local)
 
     def _dismiss_trainers(self) -> None:
-        """Let the trainers that a scheduler started leave: there is nothing to train. The store where they meet ends with this process."""
-        if self._rendezvous is not None:
-            board = Board(self._rendezvous)
-            board.publish(StepsLeft(False))
-            for trainer in range(1, self._job.trainers):
-                board.read(Leaves, trainer)
+        """Let the trainers that a scheduler started leave: there is nothing to train."""
+        if self._meeting is not None:
+            self._meeting.tell(NO_STEPS)
 
     def restore(self) -> Status:
         """Make a run of a checkpoint, and leave it at rest; see `restored`."""
@@ -220,7 +232,7 @@ class Launcher:
         if not count:
             # Known to be there before anything is deleted.
             reach(urls, self._job.store_silence)
-            self._check_spares(manifest, urls, placement)
+            check_spares(self._job, manifest, urls, placement)
         with locked(path) as lock:
             delete_replaced(Run(path), urls, self._job.folder_moved)
             run = Run.create(path, manifest, placement, self._job.overwrite, lock)
@@ -264,28 +276,8 @@ class Launcher:
             if not run.placement.r:  # else one that is gone is not waited for
                 reach(urls, self._job.store_silence)
             manifest = with_named(manifest, run.placement, str(self._job.store))
-            self._check_spares(manifest, servers_of(run, str(self._job.store)), run.placement)
+            check_spares(self._job, manifest, servers_of(run, str(self._job.store)), run.placement)
         return self._with_stores(run, manifest, start, schedule, open_stores(run, start))
-
-    def _check_spares(self, manifest: Manifest, urls: Sequence[StoreUrl | str], placement: Placement) -> None:
-        """Raise what is wrong with the servers of --spare before anything is started or deleted."""
-        if self._job.spare is None:
-            return
-        if not placement.r:
-            raise SettingError(
-                "--spare: needs parity, for a shard's rows are nowhere else without; give --parity, or leave it out"
-            )
-        in_use = [(shard, parse_url(url) if isinstance(url, str) else url) for shard, url in enumerate(urls) if url]
-        for url in parse_urls(self._job.spare):
-            try:
-                # One that had a shard before may have it again.
-                self._spare_check(manifest)(url, in_use, identity=manifest.identity)
-            except StoreError as error:
-                raise SettingError(f"--spare: {error}") from error
-
-    def _spare_check(self, manifest: Manifest) -> Callable[..., None]:
-        """`check_spare` for this run: called with a server and those in use, it raises StoreError where the server cannot take a shard."""
-        return partial(check_spare, namespace=manifest.namespace, lanes=manifest.lanes, timeout=self._job.store_silence)
 
     def _with_stores(self, run: Run, manifest: Manifest, start: Status, schedule: Schedule, local: LocalStores | None) -> Ending:
         """Train, with local stores started for that, which then end as `_end_stores` says."""
@@ -340,10 +332,10 @@ class Launcher:
             events = self._events
             events.step, events.term = start.step, start.term
             if self._group is None:  # else it is a further attempt of this call
-                events.note(CallBegan(trainers=self._job.trainers, copies=self._job.copies_held, resumed=self._job.resume))
+                events.note(CallBegan(trainers=self._job.trainers, copies=self._job.copies_held, resumed=bool(self._job.resume)))
             keep_schedule(run, schedule)
             self._profiling.begin(run, start, urls)
-            check = self._spare_check(manifest)
+            check = spare_check(self._job, manifest)
             shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._observer, check, events)
             shards.memory = stack.enter_context(self._watched_memory(run, schedule, start, shards.urls))
             if hosts is not None:
@@ -352,7 +344,7 @@ class Launcher:
             self._group = group = TrainerGroup(
                 job, self._interrupts, run, manifest, start, schedule, shards, self._observer, self._start_process, events, self._layouts, hosts
             )  # fmt: skip
-            ending = group.train(self._rendezvous, self._spawned)
+            ending = group.train(self._meeting, self._spawned)
             if shards.memory is not None and ending.stopped and ending.signal_number is None and not ending.early:
                 ending = replace(ending, full=shards.memory.why_stopped(ending.step))
             self._profiling.leave(ending, group.status, shards.urls)

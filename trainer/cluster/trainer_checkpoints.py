@@ -278,6 +278,8 @@ class TrainerCheckpoints:
         if self._taken is not None:
             self._taken.snapshot.hurry()
         while self._taken is not None and time.monotonic() < deadline:
+            if self._told is None and self._board.poll(Orphaned) is not None:
+                break  # nobody will tell where it is to be written
             if self._may_take_longer():
                 deadline = time.monotonic() + GRACE_SECONDS
             check()

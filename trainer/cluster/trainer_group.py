@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, assert_never
+from typing import assert_never
 
 from foreload.cache.protocol.server_probe import ServerUnreachable
 from foreload.cache.rows.layout import RowLayout, slot_columns
@@ -23,7 +23,7 @@ from foreload.trainer.cluster.control_answers import ControlAnswers, Phase
 from foreload.trainer.cluster.control_socket import ControlSocket
 from foreload.trainer.cluster.ending import Ending, early_stop, figures_told, first_of, keep_run, manifest_of, status_of
 from foreload.trainer.cluster.events import EventReceiver
-from foreload.trainer.cluster.facts import Go, RunSaved, StepsLeft, StopWanted, Term
+from foreload.trainer.cluster.facts import Go, RunSaved, StopWanted, Term
 from foreload.trainer.cluster.failures import Failures, GuestsRefused
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.hosts import Hosts
@@ -75,7 +75,7 @@ from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import keep_schedule
 from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.report import RunReport
-from foreload.trainer.run.scheduler import scheduler_address, under_scheduler
+from foreload.trainer.run.scheduler import Meeting, under_scheduler
 from foreload.trainer.run.step_lines import rows_of_steps
 
 POLL = timedelta(milliseconds=30)  # between two looks at events and requests
@@ -129,22 +129,23 @@ class TrainerGroup:
             Rebalancing(_tell, events) if job.rebalance else None,
         )  # fmt: skip
 
-    def train(self, rendezvous: Any, spawned: Sequence[int]) -> Ending:
+    def train(self, meeting: Meeting | None, spawned: Sequence[int]) -> Ending:
         """Start trainers and follow them; returns when all have left in order, and no process is left in any case."""
         over_hosts, faults = self._hosts is not None, self._observer.faults
         spec = launch_spec(self._job, self._run, self.manifest, self._start, self._first.number, self._shards, faults, over_hosts)
         self._interrupts.defer_signals = True
         address = self._job.own_address()
         with contextlib.ExitStack() as stack:
-            keeper = Keeper(address, self._start_process) if rendezvous is None else None
-            if keeper is not None:
-                stack.callback(keeper.close)
+            keeper = Keeper(address, self._start_process)
+            stack.callback(keeper.close)
             stack.callback(self._trainers.kill)
             # Trainers start while the keeper does.
-            place = scheduler_address() if keeper is None else keeper.address
-            self._trainers.meet_at(place, address, () if keeper is None else (keeper.held,))
+            self._trainers.meet_at(keeper.address, address, (keeper.held,))
             self._trainers.start_first(spawned)
-            return self._lead(Board(rendezvous if keeper is None else keeper.join()), spec)
+            store = keeper.join()
+            if meeting is not None:
+                meeting.tell(keeper.address)
+            return self._lead(Board(store), spec)
 
     def _lead(self, board: Board, spec: LaunchSpec) -> Ending:
         """Tell trainers who hosts what, follow them to their end, and publish how far the run is then."""
@@ -153,7 +154,6 @@ class TrainerGroup:
             machines=self._machines,
         )  # fmt: skip
         publish_dense(board, self._run, spec)
-        board.publish(StepsLeft(True))
         board.publish(spec)
         header, first = self._schedule.header, self._start.step + 1
         rows_of = partial(rows_of_steps, self._schedule)

@@ -362,7 +362,7 @@ class TrainerProcess:
             return ended
 
         def while_waiting() -> None:
-            self._terms.check()
+            self._terms.check_waiting(trainer.session.transport)
             self._events.flush()
             tell()
 

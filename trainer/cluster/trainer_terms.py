@@ -159,6 +159,14 @@ class TrainerTerms:
         if self.survives and self._board.poll(TermOver, self.term.number) is not None:
             raise PeerLost(f"trainer {self._trainer}: term {self.term.number} is over")
 
+    def check_waiting(self, transport: Transport) -> None:
+        """The same, while none may leave; also where nobody else would find a peer gone: under a scheduler, whose launcher starts one trainer alone,
+        and when the launcher has died.
+        """
+        self.check()
+        if not self.survives or self._board.poll(Orphaned) is not None:
+            transport.check_peers()
+
     def end_keeping(self, together: bool) -> None:
         """Tell the others that this trainer cannot go on, before they find it gone: the next term is to keep what the store lacks.
 

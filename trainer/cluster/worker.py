@@ -23,7 +23,6 @@ from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import ForeloadError
 from foreload.trainer.cluster.board import Board, join_store
 from foreload.trainer.cluster.events import EventSender
-from foreload.trainer.cluster.facts import Leaves, StepsLeft
 from foreload.trainer.cluster.messages import Failed, LaunchSpec, LostRows
 from foreload.trainer.cluster.processes import OnHost, TrainerStart
 from foreload.trainer.cluster.trainer_process import TrainerProcess
@@ -41,11 +40,10 @@ def main() -> int:
     """The process that the launcher starts; returns its exit status."""
     signal.signal(signal.SIGTERM, _leave)
     start = TrainerStart.of_environment(os.environ)
-    host, _, port = start.rendezvous.rpartition(":")
     threading.Thread(target=_leave_with, args=(start.launcher,), name="launcher", daemon=True).start()
 
     def connect() -> Any:
-        return join_store(host, int(port), JOIN_TIMEOUT)
+        return join_store(start.rendezvous, JOIN_TIMEOUT)
 
     try:
         return work(
@@ -98,12 +96,6 @@ def work(
     board = Board(rendezvous)
     sender = EventSender(board, trainer)
     try:
-        if not board.read(StepsLeft).any:
-            with contextlib.suppress(
-                PeerLost
-            ):  # the coordinator may leave as soon as it has seen this, before it says that it is there
-                board.publish(Leaves(), trainer)
-            return 0
         spec = board.read(LaunchSpec)
         # What was imported stays: a search for cycles of garbage that goes through it takes a tenth of a second, and may come in any step.
         gc.freeze()

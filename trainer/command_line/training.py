@@ -8,14 +8,17 @@ import sys
 from typing import Any
 
 from foreload.pipelines.base.settings import add_arguments, given, path
-from foreload.pipelines.errors import SettingError
+from foreload.pipelines.errors import ForeloadError, SettingError
 from foreload.trainer.command_line.shared import a_path, add_group, add_json, add_plain, check_json, tell
 from foreload.trainer.compute import numerics
 from foreload.trainer.resources import shard_loads
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.job_values import AUTO
 from foreload.trainer.run.manifest import code_text, inexact_text, rates_text
 from foreload.trainer.run.metric_text import metric_lines
 
+PERMANENT = 6
+"""The exit status of a training with --resume=auto that ends so whenever it is started again, until what it was given is changed."""
 FULL = 5
 """The exit status of a training with --until-full that stopped before a store shard was full."""
 
@@ -182,7 +185,20 @@ def _values(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _train(parsed: argparse.Namespace) -> int:
-    job = job_of(parsed)
+    from foreload.trainer.commands.train import as_it_stands, is_permanent
+
+    auto, run = parsed.resume == AUTO, parsed.run
+    try:
+        values = _values(parsed)
+        auto, run = values.get("resume") == AUTO, values.get("run")
+        return _end_of(parsed, TrainJob.of(as_it_stands(values) if auto else values))
+    except ForeloadError as error:
+        if auto and is_permanent(error, run):
+            error.exit_status = PERMANENT
+        raise
+
+
+def _end_of(parsed: argparse.Namespace, job: TrainJob) -> int:
     from foreload.trainer.commands.train import train
 
     ending = train(job, parsed.observer, parsed.start_process)

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foreload.cache.errors import CacheError
 from foreload.pipelines.base.settings import read_job_file, settings_of
-from foreload.pipelines.errors import SettingError
+from foreload.pipelines.errors import ForeloadError, SettingError
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import named_or_newest
 from foreload.trainer.cluster.processes import ChildProcess, StartProcess
 from foreload.trainer.compute import numerics
-from foreload.trainer.run.directory import Run
+from foreload.trainer.run.directory import MANIFEST, Run
+from foreload.trainer.run.event_log import CallBegan, CallEnded, read_events
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.job_values import AUTO
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.resume import FREE_SETTINGS
-from foreload.trainer.run.servers import store_setting
+from foreload.trainer.run.servers import own_servers, store_setting
 
 if TYPE_CHECKING:
     from foreload.trainer.cluster.ending import Ending
     from foreload.trainer.cluster.faults import RunObserver
+
+_GOING_ON = ("accept_numerics", "accept_model", "folder_moved")  # settings for a run that goes on
 
 
 def train(job: TrainJob, observer: RunObserver | None = None, start_process: StartProcess = ChildProcess) -> Ending | None:
@@ -28,7 +34,29 @@ def train(job: TrainJob, observer: RunObserver | None = None, start_process: Sta
     numerics.set_environment(job.cpu_capability, job.threads)
     from foreload.trainer.cluster import launcher
 
-    return launcher.train(job, observer, start_process)
+    ending = launcher.train(job, observer, start_process)
+    if ending is not None and job.digest and ending.no_digest is None and "digest" not in ending.summary:
+        # It had ended before, when nobody asked for that.
+        from foreload.trainer.commands import digest
+
+        try:
+            ending.summary["digest"] = digest.run(job.run, None if job.store.local else str(job.store))["digest"]
+        except ForeloadError as error:
+            return replace(ending, no_digest=error)
+    return ending
+
+
+def is_permanent(error: ForeloadError, run: str) -> bool:
+    """Whether the call of a run that ended with an error would do so again, however often: such is the error, and not what this machine or
+    its servers are like just now; or the run came to rest twice in a row after the same step, for the same reason.
+    """
+    if error.permanent and not isinstance(error.__cause__, OSError | RuntimeError | CacheError):
+        return True
+    events = [event for event in read_events(Path(run)) if event.get("kind") in (CallBegan.kind, CallEnded.kind)][-3:]
+    if [event["kind"] for event in events] != [CallEnded.kind, CallBegan.kind, CallEnded.kind]:
+        return False
+    before, after = ((event.get("step"), str(event.get("cause"))) for event in (events[0], events[2]))
+    return before == after and str(error).startswith(after[1])
 
 
 def restored(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +77,7 @@ def restored(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def call_values(given: Mapping[str, Any], job_file: str | Path | None) -> tuple[dict[str, Any], Any]:
     """The settings of a call of `foreload train`, by their names, for TrainJob.of: what its caller gives, else what the table [train] of the job
-    file says, if there is one, else, with `resume` or `from_checkpoint`, what the run was started with.
+    file says, if there is one, else, with `resume` or `from_checkpoint`, what the run was started with; with --resume=auto `as_it_stands` is to tell.
 
     Also where the job file wants the summary, which is no setting of the training; None where it says nothing. Raises SettingError, RunError and
     CheckpointError.
@@ -57,21 +85,43 @@ def call_values(given: Mapping[str, Any], job_file: str | Path | None) -> tuple[
     in_file = {} if job_file is None else read_job_file(job_file, "train", TrainJob, ["json"])
     summary = in_file.pop("json", None)
     values = in_file | dict(given)
+    return (values if values.get("resume") == AUTO else _completed(values)), summary
+
+
+def as_it_stands(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a call with --resume=auto as the run's folder has it now: of its start, or of going on with it. Raises SettingError, RunError,
+    CheckpointError.
+    """
+    if values.get("overwrite"):
+        raise SettingError("--resume=auto and --overwrite: only one of them can be given; --resume=auto never deletes a run")
+    if not values.get("run"):
+        raise SettingError("--run: is missing; give the folder in which --resume=auto finds the run, or starts it")
+    run = Run(values["run"])
+    if not (run.path / MANIFEST).exists() or run.status is None:
+        return _completed({name: value for name, value in values.items() if name not in ("resume", *_GOING_ON)})
+    going_on = {name: value for name, value in values.items() if name != "from_checkpoint"}
+    if "store" in going_on:
+        going_on["store"] = own_servers(run.manifest, run.placement, str(going_on["store"]))
+    return _completed(going_on)
+
+
+def _completed(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings with what they leave out, where a run or a checkpoint remembers it."""
     if values.get("resume") and values.get("from_checkpoint"):
-        return values, summary  # TrainJob says that these do not go together
+        return values  # TrainJob says that these do not go together
     if values.get("resume"):
         if not values.get("run"):
             raise SettingError("--run: is missing; give the run that --resume goes on with")
         run = Run.open(values["run"])
-        return _remembered(run.manifest) | {"store": store_setting(run.manifest, run.placement)} | values, summary
+        return _remembered(run.manifest) | {"store": store_setting(run.manifest, run.placement)} | values
     if values.get("from_checkpoint"):
         checkpoint = named_or_newest(values["from_checkpoint"])
         values["from_checkpoint"] = str(checkpoint.place)
         before = _remembered(checkpoint.contents.run)
         # Where it was trained says nothing of where it is to be.
         elsewhere = set(FREE_SETTINGS) - {"schedule", "model_folder", "stop_early"}
-        return {name: value for name, value in before.items() if name not in elsewhere} | values, summary
-    return values, summary
+        return {name: value for name, value in before.items() if name not in elsewhere} | values
+    return values
 
 
 def _remembered(manifest: Manifest) -> dict[str, Any]:

@@ -57,6 +57,8 @@ class HostLink:
         self._theirs: _Region | None = None
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
+        self._ended = select.poll()
+        self._ended.register(connection, select.POLLRDHUP)
         self._unread = b""
         self._arrived: dict[tuple[int, int], tuple[int, int]] = {}  # (kind, number) -> bytes, where they begin
         self._told: Counter[int] = Counter()  # by kind, how many frames have come
@@ -125,6 +127,11 @@ class HostLink:
         ctypes.memmove(out.data_ptr(), self._theirs.address + place + _ALIGNED, size)
         # A single store, of a byte, and the last: from here on the place may be another message's. (struct.pack_into would write zeros twice.)
         self._theirs.memory[place] = 0
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the other end has, whatever it sent before."""
+        return bool(self._ended.poll(0))
 
     def interrupt(self) -> None:
         """From another thread: whoever waits at either end sees LinkClosed, and whoever does so later."""

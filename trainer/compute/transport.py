@@ -97,6 +97,10 @@ class Transport(ABC):
     def interrupt(self) -> None:
         """End the term from another thread: whoever waits for a message here, or for one from here, sees PeerLost; so does whoever waits later."""
 
+    def check_peers(self) -> None:
+        """Raise PeerLost if a peer is known to be gone while none may leave, and nothing is awaited of it here."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Leave the term; peers that still wait for this rank see PeerLost."""
@@ -237,6 +241,12 @@ class GlooTransport(Transport):
         """Raise PeerLost if a connection is closed: gloo may not note that for a message that was posted at the same moment, and wait for ever."""
         if self._closed.poll(0):
             raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer: its connection is closed")
+
+    def check_peers(self) -> None:
+        self._check_open()
+        for peer, link in self.links.items():
+            if link.has_left:
+                raise self.lost(peer, "it has left")
 
     def interrupt(self) -> None:
         # gloo's own `abort` frees neither who waits here nor who waits for this rank, so the connections are cut below it.

@@ -35,7 +35,7 @@ from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.ownership import stale_shards
 from foreload.pipelines.base.codec import FormError, of_json, parse_json
 from foreload.pipelines.base.files import persist, remove_empty, remove_unfinished, replacing, write_json
-from foreload.trainer.errors import CheckpointError, RunError
+from foreload.trainer.errors import CheckpointError, RunError, RunRefused
 from foreload.trainer.run.manifest import VERSION, Manifest, Status, code_sums, write_code
 from foreload.trainer.run.storage import AnyFolder, place
 from foreload.trainer.run.told_before import reported_step
@@ -177,7 +177,7 @@ class Run:
         """What the run is; RunError if the file is damaged or of another version."""
         stored = {"store_urls": []} | self._read(MANIFEST)
         if stored.get("version") != VERSION:
-            raise RunError(
+            raise RunRefused(
                 f"run {self.path}: its version must be {VERSION}; got {stored.get('version')!r}; use the program that wrote it"
             )
         return self._parsed(MANIFEST, stored, Manifest)
@@ -276,7 +276,7 @@ class Run:
         stale = stale_shards(store, manifest.namespace, batches)
         gone = np.isin(placement.members, stale).sum(axis=1).max(initial=0) if stale else 0
         if gone > placement.r:
-            raise RunError(self._broken_off(store, status, stale))
+            raise RunRefused(self._broken_off(store, status, stale))
 
     def _broken_off(self, store: Store, status: Status, stale: Sequence[int]) -> str:
         first = self.manifest.stages[0].first_step
@@ -374,8 +374,8 @@ class Run:
         except FormError as error:
             raise self._damaged(name, str(error)) from error
 
-    def _damaged(self, name: str, why: str) -> RunError:
-        return RunError(f"run {self.path}: {name} is damaged ({why}); {_REMEDY}")
+    def _damaged(self, name: str, why: str) -> RunRefused:
+        return RunRefused(f"run {self.path}: {name} is damaged ({why}); {_REMEDY}")
 
 
 def check_free(path: Path, overwrite: bool) -> None:
@@ -383,11 +383,11 @@ def check_free(path: Path, overwrite: bool) -> None:
     if not path.exists():
         return
     if not path.is_dir():
-        raise RunError(f"--run: {path} is a file; choose a folder")
+        raise RunRefused(f"--run: {path} is a file; choose a folder")
     held = {item.name for item in path.iterdir() if not _is_temporary(item.name)}
     foreign = sorted(name for name in held - set(_FILES) if not _DENSE.fullmatch(name))
     if foreign and not held & {MANIFEST, LOCK}:
-        raise RunError(f"--run: {path} holds other files, such as {foreign[0]}; choose a new folder")
+        raise RunRefused(f"--run: {path} holds other files, such as {foreign[0]}; choose a new folder")
     # Without a status it never began to train, and there is nothing to lose.
     if STATUS in held and not overwrite:
         raise RunError(
@@ -395,4 +395,4 @@ def check_free(path: Path, overwrite: bool) -> None:
         )
     # Nor is there here, but for what outlives a run that is deleted.
     if CHECKPOINTS in held and not overwrite:
-        raise RunError(f"--run: {path} holds checkpoints; give --overwrite to delete them, or another folder")
+        raise RunRefused(f"--run: {path} holds checkpoints; give --overwrite to delete them, or another folder")

@@ -23,6 +23,7 @@ from foreload.pipelines.base.settings import (
     positive,
     setting,
     switch,
+    switch_or,
     text,
 )
 from foreload.pipelines.errors import SettingError
@@ -33,6 +34,7 @@ from foreload.trainer.compute.row_optimizers import RowOptimizer
 from foreload.trainer.run.early_stopping import StopEarly
 from foreload.trainer.run.job_checks import check_together
 from foreload.trainer.run.job_values import (
+    AUTO,
     Interval,
     Parity,
     Place,
@@ -240,14 +242,10 @@ class TrainJob:
         form="switch", stated=False,
     )  # fmt: skip
     follow: bool = setting(False, switch, "start while the schedule is still being prepared", _CALL, form="switch", stated=False)
-    resume: bool = setting(
-        False,
-        switch,
-        "go on with a run that was stopped, or with the schedule prepared after it",
-        _CALL,
-        form="switch",
-        stated=False,
-    )
+    resume: bool | str = setting(
+        False, switch_or(AUTO), "go on with a run that was stopped, or with the schedule prepared after it", _CALL, form="switch", stated=False,
+        words={AUTO: "start the run, or go on with it, whatever it takes: one command for a scheduler that starts it again and again"},
+    )  # fmt: skip
     from_checkpoint: str | None = setting(
         None, storage_place, "make a new run as it was when this checkpoint was saved, on any store, and go on with it", _CALL,
         metavar="CHECKPOINT", flag="--from", stated=False,

@@ -214,6 +214,10 @@ def storage_place(flag: str, value: Any) -> str:
     return named
 
 
+AUTO = "auto"
+"""What --resume may be given: start, or go on, whichever it takes."""
+
+
 def masked(text: str) -> str:
     """A text for a message, the credentials of any URL in it hidden."""
     return re.sub(r"//[^ ]*@", "//***@", text)

@@ -21,7 +21,7 @@ from foreload.cache.rows.staging import EndedRows
 from foreload.pipelines.base.codec import Name, of_json
 from foreload.pipelines.base.files import read_sealed, replacing, write_sealed
 from foreload.pipelines.schedule.format import Occupants
-from foreload.trainer.errors import RunError
+from foreload.trainer.errors import RunRefused
 from foreload.trainer.run.directory import KEPT_LANES
 from foreload.trainer.run.manifest import Manifest, Status
 
@@ -96,7 +96,7 @@ def write_lane(run: Path, lane: int, kept: KeptLane) -> KeptFile:
 
 
 def checked(run: Path, file: KeptFile) -> Path:
-    """The path of a file that is as it was written. Raises RunError where it is another one."""
+    """The path of a file that is as it was written. Raises RunRefused where it is another one."""
     path = folder_of(run) / file.name
     try:
         if _sha256(path) == file.sha256:
@@ -104,11 +104,11 @@ def checked(run: Path, file: KeptFile) -> Path:
         why = "its checksum is another one"
     except OSError as error:
         why = str(error)
-    raise RunError(f"run {run}: {path} is damaged ({why}), and what it has is nowhere else; restore it")
+    raise RunRefused(f"run {run}: {path} is damaged ({why}), and what it has is nowhere else; restore it")
 
 
 def read_lane(run: Path, file: KeptFile) -> KeptLane:
-    """The inverse of `write_lane`. Raises RunError where the file is another one."""
+    """The inverse of `write_lane`. Raises RunRefused where the file is another one."""
     with open(checked(run, file), "rb") as opened:
         released, ordinals, boundary, *columns = (np.load(opened, allow_pickle=False) for _ in range(3 + len(_TYPES)))
     rows = EndedRows(*columns)
@@ -117,14 +117,14 @@ def read_lane(run: Path, file: KeptFile) -> KeptLane:
 
 
 def kept_lanes(run: Path) -> KeptLanes | None:
-    """What a run keeps of lanes; None where that is nothing. Raises RunError where it is damaged."""
+    """What a run keeps of lanes; None where that is nothing. Raises RunRefused where it is damaged."""
     path = run / KEPT_LANES
     if not path.exists():
         return None
     try:
         return of_json(read_sealed(path)[0], KeptLanes)
     except (OSError, ValueError) as error:
-        raise RunError(f"run {run}: {path} is damaged ({error}); restore the run's folder") from error
+        raise RunRefused(f"run {run}: {path} is damaged ({error}); restore the run's folder") from error
 
 
 def write_kept_lanes(run: Path, why: str, manifest: Manifest, status: Status, files: Sequence[KeptFile]) -> None:

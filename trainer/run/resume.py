@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from foreload.pipelines.base.settings import settings_of
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.errors import RunError
+from foreload.trainer.errors import RunRefused
 from foreload.trainer.run.directory import MANIFEST, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.job_values import masked
@@ -38,10 +38,10 @@ NUMERICS_SETTINGS = ("threads", "cpu_capability", "device")
 
 
 def check_trainable(schedule: Schedule, job: TrainJob) -> None:
-    """Raise RunError for a schedule of evaluation steps only, and for one that continues a run unless that is to be resumed."""
+    """Raise RunRefused for a schedule of evaluation steps only, and for one that continues a run unless that is to be resumed."""
     header = schedule.header
     if not header.training_samples:
-        raise RunError(
+        raise RunRefused(
             f"schedule {schedule.path}: has evaluation steps only; evaluate a run on it: foreload evaluate RUN {schedule.path}"
         )
     # Whether it continues what a checkpoint has, is found out with that.
@@ -50,11 +50,11 @@ def check_trainable(schedule: Schedule, job: TrainJob) -> None:
     run = Run(job.run)
     last = run.manifest.stages[-1] if (run.path / MANIFEST).exists() else None
     if last is not None and last.checksum == header.parent:
-        raise RunError(
+        raise RunRefused(
             f"schedule {schedule.path}: continues run {job.run}, which was trained on {last.path}; give --resume to go on with it"
         )
     parent = schedule.made_with("after") or "the schedule that it was prepared after"
-    raise RunError(
+    raise RunRefused(
         f"schedule {schedule.path}: continues the run that was trained on {parent}, not a new one; give that run's folder with --run, "
         "and --resume"
     )
@@ -63,7 +63,7 @@ def check_trainable(schedule: Schedule, job: TrainJob) -> None:
 def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]:
     """The manifest of a run that goes on, and the last step already trained.
 
-    With the schedule that was being trained when it stopped, or with one prepared --after it. Raises RunError.
+    With the schedule that was being trained when it stopped, or with one prepared --after it. Raises RunRefused.
     """
     check_place(run, job)
     status = run.saved_status()
@@ -75,7 +75,7 @@ def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]
 
 
 def check_place(run: Run, job: TrainJob) -> None:
-    """Raise RunError where a run that goes on as the job says would have other store shards, or another code."""
+    """Raise RunRefused where a run that goes on as the job says would have other store shards, or another code."""
     manifest, placement = run.manifest, run.placement
     there = len(placement.live)
     if (job.store.local is None) != (manifest.local_stores is None) or job.store.count != there:
@@ -84,10 +84,10 @@ def check_place(run: Run, job: TrainJob) -> None:
             if placement.version
             else "what the run was started with"
         )
-        raise RunError(f"--store: must be {was}, {store_setting(manifest, placement)}; got {masked(str(job.store))}")
+        raise RunRefused(f"--store: must be {was}, {store_setting(manifest, placement)}; got {masked(str(job.store))}")
     if job.parity is not None and job.code(there) != (placement.k, placement.r):
         was = f"{placement.k}+{placement.r}" if placement.r else "off"
-        raise RunError(f"--parity: must be what the run was started with, {was}; got {job.parity}; leave it out")
+        raise RunRefused(f"--parity: must be what the run was started with, {was}; got {job.parity}; leave it out")
 
 
 def check_code_of_run(run: Run, job: TrainJob) -> None:
@@ -108,17 +108,17 @@ def continued(
         if getattr(before, name) != getattr(job, name):
             was, now = before.to_dict()[name], job.to_dict()[name]
             remedy = "leave it out" + (", or add --accept-numerics" if of_numerics else "")
-            raise RunError(f"{setting.flag}: must be what the run was started with, {was!r}; got {now!r}; {remedy}")
+            raise RunRefused(f"{setting.flag}: must be what the run was started with, {was!r}; got {now!r}; {remedy}")
     if job.accept_numerics:
         manifest = replace(manifest, job=manifest.job | {name: getattr(job, name) for name in NUMERICS_SETTINGS})
     if schedule.header.lanes != manifest.lanes:
-        raise RunError(
+        raise RunRefused(
             f"schedule {schedule.path}: has {schedule.header.lanes} lanes, the run {manifest.lanes}; prepare it with --after"
         )
     last, stage = manifest.stages[-1], Stage.of(schedule)
     if stage.identity == last.identity:
         if goes_on and (why := why_at_end(manifest, state, step, job, schedule)) is not None:
-            raise RunError(f"{what}: {why}")
+            raise RunRefused(f"{what}: {why}")
         if schedule.complete:  # else trainers find out, who wait for it
             check_same(last, schedule)
         stage = replace(stage, segments=last.segments, prefix=last.prefix)
@@ -127,21 +127,28 @@ def continued(
             watched = None
         return replace(manifest.with_rates(job, step + 1), stages=(*manifest.stages[:-1], stage), watched=watched), step
     if stage.path == last.path:
-        raise RunError(
+        raise RunRefused(
             f"schedule {schedule.path}: is not the one that the run was trained on, but was prepared in its place since; prepare that one "
             "again, with the same data and options, or give one that was prepared --after it"
         )
     if schedule.header.parent is None or schedule.header.parent != last.checksum:
-        raise RunError(
+        raise RunRefused(
             f"schedule {schedule.path}: does not continue {last.path}, which the run was trained on; prepare it with --after that"
         )
     if state != "ended":
         early = manifest.watched is not None and manifest.watched.ends(before.stop_early)
         how = ", with --resume --stop-early off, since it was stopped early" if early else ""
-        raise RunError(f"{what}: stopped after step {step}, before the end of {last.path}; go on with that one first{how}")
+        raise RunRefused(f"{what}: stopped after step {step}, before the end of {last.path}; go on with that one first{how}")
     # What is evaluated may be other data now.
     going_on = replace(manifest.with_rates(job, stage.first_step), stages=(*manifest.stages, stage), watched=None)
     return going_on, stage.first_step - 1
+
+
+def why_ended(run: Run, job: TrainJob, schedule: Schedule) -> str | None:
+    """`why_at_end`, of a run that is at rest. Raises RunRefused where the job asks for another training than the run was."""
+    status = run.saved_status()
+    continued(f"run {run.path}", run.manifest, status.state, status.step, job, schedule, goes_on=False)
+    return why_at_end(run.manifest, status.state, status.step, job, schedule)
 
 
 def why_at_end(manifest: Manifest, state: State, step: int, job: TrainJob, schedule: Schedule) -> str | None:
@@ -156,9 +163,9 @@ def why_at_end(manifest: Manifest, state: State, step: int, job: TrainJob, sched
 
 
 def check_same(stage: Stage, schedule: Schedule) -> None:
-    """Raise RunError if a run was trained on other segments of a schedule than there are now, or will be; those are waited for."""
+    """Raise RunRefused if a run was trained on other segments of a schedule than there are now, or will be; those are waited for."""
     if stage.identity == schedule.identity and stage.segments and schedule.prefix(stage.segments) != stage.prefix:
-        raise RunError(
+        raise RunRefused(
             f"schedule {schedule.path}: was prepared anew, and its first {stage.segments} segments are not those that the run was trained on; "
             "prepare it from the same data, with the same options"
         )

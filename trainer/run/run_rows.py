@@ -21,7 +21,7 @@ from foreload.cache.client.url import StoreUrl
 from foreload.cache.errors import CacheError, StoreError, StoreUnavailable
 from foreload.cache.protocol.holdings import Claim, Holding, claims, holding_of
 from foreload.cache.protocol.namespace import FolderId, is_run, name_folder, owner, remove
-from foreload.trainer.errors import RunError
+from foreload.trainer.errors import RunError, RunRefused
 from foreload.trainer.run.directory import LOCK, MANIFEST, Run
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.servers import servers_had
@@ -76,7 +76,7 @@ def _check(run: Run, said: Sequence[Claim], overrule: Overrule | None) -> str | 
     if term < highest:
         if overrule is not None and overrule.force:
             return f"the rows are of term {highest}, and this folder is of term {term}: they are those of another folder{where}"
-        raise RunError(
+        raise RunRefused(
             f"run {run.path}: is of term {term}, and the rows on its servers are of term {highest}: the run went on in another folder{where}, and "
             "this is a copy from before; go on with that one, and delete this copy by hand (rm -r); if that folder is gone, "
             "foreload delete --force deletes the rows, and train --from begins anew from a checkpoint"
@@ -84,7 +84,7 @@ def _check(run: Run, said: Sequence[Claim], overrule: Overrule | None) -> str | 
     if owners and overrule is not None and not overrule.folder_moved:
         if overrule.force:
             return f"the rows are those of another folder{where}"
-        raise RunError(
+        raise RunRefused(
             f"run {run.path}: the rows on its servers are those of another folder{where}; if that was moved to here, add --moved; if "
             "this is a copy of it, go on with that one, and delete this copy by hand (rm -r)"
         )

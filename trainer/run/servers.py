@@ -87,6 +87,18 @@ def store_setting(manifest: Manifest, placement: Placement) -> str:
     return ",".join(url for url in noted(manifest, placement) if url)
 
 
+def own_servers(manifest: Manifest, placement: Placement, given: str) -> str:
+    """--store of a run that goes on as the same command started it, when it may have had other servers: those that it has now, by the URLs with which
+    they are given, if they are. Where it never had any of the given ones, these are to have its rows from now on.
+    """
+    if manifest.local_stores is not None:
+        return store_setting(manifest, placement) if given.startswith("local") else given
+    urls = dict(zip(plain(given.split(",")), given.split(","), strict=True))
+    if not urls.keys() & {*manifest.store_urls, *manifest.former_urls}:
+        return given
+    return ",".join(urls.get(url, url) for url in noted(manifest, placement) if url)
+
+
 def with_servers(manifest: Manifest, placement: Placement, urls: Sequence[str], emptied: Collection[str] = ()) -> Manifest:
     """The manifest of a run whose shards are these. urls: by number, without passwords; not looked at where they are local.
 

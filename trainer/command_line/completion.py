@@ -1,0 +1,70 @@
+"""`foreload completion`: a script by which a shell completes foreload's command line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import shtab
+
+from foreload.trainer.command_line.shared import add_plain
+
+SHELLS = ("bash", "zsh")
+_PATHS = {
+    "FILE",
+    "FILE.toml",
+    "PATH",
+    "DIR",
+    "RUN",
+    "RUN2",
+    "SCHEDULE",
+    "CHECKPOINT",
+    "EXPORT",
+    "SOURCE",
+    "NEW",
+    "SCORES",
+    "TEMPLATE",
+}
+
+
+def add_to(commands: Any, top: argparse.ArgumentParser) -> None:
+    """Declare the command. top: the parser that it is of, which has all others by the time that it is called."""
+    completion = add_plain(
+        commands, "completion", partial(_completion, top), "print what completes this command line in a shell",
+        "Prints a script by which bash or zsh completes commands, flags, values and paths. In bash: source <(foreload completion bash), "
+        "once or in ~/.bashrc; in zsh: foreload completion zsh > a file _foreload in a folder of $fpath.",
+    )  # fmt: skip
+    completion.add_argument("shell", choices=SHELLS, help="the shell")
+
+
+def _completion(top: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
+    from foreload.pipelines.planning.command_line import parser
+
+    for action in _actions(top):
+        if isinstance(action, argparse._SubParsersAction) and "prepare" in action.choices:
+            action.choices["prepare"] = parser()
+    for action in _actions(top):
+        _describe(action)
+    print(shtab.complete(top, parsed.shell))
+    return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """The arguments of a command and of those below it."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from _actions(below)
+
+
+def _describe(action: argparse.Action) -> None:
+    """Say for the shell what values an argument takes, by what stands for them on the help page."""
+    metavar = action.metavar if isinstance(action.metavar, str) else ""
+    if _PATHS & set(metavar.split("|")):
+        action.complete = shtab.FILE  # type: ignore[attr-defined]
+    elif action.choices is None and (listed := re.fullmatch(r"\{([\w,-]+)\}", metavar)):
+        action.choices = listed[1].split(",")

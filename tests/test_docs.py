@@ -39,6 +39,12 @@ def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
         assert [name for name in modules(page) if not is_module(page, name)] == []
 
 
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_tests_that_a_page_names_are_there(page: Path) -> None:
+    for file, test in re.findall(r"`(test_\w+\.py)::(\w+)`", page.read_text(encoding="utf-8")):
+        assert any(f"def {test}(" in path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob(file)), test
+
+
 def test_pages_named_in_the_code_have_the_section() -> None:
     # As docstrings name them: a page; or a page, Section and Another section.
     for folder in ("foreload/api", "pipelines", "cache", "trainer", "tests", "benchmarks"):

@@ -36,7 +36,7 @@ from foreload.trainer.cluster.messages import (
     TrainerCommand,
     WriteCheckpoint,
 )
-from foreload.trainer.cluster.wanted_checkpoints import Wanted, WantedCheckpoints
+from foreload.trainer.cluster.wanted_checkpoints import Wanted, WantedCheckpoints, why_over
 from foreload.trainer.errors import CheckpointError, FolderBusy
 from foreload.trainer.run.directory import CHECKPOINTS
 from foreload.trainer.run.event_log import CheckpointNotSaved, CheckpointSaved, EventLog
@@ -278,19 +278,20 @@ class Checkpointing:
                 self._saving.best = None  # it is not any more
             self._give_up("the trainers, or their lanes, changed meanwhile", again=True)
 
-    def close(self) -> None:
-        """Trainers are gone: leave nothing half written."""
+    def close(self, at_rest: bool) -> None:
+        """Trainers are gone: leave nothing half written. at_rest: the run has come to rest."""
+        over = why_over(at_rest)
         saving, self._saving = self._saving, None
         if saving is not None:
             self._discard(saving)
             if saving.best is not None:
-                tell_missing(saving.best, _OVER)
+                tell_missing(saving.best, over)
             if saving.taken or saving.wanted.asked is not None:
-                self._failed(saving.wanted, _OVER)
+                self._failed(saving.wanted, over)
         for given_up in self._discarded:
             self._folder_work.submit(given_up.discard)  # again: a trainer may have been writing there
         self._folder_work.close()
-        self.wanted.refuse(_OVER)
+        self.wanted.refuse(over)
 
     def _give_up(self, why: str, again: bool = False) -> None:
         """again: begin another one at once, as nothing is wrong with where it is put."""
@@ -395,6 +396,3 @@ class Checkpointing:
     @staticmethod
     def _tell(line: str) -> None:
         sys.stderr.write(f"{line}\n")
-
-
-_OVER = "its training is over; save one now that it rests, with `foreload checkpoint save`"

@@ -192,7 +192,7 @@ class TrainerGroup:
             return ending
         finally:
             self._trainers.kill()
-            self._checkpointing.close()
+            self._checkpointing.close(self.at_rest)
             control.close()
             report.close()
 

@@ -18,6 +18,11 @@ _NOTICE_STEPS = 32  # before the step of an evaluation, and at most a quarter of
 _EVALUATIONS_AHEAD = 100
 
 
+def why_over(at_rest: bool) -> str:
+    """Why a checkpoint was not saved while its run trained. at_rest: the run has come to rest since, or else was broken off."""
+    return "its training is over" + ("; save one now that it rests, with `foreload checkpoint save`" if at_rest else "")
+
+
 @dataclass(slots=True)
 class Asked:
     """What a user asked for: where it is to be, and what became of it. gave_way: to the checkpoint of an evaluation, once."""

@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/trainer")]
 
 from campaign_plan import (  # noqa: E402
+    ALL_SERVERS_FAULTS,
     DISK_FAULTS,
+    FAILING_MODEL,
     LANES,
     LOOKS,
     LOST,
@@ -82,14 +85,18 @@ PREPARE = "--format synthetic --values 3000 --batch-size 64 --slots 700"
 SETTINGS = "--dim 4 --lr 0.05"
 MODEL = "--model-options bottom=8-4 top=8-1"
 OWN_MODEL = """
+import os
 import torch
 
 class Net(torch.nn.Module):
     def __init__(self, spec):
         super().__init__()
         self.out = torch.nn.Linear(spec.dense_width + spec.width, 1)
+        self.fails = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fails")
 
     def forward(self, dense, embeddings):
+        if os.path.exists(self.fails):
+            raise RuntimeError("a bad day")
         return self.out(torch.cat([dense, *embeddings.values()], 1)).squeeze(1)
 """
 
@@ -183,7 +190,7 @@ class Episode:
         for number in range(MOST_CALLS):
             begun, inflicted = (self.run / "status.json").exists(), len(self.done)
             self._check_edited(begun)
-            call = self._start("--resume") if begun else self._start()
+            call = self._start("--resume=auto") if self.plan.auto else self._start("--resume") if begun else self._start()
             self._calls += 1
             self._lost_in.clear()
             pending = self._disturb(call, pending)
@@ -202,7 +209,9 @@ class Episode:
             if code in (-signal.SIGKILL, *(128 + number for number in stopped)) or (-code in stopped and not begun):
                 # (A signal before the program has said what to do with signals ends it as it ends any.)
                 continue
-            if code not in (2, 3) or not call.last_line:
+            if self._own is not None:
+                (self._own / "fails").unlink(missing_ok=True)
+            if code not in (2, 3, *((6,) if self.plan.auto else ())) or not call.last_line:
                 raise Violation(f"exit {code}, and said {call.said[-1500:]!r}")
             if not self.excuses:
                 raise Violation(f"refused without an excuse: {call.last_line}")
@@ -225,7 +234,7 @@ class Episode:
             *(() if self.plan.peer_timeout is None else ("--peer-timeout", str(self.plan.peer_timeout))),
             *further,
         ]
-        if self.plan.shards >= 3 and not further:
+        if self.plan.shards >= 3 and "--resume" not in further:
             words += ["--parity", self.plan.parity]
         return self._command(*words)
 
@@ -296,6 +305,10 @@ class Episode:
             if self._server_pid(shard) is None:
                 return
             self._excuse_shard(fault.kind, shard, step)
+        if fault.kind in ALL_SERVERS_FAULTS and step is None:
+            self.excuses.append(f"{fault.kind} while starting")
+        if fault.kind == "long_silence" or fault.kind in FAILING_MODEL:
+            self.excuses.append(fault.kind)
         if fault.kind in MODEL_FAULTS and step is None:
             self.excuses.append("the model's file was changed while trainers read it")
         if fault.kind in (*MEMBER_FAULTS, "kill_launcher"):
@@ -534,6 +547,25 @@ class Episode:
                 self._tell(shard, "DEBUG", "SLEEP", str(fault.lasts))
 
         threading.Thread(target=sleep, daemon=True).start()
+
+    def _silence(self, fault: Fault, call: Started, shard: int) -> str:
+        """All servers stand still."""
+        pids = [pid for one in self._live() if (pid := self._server_pid(one)) is not None]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        for pid in pids:
+            self._later(fault.lasts * (8 if fault.kind == "long_silence" else 1), partial(os.kill, pid, signal.SIGCONT))
+        return f"servers {pids}"
+
+    _long_silence = _silence
+
+    def _cut_all(self, fault: Fault, call: Started, shard: int) -> None:
+        for one in self._live():
+            self._cut(fault, call, one)
+
+    def _model_fails(self, fault: Fault, call: Started, shard: int) -> None:
+        assert self._own is not None
+        (self._own / "fails").touch()
 
     def _tell(self, shard: int, *words: str | int) -> None:
         with self._connected(shard) as store:

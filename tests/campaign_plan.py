@@ -12,12 +12,16 @@ LANES, MEMBER_LANES = 2, 4
 LOST = {"kill", "flush", "stop", "readonly", "oom", "busy", "sleep", "wrong_type"}
 """Faults after which a store shard may count as lost. (A connection that is cut is made again.)"""
 SERVER_FAULTS = (*sorted(LOST), "cut")
+ALL_SERVERS_FAULTS = ("silence", "long_silence", "cut_all")
+"""All servers stand still for a while, for less or for longer than they are waited for, or cut all their connections: no row is lost by that."""
 DISK_FAULTS = ("disk",)
 TRAINER_FAULTS = ("kill_trainer", "stop_trainer")
 COPY_FAULTS = ("copy_folder", "delete_copy")
 """A copy of the run's folder is made; `foreload delete` is called for it, and must be refused. Where the rows are on servers by URL."""
 MODEL_FAULTS = ("edit_model",)
 """The file of the model is changed: a resume with it must be refused. Where the model is the user's own."""
+FAILING_MODEL = ("model_fails",)
+"""The model's code raises, until the next call."""
 LAUNCHER_FAULTS = ("kill_launcher", "int", "term", "hup")
 SHARD_CHANGES = ("add_shard", "remove_shard", "move_shard")
 """What is no fault either: rows move to other store shards, by whatever else happens."""
@@ -45,7 +49,7 @@ class Fault:
 class Plan:
     """An episode. store: local, tcp or tls; shards: of the store; parity: as --parity has it; faults: in the order of their steps.
 
-    own: whether the model is the user's own, in a file.
+    own: whether the model is the user's own, in a file. auto: whether each call is the same command, with --resume=auto.
     members: whether it is about trainers that come and go; trainers: of each call, over and over; copies, peer_timeout: as `train` has them.
     """
 
@@ -59,6 +63,7 @@ class Plan:
     copies: int = 1
     peer_timeout: float | None = None
     own: bool = False
+    auto: bool = False
 
     @classmethod
     def draw(cls, seed: int, number: int, focus: str | None = None) -> Plan:
@@ -82,10 +87,11 @@ class Plan:
         own = dice.random() < 0.3
         kinds += DISK_FAULTS if store != "tls" else ()
         kinds += 2 * COPY_FAULTS if store != "local" else ()
-        kinds += 2 * MODEL_FAULTS if own else ()
+        kinds += 2 * (*MODEL_FAULTS, *FAILING_MODEL) if own else ()
+        kinds += 2 * ALL_SERVERS_FAULTS
         kinds += 3 * SHARD_CHANGES if store != "tls" else ()
         faults = _faults(dice, kinds, STEPS, dice.randint(5, 14))
-        return cls(number, store, shards, parity, (dice.choice((1, 2)),), faults, own=own)
+        return cls(number, store, shards, parity, (dice.choice((1, 2)),), faults, own=own, auto=dice.random() < 0.5)
 
     @classmethod
     def _of_members(cls, dice: random.Random, number: int) -> Plan:
@@ -95,11 +101,12 @@ class Plan:
         copies = dice.choice((2, 2, 3, 4))
         kinds = (
             *5 * ("kill_trainer",), *3 * ("stop_trainer",), *(2 if copies > 2 else 1) * ("kill_two",), *3 * ("scale",), *2 * ("leave",),
-            *2 * ("kill_launcher",), "int", "term", "run_status", "cut",
+            *2 * ("kill_launcher",), "int", "term", "run_status", "cut", *ALL_SERVERS_FAULTS,
             *(() if parity == "off" else (*3 * ("trainer_and_shard",), "kill", "stop", "flush")),
         )  # fmt: skip
         faults = _faults(dice, kinds, MEMBER_STEPS, dice.randint(8, 16))
-        return cls(number, store, shards, parity, trainers, faults, True, copies, dice.choice((2.0, 4.0, None)))
+        silence = dice.choice((2.0, 4.0, None))
+        return cls(number, store, shards, parity, trainers, faults, True, copies, silence, auto=dice.random() < 0.5)
 
     @property
     def losses_covered(self) -> int:

@@ -141,7 +141,9 @@ class Command:
             assert not faults, "faults are injected into forked commands only"
             assert may_kill
             # The first terminal that the leader of a session opens is its controlling one.
-            at_terminal = ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', terminal] if terminal is not None else []
+            # Under nohup this process ignores the end of a terminal, and what it starts would, too.
+            heeding = ["env", "--default-signal=HUP", "sh", "-c", 'exec "$@" <>"$0" >&0 2>&0']
+            at_terminal = [*heeding, terminal] if terminal is not None else []
             self.process = subprocess.Popen(
                 [*at_terminal, *within, sys.executable, "-m", module, *words],
                 env=variables, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,

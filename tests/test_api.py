@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -83,9 +84,17 @@ def processes() -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def interrupted_when(reached: Callable[[], object], before: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Ctrl-C for this process once something is reached, and `before` was called; asserts that the block ends with KeyboardInterrupt."""
-    over = threading.Event()
+def interrupted_when(
+    reached: Callable[[], object], before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Ctrl-C for this process once something is reached, and `before` was called, and `after` when the signal has come; asserts that the block ends
+    with KeyboardInterrupt.
+    """
+    over, heeded = threading.Event(), threading.Event()
+
+    def heed(number: int, frame: FrameType | None) -> None:
+        heeded.set()
+        signal.default_int_handler(number, frame)
 
     def interrupt() -> None:
         deadline = time.monotonic() + DEADLINE_SECONDS
@@ -94,9 +103,11 @@ def interrupted_when(reached: Callable[[], object], before: Callable[[], None] =
         if not over.is_set():
             before()
             os.kill(os.getpid(), signal.SIGINT)
+            heeded.wait()
+            after()
 
     # Python leaves a signal alone that its caller ignores, as a shell does for what it starts with &.
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    handler = signal.signal(signal.SIGINT, heed)
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
@@ -261,8 +272,17 @@ def test_ctrl_c_stops_cleanly_and_the_run_can_be_read(schedule: foreload.Schedul
 
 @pytest.mark.full
 def test_ctrl_c_before_anything_has_begun_leaves_no_status(schedule: foreload.Schedule, tmp_path: Path) -> None:
-    client.close_all()  # so that importing takes a while
-    with interrupted_when(processes):
+    client.close_all()  # so that there is a fork server to be started, which imports first
+
+    def suspend() -> None:
+        for process in processes():
+            process.suspend()
+
+    def resume() -> None:
+        for process in processes():
+            process.resume()
+
+    with interrupted_when(processes, suspend, resume):
         foreload.train(schedule, run=tmp_path / "never", store="local:1", dim=2)
     assert not (tmp_path / "never" / "status.json").exists()
 

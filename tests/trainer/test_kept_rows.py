@@ -19,6 +19,7 @@ from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 from foreload.cache.client.local import LocalStores
 from foreload.trainer.cluster.faults import Fault, TrainerFault
 from foreload.trainer.run.directory import STORES, Run
+from foreload.trainer.run.event_log import read_events
 from foreload.trainer.run.kept_lanes import folder_of
 
 HELD = 40  # the step at which runs are held
@@ -101,6 +102,8 @@ def test_a_run_whose_servers_all_stand_still_is_kept_and_goes_on(
     assert status == 2, err
     assert "Traceback" not in err
     assert "what its servers lack is kept in" in err
+    kept, failed = list(read_events(run))[-2:]
+    assert (kept["kind"], kept["step"], failed["kind"]) == ("rows-kept", step, "call-failed")
     # While they stand still nothing can be done, and nothing is lost by trying.
     assert state(run) == "kept"
     refused(*arguments(schedule, run, *store, *IMPATIENT, "--resume"))

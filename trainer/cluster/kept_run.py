@@ -14,7 +14,7 @@ from foreload.trainer.cluster.trainer_group import TrainerGroup
 from foreload.trainer.errors import RunRefused, ShardsLost, TrainerError
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.directory import Run
-from foreload.trainer.run.event_log import CallEnded, EventLog
+from foreload.trainer.run.event_log import CallEnded, EventLog, RowsKept
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept_lanes import folder_of, forget_kept_lanes, kept_lanes
 from foreload.trainer.run.kept_rows import put_back, put_kept_back
@@ -52,6 +52,8 @@ def rest_at_end(job: TrainJob, group: TrainerGroup, shards: StoreShards, schedul
     run, why = Run.open(job.run), group.failure
     kept = kept_lanes(run.path)
     assert kept is not None
+    events.step, events.term = kept.status.step, kept.status.term
+    events.note(RowsKept(cause=why))
     gone = [] if shards.local is None else [shard for shard in run.placement.live if shards.local.pids[shard] is None]
     if len(gone) > run.placement.r:
         # Nobody else has what they had, so what is kept is of no use.

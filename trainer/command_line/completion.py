@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import shtab
-
 from foreload.trainer.command_line.shared import add_plain
 
 SHELLS = ("bash", "zsh")
@@ -41,13 +39,15 @@ def add_to(commands: Any, top: argparse.ArgumentParser) -> None:
 
 
 def _completion(top: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
+    import shtab
+
     from foreload.pipelines.planning.command_line import parser
 
     for action in _actions(top):
         if isinstance(action, argparse._SubParsersAction) and "prepare" in action.choices:
             action.choices["prepare"] = parser()
     for action in _actions(top):
-        _describe(action)
+        _describe(action, shtab.FILE)
     print(shtab.complete(top, parsed.shell))
     return 0
 
@@ -61,10 +61,10 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
                 yield from _actions(below)
 
 
-def _describe(action: argparse.Action) -> None:
-    """Say for the shell what values an argument takes, by what stands for them on the help page."""
+def _describe(action: argparse.Action, paths: object) -> None:
+    """Say for the shell what values an argument takes, by what stands for them on the help page. paths: how it is said of paths."""
     metavar = action.metavar if isinstance(action.metavar, str) else ""
     if _PATHS & set(metavar.split("|")):
-        action.complete = shtab.FILE  # type: ignore[attr-defined]
+        action.complete = paths  # type: ignore[attr-defined]
     elif action.choices is None and (listed := re.fullmatch(r"\{([\w,-]+)\}", metavar)):
         action.choices = listed[1].split(",")

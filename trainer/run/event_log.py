@@ -205,6 +205,13 @@ class StopAsked(RunEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowsKept(RunEvent):
+    """The run cannot go on, and keeps in its folder what its servers lack. cause: why it cannot."""
+
+    kind: ClassVar = "rows-kept"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesLost(RunEvent):
     """Messages of the call could not be written to stderr, and are missing there from now on, until it takes some again."""
 

@@ -199,7 +199,8 @@ class Episode:
             self._look_at_what_is_left(call)
             self._check_events(code)
             self._note(f"call {number}: {'resume' if begun else 'new'}, exit {code}: {call.last_line}")
-            if "Traceback" in call.said:
+            # The model's own is told, with the line of its code.
+            if call.said.count("Traceback") > call.said.count("RuntimeError: a bad day\n"):
                 raise Violation(f"a traceback: {call.said[-2000:]}")
             if code == 0 and (_json(self.run / "status.json") or {}).get("state") != "stopped":
                 return self._check_the_end()
@@ -307,6 +308,8 @@ class Episode:
             self._excuse_shard(fault.kind, shard, step)
         if fault.kind in ALL_SERVERS_FAULTS and step is None:
             self.excuses.append(f"{fault.kind} while starting")
+        if fault.kind in ("cut", "cut_all") and not self.plan.losses_covered and self._changed:
+            self.excuses.append(f"{fault.kind} without parity while rows move")
         if fault.kind == "long_silence" or fault.kind in FAILING_MODEL:
             self.excuses.append(fault.kind)
         if fault.kind in MODEL_FAULTS and step is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import Command, refused, run_here
-from held import Hold
+from held import Hold, standing
 from injection import CallFault
 from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 
@@ -141,6 +141,27 @@ def test_servers_that_are_silent_when_everything_is_to_be_written_back(
     status, err = resumed(schedule, run, store)
     assert status == 0, err
     assert summary(run)["digest"] == undisturbed
+
+
+@pytest.mark.parametrize("parity", ["2+1", "off"])
+@pytest.mark.parametrize("how", ["--resume", "--resume=auto"])
+def test_servers_that_are_silent_after_the_last_step(
+    schedule: Path, undisturbed: str, servers: LocalStores, tmp_path: Path, parity: str, how: str
+) -> None:
+    """Once they have the rows, the next call ends the run, with the last evaluation."""
+    run, store = tmp_path / "run", store_of(servers, parity)
+    fault = TrainerFault(0, "last write-back", 0, signal.SIGSTOP)
+    job = Command(*arguments(schedule, run, *store, *IMPATIENT, "--peer-timeout", "300"), faults=[fault])
+    trainer = standing(job, run, 0)
+    send(servers, signal.SIGSTOP)
+    trainer.resume()
+    assert job.end()[0] == 2
+    assert state(run) == "kept"
+    send(servers, signal.SIGCONT)
+    status, out, err = run_here(*arguments(schedule, run, *store, how, "--digest"))
+    assert status == 0, err
+    assert f"digest {undisturbed}\n" in out
+    assert (summary(run)["digest"], state(run)) == (undisturbed, "ended")
 
 
 @pytest.mark.parametrize("parity", ["2+1", "off"])

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import done, main, refused
+from command_line import Command, done, main, refused
 from held import HeldRun, Hold
+from injection import CallFault
 from small_job import arguments, check_end, summary, synthetic_schedule, train_undisturbed
 
+from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import read_events
 
 STEPS = 120
@@ -133,3 +135,26 @@ def test_a_trainer_is_killed_while_another_joins(begin: Begin, undisturbed: str)
     run.members(1, 2, 3)
     run.hosting(1, 2, 3)
     assert "trainer 0: lost (was killed by SIGKILL)" in check_end(run, undisturbed, trainers=3)
+
+
+@pytest.mark.parametrize("copies", ["1", "2"])
+@pytest.mark.parametrize("change", ["leave", "scale"])
+def test_a_launcher_that_is_killed_while_lanes_change_hands_loses_no_step(
+    schedule: Path, undisturbed: str, tmp_path: Path, hold: Hold, change: str, copies: str
+) -> None:
+    """The term is over, and the next one is stated by nobody: the trainers go on as they were, and stop."""
+    words = arguments(
+        schedule, tmp_path / "run", "--store", "local:3", "--trainers", "3", "--copies", copies, "--peer-timeout", "60"
+    )
+    run = hold(words, 12, faults=[CallFault("foreload.trainer.cluster.membership:clear_agreement", signal.SIGKILL)])
+    if change == "leave":
+        run.workers[1].send_signal(signal.SIGTERM)
+    else:
+        done("scale", run.path, 2, "--no-wait")
+    run.process.wait()
+    run.schedule.release()
+    _, _, err = Command.end(run)
+    assert "its launcher was killed; stopped after step" in err
+    assert Run.open(run.path).saved_status().state == "stopped"
+    assert main(arguments(run.schedule.path, run.path, "--resume", "--trainers", "2", "--digest")) == 0
+    assert summary(run.path)["digest"] == undisturbed

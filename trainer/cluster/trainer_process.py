@@ -94,7 +94,7 @@ class TrainerProcess:
         self._leaving, self._leave_told = leaving, False
         self._terms = TrainerTerms(
             rendezvous, board, events, trainer, spec, self._job, self._device(), address, connect, commands is not None,
-            self._points.come_to,
+            self._points.come_to, self._run if on_host is None else None,
         )  # fmt: skip
         self._checkpoints = TrainerCheckpoints(board, events, self._points.come_to)
         self._checkpoints.watched = lambda: self._early.so_far

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from foreload.trainer.compute.nccl import NcclTransport
 from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.compute.transport import GlooTransport, Transport
 from foreload.trainer.errors import PeerLost, TrainerError
+from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
 
 BOARD_PAUSE = timedelta(milliseconds=2)  # between two looks for a fact that is waited for
@@ -34,7 +36,8 @@ class TrainerTerms:
     """The terms of one trainer; its main thread uses it.
 
     term: the one that it is in, or was in last. connect: makes a further connection to the rendezvous store; None: the loss of a trainer is not
-    survived. joins: whether it was started while others train, and is no member yet. come_to: told the points of a takeover (`faults`).
+    survived. joins: whether it was started while others train, and is no member yet. come_to: told the points of a takeover (`faults`). run: the
+    run's folder, where all trainers have it.
     """
 
     def __init__(
@@ -50,10 +53,11 @@ class TrainerTerms:
         connect: Callable[[], Any] | None,
         joins: bool = False,
         come_to: Callable[[str], None] = lambda point: None,
+        run: Path | None = None,
     ) -> None:
         self._rendezvous, self._board, self._events, self._trainer = rendezvous, board, events, trainer
         self._job, self._device, self._address, self.joins = job, device, address, joins
-        self._come_to = come_to
+        self._come_to, self._run = come_to, run
         self.term = board.read(Term, spec.first_term)
         self._first_term = spec.first_term
         self._watch = TermWatch(connect, trainer, job.peer_silence) if connect is not None else None
@@ -186,7 +190,7 @@ class TrainerTerms:
         where the end was planned. keeps: it cannot go on.
 
         This trainer may be no member of the next term if it has left in order: then it hands its lanes over. Raises PeerLost where there will be
-        none, since the coordinator is gone, and TrainerError where it was taken for lost.
+        none, since the coordinator is gone, and a trainer too, and TrainerError where it was taken for lost.
         """
         number = self.term.number
         if standing is None:
@@ -197,10 +201,26 @@ class TrainerTerms:
         number += 1
         while (term := self._board.poll(Term, number)) is None:
             if self._board.poll(Orphaned) is not None:
-                raise PeerLost(f"{why or 'the term is over'}; and the launcher is gone, so there is no further one")
+                # It may have stated one before it died.
+                term = self._board.poll(Term, number) or self._last_term(standing, why)
+                break
             time.sleep(BOARD_PAUSE.total_seconds())
         if self._trainer not in (*term.members, *term.left):
             raise TrainerError(
                 f"trainer {self._trainer}: was taken for lost after step {term.committed}, and the others went on without it; it stops"
             )
         self.term = term
+
+    def _last_term(self, standing: Standing | None, why: str | None) -> Term:
+        """The term after one that was to end for lanes to change hands, where the launcher died before it stated one: its members stand at the same
+        step, so each of them knows that they go on as they were, to the stop that the keeper asks for. Raises PeerLost where one was lost.
+        """
+        if why is not None or standing is None or self._run is None:
+            raise PeerLost(f"{why or 'the term is over'}; and the launcher is gone, so there is no further one")
+        before, nobody = self.term, ((),) * len(self.term.hosts)
+        if before.leader == self._trainer:
+            # On disk before it is on a server, for the others wait for this trainer before they own anything in it.
+            Run(self._run).raise_term(before.number + 1)
+        return Term(
+            before.number + 1, before.members, before.hosts, nobody, nobody, standing.step, standing.stopping, left=before.left
+        )

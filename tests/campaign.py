@@ -462,7 +462,8 @@ class Episode:
         if self._servers is not None:
             return self._servers.direct(self._server(shard))
         local = LocalStores.find(self.run / "stores")
-        assert local is not None
+        if local is None:
+            raise OSError("no servers")
         return local.urls[shard]
 
     def _not_whole(self) -> set[int]:

@@ -80,7 +80,10 @@ def test_a_hash_takes_what_is_reckoned(server: str, tmp_path: Path) -> None:
             store.exchange([], [Write(0, b"hash", fields(3, np.arange(first, first + at_once)), rows)])
             expected = float(hash_bytes(hashes, np.array([first + at_once])))
             at_rest = expected - spilled * (first + at_once)
-            assert at_rest == pytest.approx(store.command(0, "MEMORY", "USAGE", "hash", "SAMPLES", 0), rel=0.01), first
+            # The table before a doubling goes when its last bucket has moved: sooner or later, as the server's hash seed has it.
+            before_doubling = 8 * 2 ** int(np.log2(first + at_once))
+            used = store.command(0, "MEMORY", "USAGE", "hash", "SAMPLES", 0)
+            assert any(at_rest + more == pytest.approx(used, rel=0.01) for more in (0, before_doubling, -before_doubling)), first
         assert abs(int(store.info(0)["used_memory"]) - before - expected) < 200_000
 
 

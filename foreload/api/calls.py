@@ -70,13 +70,12 @@ def _train(values: dict[str, Any], leave: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.commands.train import as_it_stands, call_values, train
     from foreload.trainer.run import storage
     from foreload.trainer.run.job import TrainJob
-    from foreload.trainer.run.job_values import AUTO
     from foreload.trainer.run.scheduler import under_scheduler
 
     job_file = values.pop("job", None)
     # The second is where the file wants the summary, which is written for the command line only.
     values, _ = call_values(values, job_file)
-    job = TrainJob.of(as_it_stands(values) if values.get("resume") == AUTO else values)
+    job = TrainJob.of(as_it_stands(values))
     # A process that has asked an object store has threads, and cannot be forked.
     if under_scheduler() or storage.is_asking():
         ending = train(job, start_process=ChildProcess)

@@ -97,3 +97,22 @@ def step_report(step: int, **changed: Any) -> StepReport:
 def no_rows(first: int, last: int) -> dict[int, dict[str, int]]:
     """The `rows_of` of a RunReport whose trainers all tell of every step."""
     raise AssertionError(f"steps {first} to {last} were told of")
+
+
+def failing_model(step: int) -> str:
+    """The module of a model `Fails`, which evaluates what the file "fails" of the working directory says, where there is one, in a training step."""
+    return f"""
+import os
+import torch
+from torch import nn
+
+class Fails(nn.Module):
+    def __init__(self, spec):
+        super().__init__()
+        self.out = nn.Linear(spec.dense_width + spec.width, 1)
+
+    def forward(self, dense, embeddings, step: int):
+        if step == {step} and os.path.exists("fails"):
+            eval(open("fails").read())
+        return self.out(torch.cat([dense, *embeddings.values()], 1)).squeeze(1)
+"""

@@ -14,7 +14,7 @@ import pytest
 from command_line import Command, refused, run_here
 from held import Hold, standing
 from injection import CallFault
-from small_job import arguments, summary, synthetic_schedule, train_undisturbed
+from small_job import arguments, failing_model, summary, synthetic_schedule, train_undisturbed
 
 from foreload.cache.client.local import LocalStores
 from foreload.trainer.cluster.faults import Fault, TrainerFault
@@ -24,21 +24,6 @@ from foreload.trainer.run.kept_lanes import folder_of
 
 HELD = 40  # the step at which runs are held
 IMPATIENT = ("--store-patience", "0", "--store-timeout", "1")
-FAILS = """
-import os
-import torch
-from torch import nn
-
-class Fails(nn.Module):
-    def __init__(self, spec):
-        super().__init__()
-        self.out = nn.Linear(spec.dense_width + spec.width, 1)
-
-    def forward(self, dense, embeddings, step: int):
-        if step == 40 and os.path.exists("fails"):
-            eval(open("fails").read())
-        return self.out(torch.cat([dense, *embeddings.values()], 1)).squeeze(1)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +218,7 @@ def test_a_model_that_fails_ends_the_run_as_a_stop_does(
     schedule: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainers: int, copies: int, store: str, how: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "fails.py").write_text(FAILS)
+    (tmp_path / "fails.py").write_text(failing_model(HELD))
     words = [
         "train",
         schedule,

@@ -15,7 +15,7 @@ import pytest
 from command_line import SMALL, Command, done, reached, run_here
 from held import Hold, held
 from injection import CallFault, LauncherFault
-from small_job import arguments, summary, synthetic_schedule, train_undisturbed, under_torchrun
+from small_job import arguments, failing_model, summary, synthetic_schedule, train_undisturbed, under_torchrun
 
 import foreload
 from foreload.cache.client.local import LocalStores
@@ -25,20 +25,6 @@ from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import read_events
 
 HELD = 20
-FAILS = """
-import torch
-from torch import nn
-
-class Fails(nn.Module):
-    def __init__(self, spec):
-        super().__init__()
-        self.out = nn.Linear(spec.dense_width + spec.width, 1)
-
-    def forward(self, dense, embeddings, step: int):
-        if step == 20:
-            raise RuntimeError("out of ideas")
-        return self.out(torch.cat([dense, *embeddings.values()], 1)).squeeze(1)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +226,8 @@ def test_what_may_pass_has_the_usual_status(words: Words, tmp_path: Path) -> Non
 def test_a_failure_that_comes_again_after_the_same_step_cannot_be_helped_by_trying(
     words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "fails.py").write_text(FAILS)
+    (tmp_path / "fails.py").write_text(failing_model(HELD))
+    (tmp_path / "fails").write_text("(_ for _ in ()).throw(RuntimeError('out of ideas'))")
     monkeypatch.chdir(tmp_path)
     command = [word for word in words() if word not in ("--model-options", *SMALL[-2:])]
     command += ["--model", "fails.py:Fails"]

@@ -191,7 +191,7 @@ def _train(parsed: argparse.Namespace) -> int:
     try:
         values = _values(parsed)
         auto, run = values.get("resume") == AUTO, values.get("run")
-        return _end_of(parsed, TrainJob.of(as_it_stands(values) if auto else values))
+        return _end_of(parsed, TrainJob.of(as_it_stands(values)))
     except ForeloadError as error:
         if auto and is_permanent(error, run):
             error.exit_status = PERMANENT

@@ -89,9 +89,11 @@ def call_values(given: Mapping[str, Any], job_file: str | Path | None) -> tuple[
 
 
 def as_it_stands(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a call with --resume=auto as the run's folder has it now: of its start, or of going on with it. Raises SettingError, RunError,
+    """The settings of a call; with --resume=auto as the run's folder has it now: of its start, or of going on with it. Raises SettingError, RunError,
     CheckpointError.
     """
+    if values.get("resume") != AUTO:
+        return dict(values)
     if values.get("overwrite"):
         raise SettingError("--resume=auto and --overwrite: only one of them can be given; --resume=auto never deletes a run")
     if not values.get("run"):

@@ -143,7 +143,8 @@ class Reconnection:
             silent = any(isinstance(error, StoreSilent) for error in failing.values())
             waited = self.stored.store.timeout if silent else timedelta()
             self._wait(tried, markers, writes, covered, time.monotonic() + (self.patience.time - waited).total_seconds())
-            self.on_awaited(ShardsAwaited((), ""))
+            if covered(tried.failed):
+                self.on_awaited(ShardsAwaited((), ""))
         return tried.back, tried.failed
 
     def _try(self, shard: int, tried: _Tried, markers: Markers, writes: Sequence[tuple[int, Write]], look: timedelta) -> None:

@@ -23,6 +23,7 @@ from injection import STARTED, LauncherFault
 from small_job import arguments, scheduler_environment, summary, synthetic_schedule, train_undisturbed, under_torchrun
 
 from foreload.cache.client.local import LocalStores
+from foreload.trainer.cluster.faults import TrainerFault
 from foreload.trainer.compute.numerics import ENVIRONMENTS, fingerprint
 from foreload.trainer.run import reach
 from foreload.trainer.run.directory import STORES, Run
@@ -243,6 +244,27 @@ def test_trainers_whose_launcher_is_killed_stop_cleanly_and_resuming_gives_the_s
     assert summary(run)["digest"] == summary(undisturbed)["digest"]
     for name in ("steps", "samples", "rows_used", "rows_arrived", "rows_fetched"):
         assert summary(run)[name] == summary(undisturbed)[name]
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("point", ["last write-back", "last rows written", "ended"])
+def test_a_trainer_that_dies_at_the_end_without_a_launcher_is_not_waited_for(
+    schedule: Path, undisturbed: Path, tmp_path: Path, hold: Hold, point: str, copies: int
+) -> None:
+    """Nobody takes its lanes over, so the others leave; the run has stopped if that trainer told before that it had written everything."""
+    run = tmp_path / "run"
+    place = ("--store", "local:2", "--trainers", "3", "--copies", str(copies))
+    job = hold(arguments(schedule, run, *place), 3, faults=[TrainerFault(1, point, 0, signal.SIGKILL)])
+    job.process.kill()
+    servers = servers_of(run)
+    _, err = job.communicate()
+    job.remains.wait_for_python()
+    assert "Traceback" not in err
+    assert Run.open(run).saved_status().state == ("stopped" if point == "ended" else "training")
+    # Where it was broken off, it begins again, as its line says: once the servers are ended, which have rows of some step.
+    kill(*servers)
+    assert main(["train", str(schedule), "--run", str(run), "--resume", "--digest"]) == 0
+    assert summary(run)["digest"] == summary(undisturbed)["digest"]
 
 
 @pytest.mark.full

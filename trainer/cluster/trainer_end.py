@@ -13,26 +13,47 @@ from foreload.trainer.cluster.ending import end_alone
 from foreload.trainer.cluster.facts import Orphaned, RunSaved, Term
 from foreload.trainer.cluster.messages import Departed, LaunchSpec, TrainerEnd
 from foreload.trainer.cluster.run_folder import save_over_hosts
+from foreload.trainer.errors import PeerLost
 from foreload.trainer.run.directory import Run
 
 _PAUSE = timedelta(milliseconds=10)  # between two looks
 
 
 def await_saved(
-    board: Board, spec: LaunchSpec, run: Path, schedule: Schedule, term: Term, ends_alone: Callable[[Term], bool], check: Callable[[], None]
-) -> None:  # fmt: skip
+    board: Board,
+    spec: LaunchSpec,
+    run: Path,
+    schedule: Schedule,
+    term: Term,
+    ends_alone: Callable[[Term], bool],
+    check: Callable[[], None],
+    silence: timedelta,
+) -> None:
     """Wait until the launcher has published how far the run is; if it was killed, have that done in its place, when all have ended.
 
     ends_alone: whether this trainer has to do it. check: called meanwhile; raises PeerLost where another trainer was lost that has not ended, so that
-    its lanes are to be taken over.
+    its lanes are to be taken over. silence: after which a trainer counts as lost that has not told how it ended, once nobody takes lanes over.
     """
     while board.poll(RunSaved) is None:
         check()
         if board.poll(Orphaned) is not None:
             if ends_alone(term):
-                ended = {trainer: board.read(TrainerEnd, term.number, trainer) for trainer in term.members}
+                ended = _ends(board, term, silence)
                 save_over_hosts(board, Run(run), spec, term.number, ended.values())
                 left = [told for trainer in term.left if (told := board.poll(Departed, trainer)) is not None]
                 end_alone(Run(run), schedule, ended, left, spec.totals)
             return
         time.sleep(_PAUSE.total_seconds())
+
+
+def _ends(board: Board, term: Term, silence: timedelta) -> dict[int, TrainerEnd]:
+    """How each member ended. Raises PeerLost where one does not tell."""
+    ended: dict[int, TrainerEnd] = {}
+    deadline = time.monotonic() + silence.total_seconds()
+    while missing := [trainer for trainer in term.members if trainer not in ended]:
+        told = {trainer: end for trainer in missing if (end := board.poll(TrainerEnd, term.number, trainer)) is not None}
+        ended |= told
+        if not told and time.monotonic() >= deadline:
+            raise PeerLost(f"trainer {missing[0]}: ended without a word, and so did the launcher")
+        time.sleep(_PAUSE.total_seconds())
+    return {trainer: ended[trainer] for trainer in term.members}

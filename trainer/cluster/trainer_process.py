@@ -300,7 +300,7 @@ class TrainerProcess:
         self._points.come_to("last write-back")
         self._flushed = lanes.write_everything_back(self._last_step + 1, at_stop=stopped)
         self._points.come_to("last rows written")
-        lost = self._link.finish(term, terms.check)
+        lost = self._link.finish(term, lambda: terms.check_waiting(session.transport))
         # From here on no lane of any trainer is written any more: the dense part of this step may replace that of the last clean stop.
         session.barrier()
         if session.leads:
@@ -325,7 +325,8 @@ class TrainerProcess:
         self._events.send_last(Ended())
 
     def _await_saved(self, check: Callable[[], None]) -> None:
-        await_saved(self._board, self._spec, self._run, self._schedule, self._terms.term, self._log.ends_alone, check)
+        term, silence = self._terms.term, self._job.peer_silence
+        await_saved(self._board, self._spec, self._run, self._schedule, term, self._log.ends_alone, check, silence)
 
     def _train(self, trainer: Trainer, gate: SegmentGate) -> tuple[bool, str | None, bool]:
         """Run the program; returns whether training stopped early, what went wrong if that is why, and whether it is the term alone that ended."""

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("pipelines", "cache", "trainer", "benchmarks")
 TEST_FOLDERS = ("tests", "tests/cache", "tests/pipelines", "tests/trainer", "tests/training")
 """Tests whose names, too, are looked at."""
-MOST_LINES, MOST_FUNCTION_LINES = 400, 60
+MOST_LINES, MOST_FUNCTION_LINES = 450, 60
 
 WORDS = {
     "attend": "handle_in_python",

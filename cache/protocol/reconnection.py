@@ -178,17 +178,8 @@ class Reconnection:
                 if now - covered_since >= _GRACE.total_seconds():
                     return
             elif covered(tried.wrong) and (now >= deadline or self.given_up()):
-                raise self._silent(tried.away)
+                raise silence(self.stored, tried.away)
             time.sleep(_PAUSE.total_seconds())
-
-    def _silent(self, away: Mapping[int, StoreError]) -> StoreError:
-        if not self.stored.placement.r:
-            return next(iter(away.values()))
-        without = ", ".join(map(str, sorted({*away, *self.stored.shards.lost})))
-        reasons = "; ".join(str(error) for error in away.values())
-        return ShardsSilent(
-            f"store shards {without}: lost, or without an answer, and parity covers {self.stored.placement.r}: {reasons}"
-        )
 
     def check_not_taken(self) -> None:
         """Raise NamespaceInUse where another run has the namespace by now: then that, and no loss, is why rows are gone."""
@@ -265,6 +256,22 @@ class Reconnection:
     def allowed(self, lane: int, shard: int, markers: Markers) -> list[Marker]:
         """The markers that a shard may have of a lane now."""
         return [replace(marker, rebuilding=self.stored.shards.rebuilding(lane, shard)) for marker in markers(lane)]
+
+
+def silence(stored: StoredRows, away: Mapping[int, StoreError]) -> StoreError:
+    """The error with which work ends for which these shards would have to answer."""
+    if not stored.placement.r:
+        return next(iter(away.values()))
+    without = ", ".join(map(str, sorted({*away, *stored.shards.lost})))
+    reasons = "; ".join(str(error) for error in away.values())
+    return ShardsSilent(f"store shards {without}: lost, or without an answer, and parity covers {stored.placement.r}: {reasons}")
+
+
+def check_answered(stored: StoredRows, failing: Mapping[int, StoreError]) -> None:
+    """Raise ShardsSilent where parity does not cover the loss of these shards, and would if those had their rows that do not answer."""
+    away = {shard: error for shard, error in failing.items() if is_away(error)}
+    if stored.placement.r and not stored.shards.all_covered(failing) and stored.shards.all_covered(failing.keys() - away.keys()):
+        raise silence(stored, away)
 
 
 def is_away(error: StoreError) -> bool:

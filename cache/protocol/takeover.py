@@ -20,6 +20,7 @@ from foreload.cache.protocol.marker import Marker, first_number
 from foreload.cache.protocol.namespace import are_of
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.reconnection import check_answered
 from foreload.cache.protocol.recovery import Unfinished, adopted_batch, finish_judged, judge, play
 from foreload.cache.protocol.unsure_rows import REMEDY, Look, UnsureRows
 from foreload.cache.rows.fields import fields
@@ -83,7 +84,8 @@ def take_over_lost(
     trusted with a lane is to be rebuilt for it. A takeover that fails, or dies, may be followed by another, of a later term. on_action: called with
     what was done last, as the traffic's.
 
-    Raises Fenced, StoreError, RowError for a row that is none of its versions, RowsLost where parity does not cover what is lost, and CacheError.
+    Raises Fenced, StoreError, RowError for a row that is none of its versions, ShardsSilent and RowsLost where parity does not cover the shards that
+    do not answer, or are lost, and CacheError.
     """
     takings = [_Taking.of(stored, lane, one, ownership.term) for lane, one in copied.items()]
     connect_again(stored, copied.keys())
@@ -198,6 +200,7 @@ def _fence(stored: StoredRows, ownership: Ownership, takings: Sequence[_Taking])
         for shard, one in found.items():
             known[shard] = one.epoch
             taking.fields[shard] = one.rows + one.marked
+    check_answered(stored, failures)
     for shard, error in failures.items():
         if not stored.placement.r:
             raise error
@@ -210,6 +213,7 @@ def _fence(stored: StoredRows, ownership: Ownership, takings: Sequence[_Taking])
 def _attempt(stored: StoredRows, takings: Sequence[_Taking], reads: Sequence[Read], writes: Sequence[Write]) -> bool:
     """Do reads and writes; returns whether all is done, or what is left undone belongs to shards that are lost now. Raises RowsLost."""
     failures = stored.store.attempt(reads, writes)
+    check_answered(stored, failures)
     for shard, error in failures.items():
         stored.shards.lose(shard, str(error))
         for taking in takings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import stat
@@ -11,10 +12,11 @@ from typing import Any
 
 import psutil
 import pytest
-from command_line import DEADLINE_SECONDS, Command, free_port, main, refused
+from command_line import DEADLINE_SECONDS, Command, free_port, main, refused, run_here
 from held import Hold
-from small_job import arguments, check_end, summary, synthetic_schedule, train_undisturbed
+from small_job import arguments, check_end, failing_model, summary, synthetic_schedule, train_undisturbed
 
+from foreload.cache.client.local import LocalStores
 from foreload.pipelines.base.job_token import new_token
 from foreload.trainer.cluster.messages import TermLeft
 from foreload.trainer.cluster.terms import first_term, next_term
@@ -66,10 +68,19 @@ def servers(urls: Sequence[str]) -> list[str]:
 class Job:
     """A coordinator and hosts that join it, as processes of this machine."""
 
-    def __init__(self, launched: Callable[..., Command], hold: Hold, schedule: Path, run: Path, *further: str) -> None:
+    def __init__(
+        self,
+        launched: Callable[..., Command],
+        hold: Hold,
+        schedule: Path,
+        run: Path,
+        *further: str,
+        train: Callable[..., list[str]] = arguments,
+    ) -> None:
+        """train: gives the command line, of schedule, run and further words."""
         self.launched = launched
         self.place = f"127.0.0.1:{free_port()}"
-        given = arguments(schedule, run, "--coordinator", self.place, "--digest", "--peer-timeout", "30", *further)
+        given = train(schedule, run, "--coordinator", self.place, "--digest", "--peer-timeout", "30", *further)
         through = 10 if "--resume" not in further else Run.open(run).saved_status().step + 10
         self.coordinator = hold(given, through, wait=False, FORELOAD_JOB_TOKEN=TOKEN)
 
@@ -197,6 +208,82 @@ def test_trainers_on_two_hosts_whose_launcher_is_killed_stop_and_go_on_exactly(
     assert job.coordinator.end()[0] == 0
     assert guest.end()[0] == 0
     assert summary(run)["digest"] == undisturbed
+
+
+@pytest.mark.parametrize("parity", ["2+1", "off"])
+@pytest.mark.parametrize(
+    "left", [pytest.param((0, 1), id="both"), pytest.param((1,), marks=pytest.mark.full, id="the one elsewhere alone")]
+)
+def test_what_servers_lack_that_stand_still_is_kept_over_hosts(
+    schedule: Path,
+    undisturbed: str,
+    tmp_path: Path,
+    launched: Callable[..., Command],
+    hold: Hold,
+    parity: str,
+    left: tuple[int, ...],
+) -> None:
+    """What a trainer without the run's folder keeps comes into it: rows, the log's records, and the dense part where it leads."""
+    run = tmp_path / "run"
+    with LocalStores(3, tmp_path / "servers") as stores:
+        place = ["--store", ",".join(stores.urls), "--parity", parity]
+        further = ["--trainers", "2", "--copies", "2", "--no-restart", "--store-patience", "0", "--store-timeout", "1"]
+        job = Job(launched, hold, schedule, run, *place, *further)
+        guest = job.join()
+        job.coordinator.until(job.coordinator.waits)
+        if left == (1,):
+            job.coordinator.workers[0].kill()
+            job.coordinator.members(1)
+        step = job.coordinator.step
+        for pid in stores.pids:
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+        status, _, err = job.coordinator.end()
+        for pid in stores.pids:
+            assert pid is not None
+            os.kill(pid, signal.SIGCONT)
+        assert status == 2, err
+        assert "what its servers lack is kept in" in err, err
+        assert "Traceback" not in err
+        assert guest.end()[0] == 0
+        assert [event["step"] for event in read_events(run) if event["kind"] == "rows-kept"] == [step]
+        status, _, err = run_here(*arguments(schedule, run, *place, "--resume", "--digest"))
+        assert status == 0, err
+        assert "the rows that it kept are on its servers again" in err
+        assert summary(run)["digest"] == undisturbed
+
+
+@pytest.mark.full
+def test_a_model_that_fails_on_another_host_costs_no_step(
+    schedule: Path,
+    servers: list[str],
+    tmp_path: Path,
+    launched: Callable[..., Command],
+    hold: Hold,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "mine.py").write_text(failing_model(5))
+    (there / "fails").write_text("1 / 0")
+    monkeypatch.chdir(here)
+
+    def train(schedule: Path, run: Path, *further: str) -> list[str]:
+        own = ("--model", "mine.py:Fails", "--dim", "4", "--history", "off", "--no-report")
+        return ["train", str(schedule), "--run", str(run), *own, *further]
+
+    status, _, err = run_here(*train(schedule, Path("whole"), "--store", "local:1", "--digest"))
+    assert status == 0, err
+    job = Job(launched, hold, schedule, Path("run"), *servers, "--trainers", "2", train=train)
+    guest = job.join("--schedule", str(job.coordinator.schedule.path), within=["sh", "-c", 'cd "$0" && exec "$@"', str(there)])
+    status, _, err = job.coordinator.end()
+    assert status == 2
+    assert "division by zero (see above) (training stopped after step 4, with everything saved)" in err
+    assert "ZeroDivisionError" in guest.end()[2]
+    status, _, err = run_here(*train(schedule, Path("run"), *servers, "--resume", "--digest"))
+    assert status == 0, err
+    assert summary(Path("run"))["digest"] == summary(Path("whole"))["digest"]
 
 
 def test_who_has_another_token_is_refused_and_harms_nothing(

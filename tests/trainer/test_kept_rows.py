@@ -112,6 +112,30 @@ def test_a_run_whose_servers_all_stand_still_is_kept_and_goes_on(
 
 
 @pytest.mark.parametrize("parity", ["2+1", "off"])
+@pytest.mark.parametrize("how", ["killed", "leaves", "joins"])
+def test_servers_that_stand_still_while_lanes_change_hands(
+    schedule: Path, undisturbed: str, servers: LocalStores, tmp_path: Path, hold: Hold, parity: str, how: str
+) -> None:
+    """A trainer is lost, leaves, or gives lanes to one that joins: nobody can take its lanes over."""
+    run, store = tmp_path / "run", store_of(servers, parity)
+    job = hold(arguments(schedule, run, *store, *IMPATIENT, "--trainers", "2", "--copies", "2", "--no-restart"), HELD)
+    send(servers, signal.SIGSTOP)
+    if how == "joins":
+        status, _, err = run_here("scale", run, "3", "--no-wait")
+        assert status == 0, err
+    else:
+        job.workers[1].send_signal(signal.SIGKILL if how == "killed" else signal.SIGTERM)
+    status, _, err = job.end()
+    send(servers, signal.SIGCONT)
+    assert status == 2, err
+    assert "Traceback" not in err
+    assert state(run) == "kept"
+    status, err = resumed(schedule, run, store)
+    assert status == 0, err
+    assert summary(run)["digest"] == undisturbed
+
+
+@pytest.mark.parametrize("parity", ["2+1", "off"])
 def test_servers_that_are_silent_when_everything_is_to_be_written_back(
     schedule: Path, undisturbed: str, servers: LocalStores, tmp_path: Path, hold: Hold, parity: str
 ) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
+
+from foreload.pipelines.base.codec import Name
 
 
 def contiguous_lanes(lanes: int, trainers: int) -> list[int]:
@@ -89,9 +91,9 @@ class Bytes:
     step: int
 
     @classmethod
-    def of(cls, data: bytes, step: int) -> Self:
+    def of(cls, data: bytes, step: int, **further: Any) -> Self:
         """The fact of these bytes."""
-        return cls(len(data), hashlib.sha256(data).hexdigest(), step)
+        return cls(len(data), hashlib.sha256(data).hexdigest(), step, **further)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,13 @@ class DenseAtStart(Bytes):
 @dataclass(frozen=True, slots=True)
 class DenseAtEnd(Bytes):
     """The dense part at the end, of a leader that does not have the run's folder, at (term)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFileElsewhere(Bytes):
+    """A file that the run is to keep, of a trainer that does not have the run's folder, at (term, trainer, count)."""
+
+    name: Name
 
 
 @dataclass(frozen=True, slots=True)

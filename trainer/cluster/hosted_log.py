@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from foreload.cache.protocol.batch_log import BatchLog, FileLog
+from foreload.cache.protocol.batch_log import BatchLog, FileLog, LoggedBatch
 from foreload.cache.protocol.copied_log import CopiedLog, HeldRecords, Holders, LogService
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.cluster.board import Board
@@ -35,6 +35,10 @@ class TermLog(ABC):
         """Have nobody wait for other trainers any more, since the term is over; any thread may."""
 
     @abstractmethod
+    def record_to_keep(self, lane: int) -> LoggedBatch | None:
+        """The last record of a lane, where it is not in the run's folder."""
+
+    @abstractmethod
     def ends_alone(self, term: Term) -> bool:
         """Whether this trainer has to bring the run to rest where the launcher was killed. Raises PeerLost."""
 
@@ -54,6 +58,10 @@ class FolderLog(TermLog):
 
     def interrupt(self, why: str) -> None:
         """See TermLog: nobody waits."""
+
+    def record_to_keep(self, lane: int) -> LoggedBatch | None:
+        """See TermLog: it is there."""
+        return None
 
     def ends_alone(self, term: Term) -> bool:
         """See TermLog."""
@@ -114,6 +122,10 @@ class HostedLog(TermLog):
     def interrupt(self, why: str) -> None:
         """See TermLog."""
         self.log.interrupt(why)
+
+    def record_to_keep(self, lane: int) -> LoggedBatch | None:
+        """See TermLog."""
+        return self.log.held(lane)
 
     def ends_alone(self, term: Term) -> bool:
         """See TermLog."""

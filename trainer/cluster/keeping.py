@@ -18,6 +18,8 @@ from foreload.cache.errors import (
 )
 from foreload.pipelines.errors import ForeloadError
 from foreload.trainer.cluster.facts import Term
+from foreload.trainer.cluster.hosted_log import TermLog
+from foreload.trainer.cluster.run_folder import RunFolder
 from foreload.trainer.compute.hosted_lanes import HostedLanes
 from foreload.trainer.compute.program import Trainer
 from foreload.trainer.errors import DenseDiverged, PeerLost, TrainerError
@@ -56,25 +58,38 @@ def rows_stay(error: CacheError) -> bool:
 
 
 def keep(
-    run: Path, term: Term, number: int, hosted: HostedLanes, trainer: Trainer | None, last_step: int, dense: DenseModel
+    folder: RunFolder,
+    log: TermLog,
+    term: Term,
+    number: int,
+    hosted: HostedLanes,
+    trainer: Trainer | None,
+    last_step: int,
+    dense: DenseModel,
 ) -> tuple[KeptFile, ...]:
-    """Write what the store lacks of the lanes that a term gives a trainer, hosted or copied here, into a run's folder; who leads, the dense part.
+    """Leave what the store lacks of the lanes that a term gives a trainer, hosted or copied here, for the run; who leads, the dense part, too.
 
     trainer: who ran the last steps, up to last_step; None where this one had joined, and has nothing. Raises TrainerError, OSError.
     """
     commits = None if trainer is None else trainer.commits
     if trainer is not None and commits is None and last_step != term.committed:
         raise TrainerError(f"{term.keeps}; and the trainers have come to different steps, so what they have cannot be kept")
-    files = []
-    for lane in term.lanes_of(number):
+
+    def kept(lane: int) -> KeptLane:
+        record = log.record_to_keep(lane)
         if lane in hosted.partitions:
             left = hosted.traffic.unwritten(lane)
-            kept = KeptLane.of(hosted.partitions[lane], hosted.given_after(lane, term.committed), left.owed, left.released)
-        else:
-            assert commits is not None
-            copy = commits.copies[lane]
-            kept = KeptLane.of(copy.partition, copy.given, sorted(copy.owed.items()), (copy.released, copy.batch))
-        files.append(write_lane(run, lane, kept))
-    if term.leader == number:
-        save_dense(folder_of(run) / DENSE, dense.module, dense.optimizer, term.committed)
-    return tuple(files)
+            return KeptLane.of(
+                hosted.partitions[lane], hosted.given_after(lane, term.committed), left.owed, left.released, record
+            )
+        assert commits is not None
+        copy = commits.copies[lane]
+        return KeptLane.of(copy.partition, copy.given, sorted(copy.owed.items()), (copy.released, copy.batch), record)
+
+    def write(run: Path) -> tuple[KeptFile, ...]:
+        files = tuple(write_lane(run, lane, kept(lane)) for lane in term.lanes_of(number))
+        if term.leader == number:
+            save_dense(folder_of(run) / DENSE, dense.module, dense.optimizer, term.committed)
+        return files
+
+    return folder.keep(write, term.committed, term.number, number)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from foreload.cache.client.store import Store
 from foreload.cache.errors import StoreError
@@ -13,14 +15,17 @@ from foreload.cache.protocol.batch_log import FileLog, LoggedBatch
 from foreload.cache.protocol.namespace import are_of
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import Board
-from foreload.trainer.cluster.facts import DenseAtEnd, DenseAtStart
+from foreload.trainer.cluster.facts import DenseAtEnd, DenseAtStart, KeptFileElsewhere
 from foreload.trainer.cluster.messages import LaunchSpec, RunFacts, TrainerEnd
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.dense_file import dense_bytes, load_dense, load_dense_bytes, save_dense, write_dense
 from foreload.trainer.run.directory import LOG, Run
+from foreload.trainer.run.kept_lanes import folder_of, write_kept
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.resume import check_same
+
+_Kept = TypeVar("_Kept")
 
 
 def run_facts(run: Run, manifest: Manifest) -> RunFacts:
@@ -39,14 +44,21 @@ def publish_dense(board: Board, run: Run, spec: LaunchSpec) -> None:
     board.publish_bytes(DenseAtStart.of(data, spec.start_step), data)
 
 
-def save_over_hosts(board: Board, run: Run, spec: LaunchSpec, term: int, ended: Iterable[TrainerEnd]) -> None:
-    """Put into a run's folder what trainers without it have told on the board at the end of a term: the dense part, and where each lane's log ends.
+def save_over_hosts(board: Board, run: Run, spec: LaunchSpec, term: int, ended: Mapping[int, TrainerEnd]) -> None:
+    """Put into a run's folder what trainers without it have left on the board at the end of a term: the dense part, and where each lane's log ends,
+    or the files that they keep.
 
     Where all trainers have that folder, there is nothing to be done. Raises PeerLost, RunError.
     """
     if spec.hosts is None:
         return
-    told = list(ended)  # all of the same step
+    told = list(ended.values())  # all of the same step
+    for trainer in ended:
+        for count in itertools.count():
+            if board.poll(KeptFileElsewhere, term, trainer, count) is None:
+                break
+            file, data = board.read_bytes(KeptFileElsewhere, term, trainer, count)
+            write_kept(run.path, file.name, data)
     if board.poll(DenseAtEnd, term) is not None:
         _, data = board.read_bytes(DenseAtEnd, term)
         write_dense(run.dense(told[0].step), data)
@@ -80,6 +92,10 @@ class RunFolder(ABC):
     def save_dense(self, dense: DenseModel, step: int, term: int, written: Callable[[], None]) -> None:
         """Leave the dense part after `step` for the run. written: called before it takes the place of the one before. Raises RunError."""
 
+    @abstractmethod
+    def keep(self, write: Callable[[Path], _Kept], step: int, term: int, trainer: int) -> _Kept:
+        """Have files written below a run's folder (`kept_lanes`), and leave them for the run; returns what `write` does. Raises OSError."""
+
 
 class OwnFolder(RunFolder):
     """The folder is here."""
@@ -103,6 +119,10 @@ class OwnFolder(RunFolder):
     def save_dense(self, dense: DenseModel, step: int, term: int, written: Callable[[], None]) -> None:
         """See RunFolder."""
         save_dense(self._run.dense(step), dense.module, dense.optimizer, step, written)
+
+    def keep(self, write: Callable[[Path], _Kept], step: int, term: int, trainer: int) -> _Kept:
+        """See RunFolder."""
+        return write(self._run.path)
 
 
 class FolderElsewhere(RunFolder):
@@ -147,6 +167,15 @@ class FolderElsewhere(RunFolder):
         data = dense_bytes(dense.module, dense.optimizer, step)
         written()
         self._board.publish_bytes(DenseAtEnd.of(data, step), data, term)
+
+    def keep(self, write: Callable[[Path], _Kept], step: int, term: int, trainer: int) -> _Kept:
+        """See RunFolder: the coordinator writes them."""
+        with tempfile.TemporaryDirectory() as folder:
+            kept = write(Path(folder))
+            for count, path in enumerate(sorted(folder_of(Path(folder)).glob("*"))):
+                data = path.read_bytes()
+                self._board.publish_bytes(KeptFileElsewhere.of(data, step, name=path.name), data, term, trainer, count)
+        return kept
 
 
 def open_folder(board: Board, run: Path, spec: LaunchSpec, is_here: bool) -> RunFolder:

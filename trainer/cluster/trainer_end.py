@@ -11,10 +11,12 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.ending import end_alone
 from foreload.trainer.cluster.facts import Orphaned, RunSaved, Term
+from foreload.trainer.cluster.hosted_log import TermLog
 from foreload.trainer.cluster.messages import Departed, LaunchSpec, TrainerEnd
 from foreload.trainer.cluster.run_folder import save_over_hosts
 from foreload.trainer.errors import PeerLost
 from foreload.trainer.run.directory import Run
+from foreload.trainer.run.job import TrainJob
 
 _PAUSE = timedelta(milliseconds=10)  # between two looks
 
@@ -25,21 +27,20 @@ def await_saved(
     run: Path,
     schedule: Schedule,
     term: Term,
-    ends_alone: Callable[[Term], bool],
+    log: TermLog,
     check: Callable[[], None],
-    silence: timedelta,
 ) -> None:
     """Wait until the launcher has published how far the run is; if it was killed, have that done in its place, when all have ended.
 
-    ends_alone: whether this trainer has to do it. check: called meanwhile; raises PeerLost where another trainer was lost that has not ended, so that
-    its lanes are to be taken over. silence: after which a trainer counts as lost that has not told how it ended, once nobody takes lanes over.
+    log: says whether this trainer has to do it. check: called meanwhile; raises PeerLost where another trainer was lost that has not ended, so that
+    its lanes are to be taken over.
     """
     while board.poll(RunSaved) is None:
         check()
         if board.poll(Orphaned) is not None:
-            if ends_alone(term):
-                ended = _ends(board, term, silence)
-                save_over_hosts(board, Run(run), spec, term.number, ended.values())
+            if log.ends_alone(term):
+                ended = _ends(board, term, TrainJob.of(spec.job).peer_silence)
+                save_over_hosts(board, Run(run), spec, term.number, ended)
                 left = [told for trainer in term.left if (told := board.poll(Departed, trainer)) is not None]
                 end_alone(Run(run), schedule, ended, left, spec.totals)
             return
@@ -47,7 +48,7 @@ def await_saved(
 
 
 def _ends(board: Board, term: Term, silence: timedelta) -> dict[int, TrainerEnd]:
-    """How each member ended. Raises PeerLost where one does not tell."""
+    """How each member ended. silence: after which one that has not told counts as lost. Raises PeerLost then."""
     ended: dict[int, TrainerEnd] = {}
     deadline = time.monotonic() + silence.total_seconds()
     while missing := [trainer for trainer in term.members if trainer not in ended]:

@@ -174,7 +174,7 @@ class TrainerGroup:
             self._checkpointing.finish(members.term.members)
             left = [told for trainer in members.term.left if (told := board.poll(Departed, trainer)) is not None]
             ending = self._finish(report, left)
-            save_over_hosts(board, self._run, spec, members.term.number, self._ended.values())
+            save_over_hosts(board, self._run, spec, members.term.number, self._ended)
             self.kept = keep_run(self._run, self.manifest, self.status, self._ended)
             if not self.kept:
                 # The rows are where the status says, in servers that run: if these cannot be saved, the next command finds them so.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from foreload.cache.client.store import Store
-from foreload.cache.errors import CopyLost
+from foreload.cache.errors import CacheError, CopyLost
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.rehearsal import rehearse
 from foreload.pipelines.base.interrupts import Interrupts
@@ -91,7 +91,7 @@ class TrainerProcess:
             self._job = replace(self._job, schedule=on_host.schedule)
         self._address, self._on_host, self._run = address, on_host, Path(self._job.run)
         self._points = FaultPoints(spec.faults, trainer, self._tell_fault)
-        self._leaving, self._leave_told = leaving, False
+        self._leaving, self._leave_told, self._begun = leaving, False, False
         self._terms = TrainerTerms(
             rendezvous, board, events, trainer, spec, self._job, self._device(), address, connect, commands is not None,
             self._points.come_to, self._run if on_host is None else None,
@@ -101,7 +101,6 @@ class TrainerProcess:
         further = commands or 0, self._checkpoints
         self._link = CoordinatorLink(board, events, trainer, self._run, spec, store_urls, interrupts, *further)
         self._last_step, self._totals = spec.start_step, Totals()  # and what its steps of this call add up to
-        self._begun = False  # whether steps of any term were to be trained
         self._segments = self._flushed = 0  # how many of the schedule were begun; rows written beyond the schedule
         self._early = EarlyStopping(self._job.stop_early, spec.watched)
         # How the last term ended, until a step of the next one is through: its frames hold the group, which takes as long to end as to form.
@@ -161,14 +160,14 @@ class TrainerProcess:
                     with terms.transport() as transport:
                         self._points.come_to("group formed")
                         session = join_term(parts, transport, terms.term.lane_map, terms.term.copy_map)
-                        if hosted is None:
-                            start = Start(self._spec.start_step, tuple(self._spec.last_batches))
-                            before, events = begin_term(parts, access, session, start)
-                            hosted = before.lanes
-                            self._serve(hosted, parts, stack)
-                        else:
-                            before, events = self._continue(parts, access, session, before, hosted)
                         try:
+                            if hosted is None:
+                                start = Start(self._spec.start_step, tuple(self._spec.last_batches))
+                                before, events = begin_term(parts, access, session, start)
+                                hosted = before.lanes
+                                self._serve(hosted, parts, stack)
+                            else:
+                                before, events = self._continue(parts, access, session, before, hosted)
                             if not self._run_term(before, events):
                                 return
                         except (Exception, SystemExit) as error:
@@ -180,18 +179,22 @@ class TrainerProcess:
                         raise PeerLost(str(error)) from error
                     # It may be gone because rows are: then that is said, of this trainer's rows.
                     self._terms.on_over()
+                    self._over, why = error, str(error)
                     if not terms.ends_keeping:
-                        with contextlib.suppress(CopyLost):
+                        try:
                             hosted.traffic.probe()
+                        except CacheError as found:
+                            if not isinstance(found, CopyLost):
+                                why, keeps = self._cannot_go_on(found, before)
                         if not terms.survives:
                             raise
-                    self._over, why = error, str(error)
                     self._points.come_to("term over")
                 self._next_term(before, why, keeps)
                 self._points.come_to("rolled back")
                 assert hosted is not None
                 if terms.term.keeps is not None:
-                    files = keep(self._run, terms.term, self._trainer, hosted, before, self._last_step, self._dense)
+                    given = terms.term, self._trainer, hosted, before, self._last_step, self._dense
+                    files = keep(self._folder, self._log, *given)
                     self._points.come_to("kept")
                     batches = dict.fromkeys(terms.term.lanes_of(self._trainer), 0)
                     self._publish_end(terms.term.committed, True, terms.term.keeps, batches, kept=files)
@@ -211,41 +214,59 @@ class TrainerProcess:
         if self._on_host is not None:
             self._terms.on_over = self._see_over
 
-    def _found_to_fail(self, error: Exception | SystemExit, trainer: Trainer) -> Exception | SystemExit:
-        """What a term ends with that ended with an error: CannotGoOn, where the run can come to rest in the next one; then the others know it."""
-        failed = cannot_go_on(error, trainer, self._trainer) if self._begun and self._on_host is None else None
-        if failed is None:
+    def _found_to_fail(self, error: Exception | SystemExit, trainer: Trainer | None) -> Exception | SystemExit:
+        """What a term ends with that ended with an error: CannotGoOn, where the run can come to rest in the next one; then the others know it.
+
+        trainer: who trained in it, or in the one before; None where nobody has here.
+        """
+        failed = cannot_go_on(error, trainer, self._trainer) if self._begun and trainer is not None else None
+        if failed is None or trainer is None:
             return error
         self._terms.end_keeping(trainer.commits is None)
         return failed
+
+    def _cannot_go_on(self, error: CacheError, trainer: Trainer | None) -> tuple[str, bool]:
+        """Why the run is to come to rest in the next term, where it can after this error behind a term's steps, and True. Raises it otherwise."""
+        failed = self._found_to_fail(error, trainer)
+        if not isinstance(failed, CannotGoOn):
+            raise error
+        return str(failed), True
 
     def _next_term(self, before: Trainer | None, why: str | None, keeps: bool) -> None:
         """Leave the term and come to the next, at the step that is committed, without the lanes that go to others. Raises PeerLost, TrainerError."""
         terms = self._terms
         self._checkpoints.drop("the term is over")
         commits = None if before is None else before.commits
-        standing = None
-        if before is not None:
-            standing = Standing(self._last_step, (), False) if commits is None else commits.standing()
         while True:
+            standing = None
+            if before is not None:
+                standing = Standing(self._last_step, (), False) if commits is None else commits.standing()
             terms.next(standing, why, keeps)
-            if terms.term.keeps is not None:
-                break
+            keeping = terms.term.keeps is not None
+            if not keeping:
+                try:
+                    self._log.begin_term(terms.term, () if before is None else before.lanes.numbers)
+                except CopyLost as error:
+                    why = str(error)
+                    continue
+            if self._hosted is not None:
+                self._hosted.traffic.interrupt(None)
+                if keeping:
+                    self._log.close()
+                    self._hosted.traffic.end_unwritten()
+            if before is None:
+                return
+            if commits is not None:
+                commits.roll_back(terms.term.committed)
+            if keeping:
+                return
             try:
-                self._log.begin_term(terms.term, () if before is None else before.lanes.numbers)
-                break
-            except CopyLost as error:
-                why = str(error)
-        if self._hosted is not None:
-            self._hosted.traffic.interrupt(None)
-            if terms.term.keeps is not None:
-                self._hosted.traffic.end_unwritten()
-        if before is None:
-            return
-        if commits is not None:
-            commits.roll_back(terms.term.committed)
-        if terms.term.keeps is None:
-            terms.hand_over(commits, before.lanes.numbers)
+                terms.hand_over(commits, before.lanes.numbers)
+                return
+            except CacheError as error:
+                if not terms.is_member:
+                    raise
+                why, keeps = self._cannot_go_on(error, before)
 
     def _see_over(self) -> None:
         """The term is over: nobody here waits for other trainers any more. The thread that watches the term says so."""
@@ -325,8 +346,7 @@ class TrainerProcess:
         self._events.send_last(Ended())
 
     def _await_saved(self, check: Callable[[], None]) -> None:
-        term, silence = self._terms.term, self._job.peer_silence
-        await_saved(self._board, self._spec, self._run, self._schedule, term, self._log.ends_alone, check, silence)
+        await_saved(self._board, self._spec, self._run, self._schedule, self._terms.term, self._log, check)
 
     def _train(self, trainer: Trainer, gate: SegmentGate) -> tuple[bool, str | None, bool]:
         """Run the program; returns whether training stopped early, what went wrong if that is why, and whether it is the term alone that ended."""

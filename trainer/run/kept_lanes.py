@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from foreload.cache.protocol.batch_log import LoggedBatch
 from foreload.cache.protocol.takeover import CopiedLane
 from foreload.cache.rows.partition import Partition
 from foreload.cache.rows.staging import EndedRows
@@ -33,20 +34,28 @@ _TYPES = dict(zip(_COLUMNS, (np.int16, np.int64, np.int64, np.int32, np.int32, n
 
 @dataclass(frozen=True, slots=True)
 class KeptLane:
-    """Rows of a lane that the store lacks after a step. ordinals, owed, released: as `CopiedLane` has them; ending: those that sat in slots."""
+    """Rows of a lane that the store lacks after a step. ordinals, owed, released: as `CopiedLane` has them; ending: those that sat in slots; record:
+    the last one of its batch log, None where that lies in the run's folder.
+    """
 
     ordinals: np.ndarray
     owed: Sequence[tuple[int, EndedRows]]
     ending: EndedRows
     released: tuple[int, int]
+    record: LoggedBatch | None = None
 
     @classmethod
     def of(
-        cls, partition: Partition, ordinals: np.ndarray, owed: Sequence[tuple[int, EndedRows]], released: tuple[int, int]
+        cls,
+        partition: Partition,
+        ordinals: np.ndarray,
+        owed: Sequence[tuple[int, EndedRows]],
+        released: tuple[int, int],
+        record: LoggedBatch | None,
     ) -> KeptLane:
         """Of the lane's slots, and of what ended before."""
         here, slots = partition.occupants, partition.occupied()
-        return cls(ordinals, owed, partition.rows_in(slots[here.tag[slots] != here.stored_tag[slots]]), released)
+        return cls(ordinals, owed, partition.rows_in(slots[here.tag[slots] != here.stored_tag[slots]]), released, record)
 
     @property
     def copied(self) -> CopiedLane:
@@ -92,7 +101,19 @@ def write_lane(run: Path, lane: int, kept: KeptLane) -> KeptFile:
             np.save(file, array, allow_pickle=False)
         for name, kind in _TYPES.items():
             np.save(file, np.concatenate([getattr(rows, name) for _, rows in parts]).astype(kind, copy=False), allow_pickle=False)
+        if (record := kept.record) is not None:
+            held = np.zeros((0, 3), np.int64) if record.held is None else record.held
+            for array in (np.array([record.number, record.before], np.int64), record.fields, record.old, record.new, held):
+                np.save(file, array, allow_pickle=False)
     return KeptFile(path.name, _sha256(path))
+
+
+def write_kept(run: Path, name: str, data: bytes) -> None:
+    """Write a file of another host, as `write_lane` does. Raises OSError."""
+    path = folder_of(run) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, durable=True) as temporary:
+        temporary.write_bytes(data)
 
 
 def checked(run: Path, file: KeptFile) -> Path:
@@ -111,9 +132,13 @@ def read_lane(run: Path, file: KeptFile) -> KeptLane:
     """The inverse of `write_lane`. Raises RunRefused where the file is another one."""
     with open(checked(run, file), "rb") as opened:
         released, ordinals, boundary, *columns = (np.load(opened, allow_pickle=False) for _ in range(3 + len(_TYPES)))
+        record = None
+        if opened.peek(1):
+            (number, before), fields, old, new, held = (np.load(opened, allow_pickle=False) for _ in range(5))
+            record = LoggedBatch(int(number), fields, old, new, held if len(held) else None, int(before))
     rows = EndedRows(*columns)
     owed = [(int(number), rows.select(boundary == number)) for number in np.unique(boundary) if number != _IN_SLOTS]
-    return KeptLane(ordinals, owed, rows.select(boundary == _IN_SLOTS), (int(released[0]), int(released[1])))
+    return KeptLane(ordinals, owed, rows.select(boundary == _IN_SLOTS), (int(released[0]), int(released[1])), record)
 
 
 def kept_lanes(run: Path) -> KeptLanes | None:

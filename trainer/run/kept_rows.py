@@ -21,7 +21,7 @@ from foreload.trainer.run.dense_file import write_dense
 from foreload.trainer.run.directory import LOG, STORES, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import keep_schedule
-from foreload.trainer.run.kept_lanes import KeptLanes, checked, forget_kept_lanes, kept_lanes, read_lane
+from foreload.trainer.run.kept_lanes import KeptLane, KeptLanes, checked, forget_kept_lanes, kept_lanes, read_lane
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.run_rows import own_rows
 from foreload.trainer.run.saved_run import layouts_of
@@ -59,9 +59,12 @@ def put_back(run: Run, job: TrainJob, schedule: Schedule, kept: KeptLanes, urls:
         term = run.term + 1
         run.raise_term(term)
         stored = StoredRows(store, placement, layouts_of(manifest.training_job, schedule), manifest.namespace)
-        copied = {lane: read_lane(run.path, file).copied for lane, file in enumerate(kept.files)}
+        lanes = [read_lane(run.path, file) for file in kept.files]
         ownership = Ownership(term, manifest.identity)
         with contextlib.closing(FileLog(run.path / LOG)) if placement.r else contextlib.nullcontext() as log:
+            if log is not None:
+                _hold(log, lanes)
+            copied = {number: lane.copied for number, lane in enumerate(lanes)}
             taken = take_over_lost(stored, ownership, log, copied, last_owner_dead=True)
             with Traffic(stored, 0, log=log, ownership=ownership, patience=job.patience) as traffic:
                 for lane in taken.values():
@@ -75,6 +78,14 @@ def put_back(run: Run, job: TrainJob, schedule: Schedule, kept: KeptLanes, urls:
     forget_kept_lanes(run.path)
     keep_schedule(run, schedule, status.step)
     return status
+
+
+def _hold(log: FileLog, lanes: Sequence[KeptLane]) -> None:
+    """Have the run's log hold the records that lay in trainers' memory, unless an earlier call has done so."""
+    for number, lane in enumerate(lanes):
+        held = log.held(number)
+        if lane.record is not None and (held is None or held.number < lane.record.number):
+            log.hold(number, lane.record)
 
 
 def _write(traffic: Traffic, lane: TakenLane) -> None:

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # 2 processes: the tests start servers and trainers of their own.
 WORKERS ?= 2
 
-.PHONY: venv demo test test-full test-matrix test-stores lint bench clean
+.PHONY: golden venv demo test test-full test-matrix test-stores lint bench clean
 
 venv: $(VENV)/.ready
 
@@ -22,6 +22,10 @@ demo: venv
 # All that CI runs, or some of it: make test T=tests/cache/test_rows.py, make test T="tests/cache -k parity"
 test: venv
 	$(BIN)/python -m pytest -q -rfEs -m "not full" $(or $(T),-n $(WORKERS) --dist worksteal)
+
+# Write tests/golden/data anew, where a format or an answer is meant to change: look at the diff before the commit.
+golden: venv
+	$(BIN)/python tests/golden/golden.py
 
 # Every grid. A run that was broken off goes on where it stopped: --stepwise remembers the first test that has not passed.
 test-full: venv

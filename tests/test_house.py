@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("pipelines", "cache", "trainer", "benchmarks")
-TEST_FOLDERS = ("tests", "tests/cache", "tests/pipelines", "tests/trainer", "tests/training")
+TEST_FOLDERS = ("tests", "tests/cache", "tests/golden", "tests/pipelines", "tests/trainer", "tests/training")
 """Tests whose names, too, are looked at."""
 MOST_FUNCTION_LINES = 60
 

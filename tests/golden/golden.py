@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).parent / "data"
-MASKED = "(types)"
+MASKED = "(varies)"
 _WRITE = "FORELOAD_GOLDEN"
 _MOST_DIFFERING_LINES = 60
 
@@ -38,9 +38,11 @@ def pinned(name: str, value: Any) -> None:
 
 
 def _lines(value: Any, depth: int = 0, width: int = 140) -> str:
-    """JSON in the order of the keys given; what fits into a line stands on one."""
+    """JSON in the order of the keys given; what fits into a line stands on one, and so does an object of plain values."""
     short = json.dumps(value, ensure_ascii=False)
     if len(short) + depth <= width or not isinstance(value, dict | list | tuple) or not value:
+        return short
+    if isinstance(value, dict) and len(short) <= 4 * width and not any(isinstance(one, dict | list) for one in value.values()):
         return short
     inner, outer = " " * (depth + 1), " " * depth
     if isinstance(value, dict):
@@ -57,8 +59,18 @@ def _lines(value: Any, depth: int = 0, width: int = 140) -> str:
 def masked(value: Any, keys: Collection[str]) -> Any:
     """JSON in which of the value of every key named only the types are left."""
     if isinstance(value, Mapping):
-        return {key: {MASKED: shape(one)} if key in keys else masked(one, keys) for key, one in value.items()}
+        return {key: _types(one) if key in keys else masked(one, keys) for key, one in value.items()}
     return [masked(one, keys) for one in value] if isinstance(value, list) else value
+
+
+def _types(value: Any) -> Any:
+    """What stands for a value that varies; as it is where it stands for one already."""
+    if isinstance(value, str) and re.fullmatch(r"\(\w+\)", value):
+        return value
+    if isinstance(value, Mapping) and MASKED in value:
+        return value
+    types = shape(value)
+    return f"({types})" if isinstance(types, str) else {MASKED: types}
 
 
 def replaced(value: Any, texts: Mapping[str, str]) -> Any:
@@ -93,17 +105,22 @@ def sha256(data: bytes) -> str:
 
 
 def files_of(
-    folder: Path, keys: Collection[str] = (), unhashed: str = r"(?!)", texts: Mapping[str, str] | None = None
+    folder: Path,
+    keys: Collection[str] = (),
+    unhashed: str = r"(?!)",
+    unsized: str = r"(?!)",
+    texts: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Every file below a folder by its path: JSON as it is, the values of `keys` masked and `texts` replaced; and the size and the checksum.
 
-    unhashed: a pattern of the paths of which the bytes depend on the machine: of these only the size counts. JSON of which something is masked has no
-    checksum.
+    unhashed, unsized: patterns of paths whose bytes, or whose size too, depend on the machine and are left out. JSON that is masked has no checksum.
     """
     told: dict[str, Any] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name, data = str(path.relative_to(folder)), path.read_bytes()
-        if re.fullmatch(unhashed, name):
+        if re.fullmatch(unsized, name):
+            told[name] = MASKED
+        elif re.fullmatch(unhashed, name):
             told[name] = f"{len(data)} bytes"
         elif path.suffix in (".json", ".jsonl"):
             held = json.loads(data) if path.suffix == ".json" else list(map(json.loads, data.splitlines()))
@@ -115,7 +132,7 @@ def files_of(
 
 
 if __name__ == "__main__":
-    which = sys.argv[1:] or [str(Path(__file__).parent)]
+    which = sys.argv[1:] or [str(Path(__file__).parent)]  # some of these tests, and what pytest takes besides
     sys.exit(
         subprocess.run([sys.executable, "-m", "pytest", "-q", *which], env=os.environ | {_WRITE: "write"}, check=False).returncode
     )

@@ -92,3 +92,19 @@ def write_clicks(path: Path, rows: int, first: int = 0) -> None:
             f"{int(clicked % 5 < 1 + 2 * (user % 3 == 0))},{price % 5000 / 8},{ad % (1 + user % 200)},u{user},s{site % 50}"
         )
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Mine(nn.Module):
+    def __init__(self, spec, width: int = 4):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(spec.dense_width + spec.width, int(width)), nn.ReLU(), nn.Linear(int(width), 1))
+
+    def forward(self, dense, embeddings):
+        return self.layers(torch.cat([dense, *embeddings.values()], 1)).squeeze(1)
+"""
+"""A small model of a user's own."""

@@ -318,6 +318,16 @@ def test_weights_bring_all_that_a_constructor_draws(tmp_path: Path) -> None:
         module.load(module=builder(spec))
 
 
+@pytest.mark.parametrize("model", ["dlrm", "deepfm", "dcn", "wide_deep"])
+def test_weights_of_each_model_that_comes_with_foreload(tmp_path: Path, model: str) -> None:
+    """Their constructors ask the spec for more than its fields."""
+    trained = ModelInMemory.of(model, FEATURES)
+    trained.write(tmp_path / "weights", program=False)
+    columns = records(20)
+    loaded = served(tmp_path / "weights").load(module=load_model(model))
+    assert loaded.predict(columns, logits=True).tobytes() == trained.logits(columns).tobytes()
+
+
 def test_weights_that_no_constructor_makes_anew_are_not_exported(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     trained = ModelInMemory.of("mine.py:Otherwise", FEATURES, model_folder=str(tmp_path))

@@ -78,13 +78,28 @@ def _built(about: Mapping[str, Any], builder: Callable[..., nn.Module]) -> nn.Mo
         torch.set_num_threads(threads)
 
 
-def _spec(about: Mapping[str, Any]) -> SimpleNamespace:
+class _Spec(SimpleNamespace):
+    """As foreload's ModelSpec. A model that asks for something was given it when it was trained, so nothing is checked again."""
+
+    def one_output(self, model: str) -> None:
+        """There is one label."""
+
+    def equal_dimension(self, model: str) -> int:
+        """The one dimension of all features."""
+        return int(self.features[0][1])
+
+    def output_shape(self, samples: int) -> tuple[int, ...]:
+        """What forward returns for so many samples."""
+        return (samples,) if len(self.labels) == 1 else (samples, len(self.labels))
+
+
+def _spec(about: Mapping[str, Any]) -> _Spec:
     """What a model's constructor is told about the data, as foreload's ModelSpec has it."""
     tables = [about["tables"][feature["table"]] for feature in about["features"]]
     features = tuple(
         (feature["name"], table["parts"][0][1], table["name"]) for feature, table in zip(about["features"], tables, strict=True)
     )
-    return SimpleNamespace(
+    return _Spec(
         dense_width=len(about["dense"]),
         features=features,
         names=tuple(name for name, _, _ in features),

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from comparison import Claim, Results, Table, alternate, arguments, ratio, save, spread, tell
-from foreload.pipelines.compiler.lane_oracle import LaneOracle
+from foreload.pipelines.compiler.lane_planner import LanePlanner
 from foreload.pipelines.compiler.next_uses import AccessWriter, LaneAccesses
 from foreload.pipelines.compiler.oracle import ARRIVALS
 from foreload.pipelines.compiler.row_table import DIRECT_ROWS, RowTable
@@ -96,11 +96,11 @@ def run(what: Accesses, lanes: int, slots: int, direct_rows: int) -> Outcome:
             writer.close()
             with closing(LaneAccesses(Path(folder), lane, mask_dtype(lanes), True, Path(folder))) as lane_accesses:
                 lane_accesses.find_next_uses()
-                oracle = LaneOracle(header, lane, ordinals[lane], lane_accesses.rows)
+                planner = LanePlanner(Path(folder), header, lane, ordinals[lane], lane_accesses.rows)
                 for first in range(0, steps, SEGMENT_STEPS):
                     for start, _, part, starts in lane_accesses.accesses(first, min(first + SEGMENT_STEPS, steps)):
-                        arrivals += int(oracle.plan(start, part, starts, (0, steps))[:, ARRIVALS].sum())
-                    oracle.buffer.take()
+                        arrivals += int(planner.plan(start, part, starts, (0, steps))[:, ARRIVALS].sum())
+                    planner.buffer.take()
         seconds = time.perf_counter() - begun
     return Outcome(seconds, arrivals)
 

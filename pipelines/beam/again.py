@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -52,7 +53,7 @@ def _write_samples(plan: Plan, parent: Schedule) -> Path | None:
     training, evaluation = _Pieces(plan, "training"), _Pieces(plan, "evaluation")
     path = plan.work / "slices"
     kept = header.shuffle_seed is None and header.lanes > 1 and header.placement == "locality"
-    with KeptSlices(path) as slices:
+    with closing(KeptSlices(path)) as slices:
         for kind, lanes in _first_of_all(parent):
             numbers = np.concatenate([of_lane for _, of_lane in lanes])
             if kind == "train" and kept:

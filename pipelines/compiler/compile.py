@@ -17,11 +17,11 @@ from typing import Any, Literal
 from foreload.pipelines.base.files import disk_error, write_json
 from foreload.pipelines.compiler import exact
 from foreload.pipelines.compiler.exact import LanePlan, Program
-from foreload.pipelines.compiler.kept_slices import KeptSlices
 from foreload.pipelines.compiler.locality import assign_samples
 from foreload.pipelines.compiler.output import Progress, SlotsWanted, counted
 from foreload.pipelines.compiler.row_table import RowTable, direct_rows
 from foreload.pipelines.compiler.serial_pass import SerialPass
+from foreload.pipelines.compiler.serial_reader import SerialReader
 from foreload.pipelines.compiler.windowed import WindowedCompiler
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples.features import FeatureSpec
@@ -155,12 +155,14 @@ class Compilation:
         return self.publish(program, plans)
 
     def read(self, source: OrderedSource, folder: Path, progress: Callable[[], object] = lambda: None) -> Program:
-        """Go over all samples: see `exact.read`. folder: for what the lanes' plans need."""
+        """Go over all samples: see `exact.Reading`. folder: for what the lanes' plans need."""
         slots, segment_bytes = self.settings.slots_wanted, self.settings.segment_bytes
         with self._telling():
             header, serial = self._begin(source, folder)
-            program = exact.read(source, header, serial, slots, segment_bytes, self._out, folder / _ACCESSES, progress)
-            del serial
+            epochs = header.epochs if source.shuffled else 1
+            reader = SerialReader(source, header, serial, epochs, segment_bytes, self._out, folder)
+            program = exact.Reading(reader, header, self._out, folder / _ACCESSES).read(slots, progress)
+            del serial, reader
             shutil.rmtree(folder / _ROWS)  # where the row table did not fit in memory it may be large
             return program
 
@@ -205,13 +207,8 @@ class Compilation:
             if slots is None:
                 raise ValueError(f"slots: must be a number where a window is given, is {settings.slots}")
             header = replace(header, slots=(slots,) * settings.lanes)
-            again = settings.epochs > 1 and not source.shuffled
-            slices = KeptSlices(work / "slices") if again and settings.lanes > 1 and settings.placement == "locality" else None
-            if source.slices is not None:
-                slices = KeptSlices(source.slices, filled=True)
-            windowed = WindowedCompiler(
-                source, header, serial, slices, settings.window_accesses, settings.segment_bytes, self._out, work / _ACCESSES
-            )
+            reader = SerialReader(source, header, serial, settings.epochs, settings.segment_bytes, self._out, work)
+            windowed = WindowedCompiler(reader, header, settings.window_accesses, self._out, work / _ACCESSES)
             return windowed.run(threads, progress)
 
     def _begin(self, source: OrderedSource, folder: Path) -> tuple[Header, SerialPass]:

@@ -1,32 +1,29 @@
 """Compile with all of the future known: read everything, then plan it lane by lane. Arrivals are Belady's minimum for any number of slots.
 
-`read` goes over all samples first and writes them, and of each lane the rows of every step. `plan_lane` then finds every access's next use, in a pass
-in reverse (`next_uses`), and plans the lane, in one forwards (`oracle`). Lanes know nothing of each other: they are planned in threads, or by workers
-of their own that see the same disk. What is held in memory follows rows, slots and steps, not accesses. `publish` puts together what they have
-written.
+`Reading` goes over all samples first and writes them, and of each lane the rows of every step. `plan_lane` then finds every access's next use, in a
+pass in reverse (`next_uses`), and plans the lane, in one forwards (`oracle`). Lanes know nothing of each other: they are planned in threads, or by
+workers of their own that see the same disk. What is held in memory follows rows, slots and steps, not accesses. `publish` puts together what they
+have written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, nullcontext
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from foreload.pipelines.compiler.kept_slices import KeptSlices
-from foreload.pipelines.compiler.lane_oracle import LaneOracle, too_few_slots
-from foreload.pipelines.compiler.next_uses import AccessWriter, LaneAccesses
+from foreload.pipelines.compiler.lane_planner import LanePart, LanePlanner, too_few_slots
+from foreload.pipelines.compiler.next_uses import LaneAccesses, access_writers
 from foreload.pipelines.compiler.oracle import NEVER
-from foreload.pipelines.compiler.output import SampleOutput, ScheduleOutput, SlotsWanted, counted
-from foreload.pipelines.compiler.segments import EntryShare, LanePart, LaneWriter, SampleFiles, write_row_table
-from foreload.pipelines.compiler.serial_pass import SerialPass
-from foreload.pipelines.samples.piece_order import OrderedSource
-from foreload.pipelines.samples.pieces import batches
+from foreload.pipelines.compiler.output import ScheduleOutput, SlotsWanted, counted
+from foreload.pipelines.compiler.segments import EntryShare, SampleFiles, write_row_table
+from foreload.pipelines.compiler.serial_reader import SerialReader
 from foreload.pipelines.schedule.format import Header, mask_dtype
 
 _OF_SAMPLES = ("kind", "epoch", "first", "samples", "files")
@@ -42,7 +39,7 @@ class PlannedSegment:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What `read` leaves, besides files: all that a lane's worker must know, and that the manifest tells.
+    """What `Reading` leaves, besides files: all that a lane's worker must know, and that the manifest tells.
 
     shuffled: epochs have an order each; segments: all of them, in order; ordinals: given before the first step, by lane and table; minimum_slots:
     rows of each lane's largest step; rows: the row table's manifest entry.
@@ -94,50 +91,24 @@ class LanePlan:
         return cls(tuple(LanePart(**part) for part in value["parts"]), value["occupied"])
 
 
-def read(
-    source: OrderedSource,
-    header: Header,
-    serial: SerialPass,
-    slots: SlotsWanted,
-    segment_bytes: int,
-    out: Path,
-    folder: Path,
-    progress: Callable[[], object] = lambda: None,
-) -> Program:
-    """The serial pass over all that is to come: sample files and row table into `out`, the lanes' accesses into `folder`.
+class Reading:
+    """Goes over all that is to come: sample files and row table into `out`, the lanes' accesses into `folder`.
 
-    header: of the schedule, with no slots and no numbers of samples yet, which the source may know only when all has been read; serial: at its
-    beginning; progress: called after every training step that is read: epochs in the same order are read once. Raises SlotsError.
+    reader: at its beginning, of one epoch where all have the same order; header: of the schedule, with no slots and no numbers of samples yet, which
+    the source may know only when all has been read.
     """
-    with ThreadPoolExecutor(1) as thread:
-        return _Reader(source, header, serial, segment_bytes, out, folder, thread).read(slots, progress)
 
-
-class _Reader:
-    """See `read`."""
-
-    def __init__(
-        self,
-        source: OrderedSource,
-        header: Header,
-        serial: SerialPass,
-        segment_bytes: int,
-        out: Path,
-        folder: Path,
-        thread: ThreadPoolExecutor,
-    ) -> None:
-        self._source, self._header, self._serial, self._out = source, header, serial, out
-        self._samples = SampleOutput(out, header, segment_bytes, source.shuffled, thread)
-        self._lanes = [AccessWriter(folder, lane, mask_dtype(header.lanes)) for lane in range(header.lanes)]
+    def __init__(self, reader: SerialReader, header: Header, out: Path, folder: Path) -> None:
+        self._reader, self._serial, self._source = reader, reader.serial, reader.source
+        self._header, self._out, self._folder = header, out, folder
         # Before each training step that is read, and at the end: rows used so far, and of each lane rows numbered.
         self._used, self._numbered = [0], [[0] * header.lanes]
         self._evaluated = [0]  # before each evaluation step: rows used so far
 
     def read(self, slots: SlotsWanted, progress: Callable[[], object]) -> Program:
+        """Read it. progress: called after every training step that is read. Raises SlotsError."""
         ordinals = tuple(map(tuple, self._serial.counts.tolist()))
-        with ExitStack() as files:
-            for lane in self._lanes:
-                files.callback(lane.close)
+        with self._reader:
             self._read(progress)
         header = self._whole(slots)
         repeated = 0 if self._source.shuffled else (header.epochs - 1) * header.steps_per_epoch
@@ -146,28 +117,20 @@ class _Reader:
         return Program(header, self._source.shuffled, tuple(self._segments(header)), ordinals, minimum_slots, rows)
 
     def _read(self, progress: Callable[[], object]) -> None:
-        path, size = self._source.slices, self._header.batch_size
-        with nullcontext() if path is None else KeptSlices(path, filled=True) as slices:
-            self._read_with(slices, size, progress)
-
-    def _read_with(self, slices: KeptSlices | None, size: int, progress: Callable[[], object]) -> None:
-        for epoch in range(self._header.epochs if self._source.shuffled else 1):
-            for place, (samples, numbers) in enumerate(batches(self._source.training(epoch), size)):
-                step = self._serial.train(samples, None if slices is None else slices.order(place * size, len(samples)))
-                self._samples.train(epoch, samples, numbers, self._serial, step)
-                for lane, of_lane in zip(self._lanes, step.lanes, strict=True):
-                    lane.add(of_lane)
-                self._used.append(self._used[-1] + step.count)
-                self._numbered.append([lane.rows for lane in self._lanes])
-                progress()
-            self._samples.end_epoch(epoch)
-            if epoch == 0:  # each evaluation pass is the same
-                for samples, numbers in batches(self._source.evaluation(), self._header.batch_size, self._source.evaluation_sets):
-                    step = self._serial.look_up(samples)
-                    self._samples.evaluate(samples, numbers, self._serial, step)
-                    for lane, of_lane in zip(self._lanes, step.lanes, strict=True):
-                        lane.add_evaluation(of_lane)
-                    self._evaluated.append(self._evaluated[-1] + step.count)
+        with access_writers(self._folder, self._header.lanes) as writers:
+            for epoch in range(self._header.epochs if self._source.shuffled else 1):
+                while (step := self._reader.advance()) is not None:
+                    for writer, of_lane in zip(writers, step.lanes, strict=True):
+                        writer.add(of_lane)
+                    self._used.append(self._used[-1] + step.count)
+                    self._numbered.append([writer.rows for writer in writers])
+                    progress()
+                self._reader.end_epoch()
+                if epoch == 0:  # each evaluation pass is the same
+                    for step in self._reader.look_up():
+                        for writer, of_lane in zip(writers, step.lanes, strict=True):
+                            writer.add_evaluation(of_lane)
+                        self._evaluated.append(self._evaluated[-1] + step.count)
 
     def _whole(self, slots: SlotsWanted) -> Header:
         """The header with its numbers of samples, and every lane's slots. Raises SlotsError where a step does not fit."""
@@ -190,14 +153,14 @@ class _Reader:
             return sum(map(min, self._numbered[min(steps, read)], header.slots))
 
         def evaluation(epoch: int, steps: int) -> Iterator[PlannedSegment]:
-            for samples in self._samples.evaluation(epoch, next(passes)):
+            for samples in self._reader.of_pass(next(passes), epoch):
                 entry = share.begin(occupied(steps))
                 place = samples.first % (len(self._evaluated) - 1)
                 share.end(samples, self._evaluated[place + len(samples.samples)] - self._evaluated[place])
                 yield PlannedSegment(samples, entry)
 
         for epoch in range(header.epochs):
-            for samples in self._samples.of_epoch(epoch):
+            for samples in self._reader.of_epoch(epoch):
                 first = samples.first - header.first_step
                 entry = share.begin(occupied(first))
                 place = first % read
@@ -213,31 +176,27 @@ def plan_lane(
 ) -> LanePlan:
     """Plan a lane, and write its moves and entry states into `out`.
 
-    folder: that of `read`; scratch: a folder for what is found of next uses; progress: called every now and then with steps that were planned since,
-    and may end it by an error of its own.
+    folder: that of `Reading`; scratch: a folder for what is found of next uses; progress: called every now and then with steps that were planned
+    since, and may end it by an error of its own.
     """
-    header, writer, parts = program.header, LaneWriter(out, lane), []
+    header, parts = program.header, []
     same = header.epochs > 1 and not program.shuffled
     with closing(LaneAccesses(folder, lane, mask_dtype(header.lanes), same, scratch)) as accesses:
         accesses.find_next_uses(progress)
-        oracle = LaneOracle(header, lane, np.array(program.ordinals[lane], np.int64), accesses.rows)
-        evaluated = accesses.evaluated()
+        planner = LanePlanner(out, header, lane, np.array(program.ordinals[lane], np.int64), accesses.rows)
         for segment in program.segments:
-            if segment.entry:
-                writer.begin(oracle)
             samples = segment.samples
+            planner.begin(segment.entry)
             if samples.kind == "train":
-                _train(program, oracle, accesses, samples)
-                parts.append(writer.write(oracle.buffer.take()))
+                _train(program, planner, accesses, samples)
                 progress(len(samples.samples))
-                evaluated = accesses.evaluated()  # of the pass to come
-                continue
-            oracle.plan_evaluation(islice(evaluated, len(samples.samples)), accesses.unknown)
-            parts.append(writer.write(*oracle.take_evaluation()))
-    return LanePlan(tuple(parts), oracle.occupied)
+            else:
+                planner.plan_evaluation(samples.first, len(samples.samples), accesses)
+            parts.append(planner.end())
+    return LanePlan(tuple(parts), planner.occupied)
 
 
-def _train(program: Program, oracle: LaneOracle, accesses: LaneAccesses, samples: SampleFiles) -> None:
+def _train(program: Program, planner: LanePlanner, accesses: LaneAccesses, samples: SampleFiles) -> None:
     """Plan a segment's training steps."""
     header = program.header
     start, shift, never = samples.first - header.first_step, 0, int(NEVER)
@@ -248,7 +207,7 @@ def _train(program: Program, oracle: LaneOracle, accesses: LaneAccesses, samples
     for first, last, part, starts in accesses.accesses(start - shift, start - shift + len(samples.samples)):
         if last + shift == header.end_step - header.first_step:
             part.next_users[starts[-2] :] = 0  # epochs in the same order begin anew, the last one does not
-        oracle.plan(first + shift, part, starts, (shift, never))
+        planner.plan(first + shift, part, starts, (shift, never))
 
 
 def publish(program: Program, plans: Sequence[LanePlan], out: Path) -> dict[str, Any]:

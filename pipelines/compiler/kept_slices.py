@@ -37,8 +37,6 @@ class KeptSlices:
         lane = np.frombuffer(self._file.read(samples), np.uint8)
         return np.argsort(lane, kind="stable")
 
-    def __enter__(self) -> KeptSlices:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Close the file."""
         self._file.close()

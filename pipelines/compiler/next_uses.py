@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,6 +21,7 @@ from foreload.pipelines.compiler.numbering import LANE_ROW
 from foreload.pipelines.compiler.oracle import NEVER, Accesses
 from foreload.pipelines.compiler.row_table import AHEAD
 from foreload.pipelines.compiler.serial_pass import LaneStep
+from foreload.pipelines.schedule.format import mask_dtype
 
 _BUFFER_BYTES = 1 << 17  # of each file that is written: there are 7 a lane
 _CHUNK = 1 << 20  # accesses of a lane that are looked at together, unless a step has more
@@ -113,6 +116,13 @@ class AccessWriter:
             file.close()
 
 
+@contextmanager
+def access_writers(folder: Path, lanes: int) -> Iterator[list[AccessWriter]]:
+    """Writers of all lanes, whose files are complete afterwards."""
+    with ExitStack() as files:
+        yield [files.enter_context(closing(AccessWriter(folder, lane, mask_dtype(lanes)))) for lane in range(lanes)]
+
+
 class LaneAccesses:
     """What an `AccessWriter` has written of a lane, and of each access its row's next use.
 
@@ -127,7 +137,7 @@ class LaneAccesses:
         written: dict[str, np.dtype | type] = {"nexts": np.int32, "next_users": mask}
         self._files |= {name: _File((scratch / f"{name}-{lane:02d}").open("w+b"), kind) for name, kind in written.items()}
         used, self._newcomers = self._files["counts"].all().reshape(-1, 2).T.astype(np.int64)
-        self._evaluated = self._files["evaluated_counts"].all().tolist()
+        self._evaluated = [0, *np.cumsum(self._files["evaluated_counts"].all()).tolist()]
         self.starts = np.concatenate([[0], np.cumsum(used)])
         self.rows, self.unknown = self._files["rows"].mapped(), self._files["unknown"].mapped()
 
@@ -159,12 +169,11 @@ class LaneAccesses:
             numbers, nexts, next_users = (self._files[name].read(begin, end) for name in ("numbers", "nexts", "next_users"))
             yield start, stop, Accesses(numbers, nexts, next_users, ALL_ACCESSES), self.starts[start : stop + 1] - begin
 
-    def evaluated(self) -> Iterator[np.ndarray]:
-        """The numbers of the rows of each evaluation step; -1 - n for the nth of `unknown`."""
-        start = 0
-        for count in self._evaluated:
-            yield self._files["evaluated"].read(start, start + count)
-            start += count
+    def evaluated(self, first: int, steps: int) -> Iterator[np.ndarray]:
+        """The numbers of the rows of each of so many evaluation steps from `first` on, counted over all passes; -1 - n for the nth of `unknown`."""
+        first %= len(self._evaluated) - 1
+        for start, end in pairwise(self._evaluated[first : first + steps + 1]):
+            yield self._files["evaluated"].read(start, end)
 
     def close(self) -> None:
         """Close the files."""

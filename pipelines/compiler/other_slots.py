@@ -14,7 +14,7 @@ import numpy as np
 
 from foreload.pipelines.base.memory import available_bytes
 from foreload.pipelines.compiler import oracle
-from foreload.pipelines.compiler.lane_oracle import MoveBuffer
+from foreload.pipelines.compiler.lane_planner import MoveBuffer
 from foreload.pipelines.compiler.next_uses import ALL_ACCESSES, next_uses
 from foreload.pipelines.compiler.numbering import LANE_ROW
 from foreload.pipelines.errors import SlotsError

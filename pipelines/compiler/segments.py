@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from foreload.pipelines.base.files import replacing, write_sealed
-from foreload.pipelines.compiler.lane_oracle import Columns, LaneOracle
+from foreload.pipelines.compiler.lane_planner import LanePart
 from foreload.pipelines.compiler.row_table import RowTable
 from foreload.pipelines.compiler.serial_pass import SerialPass, Step
 from foreload.pipelines.samples.features import FeatureSpec
@@ -201,48 +201,6 @@ class EntryShare:
             if entry["name"] not in self._known:  # those of an earlier epoch are there already
                 self._known.add(entry["name"])
                 self._bytes += entry["bytes"]
-
-
-@dataclass(frozen=True, slots=True)
-class LanePart:
-    """What a lane has of a segment: its files' manifest entries; the ordinals given before it, where it has an entry state; slots that its events
-    need besides the lane's; counts as in a Segment.
-    """
-
-    files: dict[str, dict[str, Any]]
-    ordinals: list[int] | None
-    evaluation_slots: int
-    counts: dict[str, int]
-
-
-class LaneWriter:
-    """Writes a lane's files of one segment after the other."""
-
-    def __init__(self, out: Path, lane: int) -> None:
-        self._out, self._lane = out, lane
-        self._segment = 0
-        self._entry: dict[str, dict[str, Any]] = {}
-        self._ordinals: list[int] | None = None
-
-    def begin(self, oracle: LaneOracle) -> None:
-        """The next segment has an entry state: as the lane is now."""
-        state = {name: (np.array([0, len(values)], np.int32), values) for name, values in oracle.occupants().items()}
-        self._entry = {"entry": write_lists(self._out / f"entry-{self._segment:06d}-{self._lane:02d}.arrow", state)}
-        self._ordinals = oracle.state.ordinals.tolist()
-
-    def write(self, columns: Columns, evaluation_slots: int = 0) -> LanePart:
-        """Write the lane's moves in the segment."""
-        moves = write_lists(self._out / f"moves-{self._segment:06d}-{self._lane:02d}.arrow", columns)
-        counts = {
-            "rows_used": int(columns["slots"][1].size),
-            "arrivals": int(columns["arrival_tag"][1].size),
-            "initial": int((columns["arrival_tag"][1] == 0).sum()),
-            "write_backs": int(columns["ends"][1].size),
-        }
-        part = LanePart({"moves": moves, **self._entry}, self._ordinals, evaluation_slots, counts)
-        self._segment += 1
-        self._entry, self._ordinals = {}, None
-        return part
 
 
 def write_segment(out: Path, index: int, samples: SampleFiles, parts: Sequence[LanePart]) -> str:

@@ -1,14 +1,17 @@
-"""One lane's oracle: its slots, and the moves of the segment being planned."""
+"""Planning one lane by the oracle, and writing its files: the second half of both ways of compiling."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from foreload.pipelines.compiler import oracle
+from foreload.pipelines.compiler.next_uses import LaneAccesses
 from foreload.pipelines.errors import SlotsError
-from foreload.pipelines.schedule.format import MOVE_COLUMNS, Header, mask_dtype
+from foreload.pipelines.schedule.format import MOVE_COLUMNS, Header, mask_dtype, write_lists
 
 _KINDS = 3 * (oracle.ROWS_USED,) + (oracle.ENDS,) + 6 * (oracle.ARRIVALS,)  # what each of the columns of Moves has an entry for
 
@@ -59,28 +62,49 @@ class MoveBuffer:
         return columns
 
 
-class LaneOracle:
-    """One lane's part of the oracle, and the moves of the segment being planned.
+@dataclass(frozen=True, slots=True)
+class LanePart:
+    """What a lane has of a segment: its files' manifest entries; the ordinals given before it, where it has an entry state; slots that its events
+    need besides the lane's; counts as in a Segment.
+    """
+
+    files: dict[str, dict[str, Any]]
+    ordinals: list[int] | None
+    evaluation_slots: int
+    counts: dict[str, int]
+
+
+class LanePlanner:
+    """Plans one lane, segment by segment, and writes what the lane has of each into `out`.
+
+    Of each segment: `begin`, `plan` or `plan_evaluation` of all of its steps, `end`.
 
     ordinals int64 [tables]: given before the first step; rows LANE_ROW: the lane's rows by number, as far as they are known.
     """
 
-    def __init__(self, header: Header, lane: int, ordinals: np.ndarray, rows: np.ndarray) -> None:
+    def __init__(self, out: Path, header: Header, lane: int, ordinals: np.ndarray, rows: np.ndarray) -> None:
         self.number, self.slots, self.first_step = lane, header.slots[lane], header.first_step
-        mask = mask_dtype(header.lanes)
         self.state = oracle.with_rows(oracle.empty_lane(self.slots, header.end_step - header.first_step, ordinals), rows["tag"])
         self.rows = rows
-        self.buffer, self._evaluation = MoveBuffer(mask), MoveBuffer(mask)
-        self._evaluation_slots = 0  # that the evaluation steps since the last `take_evaluation` need
+        self.buffer = MoveBuffer(mask_dtype(header.lanes))
+        self._out = out
+        self._segment = 0
+        self._entry: dict[str, dict[str, Any]] = {}
+        self._ordinals: list[int] | None = None
+        self._evaluation_slots = 0  # that the segment's evaluation steps need
 
     @property
     def occupied(self) -> int:
         """Slots that a row has taken; they are 0 .. occupied - 1."""
         return int(self.state.scalars[oracle.USED])
 
-    def occupants(self) -> dict[str, np.ndarray]:
-        """The partition's entry state (schedule.Occupants)."""
-        return oracle.occupants(self.state, self.rows)
+    def begin(self, entry: bool) -> None:
+        """Begin a segment. entry: whether it has an entry state (schedule.Occupants): the lane as it is now."""
+        if entry:
+            occupants = oracle.occupants(self.state, self.rows)
+            state = {name: (np.array([0, len(values)], np.int32), values) for name, values in occupants.items()}
+            self._entry = {"entry": self._write("entry", state)}
+            self._ordinals = self.state.ordinals.tolist()
 
     def plan(self, first: int, accesses: oracle.Accesses, starts: np.ndarray, span: tuple[int, int]) -> np.ndarray:
         """Plan steps from `first` on, counted from the schedule's first (oracle.plan_steps): their counts int64 [steps, 4]. Raises TooFewSlots."""
@@ -92,20 +116,34 @@ class LaneOracle:
             raise TooFewSlots(self.number, int(need))
         return counts
 
-    def plan_evaluation(self, steps: Iterable[np.ndarray], unknown: np.ndarray) -> None:
-        """Plan evaluation steps; steps: the numbers of the rows that each looks up, unknown: those that were never trained
-        (oracle.plan_evaluation).
-        """
-        buffer = self._evaluation
-        for numbers in steps:
+    def plan_evaluation(self, first: int, steps: int, accesses: LaneAccesses) -> None:
+        """Plan so many evaluation steps from `first` on, counted over all passes (oracle.plan_evaluation). accesses: what they look up."""
+        buffer = self.buffer
+        for numbers in accesses.evaluated(first, steps):
             counts = buffer.room(1, len(numbers))
-            oracle.plan_evaluation(self.state, self.rows, unknown, numbers, self.slots, buffer.fill, buffer.moves, counts[0])
+            oracle.plan_evaluation(
+                self.state, self.rows, accesses.unknown, numbers, self.slots, buffer.fill, buffer.moves, counts[0]
+            )
             self._evaluation_slots = max(self._evaluation_slots, int(counts[0, oracle.ARRIVALS]))
 
-    def take_evaluation(self) -> tuple[Columns, int]:
-        """The moves of the evaluation steps since the last call, and the slots that they need besides the lane's own."""
-        slots, self._evaluation_slots = self._evaluation_slots, 0
-        return self._evaluation.take(), slots
+    def end(self) -> LanePart:
+        """Write the moves of the segment, all of which was planned."""
+        columns = self.buffer.take()
+        tags = columns["arrival_tag"][1]
+        counts = {
+            "rows_used": len(columns["slots"][1]),
+            "arrivals": len(tags),
+            "initial": int((tags == 0).sum()),
+            "write_backs": len(columns["ends"][1]),
+        }
+        files = {"moves": self._write("moves", columns), **self._entry}
+        part = LanePart(files, self._ordinals, self._evaluation_slots, counts)
+        self._segment += 1
+        self._entry, self._ordinals, self._evaluation_slots = {}, None, 0
+        return part
+
+    def _write(self, what: str, columns: Columns) -> dict[str, Any]:
+        return write_lists(self._out / f"{what}-{self._segment:06d}-{self.number:02d}.arrow", columns)
 
 
 class TooFewSlots(Exception):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import numba as nb
 import numpy as np
 
 from foreload.pipelines.base.memory import available_bytes
@@ -19,6 +18,7 @@ from foreload.pipelines.compiler.next_uses import ALL_ACCESSES, next_uses
 from foreload.pipelines.compiler.numbering import LANE_ROW
 from foreload.pipelines.errors import SlotsError
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.schedule.walk import walk
 
 BYTES_OF_USE = 16  # of a row used at a step, while moves are counted
 _CHUNK = 1 << 20  # rows used that are planned together, unless a step has more
@@ -66,19 +66,15 @@ class SlotCounts:
 
 def lane_uses(schedule: Schedule, lane: int) -> LaneUses:
     """Read them from a complete schedule: 4 bytes for each row used at a step. Raises ScheduleError."""
-    occupants = np.full(schedule.header.slots[lane], -1, np.int32)
+    held = np.full(schedule.header.slots[lane], -1, np.int32)
     numbers = [np.empty(0, np.int32) for _ in schedule.header.features.tables]  # ordinal -> number of the row, -1: not seen yet
     used: list[np.ndarray] = []
     counts: list[np.ndarray] = []
     new: list[np.ndarray] = []
     of_tables: list[np.ndarray] = []
     known = 0
-    for index, segment in enumerate(schedule.segments()):
-        if segment.kind != "train":
-            continue
-        _, moves = schedule.columns(index, lane)
-        (slot_starts, slots), (arrival_starts, arrival_slot) = moves.whole("slots"), moves.whole("arrival_slot")
-        tables, ordinals, tags = (moves.whole(f"arrival_{name}")[1] for name in ("table", "ordinal", "tag"))
+    for moves in walk(schedule, lane):
+        tables, ordinals, tags = (moves.values(f"arrival_{name}") for name in ("table", "ordinal", "tag"))
         arriving = np.empty(len(ordinals), np.int32)
         for table in np.unique(tables).tolist():
             of_table = np.flatnonzero(tables == table)
@@ -91,10 +87,8 @@ def lane_uses(schedule: Schedule, lane: int) -> LaneUses:
             new.append(tags[of_table[first[unseen]]] == 0)
             of_tables.append(np.full(int(unseen.sum()), table, np.int16))
             arriving[of_table] = numbers[table][ordinals[of_table]]
-        rows = np.empty(len(slots), np.int32)
-        _replay(occupants, slot_starts, slots, arrival_starts, arrival_slot, arriving, rows)
-        used.append(rows)
-        counts.append(np.diff(slot_starts))
+        used.append(moves.occupants("slots", held, arriving))
+        counts.append(moves.counts()[0])
     starts = np.concatenate([[0], np.cumsum(np.concatenate([np.empty(0, np.int64), *counts]))]).astype(np.int64)
     return LaneUses(
         np.concatenate([np.empty(0, np.int32), *used]),
@@ -138,21 +132,3 @@ def _with_room(array: np.ndarray, size: int) -> np.ndarray:
     grown = np.full(max(size, 2 * len(array)), -1, np.int32)
     grown[: len(array)] = array
     return grown
-
-
-@nb.njit(nogil=True, cache=True)
-def _replay(
-    occupants: np.ndarray,
-    slot_starts: np.ndarray,
-    slots: np.ndarray,
-    arrival_starts: np.ndarray,
-    arrival_slot: np.ndarray,
-    arriving: np.ndarray,
-    rows: np.ndarray,
-) -> None:
-    """Fill rows int32 [accesses] of a segment with who sits in the slots used; occupants int32 [slots] become those after it."""
-    for step in range(len(slot_starts) - 1):
-        for k in range(arrival_starts[step], arrival_starts[step + 1]):
-            occupants[arrival_slot[k]] = arriving[k]
-        for k in range(slot_starts[step], slot_starts[step + 1]):
-            rows[k] = occupants[slots[k]]

@@ -271,6 +271,11 @@ class Segment:
         """JSON form."""
         return asdict(self)
 
+    @property
+    def last(self) -> int:
+        """Number of its last event, among those of its kind."""
+        return self.first + len(self.samples) - 1
+
     def check(self, index: int, header: Header) -> None:
         """Raise FormError where it is not segment `index` of a schedule with this header."""
         shape = [len(header.features.tables)] * header.lanes

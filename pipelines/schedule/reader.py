@@ -276,20 +276,22 @@ class Schedule:
         if mapped is None:
             files = self._segments[segment].files[lane]
             samples, moves = (MappedLists(self.path / entry["name"], entry) for entry in (files["samples"], files["moves"]))
-            self._check_fits(self._segments[segment], lane, samples, moves)
+            self._check_fits(self._segments[segment], lane, moves, samples)
             # Threads read ahead and behind one another by a few steps; two segments back nobody reads.
             for old in [k for k in list(self._files) if k[1] == lane and k[0] < segment - 2]:
                 self._files.pop(old, None)
             self._files[segment, lane] = mapped = samples, moves
         return mapped
 
-    def _check_fits(self, segment: Segment, lane: int, samples: MappedLists, moves: MappedLists) -> None:
+    def _check_fits(self, segment: Segment, lane: int, moves: MappedLists, samples: MappedLists | None = None) -> None:
         """Raise ScheduleError where the files of a lane in a segment are not as the manifests say."""
         features, first, most = self.header.features, self.header.slots[lane], self.slots[lane]
-        numbers = len(samples.whole("numbers")[1])
-        fits = samples.rows == moves.rows == len(segment.samples)
-        fits &= len(samples.whole("labels")[1]) == numbers * len(features.labels)
-        fits &= len(samples.whole("dense")[1]) == numbers * len(features.dense)
+        fits = moves.rows == len(segment.samples)
+        if samples is not None:
+            numbers = len(samples.whole("numbers")[1])
+            fits &= samples.rows == moves.rows
+            fits &= len(samples.whole("labels")[1]) == numbers * len(features.labels)
+            fits &= len(samples.whole("dense")[1]) == numbers * len(features.dense)
         for name in ("slots", "arrival_slot"):
             slots = moves.whole(name)[1]
             # Slots of an evaluation come behind those of the header.
@@ -344,7 +346,9 @@ class Schedule:
         manifest = self.segment(segment)
         assert manifest is not None
         entry = manifest.files[lane]["moves"]
-        return MappedLists(self.path / entry["name"], entry)
+        lists = MappedLists(self.path / entry["name"], entry)
+        self._check_fits(manifest, lane, lists)
+        return lists
 
     def _unused(self, lane: int) -> int:
         """Slots of the header's that no row ever sat in, by which evaluation slots move down; 0 while that is not known."""

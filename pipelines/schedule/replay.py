@@ -9,6 +9,7 @@ import numpy as np
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.format import Event, Occupants
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.schedule.walk import walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,52 +40,49 @@ def state_after(schedule: Schedule, step: int) -> Position:
         raise ScheduleError(
             f"step: must be one of {header.first_step} .. {header.end_step - 1}, is {step}: the run and the schedule do not fit"
         )
-    begin = 0  # the last segment with an entry state that is not behind the step
+    # The last segment with an entry state that is not behind the step, and the last training step before it.
+    trained = header.first_step - 1
     for segment in schedule.segments():
-        if segment.kind == "train" and segment.first > step + 1:
-            break
         if segment.ordinals is not None:
-            begin = segment.index
-        if segment.kind == "train" and segment.first + len(segment.samples) > step:
-            break
-    entries = [schedule.entry(begin, lane) for lane in range(header.lanes)]
-    first = schedule.segment(begin)
-    assert first is not None
-    assert first.ordinals is not None
-    size = max(schedule.slots)
-    # Per lane: who sits in each slot, as arrays that the moves are applied to (of a free slot they say nothing); which are occupied; ordinals given.
-    tracked = []
-    for lane, entry in enumerate(entries):
-        assert entry is not None
-        count = len(entry)
-        sitting, occupied = Occupants.zeros(size), np.zeros(size, bool)
-        sitting.table[:count], sitting.ordinal[:count], sitting.id[:count], sitting.tag[:count] = entry.columns()
-        sitting.stored_tag[:count] = entry.stored_tag
-        occupied[:count] = True
-        tracked.append((sitting, occupied, np.array(first.ordinals[lane], np.int64)))
-    following = None
-    trained = header.first_step - 1  # behind a segment that begins later, `step` is yet to come
-    for event in schedule.events(begin):
-        if event.kind == "train":
-            if event.step > step:
-                following = event
+            first, before = segment, trained
+        if segment.kind == "train":
+            trained = segment.last
+            if trained >= step:
                 break
-            trained = event.step
-            for lane, (sitting, occupied, ordinals) in enumerate(tracked):
-                moves = schedule.lane(event, lane)
-                arrivals = moves.arrivals
-                occupied[moves.ends] = False
-                occupied[arrivals.slot] = True
-                slot = arrivals.slot
-                # An arrival's tag is the stored version's; its own it gets, as all rows of the step, by the step: 1 + its number.
-                sitting.table[slot], sitting.ordinal[slot], sitting.id[slot], sitting.stored_tag[slot] = arrivals.columns()
-                sitting.tag[moves.slots] = event.step + 1
-                ordinals += np.bincount(arrivals.table[arrivals.tag == 0], minlength=ordinals.size)
-        elif trained == step:
-            following = event
-            break
-    lanes = []
-    for sitting, occupied, ordinals in tracked:
-        slots = np.flatnonzero(occupied).astype(np.int32)
-        lanes.append(LaneState(slots, Occupants(*sitting.columns(slots), sitting.stored_tag[slots]), ordinals))
-    return Position(tuple(lanes), begin if following is None else following.segment, following)
+    assert first.ordinals is not None
+    lanes = tuple(
+        _lane_state(schedule, lane, step, first.index, before, np.array(first.ordinals[lane], np.int64))
+        for lane in range(header.lanes)
+    )
+    events = schedule.events(first.index)
+    if step >= header.first_step:
+        for event in events:
+            if event.kind == "train" and event.step == step:
+                break
+    following = next(events, None)
+    return Position(lanes, first.index if following is None else following.segment, following)
+
+
+def _lane_state(schedule: Schedule, lane: int, step: int, segment: int, before: int, ordinals: np.ndarray) -> LaneState:
+    """A lane after a step. segment: one with an entry state; before: the training step before it; ordinals: given before it, int64 [tables]."""
+    entry, size = schedule.entry(segment, lane), max(schedule.slots)
+    assert entry is not None
+    # Of a free slot these say nothing.
+    sitting, occupied = Occupants.zeros(size), np.zeros(size, bool)
+    occupied[: len(entry)] = True
+    for column, values in zip((*sitting.columns(), sitting.stored_tag), (*entry.columns(), entry.stored_tag), strict=True):
+        column[: len(entry)] = values
+    for moves in walk(schedule, lane, before, [step]):
+        places = np.full(size, -1)  # of each slot its last arrival
+        moves.occupants("ends", places, np.arange(len(moves.values("arrival_slot"))))
+        slots = np.flatnonzero(places >= 0)
+        places = places[slots]
+        occupied[slots] = True  # where a residency ends, another one begins
+        # An arrival's tag is the stored version's; its own it gets, as all rows of the step, by the step: 1 + its number.
+        columns = (sitting.table, sitting.ordinal, sitting.id, sitting.stored_tag)
+        for column, name in zip(columns, ("table", "ordinal", "id", "tag"), strict=True):
+            column[slots] = moves.values(f"arrival_{name}")[places]
+        np.maximum.at(sitting.tag, moves.values("slots"), moves.steps("slots") + 1)
+        ordinals += moves.given(ordinals.size)
+    slots = np.flatnonzero(occupied).astype(np.int32)
+    return LaneState(slots, Occupants(*sitting.columns(slots), sitting.stored_tag[slots]), ordinals)

@@ -31,6 +31,8 @@ def rows_used(
 
 
 def local_rows(lanes: tuple[LaneEvent, ...], rows: tuple[np.ndarray, ...], lane: int) -> np.ndarray:
-    """A lane's local rows in an event (docs/schedule.md), ROW: what its `index` points into. lanes, rows: as `rows_used` gives them."""
+    """A lane's local rows in an event (docs/schedule.md): what its `index` points into. lanes, rows: as `rows_used` gives them, or anything else of
+    each row in place of ROW.
+    """
     bit = np.uint64(lane)
     return np.concatenate([owned[(owner.users >> bit) & np.uint64(1) == 1] for owned, owner in zip(rows, lanes, strict=True)])

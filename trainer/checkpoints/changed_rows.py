@@ -7,44 +7,43 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreload.pipelines.schedule.format import LaneEvent
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.replay import LaneState, state_after
+from foreload.pipelines.schedule.walk import LaneMoves, walk
 from foreload.trainer.checkpoints.policies import baseline_is_planned
 
 
 class _LaneChanges:
-    """Who sits in the slots of a lane, who of them was changed, and who was and sits there no more."""
+    """Which rows of a lane were changed, and which sit in its slots."""
 
     def __init__(self, begun: LaneState, slots: int) -> None:
-        self._table, self._ordinal = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
-        self._table[begun.slots], self._ordinal[begun.slots] = begun.occupants.table, begun.occupants.ordinal
-        self._changed = np.zeros(slots, bool)  # the row that sits, or sat, in a slot
-        self._gone: list[tuple[np.ndarray, np.ndarray]] = []
         self._ordinals = begun.ordinals.copy()
+        # Rows as ordinal * tables + table: of each slot, and those that were changed.
+        self._held = np.zeros(slots, np.int64)
+        self._held[begun.slots] = self._rows(begun.occupants.table, begun.occupants.ordinal)
+        self._changed = [self._held[:0]]
 
-    def step(self, moves: LaneEvent) -> None:
-        """Rows arrive, where they take the place of others, and those of the step are changed."""
-        arrivals = moves.arrivals
-        self._leave(arrivals.slot)
-        self._table[arrivals.slot], self._ordinal[arrivals.slot] = arrivals.table, arrivals.ordinal
-        self._changed[moves.slots] = True
-        self._ordinals += np.bincount(arrivals.table[arrivals.tag == 0], minlength=self._ordinals.size)
+    def _rows(self, table: np.ndarray, ordinal: np.ndarray) -> np.ndarray:
+        return ordinal * len(self._ordinals) + table
 
-    def _leave(self, slots: np.ndarray) -> None:
-        left = slots[self._changed[slots]]
-        self._gone.append((self._table[left], self._ordinal[left]))
-        self._changed[slots] = False
+    def add(self, moves: LaneMoves) -> None:
+        """Rows that arrive are changed in the same step; those that sat in slots before are, where they are used before others arrive there."""
+        arriving = self._rows(moves.values("arrival_table"), moves.values("arrival_ordinal"))
+        sat = np.zeros(len(self._held), bool)
+        used = moves.occupants("slots", np.arange(len(sat)), np.full(len(arriving), -1))
+        sat[used[used >= 0]] = True
+        self._changed += [self._held[sat], arriving]
+        moves.occupants("ends", self._held, arriving)
+        self._ordinals += moves.given(self._ordinals.size)
 
     def taken(self) -> list[np.ndarray]:
         """Per table, whether a row was changed since the last call: bool, over its ordinals."""
-        self._leave(np.arange(len(self._changed)))
         # Tables one after the other, so that all rows are marked at once.
         ends = np.cumsum(self._ordinals)
         changed = np.zeros(int(ends[-1]), bool)
-        table, ordinal = (np.concatenate(column) for column in zip(*self._gone, strict=True))
+        ordinal, table = np.divmod(np.concatenate(self._changed), len(ends))
         changed[ends[table] - self._ordinals[table] + ordinal] = True
-        self._gone.clear()
+        del self._changed[1:]
         return np.split(changed, ends[:-1])
 
 
@@ -52,8 +51,8 @@ def changed_rows(schedule: Schedule, since: int, until: int) -> list[list[np.nda
     """Per lane and table, whether each row is changed in the steps after `since` up to and including `until`: bool, over the ordinals given by then.
 
     A row is, where its tag after `until` is greater than since + 1. Of steps before the schedule's first, which are another one's, nothing is said.
-    A schedule that grows is waited for until it has the steps. Costs a pass over their moves; a byte a row, and 16 an arrival, are held. Raises
-    ScheduleError.
+    A schedule that grows is waited for until it has the steps. Costs a pass over their moves; a byte a row, 8 an arrival, and 8 for each row that a
+    segment uses are held. Raises ScheduleError.
     """
     return next(changed_between(schedule, [since, until]))
 
@@ -63,13 +62,13 @@ def changed_between(schedule: Schedule, steps: Sequence[int]) -> Iterator[list[l
     since = max(steps[0], schedule.header.first_step - 1)
     position = state_after(schedule, since)
     lanes = [_LaneChanges(lane, max(schedule.slots)) for lane in position.lanes]
-    begun = (event for event in schedule.events(position.segment) if event.kind == "train" and event.step > since)
+    walks = [walk(schedule, lane, since, steps[1:]) for lane in range(len(lanes))]
     for until in steps[1:]:
-        while since < until:  # before a further one is waited for
-            event = next(begun)
-            since = event.step
-            for lane, changes in enumerate(lanes):
-                changes.step(schedule.lane(event, lane))
+        while since < until:
+            parts = [next(of_lane) for of_lane in walks]
+            since = parts[0].last
+            for changes, moves in zip(lanes, parts, strict=True):
+                changes.add(moves)
         yield [changes.taken() for changes in lanes]
 
 

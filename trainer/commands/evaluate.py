@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreload.pipelines.schedule.format import Event, LaneEvent
+from foreload.pipelines.schedule.format import LaneEvent
 from foreload.pipelines.schedule.kept import last_evaluation, last_occupants
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.pipelines.schedule.sitting import empty_slots, rows_used
+from foreload.pipelines.schedule.sitting import empty_slots, local_rows, rows_used
 from foreload.trainer.checkpoints.saved_checkpoint import open_model
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.evaluation import EvaluationPass
@@ -91,11 +91,7 @@ def last_pass(schedule: Schedule) -> Iterator[EvaluationStep]:
     for rows, (table, row_id) in zip(held, last_occupants(schedule), strict=True):
         rows["table"][: len(table)], rows["id"][: len(table)] = table, row_id
     for event in schedule.events(segments[0].index):
-        yield _step(schedule, event, held)
-
-
-def _step(schedule: Schedule, event: Event, held: list[np.ndarray]) -> EvaluationStep:
-    return EvaluationStep(event.step, *rows_used(schedule, event, held))
+        yield EvaluationStep(event.step, *rows_used(schedule, event, held))
 
 
 def _distinct_rows(schedule: Schedule) -> np.ndarray:
@@ -118,12 +114,9 @@ def _outputs(
     dense_part: DenseForward, step: EvaluationStep, wanted: np.ndarray, weights: Tensor
 ) -> Iterator[tuple[int, np.ndarray, Tensor]]:
     """Of each slice that has samples: lane, places of its rows in wanted, int64 [local rows], and outputs, float32 [b] or [b, labels]."""
-    places = [np.searchsorted(wanted, rows) for rows in step.rows]
+    places = tuple(np.searchsorted(wanted, rows) for rows in step.rows)
     for lane, moves in enumerate(step.lanes):
         if not len(moves.labels):
             continue
-        of_owners = [
-            owned[(owner.users >> np.uint64(lane)) & np.uint64(1) == 1] for owned, owner in zip(places, step.lanes, strict=True)
-        ]
-        used = np.concatenate(of_owners)
+        used = local_rows(step.lanes, places, lane)
         yield lane, used, dense_part.outputs(weights[torch.from_numpy(used)], moves.index, moves.offsets, moves.dense)

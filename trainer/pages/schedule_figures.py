@@ -13,6 +13,7 @@ from foreload.pipelines.base.memory import available_bytes
 from foreload.pipelines.compiler.lru import lru_arrivals, lru_depths
 from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, LaneUses, count_moves, lane_uses
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.schedule.walk import walk
 
 MOST_POINTS = 150
 _SLOT_CHOICES = 9  # of which arrivals are counted
@@ -137,15 +138,10 @@ class _Lanes:
 
     def _add_arrivals(self, lane: int) -> None:
         """Arrivals as they are planned, by step and by table."""
-        first = 0
-        for index, segment in enumerate(self._schedule.segments()):
-            if segment.kind != "train":
-                continue
-            _, moves = self._schedule.columns(index, lane)
-            starts, tables = moves.whole("arrival_table")
-            self._arrived[first : first + len(starts) - 1] += np.diff(starts)
-            first += len(starts) - 1
-            self._of_tables[2] += np.bincount(tables, minlength=self._of_tables.shape[1])
+        for moves in walk(self._schedule, lane):
+            first, (_, arrived, _, _) = moves.first - self._schedule.header.first_step, moves.counts()
+            self._arrived[first : first + len(arrived)] += arrived
+            self._of_tables[2] += np.bincount(moves.values("arrival_table"), minlength=self._of_tables.shape[1])
 
     def _count_slots(self, lane: int, uses: LaneUses) -> None:
         """Arrivals with other slots, of as many lanes as may be; slots are the same in each, of those that the largest steps of all need."""

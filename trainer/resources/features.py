@@ -14,6 +14,7 @@ import numpy as np
 from foreload.pipelines.compiler.other_slots import LaneUses, count_moves
 from foreload.pipelines.schedule.mapped_lists import MappedLists
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.schedule.walk import LaneMoves
 from foreload.trainer.compute.succession import next_copies
 
 MASKED_STEPS = 64  # in which it is counted who uses whose rows
@@ -73,7 +74,8 @@ class StepCounts:
 def step_counts(schedule: Schedule) -> StepCounts:
     """Read them from a complete schedule. Raises ScheduleError."""
     lanes = schedule.header.lanes
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in ("lookups", "used", "arrived", "fetched", "ended")}
+    lookups: list[np.ndarray] = [np.zeros(0, np.int64)]
+    counts: list[np.ndarray] = [np.zeros((4, 0, lanes), np.int64)]
     samples: list[int] = []
     masks: list[list[np.ndarray]] = []
     every = max(sum(len(s.samples) for s in schedule.segments() if s.kind == "train") // MASKED_STEPS, 1)
@@ -81,17 +83,17 @@ def step_counts(schedule: Schedule) -> StepCounts:
         if segment.kind != "train":
             continue
         parts = [schedule.columns(index, lane) for lane in range(lanes)]
-        for name, counted in _lengths(parts).items():
-            columns[name].append(counted)
+        of_lanes = (np.diff(of_lane.whole("index")[0]) for of_lane, _ in parts)
+        lookups.append(sum(of_lanes, np.zeros(len(segment.samples), np.int64)))
+        counts.append(np.stack([LaneMoves(segment.first, segment.last, moves).counts() for _, moves in parts], axis=-1))
         masked = [row for row in range(len(segment.samples)) if (len(samples) + row) % every == 0]
         masks += [_mask_counts(parts, row) for row in masked]
         samples += segment.samples
-    joined = {name: np.concatenate(values) if values else np.zeros((0, lanes), np.int64) for name, values in columns.items()}
+    used, arrived, fetched, ended = np.concatenate(counts, axis=1)
     exchanged = [_exchanged(masks, lanes, trainers) for trainers in range(1, lanes + 1)]
     return StepCounts(
-        samples=np.array(samples, np.int64), lookups=joined["lookups"].sum(axis=1), used=joined["used"], arrived=joined["arrived"],
-        fetched=joined["fetched"], ended=joined["ended"], slots=max(schedule.slots), occupied=sum(schedule.manifest["occupied"]),
-        exchanged=exchanged,
+        samples=np.array(samples, np.int64), lookups=np.concatenate(lookups), used=used, arrived=arrived, fetched=fetched, ended=ended,
+        slots=max(schedule.slots), occupied=sum(schedule.manifest["occupied"]), exchanged=exchanged,
     )  # fmt: skip
 
 
@@ -111,19 +113,6 @@ def with_slots(counts: StepCounts, accesses: Sequence[LaneUses], slots: int) -> 
 def lane_map(lanes: int, trainers: int) -> np.ndarray:
     """Of each lane the trainer that hosts it when training begins: blocks that differ by at most one lane. int64 [lanes]."""
     return np.arange(lanes) * trainers // lanes
-
-
-def _lengths(parts: Sequence[tuple[MappedLists, MappedLists]]) -> dict[str, np.ndarray]:
-    """A segment's counts, int64 [steps, lanes], by name. parts: of each lane, its samples and moves."""
-    result: dict[str, list[np.ndarray]] = {"lookups": [], "used": [], "arrived": [], "fetched": [], "ended": []}
-    for samples, moves in parts:
-        for name, of, column in (("lookups", samples, "index"), ("used", moves, "slots"), ("ended", moves, "ends")):
-            result[name].append(np.diff(of.whole(column)[0]).astype(np.int64))
-        offsets, tags = moves.whole("arrival_tag")
-        stored = np.concatenate([[0], np.cumsum(tags != 0)])
-        result["arrived"].append(np.diff(offsets).astype(np.int64))
-        result["fetched"].append(np.diff(stored[offsets]).astype(np.int64))
-    return {name: np.stack(values, axis=1) for name, values in result.items()}
 
 
 def _mask_counts(parts: Sequence[tuple[MappedLists, MappedLists]], row: int) -> list[np.ndarray]:

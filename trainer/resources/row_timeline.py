@@ -6,21 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import numba as nb
 import numpy as np
 
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.row_counts import RowCounts, count_rows
 from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.rows.layout import RowLayout
-from foreload.pipelines.schedule.format import Segment
-from foreload.pipelines.schedule.mapped_lists import MappedLists
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.schedule.walk import LaneMoves
 
 _MOST_MOMENTS = 4096
 _MOST_COUNTS = 1 << 22  # of all moments together
 _FEWEST_MOMENTS = 128
-_NOBODY = -1
+_STORED = -1
 
 
 def sizes_of(layouts: Sequence[RowLayout]) -> list[int]:
@@ -44,39 +42,15 @@ def row_counts(placement: Placement, lane: int, given: np.ndarray) -> RowCounts:
     return count_rows(placement.stripes(lane, given), len(given), placement.shard_count)
 
 
-@nb.njit(nogil=True, cache=True)
-def _first_stored(moment, ends, arrivals, sitting, out):  # type: ignore[no-untyped-def]
-    """Go through a segment's events: who is stored for the first time, and when.
-
-    moment: int64 [events]; ends: offsets, slots; arrivals: offsets, slot, table, ordinal, tag; sitting: table int16 and ordinal int64 [slots] of
-    rows that were never stored, table _NOBODY elsewhere. out: table int16, ordinal int64, moment int64 of the rows stored first, in order.
-    Returns how many.
-    """
-    count = 0
-    for event in range(moment.size):
-        for i in range(ends[0][event], ends[0][event + 1]):
-            slot = ends[1][i]
-            if sitting[0][slot] != _NOBODY:
-                out[0][count] = sitting[0][slot]
-                out[1][count] = sitting[1][slot]
-                out[2][count] = moment[event]
-                sitting[0][slot] = _NOBODY
-                count += 1
-        for i in range(arrivals[0][event], arrivals[0][event + 1]):
-            slot = arrivals[1][i]
-            new = arrivals[4][i] == 0
-            sitting[0][slot] = arrivals[2][i] if new else _NOBODY
-            sitting[1][slot] = arrivals[3][i]
-    return count
-
-
 @dataclass(slots=True)
 class _LaneState:
-    """What is known of a lane on the way: who sits in its slots and was never stored, and which stripes have parity rows."""
+    """What is known of a lane on the way: which rows sit in its slots that were never stored, and which stripes have parity rows.
+
+    held: int64 [slots], ordinal * tables + table; _STORED where a row was stored, or none sits.
+    """
 
     stripes: LaneStripes
-    tables: np.ndarray
-    ordinals: np.ndarray
+    held: np.ndarray
     protected: list[np.ndarray]
 
 
@@ -119,8 +93,7 @@ class RowTimeline:
         self._lanes = [
             _LaneState(
                 self.placement.stripes(lane, np.zeros(len(self.layouts), np.int64)),
-                np.full(slots, _NOBODY, np.int16),
-                np.zeros(slots, np.int64),
+                np.full(slots, _STORED, np.int64),
                 [np.ones(-(-int(count) // k), bool) for count in given],
             )
             for lane, given in enumerate(self.ordinals)
@@ -142,11 +115,11 @@ class RowTimeline:
             segment = self.schedule.segment(self._segment)
             if segment is None:
                 break
-            last = segment.first + len(segment.samples) - 1
-            if segment.kind == "train" and last > self.start_step:
+            if segment.kind == "train" and segment.last > self.start_step:
                 for lane in range(self.schedule.header.lanes):
-                    self._take(segment, lane)
-                self._close(last)
+                    moves = LaneMoves(segment.first, segment.last, self.schedule.moves(segment.index, lane))
+                    self._take(moves.part(max(segment.first, self.start_step + 1), segment.last), lane)
+                self._close(segment.last)
             self._segment += 1
         return self.known
 
@@ -158,24 +131,17 @@ class RowTimeline:
                 counts[moment] += counts[moment - 1] if moment else before
         self.known = until
 
-    def _take(self, segment: Segment, lane: int) -> None:
-        """Count in what a segment does in a lane."""
-        moves, state = self.schedule.moves(segment.index, lane), self._lanes[lane]
-        skipped = max(self.start_step + 1 - segment.first, 0)
-        events = np.arange(skipped, len(segment.samples))
-        moment = (segment.first + events - self.start_step - 1) // self.apart
-        ends, slot, table, ordinal, tag = (
-            _from(moves, name, skipped) for name in ("ends", *(f"arrival_{name}" for name in ("slot", "table", "ordinal", "tag")))
-        )
-        counts = np.diff(slot[0])
-        of_arrival = np.repeat(moment, counts)
-        new = tag[1] == 0
-        self._add(self.given, state, lane, table[1][new], ordinal[1][new], of_arrival[new], None)
-        out = np.empty(len(ends[1]), np.int16), np.empty(len(ends[1]), np.int64), np.empty(len(ends[1]), np.int64)
-        first = _first_stored(moment, ends, (*slot, table[1], ordinal[1], tag[1]), (state.tables, state.ordinals), out)
-        self._add(self.stored, state, lane, out[0][:first], out[1][:first], out[2][:first], state.protected)
-        again = np.bincount(moment, np.diff(ends[0]), len(self.steps)) - np.bincount(out[2][:first], minlength=len(self.steps))
-        self.work[:, lane] += again.astype(np.int64) + np.bincount(of_arrival[~new], minlength=len(self.steps))
+    def _take(self, moves: LaneMoves, lane: int) -> None:
+        """Count in what a lane does."""
+        state, tables, moments = self._lanes[lane], len(self.layouts), len(self.steps)
+        table, ordinal, tag = (moves.values(f"arrival_{name}") for name in ("table", "ordinal", "tag"))
+        arrived, ended = ((moves.steps(name) - self.start_step - 1) // self.apart for name in ("arrival_tag", "ends"))
+        new = tag == 0
+        self._add(self.given, state, lane, table[new], ordinal[new], arrived[new], None)
+        ending = moves.occupants("ends", state.held, np.where(new, ordinal * tables + table, _STORED))
+        first = ending != _STORED
+        self._add(self.stored, state, lane, ending[first] % tables, ending[first] // tables, ended[first], state.protected)
+        self.work[:, lane] += np.bincount(ended[~first], minlength=moments) + np.bincount(arrived[~new], minlength=moments)
 
     def _add(
         self,
@@ -208,12 +174,6 @@ class RowTimeline:
                 for parity in range(k, width):
                     held += np.bincount(when[fresh] * shape[1] + homes[fresh, parity], minlength=shape[0] * shape[1])
             counts[:, lane, :, size] += held.reshape(shape)
-
-
-def _from(moves: MappedLists, name: str, first: int) -> tuple[np.ndarray, np.ndarray]:
-    """A list column from its row `first` on: offsets that begin at 0, and the values."""
-    offsets, values = moves.whole(name)
-    return offsets[first:] - offsets[first], values[offsets[first] : offsets[-1]]
 
 
 def _fresh(protected: list[np.ndarray], table: int, stripe: np.ndarray) -> np.ndarray:

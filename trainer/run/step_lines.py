@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.schedule.walk import walk
 from foreload.trainer.compute.reports import StepReport
 
 ROWS = ("rows_used", "rows_arrived", "rows_fetched", "rows_written_back")
@@ -21,20 +22,11 @@ def rows_of_steps(schedule: Schedule, first: int, last: int) -> dict[int, dict[s
         first: The first training step.
         last: The last one.
     """
-    figures: dict[int, dict[str, int]] = {step: dict.fromkeys(ROWS, 0) for step in range(first, last + 1)}
-    for segment in schedule.segments():
-        steps = range(max(first, segment.first), min(last + 1, segment.first + len(segment.samples)))
-        for lane in range(schedule.header.lanes if segment.kind == "train" else 0):
-            moves = schedule.moves(segment.index, lane) if steps else None
-            for step in steps:
-                assert moves is not None
-                used, tags, ends = (moves.column(name, step - segment.first) for name in ("slots", "arrival_tag", "ends"))
-                counts = used.size, tags.size, int(np.count_nonzero(tags)), ends.size
-                for name, count in zip(ROWS, counts, strict=True):
-                    figures[step][name] += count
-        if segment.kind == "train" and segment.first + len(segment.samples) > last:
-            break
-    return figures
+    figures = np.zeros((len(ROWS), last + 1 - first), np.int64)
+    for lane in range(schedule.header.lanes):
+        for moves in walk(schedule, lane, first - 1, [last]):
+            figures[:, moves.first - first : moves.last + 1 - first] += moves.counts()
+    return {step: dict(zip(ROWS, of_step, strict=True)) for step, of_step in enumerate(figures.T.tolist(), first)}
 
 
 def merged(reports: Sequence[StepReport]) -> dict[str, Any]:

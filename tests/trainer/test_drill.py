@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 from command_line import SMALL, main
 from small_job import BATCH, summary, synthetic_schedule, train_undisturbed
-from test_timeline import steady
+from test_timeline import STEP, steady
 
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.cluster.faults import Fault
 from foreload.trainer.commands import drill
-from foreload.trainer.commands.drill import Drill
+from foreload.trainer.commands.drill import Picture
+from foreload.trainer.commands.lost_shard import LostShard
 from foreload.trainer.commands.scale_drill import Change, account_changes
 from foreload.trainer.run.directory import DRILL, SUMMARY, Run
 from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.timeline import Moments
 
 STEPS = 80
 LAST = STEPS - 1
@@ -112,7 +113,7 @@ def test_without_a_schedule_clicks_are_made_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(drill, "MADE_UP", "--format synthetic --rows 5120 --batch-size 128 --lanes 2 --slots 900")
+    monkeypatch.setattr(drill, "SYNTHETIC", "--format synthetic --rows 5120 --batch-size 128 --lanes 2 --slots 900")
     assert main(["drill", "lost-shard", *SMALL]) == 0
     assert Schedule("drill-schedule").header.end_step == 40
     figures = json.loads(Path("drill", SUMMARY).read_text(encoding="utf-8"))["drill"]
@@ -240,6 +241,24 @@ def test_changes_of_the_number_of_trainers_are_accounted_for() -> None:
     assert before["samples_per_second"] == pytest.approx(after["samples_per_second"])
 
 
+def test_what_did_not_happen_has_no_figure() -> None:
+    def account(injected: float, *followed: float) -> dict[str, float | None]:
+        moments = dict(zip(LostShard.words, (*followed, None, None, None), strict=False))
+        return LostShard.account(steady(100), {"injected": injected, **moments})
+
+    whole = account(10.0, 11.0, 20.0, 30.0)
+    assert all(value is not None for value in whole.values())
+    assert whole["throughput_degraded"] == pytest.approx(1)
+    assert whole["throughput_rebuilding"] == pytest.approx(1)
+    assert (whole["seconds_until_lost"], whole["seconds_until_back"], whole["seconds_until_whole"]) == (1, 10, 20)
+    degraded = account(10.0, 11.0)
+    assert degraded["throughput_degraded"] == pytest.approx(1)
+    assert degraded["throughput_rebuilding"] is degraded["seconds_until_back"] is degraded["seconds_until_whole"] is None
+    last = account(50.0, 51.0, 52.0, 53.0)
+    assert last["longest_gap_seconds"] is None
+    assert last["median_step_seconds"] == STEP
+
+
 @pytest.mark.full
 def test_trainers_join_and_leave_in_a_drill_and_the_model_is_that_of_an_undisturbed_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -259,7 +278,10 @@ def test_step_and_shard_follow_from_the_seed(schedule: Path, tmp_path: Path) -> 
 
     def chosen(seed: int, at: int | None = None, shard: int | None = None) -> tuple[int, int]:
         job = TrainJob.of({"schedule": schedule, "run": tmp_path / "run", "store": "local:3", "seed": seed})
-        fault = drill.choose_fault(job, Drill(at=at, shard=shard), opened)
+        chosen = LostShard(job, at, shard)
+        chosen.begin(opened)
+        (fault,) = chosen.faults
+        assert isinstance(fault, Fault)
         return fault.step, fault.shard
 
     assert [chosen(seed) for seed in range(30)] == [chosen(seed) for seed in range(30)]
@@ -299,9 +321,9 @@ def test_without_matplotlib_a_line_says_so_and_nothing_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    figures = {"signal": "SIGKILL", "shard": 0, "step": 3, "longest_gap_seconds": None, "median_step_seconds": 0.5}
-    assert drill.draw(tmp_path / DRILL, steady(20), Moments(2.0), figures) is None
+    picture = Picture("a loss", [("killed", 2.0)], [(3.0, 4.0)])
+    assert drill.plot(tmp_path / DRILL, steady(20), picture) is None
     assert "matplotlib is not installed; `pip install matplotlib`" in capsys.readouterr().err
     monkeypatch.undo()
-    assert drill.draw(tmp_path / DRILL, steady(20), Moments(2.0), figures) == str(tmp_path / DRILL)
+    assert drill.plot(tmp_path / DRILL, steady(20), picture) == str(tmp_path / DRILL)
     check_picture(tmp_path / DRILL)

@@ -1,4 +1,4 @@
-"""The timeline of a training: gaps between steps, throughput, and what a drill says of them."""
+"""The timeline of a training: gaps between steps, and throughput."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ import pytest
 from small_job import step_report
 
 from foreload.trainer.compute.reports import StepReport
-from foreload.trainer.run.timeline import (
-    Moments,
-    StepTimes,
-    Timeline,
-    account,
-)
+from foreload.trainer.run.timeline import StepTimes, Timeline
 
 STEP = 0.5
 """Seconds that a step takes."""
@@ -75,17 +70,3 @@ def test_bins_hold_all_samples() -> None:
     timeline = joined(steady(20), Timeline(np.array([14.0]), np.array([4.0]), np.array([100])))
     edges, rates = timeline.bins(0.3)
     assert (rates * np.diff(edges)).sum() == pytest.approx(timeline.samples.sum())
-
-
-def test_what_did_not_happen_has_no_figure() -> None:
-    whole = account(steady(100), Moments(10.0, 11.0, 20.0, 30.0))
-    assert all(value is not None for value in whole.values())
-    assert whole["throughput_degraded"] == pytest.approx(1)
-    assert whole["throughput_rebuilding"] == pytest.approx(1)
-    assert (whole["seconds_until_lost"], whole["seconds_until_back"], whole["seconds_until_whole"]) == (1, 10, 20)
-    degraded = account(steady(100), Moments(10.0, 11.0))
-    assert degraded["throughput_degraded"] == pytest.approx(1)
-    assert degraded["throughput_rebuilding"] is degraded["seconds_until_back"] is degraded["seconds_until_whole"] is None
-    last = account(steady(100), Moments(50.0, 51.0, 52.0, 53.0))
-    assert last["longest_gap_seconds"] is None
-    assert last["median_step_seconds"] == STEP

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from foreload.pipelines.base.settings import add_arguments, given, path
-from foreload.pipelines.errors import ForeloadError, SettingError
+from foreload.pipelines.errors import ForeloadError
 from foreload.trainer.command_line.shared import a_path, add_group, add_json, add_plain, check_json, tell
 from foreload.trainer.compute import numerics
 from foreload.trainer.resources import shard_loads
@@ -16,6 +16,9 @@ from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.job_values import AUTO
 from foreload.trainer.run.manifest import code_text, inexact_text, rates_text
 from foreload.trainer.run.metric_text import metric_lines
+
+if TYPE_CHECKING:
+    from foreload.trainer.commands.drill import Drill
 
 PERMANENT = 6
 """The exit status of a training with --resume=auto that ends so whenever it is started again, until what it was given is changed."""
@@ -106,7 +109,7 @@ def _scale(parsed: argparse.Namespace) -> int:
 
 def _add_drill(drills: Any) -> None:
     lost = add_plain(
-        drills, "lost-shard", _drill, "train, kill a store shard on the way, and see what that does to the training",
+        drills, "lost-shard", _drill_shard, "train, kill a store shard on the way, and see what that does to the training",
         "Trains, kills a local store shard at a step, and goes on. Tells the longest gap between steps and the throughput meanwhile, "
         "and draws it in RUN/drill.png. Without SCHEDULE, clicks are made up; without --run and --store, these are drill and local:3.",
     )  # fmt: skip
@@ -255,39 +258,32 @@ def _summary_text(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _drilled_job(parsed: argparse.Namespace, **defaults: Any) -> tuple[TrainJob, bool]:
-    """The job of a drill, and whether its schedule is to be made up."""
+def _drill_shard(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands.lost_shard import LostShard
+
+    return _drill(parsed, lambda job: LostShard(job, parsed.at, parsed.shard, parsed.stop, parsed.down))
+
+
+def _drill_trainer(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands.lost_trainer import LostTrainer
+
+    return _drill(parsed, lambda job: LostTrainer(job, parsed.at, parsed.trainer, parsed.stop), trainers=2, copies=2)
+
+
+def _drill_scale(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands.scale_drill import ScaleDrill
+
+    return _drill(parsed, lambda job: ScaleDrill(job, parsed.to))
+
+
+def _drill(parsed: argparse.Namespace, kind: Callable[[TrainJob], Drill], **defaults: Any) -> int:
+    """Play a drill. defaults: further settings of its job, where none are given."""
+    from foreload.trainer.commands import drill
+
     values = {"run": "drill", "store": "local:3"} | defaults | _values(parsed)
     make = not values.get("schedule")
     if make:
         values["schedule"] = f"{values['run']}-schedule"
-    return TrainJob.of(values), make
-
-
-def _drill_trainer(parsed: argparse.Namespace) -> int:
-    job, make = _drilled_job(parsed, trainers=2, copies=2)
-    from foreload.trainer.commands import lost_trainer
-
-    plan = lost_trainer.TrainerDrill(parsed.at, parsed.trainer, parsed.stop, parsed.check, make)
-    summary = lost_trainer.run(job, plan, parsed.start_process)
-    return tell(parsed, summary, lost_trainer.text(summary))
-
-
-def _drill_scale(parsed: argparse.Namespace) -> int:
-    job, make = _drilled_job(parsed)
-    from foreload.trainer.commands import scale_drill
-
-    if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", parsed.to):
-        raise SettingError(f"--to: must be numbers of trainers with commas between, such as 1,2,1; got {parsed.to}")
-    numbers = tuple(int(number) for number in parsed.to.split(","))
-    summary = scale_drill.run(job, scale_drill.ScaleDrill(numbers, parsed.check, make), parsed.start_process)
-    return tell(parsed, summary, scale_drill.text(summary))
-
-
-def _drill(parsed: argparse.Namespace) -> int:
-    job, make = _drilled_job(parsed)
-    from foreload.trainer.commands import drill
-
-    plan = drill.Drill(parsed.at, parsed.shard, parsed.stop, parsed.down, parsed.check, make)
-    summary = drill.run(job, plan, parsed.start_process)
-    return tell(parsed, summary, drill.text(summary))
+    played = kind(TrainJob.of(values))
+    summary = drill.run(played, parsed.check, make, parsed.start_process)
+    return tell(parsed, summary, drill.text(played, summary))

@@ -1,232 +1,282 @@
-"""`foreload drill lost-shard`: trains, kills a store shard on the way, and tells and draws what that did to the training."""
+"""`foreload drill`: trains, has something happen on the way, and reports and draws what that did to the training."""
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import sys
 import tempfile
-import threading
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from foreload.cache.client.local import LocalStores
-from foreload.cache.protocol.shard_table import LOST, OK, REBUILDING, ShardSnapshot
+import numpy as np
+
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.faults import Fault, RunObserver
-from foreload.trainer.cluster.messages import EvaluationEnded, FaultInjected, ShardsTold, StepEnded, TrainerEvent
+from foreload.trainer.cluster.faults import Fault, RunObserver, TrainerFault
+from foreload.trainer.cluster.messages import EvaluationEnded, StepEnded, TrainerEvent
 from foreload.trainer.cluster.processes import ChildProcess, StartProcess
 from foreload.trainer.commands.train import train
 from foreload.trainer.errors import TrainerError
-from foreload.trainer.run.directory import DRILL, STORES, SUMMARY, check_free
+from foreload.trainer.run.directory import DRILL, SUMMARY, check_free
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.job_values import Servers
 from foreload.trainer.run.scheduler import under_scheduler
-from foreload.trainer.run.timeline import Moments, StepTimes, Timeline, account
+from foreload.trainer.run.timeline import StepTimes, Timeline
 
 if TYPE_CHECKING:
     from foreload.trainer.cluster.ending import Ending
 
-MOST_DOWN_SECONDS = 20.0  # a run that is over waits for a server no longer than 30
+SYNTHETIC = "--format synthetic --rows 200000 --values 10000 --epochs 3 --batch-size 1024 --slots 20000"
+"""Options of `foreload prepare` for a drill without a schedule of its own."""
 _LEGEND_COLUMNS = 4
 _BINS = 120
-MADE_UP = "--format synthetic --rows 200000 --values 10000 --epochs 3 --batch-size 1024 --slots 20000"
-_WORDS = {"lost": "lost", "back": "server back", "whole": "rebuilt"}
+
+
+Moments = Mapping[str, float | None]
+"""When a fault was injected ("injected"), and when what may follow it happened: seconds of time.monotonic(), None where it did not happen."""
 
 
 @dataclass(frozen=True, slots=True)
-class Drill:
-    """What is done to the store: at: the step after which, None: drawn from the job's seed, as shard is.
+class Picture:
+    """What a drill's picture shows beside the throughput: moments (what, when) and spans (begin, end), in seconds of time.monotonic()."""
 
-    stop: the server is stopped and later continued, not killed; down_seconds: how long it stays away, None: a second, or when it is stopped,
-    one more than it may be silent. check: train again, undisturbed, and compare the digests. make: the job's schedule is made up if it is not there.
+    title: str
+    moments: Sequence[tuple[str, float]]
+    spans: Sequence[tuple[float, float]]
+
+
+class Drill(RunObserver):
+    """A training during which something happens, and all that is seen of it. All moments are in seconds of time.monotonic().
+
+    job: how it trains. Constructors raise SettingError for what cannot be drilled.
     """
 
-    at: int | None = None
-    shard: int | None = None
-    stop: bool = False
-    down_seconds: float | None = None
-    check: bool = False
-    make: bool = False
+    synthetic_lanes: ClassVar = 2
+    """Lanes of a schedule that is made for the drill."""
 
-
-class LostShard(RunObserver):
-    """The fault, and all that is seen of it: steps and moments, in seconds of time.monotonic()."""
-
-    def __init__(self, fault: Fault, stores: Path, down_seconds: float) -> None:
-        self.faults = (fault,)
-        self._shard, self._signal = fault.shard, fault.signal_number
-        self._stores = stores
-        self._steps = StepTimes()
-        self._injected_at: float | None = None
-        self._told: dict[int, ShardSnapshot] = {}  # by each trainer, the last
-        self._lost: dict[int, float] = {}
-        self._back: dict[int, float] = {}
-        self._whole: dict[int, float] = {}
-        self._return = threading.Timer(down_seconds, self._come_back)
-        self._may_start = self._signal != signal.SIGKILL
+    def __init__(self, job: TrainJob) -> None:
+        for flag, given in (("--resume", job.resume), ("--follow", job.follow), ("--from", job.from_checkpoint)):
+            if given:
+                raise SettingError(
+                    f"{flag}: cannot be given to a drill, which trains a whole schedule from its beginning on local stores"
+                )
+        if under_scheduler():
+            raise SettingError("drill: must be started by itself, not by torchrun or another scheduler")
+        self.job = job
+        self.steps = StepTimes()
 
     def see(self, trainer: int, event: TrainerEvent) -> None:
-        """Note steps and what becomes of the shard; once the fault is in, see to its return."""
-        match event:
-            case StepEnded(report, at):
-                self._steps.note(report, at)
-            case EvaluationEnded(report):
-                self._steps.note_evaluation(report.step)
-            case FaultInjected(at=at):
-                self._injected_at = at
-                self._return.start()
-            case ShardsTold(shards, at):
-                changed = shards.changes_since(self._told.get(trainer)).get(self._shard)
-                self._told[trainer] = shards
-                if changed is not None:
-                    {LOST: self._lost, REBUILDING: self._back, OK: self._whole}[changed.state][trainer] = at
+        """Note a step, or an evaluation."""
+        if isinstance(event, StepEnded):
+            self.steps.note(event.report, event.at)
+        elif isinstance(event, EvaluationEnded):
+            self.steps.note_evaluation(event.report.step)
 
-    def may_start(self, shard: int) -> bool:
-        """Not before the server was down for long enough."""
-        return shard != self._shard or self._may_start
-
-    def _come_back(self) -> None:
-        self._may_start = True
-        self.release()
+    @abstractmethod
+    def begin(self, schedule: Schedule) -> None:
+        """Choose what happens, and when; training begins next. Raises SettingError."""
 
     def release(self) -> None:
-        """Whatever happened, no server stays stopped."""
-        self._return.cancel()
-        local = LocalStores.find(self._stores) if self._signal == signal.SIGSTOP else None
-        pid = local.pids[self._shard] if local is not None else None
-        if pid is not None:
-            os.kill(pid, signal.SIGCONT)
+        """Training is over, however it ended: leave nothing stopped or waiting."""
 
-    @property
-    def timeline(self) -> Timeline:
-        """All steps, one at least."""
-        return self._steps.timeline
+    @abstractmethod
+    def figures(self, ending: Ending) -> dict[str, Any]:
+        """Return what the summary's "drill" says. Raises TrainerError where training ended before there was anything to see."""
 
-    @property
-    def moments(self) -> Moments | None:
-        """None where training ended before the fault. The shard is whole when it is for every trainer that had lost it."""
-        if self._injected_at is None:
-            return None
-        whole = max(self._whole.values()) if self._lost and self._whole.keys() >= self._lost.keys() else None
-        return Moments(self._injected_at, min(self._lost.values(), default=None), min(self._back.values(), default=None), whole)
+    @abstractmethod
+    def picture(self, figures: Mapping[str, Any]) -> Picture:
+        """Return what the picture shows."""
+
+    @abstractmethod
+    def lines(self, figures: Mapping[str, Any]) -> list[str]:
+        """Return the figures as lines for the user."""
+
+    def not_done(self, ending: Ending) -> str | None:
+        """Return what should have happened and did not, with the reason; None where everything did."""
+        return None
 
 
-def run(job: TrainJob, drill: Drill, start_process: StartProcess = ChildProcess) -> dict[str, Any]:
-    """Train with the fault; returns the run's summary with the drill's figures in "drill".
+class FaultDrill(Drill):
+    """A drill with one fault: a signal to one of `count` store shards or trainers.
 
-    Raises SettingError for what cannot be drilled, TrainerError where the model is not the undisturbed one, and what training raises.
+    at: the step of the fault; number: the shard or trainer; if None, they are drawn from the job's seed. stop: SIGSTOP instead of SIGKILL.
     """
-    _check(job, drill)
-    check_free(Path(job.run), job.overwrite)
-    if drill.make:
-        make_schedule(job)
-    fault = choose_fault(job, drill, Schedule(job.schedule))
-    down = drill.down_seconds
-    if down is None:
-        down = 1.0 + (job.store_silence.total_seconds() if drill.stop else 0.0)
-    observer = LostShard(fault, Path(job.run) / STORES, down)
+
+    kind: ClassVar[str]
+    """Whether `number` is that of a "shard" or a "trainer"."""
+    title: ClassVar[str]
+    """Of the picture, for str.format with the figures; done: "killed" or "stopped"."""
+    words: ClassVar[Mapping[str, str]]
+    """The picture's word for each moment that may follow the fault."""
+    spans: ClassVar[Sequence[tuple[str, str]]]
+    """What the picture shades: from one moment to another, or to the end where that did not happen."""
+    shares: ClassVar[Mapping[str, tuple[str, str]]]
+    """What throughput_NAME is measured over, as `spans`, and given as a share of the normal one."""
+    over: ClassVar[str]
+    """The moment until which the longest gap between steps is looked for, from the fault on."""
+    normal_again: ClassVar[bool]
+    """Whether the steps after `over` are normal ones. Those before the fault are, without the first tenth of them."""
+
+    step: int
+    """After or in which the fault is injected; as `number`, once the training begins."""
+    number: int
+
+    def __init__(self, job: TrainJob, at: int | None, number: int | None, count: int, stop: bool) -> None:
+        super().__init__(job)
+        self._at, self._number, self._count = at, number, count
+        self.signal_number = signal.SIGSTOP if stop else signal.SIGKILL
+        self.injected: float | None = None
+
+    @abstractmethod
+    def fault(self) -> Fault | TrainerFault:
+        """Return the fault: `signal_number` at `step`, for `number`."""
+
+    @property
+    @abstractmethod
+    def followed(self) -> Moments:
+        """When each of `words` happened."""
+
+    @abstractmethod
+    def measured(self, timeline: Timeline, struck_at_seconds: float, ending: Ending) -> dict[str, Any]:
+        """Return the figures after the fault's own, with those of `account`. struck_at_seconds: of the fault, since training began."""
+
+    def begin(self, schedule: Schedule) -> None:
+        """Choose the fault: as it was given, else drawn from the job's seed."""
+        chance = random.Random(self.job.seed)
+        first, end = schedule.header.first_step, schedule.header.end_step
+        # Late enough to see what is normal, and early enough to see what follows.
+        step = first + chance.randrange((end - first) // 4, (end - first) // 2 + 1)
+        if self._at is not None:
+            step = self._at
+        if not first <= step < end:
+            raise SettingError(f"--at: must be a step of {schedule.path}, {first} to {end - 1}; got {step}")
+        number = chance.randrange(self._count)
+        self.step, self.number = step, number if self._number is None else self._number
+        self.faults = (self.fault(),)
+
+    @property
+    def moments(self) -> Moments:
+        """When the fault was injected, and what followed."""
+        return {"injected": self.injected, **self.followed}
+
+    def figures(self, ending: Ending) -> dict[str, Any]:
+        """What the fault did to the training."""
+        if self.injected is None:
+            raise TrainerError(f"drill: training stopped after step {ending.step}, before the fault was to be injected")
+        timeline = self.steps.timeline
+        return {
+            "signal": self.signal_number.name,
+            self.kind: self.number,
+            "step": self.step,
+            **self.measured(timeline, self.injected - timeline.begin, ending),
+        }
+
+    @classmethod
+    def account(cls, timeline: Timeline, moments: Moments) -> dict[str, float | None]:
+        """Return what a fault meant, in figures; None for what there is no measure of."""
+        injected = moments["injected"]
+        assert injected is not None
+        over = moments[cls.over] or timeline.end
+        before = (timeline.begin + (injected - timeline.begin) / 10, injected)
+        rate = timeline.throughput(before, *([(over, timeline.end)] if cls.normal_again else []))
+        spans = {name: _span(moments, between, timeline.end) for name, between in cls.shares.items()}
+        since = {name: moments[name] for name in cls.words}
+        return finite(
+            {
+                "median_step_seconds": timeline.median_step(*before),
+                "longest_gap_seconds": timeline.longest_gap(injected, over),
+                "samples_per_second_normal": rate,
+                **{
+                    f"throughput_{name}": None if span is None else timeline.throughput(span) / rate
+                    for name, span in spans.items()
+                },
+                **{f"seconds_until_{name}": None if at is None else at - injected for name, at in since.items()},
+            }
+        )
+
+    def picture(self, figures: Mapping[str, Any]) -> Picture:
+        """The fault, and what followed."""
+        done = "killed" if self.signal_number == signal.SIGKILL else "stopped"
+        gap, median = (milliseconds(figures[name]) for name in ("longest_gap_seconds", "median_step_seconds"))
+        title = f"{self.title.format(done=done, **figures)}: longest gap {gap}, median step {median}"
+        words = {"injected": done, **self.words}
+        shown = [(words[name], at) for name, at in self.moments.items() if at is not None]
+        spans = [_span(self.moments, between, self.steps.timeline.end) for between in self.spans]
+        return Picture(title, shown, [span for span in spans if span is not None])
+
+
+def _span(moments: Moments, between: tuple[str, str], end: float) -> tuple[float, float] | None:
+    """The span from one moment to another, or to the end where that did not happen; None where it did not begin."""
+    since, until = (moments.get(name) for name in between)
+    return None if since is None else (since, until or end)
+
+
+def finite(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures with None in place of nan."""
+    return {name: None if isinstance(value, float) and not np.isfinite(value) else value for name, value in figures.items()}
+
+
+def run(drill: Drill, check: bool, make: bool, start_process: StartProcess = ChildProcess) -> dict[str, Any]:
+    """Train while the drill happens; returns the run's summary with the drill's figures in "drill".
+
+    check: train again, undisturbed, and compare the digests. make: make a schedule of synthetic clicks if there is none. Raises SettingError for what
+    cannot be drilled, TrainerError where the model is not the undisturbed one or something did not happen, what training raises, and
+    KeyboardInterrupt where a signal stopped it.
+    """
+    place = Path(drill.job.run)
+    check_free(place, drill.job.overwrite)
+    if make:
+        _make_schedule(drill.job, drill.synthetic_lanes)
+    drill.begin(Schedule(drill.job.schedule))
+    job = drill.job
     try:
-        ending = train(replace(job, digest=job.digest or drill.check), observer, start_process)
+        ending = train(replace(job, digest=job.digest or check), drill, start_process)
     finally:
-        observer.release()
+        drill.release()
     assert ending is not None
-    moments = observer.moments
-    if moments is None:
-        raise TrainerError(f"drill: training stopped after step {ending.step}, before the fault was to be injected")
-    timeline = observer.timeline
-    figures: dict[str, Any] = {
-        "signal": signal.Signals(fault.signal_number).name,
-        "shard": fault.shard,
-        "step": fault.step,
-        "down_seconds": down,
-        "struck_at_seconds": moments.injected - timeline.begin,
-        **account(timeline, moments),
-        "rows_rebuilt": ending.summary["store_traffic"]["rows_rebuilt"],
-    }
+    figures = drill.figures(ending)
     summary = ending.summary | {"drill": figures}
-    figures["picture"] = draw(Path(job.run) / DRILL, timeline, moments, figures)
-    conclude(job, drill.check, ending, summary, start_process)
-    return summary
-
-
-def make_schedule(job: TrainJob, lanes: int = 2) -> None:
-    """Make up the clicks of a drill and their schedule, if it is not there."""
-    if not (Path(job.schedule) / "schedule.json").exists():
-        from foreload.pipelines import prepare
-
-        prepare.run([*MADE_UP.split(), "--lanes", str(lanes), "--seed", str(job.seed), "--out", job.schedule])
-
-
-def conclude(job: TrainJob, check: bool, ending: Ending, summary: dict[str, Any], start_process: StartProcess) -> None:
-    """Train again, undisturbed, where that is wanted, and write the summary with what came out. Raises TrainerError where the model is another one,
-    KeyboardInterrupt where a signal stopped the drill.
-    """
-    figures = summary["drill"]
+    figures["picture"] = plot(place / DRILL, drill.steps.timeline, drill.picture(figures))
     if check and not ending.stopped:
         figures["digest_undisturbed"] = _undisturbed(job, start_process)
-    write_json(Path(job.run) / SUMMARY, summary)
+    write_json(place / SUMMARY, summary)
     if ending.signal_number is not None:
         raise KeyboardInterrupt
     if figures.get("digest_undisturbed", summary.get("digest")) != summary.get("digest"):
         raise TrainerError(
             f"drill: the model is not that of an undisturbed run: digest {summary['digest']}, undisturbed {figures['digest_undisturbed']}; "
-            f"this must not be: please report it with {job.run}/{SUMMARY}"
+            f"this must not be: please report it with {place / SUMMARY}"
         )
+    if (reason := drill.not_done(ending)) is not None:
+        raise TrainerError(f"drill: {reason}")
+    return summary
 
 
-def _check(job: TrainJob, drill: Drill) -> None:
-    count = job.store.local
-    if count is None:
-        raise SettingError("--store: a drill kills servers of its own only; give local:N")
-    if not job.code(count)[1]:
-        raise SettingError(
-            f"--store: a drill needs parity, which {job.store} has not; give local:3 or more without --parity off, or --parity 1+1"
-        )
-    check_whole(job)
-    if drill.shard is not None and not 0 <= drill.shard < count:
-        raise SettingError(f"--shard: must be a store shard of {job.store}, 0 to {count - 1}; got {drill.shard}")
-    if drill.down_seconds is not None and not 0 <= drill.down_seconds <= MOST_DOWN_SECONDS:
-        raise SettingError(f"--down: must be 0 to {MOST_DOWN_SECONDS:g} seconds; got {drill.down_seconds:g}")
+def text(drill: Drill, summary: Mapping[str, Any]) -> str:
+    """Return what `run` found, for a person."""
+    figures = summary["drill"]
+    lines = drill.lines(figures)
+    if "digest_undisturbed" in figures:
+        lines.append(f"the model is that of an undisturbed run: digest {summary['digest']}")
+    if figures["picture"] is not None:
+        lines.append(f"drawn in {figures['picture']}")
+    return "\n".join(lines)
 
 
-def check_whole(job: TrainJob) -> None:
-    """Raise SettingError unless the job trains a whole schedule, in processes of its own."""
-    for flag, given in (("--resume", job.resume), ("--follow", job.follow), ("--from", job.from_checkpoint)):
-        if given:
-            raise SettingError(
-                f"{flag}: cannot be given to a drill, which trains a whole schedule from its beginning on local stores"
-            )
-    if under_scheduler():
-        raise SettingError("drill: must be started by itself, not by torchrun or another scheduler")
+def _make_schedule(job: TrainJob, lanes: int) -> None:
+    if not (Path(job.schedule) / "schedule.json").exists():
+        from foreload.pipelines import prepare
 
-
-def choose_step(job: TrainJob, at: int | None, schedule: Schedule, chance: random.Random) -> int:
-    """The step after which a fault comes: the one given, else one of the second quarter. Raises SettingError."""
-    first, end = schedule.header.first_step, schedule.header.end_step
-    # Late enough to see what is normal, and early enough to see what follows.
-    drawn = first + chance.randrange((end - first) // 4, (end - first) // 2 + 1)
-    if at is not None and not first <= at < end:
-        raise SettingError(f"--at: must be a step of {schedule.path}, {first} to {end - 1}; got {at}")
-    return drawn if at is None else at
-
-
-def choose_fault(job: TrainJob, drill: Drill, schedule: Schedule) -> Fault:
-    """What is done, and when: as the drill says, else drawn from the job's seed. Raises SettingError."""
-    chance = random.Random(job.seed)
-    step, shard = choose_step(job, drill.at, schedule, chance), chance.randrange(job.store.count)
-    if drill.shard is not None:
-        shard = drill.shard
-    return Fault(step, shard, signal.SIGSTOP if drill.stop else signal.SIGKILL)
+        prepare.run([*SYNTHETIC.split(), "--lanes", str(lanes), "--seed", str(job.seed), "--out", job.schedule])
 
 
 def _undisturbed(job: TrainJob, start_process: StartProcess) -> str:
-    """The digest of the same training without a fault."""
+    """The digest of the same training with nothing done to it."""
     sys.stderr.write("drill: training again, undisturbed\n")
     with tempfile.TemporaryDirectory(prefix="foreload-") as folder:
         plain = replace(job, run=str(Path(folder) / "run"), namespace=None, overwrite=False, digest=True)
@@ -240,58 +290,24 @@ def _undisturbed(job: TrainJob, start_process: StartProcess) -> str:
         return str(ending.summary["digest"])
 
 
-def text(summary: Mapping[str, Any]) -> str:
-    """What `run` found, for a person."""
-    figures = summary["drill"]
-
-    def after(name: str) -> str:
-        seconds = figures[f"seconds_until_{name}"]
-        return "never" if seconds is None else f"after {seconds:.3f} s"
-
-    def of_normal(name: str) -> str:
-        return "-" if figures[name] is None else f"{figures[name]:.1%}"
-
-    fault = f"{figures['signal']} after step {figures['step']}, {figures['struck_at_seconds']:.2f} s into the training"
-    lines = [
-        f"store shard {figures['shard']}: {fault}; its server was away for {figures['down_seconds']:g} s",
-        f"given up {after('lost')}, back {after('back')}, whole {after('whole')}: {figures['rows_rebuilt']:,} rows rebuilt",
-        f"longest gap between steps {milliseconds(figures['longest_gap_seconds'])}, counted from the fault; "
-        f"median step {milliseconds(figures['median_step_seconds'])}",
-        f"throughput, of {figures['samples_per_second_normal'] or 0:,.0f} samples a second: {of_normal('throughput_degraded')} while the shard was "
-        f"lost, {of_normal('throughput_rebuilding')} while it was rebuilt",
-    ]
-    if "digest_undisturbed" in figures:
-        lines.append(f"the model is that of an undisturbed run: digest {summary['digest']}")
-    if figures["picture"] is not None:
-        lines.append(f"drawn in {figures['picture']}")
-    return "\n".join(lines)
-
-
 def milliseconds(seconds: float | None) -> str:
     """A time for a person; - where there is none."""
     return "-" if seconds is None else f"{1000 * seconds:,.1f} ms"
 
 
-def draw(path: Path, timeline: Timeline, moments: Moments, figures: Mapping[str, Any]) -> str | None:
-    """Throughput over time with the moments; returns the file, None where there is nothing to draw with."""
-    end = float(timeline.ended[-1])
-    fault = "killed" if figures["signal"] == "SIGKILL" else "stopped"
-    after = {"lost": moments.lost, "back": moments.back, "whole": moments.whole}
-    shown = [(fault, moments.injected), *((_WORDS[name], at) for name, at in after.items() if at is not None)]
-    spans = []
-    if moments.lost is not None:
-        spans.append((moments.lost, moments.back or end))
-    if moments.back is not None:
-        spans.append((moments.back, moments.whole or end))
-    gap, median = (milliseconds(figures[name]) for name in ("longest_gap_seconds", "median_step_seconds"))
-    title = f"Store shard {figures['shard']} {fault} after step {figures['step']}: longest gap {gap}, median step {median}"
-    return plot(path, timeline, shown, spans, title)
+def percent(share: float | None) -> str:
+    """A share for a person; - where there is none."""
+    return "-" if share is None else f"{share:.1%}"
 
 
-def plot(
-    path: Path, timeline: Timeline, moments: Sequence[tuple[str, float]], spans: Sequence[tuple[float, float]], title: str
-) -> str | None:
-    """Throughput over time, with moments (what, when) and spans of time; returns the file, None where there is nothing to draw with."""
+def after(figures: Mapping[str, Any], name: str) -> str:
+    """How long after the fault something happened, for a person."""
+    seconds = figures[f"seconds_until_{name}"]
+    return "never" if seconds is None else f"after {seconds:.3f} s"
+
+
+def plot(path: Path, timeline: Timeline, picture: Picture) -> str | None:
+    """Draw throughput over time with a drill's moments and spans; returns the file, None where there is nothing to draw with."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -304,14 +320,14 @@ def plot(
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     axes = figure.add_subplot()
     axes.stairs(rates, edges - begin, baseline=0, fill=True, alpha=0.35, label="samples a second")
-    for place, (word, at) in enumerate(moments):
+    for place, (word, at) in enumerate(picture.moments):
         axes.axvline(at - begin, color=f"C{place + 1}", label=f"{word}, {at - begin:.2f} s")
-    for place, (since, until) in enumerate(spans):
+    for place, (since, until) in enumerate(picture.spans):
         axes.axvspan(since - begin, until - begin, color=("C3", "C2")[place % 2], alpha=0.08)
-    axes.set_title(title)
+    axes.set_title(picture.title)
     axes.set_xlabel("seconds since training began")
     axes.set_ylabel("samples a second")
     axes.set_ylim(bottom=0)
-    figure.legend(loc="outside lower center", ncols=min(len(moments) + 1, _LEGEND_COLUMNS))
+    figure.legend(loc="outside lower center", ncols=min(len(picture.moments) + 1, _LEGEND_COLUMNS))
     figure.savefig(path, dpi=110)
     return str(path)

@@ -1,4 +1,4 @@
-"""Training steps in time, and what a lost store shard did to them: the gap it left, and throughput before, meanwhile and after."""
+"""Training steps in time: gaps between them, and throughput."""
 
 from __future__ import annotations
 
@@ -9,19 +9,6 @@ import numpy as np
 from foreload.trainer.compute.reports import StepReport
 
 _FEWEST_STEPS = 5  # of which a throughput is told
-
-
-@dataclass(frozen=True, slots=True)
-class Moments:
-    """When a fault was injected at a store shard, when the first trainer went on without it and reached its server again, and the last had it whole.
-
-    Seconds on one clock; None: that did not happen.
-    """
-
-    injected: float
-    lost: float | None = None
-    back: float | None = None
-    whole: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,30 +91,3 @@ class StepTimes:
         alone = (np.diff(epoch, prepend=epoch[0] - 1) != 0) | np.isin(np.array(steps) - 1, list(self._evaluated))
         took = np.where(alone, np.minimum(since, own), since)
         return Timeline(ended, took, samples)
-
-
-def account(timeline: Timeline, moments: Moments) -> dict[str, float | None]:
-    """What losing the shard meant, in figures; None for what there is no measure of.
-
-    longest_gap_seconds is counted from the fault until the shard is whole again. Normal are the steps before the fault, without the first tenth of
-    them, and those after the shard is whole.
-    """
-    begin, end = timeline.begin, timeline.end
-    injected = moments.injected
-    whole = end if moments.whole is None else moments.whole
-    normal = [(begin + (injected - begin) / 10, injected), (whole, end)]
-    rate = timeline.throughput(*normal)
-    figures = {
-        "median_step_seconds": timeline.median_step(*normal[0]),
-        "longest_gap_seconds": timeline.longest_gap(injected, whole),
-        "samples_per_second_normal": rate,
-        "throughput_degraded": float("nan"),
-        "throughput_rebuilding": float("nan"),
-    }
-    if moments.lost is not None:
-        figures["throughput_degraded"] = timeline.throughput((moments.lost, moments.back or end)) / rate
-    if moments.back is not None:
-        figures["throughput_rebuilding"] = timeline.throughput((moments.back, whole)) / rate
-    for name, moment in (("lost", moments.lost), ("back", moments.back), ("whole", moments.whole)):
-        figures[f"seconds_until_{name}"] = float("nan") if moment is None else moment - injected
-    return {name: value if np.isfinite(value) else None for name, value in figures.items()}

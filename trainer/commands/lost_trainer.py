@@ -45,9 +45,10 @@ class LostTrainer(FaultDrill):
         super().__init__(job, at, trainer, job.trainers, stop)
         if trainer is not None and not 0 <= trainer < job.trainers:
             raise SettingError(f"--trainer: must be one of {job.trainers}, 0 to {job.trainers - 1}; got {trainer}")
-        self._noticed: float | None = None
-        self._lost_in = 0
-        """The term of the loss."""
+        self._lost_in = -1
+        """The term of the loss, once it was seen."""
+        self._left: dict[int, float] = {}
+        """By term: when the first trainer left it."""
         self._ready: dict[int, float] = {}
         """By term: when the last trainer that reported so was ready for it."""
         self._copies: dict[int, CopiesTold] = {}
@@ -68,8 +69,8 @@ class LostTrainer(FaultDrill):
                 self.injected = at
                 self._lost_in = max(self._ready)
                 self._had = {(holder, lane) for holder, told in self._copies.items() for lane in told.copies}
-            case TermLeft() if self.injected is not None and self._noticed is None:
-                self._noticed = time.monotonic()
+            case TermLeft(term):
+                self._left.setdefault(term, time.monotonic())
             case Ready(term):
                 self._ready[term] = time.monotonic()
             case CopiesTold():
@@ -78,7 +79,7 @@ class LostTrainer(FaultDrill):
 
     def _see_whole(self) -> None:
         reports = [told for trainer, told in self._copies.items() if trainer != self.number]
-        in_time = self._noticed is not None and all(told.term == max(self._ready) for told in reports)
+        in_time = self._lost_in in self._left and all(told.term == max(self._ready) for told in reports)
         copies = [copy for told in reports for copy in told.copies.values()]
         if in_time and self._whole is None and copies and all(copy.complete for copy in copies):
             self._whole = time.monotonic()
@@ -89,7 +90,7 @@ class LostTrainer(FaultDrill):
         # A later term may be one in which another trainer joins.
         following = min((term for term in self._ready if term > self._lost_in), default=None)
         return {
-            "noticed": self._noticed,
+            "noticed": self._left.get(self._lost_in),
             "taken_over": None if following is None else self._ready[following],
             "whole": self._whole,
         }

@@ -16,13 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
+from checkpoint_policies import KEPT, bases, kept, planned_to_keep_least, written
 from comparison import Cell, Claim, Results, Series, Table, arguments, save, tell
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints import writer
 from foreload.trainer.checkpoints.changed_rows import increment_sizes
 from foreload.trainer.checkpoints.contents import Contents
 from foreload.trainer.checkpoints.format import Checkpoint
-from foreload.trainer.checkpoints.policies import BITS, KEPT, POLICIES, bases, kept, planned_to_keep_least, written
+from foreload.trainer.checkpoints.policies import BITS, POLICIES
 from foreload.trainer.checkpoints.row_files import CheckpointRows, write_rows
 from foreload.trainer.run.directory import Run
 from saved_runs import stopped_after

@@ -207,7 +207,8 @@ def _sample(store: Store, namespace: str, lanes: int) -> list[Sample]:
     try:
         for shard in range(SHARDS):
             keys = [
-                lane_key(namespace, lane, int(epoch)) for lane, epoch in enumerate(read_epochs(store, shard, namespace, lanes))
+                lane_key(namespace, lane, epoch or 0)
+                for lane, epoch in enumerate(read_epochs(store, shard, namespace, range(lanes)))
             ]
             *entries, info = store.commands_at_once(shard, [*(("HLEN", key) for key in keys), ("INFO", "memory")])
             told = re.search(rb"used_memory:(\d+)", info) if isinstance(info, bytes) else None

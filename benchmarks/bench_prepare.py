@@ -15,7 +15,7 @@ from pathlib import Path
 
 from click_logs import write_criteo, write_features, write_parquet
 from comparison import Cell, Claim, Results, Table, alternate, arguments, ratio, save, spread, tell
-from foreload.pipelines.compiler.compile import CompileSettings, compile_schedule
+from foreload.pipelines.compiler.compile import Compilation, CompileSettings
 from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.feature_file import load_features
 from foreload.pipelines.samples.features import FeatureSpec
@@ -123,7 +123,7 @@ def stages(kind: Format, source: Path, spec: FeatureSpec, work: Path) -> dict[st
             pieces.append((name, len(samples)))
     order = PieceSource(folders[0], PieceOrder.whole(pieces), PieceOrder.whole([]))
     begun = time.monotonic()
-    compile_schedule(order, CompileSettings(spec, BATCH, 1, SLOTS), folders[1], folders[2])
+    Compilation(CompileSettings(spec, BATCH, 1, SLOTS), folders[1]).compile(order, folders[2])
     spent["compile"] = time.monotonic() - begun
     return spent
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from foreload.cache.client.servers import find_executable, version_of
-from foreload.trainer.compute.numerics import keep_memory
+from foreload.trainer.compute.numerics import environment
 
 Result = TypeVar("Result", float, Mapping[str, float])
 Cell = str | int | float | None
@@ -106,7 +106,7 @@ def arguments(description: str | None, pairs: tuple[int, int] = (5, 3), **furthe
     if given.pairs < 1:
         parser.error(f"--pairs must be at least 1, got {given.pairs}")
     given.out.mkdir(parents=True, exist_ok=True)
-    keep_memory()  # for all contenders alike
+    os.environ["GLIBC_TUNABLES"] = environment()["GLIBC_TUNABLES"]  # for all contenders alike
     # Ended from outside, a benchmark still ends the servers and the contenders that it has started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     return given

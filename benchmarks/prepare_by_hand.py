@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from foreload.pipelines.compiler.compile import CompileSettings, compile_schedule
+from foreload.pipelines.compiler.compile import Compilation, CompileSettings
 from foreload.pipelines.samples.dense import rows_of
 from foreload.pipelines.samples.feature_file import load_features
 from foreload.pipelines.samples.features import FeatureSpec
@@ -87,7 +87,7 @@ def main() -> None:
     )
     given.out.mkdir(parents=True)
     with tempfile.TemporaryDirectory(dir=given.out.parent) as work:
-        compile_schedule(ParquetSource(given.source, spec), settings, given.out, Path(work))
+        Compilation(settings, given.out).compile(ParquetSource(given.source, spec), Path(work))
 
 
 if __name__ == "__main__":

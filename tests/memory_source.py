@@ -1,4 +1,4 @@
-"""Samples in memory as the source of a schedule, for tests of compiling without Beam or files."""
+"""Samples without Beam: those of a split, and samples in memory as the source of a schedule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 from reference_data import shuffled
 
+from foreload.pipelines.samples.encode import Encoder
+from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.pieces import Samples
+from foreload.pipelines.sources import read_records
+from foreload.pipelines.sources.splits import Piece, Split
+
+
+def read_split(split: Split, spec: FeatureSpec) -> Iterator[Piece]:
+    """Yield the samples of a split in order, encoded, with their order keys and the malformed records among them. Raises SourceError."""
+    encoder = Encoder(spec)
+    for records in read_records(split, spec, encoder.scales):
+        yield Piece(encoder.encode(records), records.keys, records.rejects, records.rejected)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-import numpy as np
-
 from foreload.cache.client.resp import MARKER, MIGRATED, WRONG_TYPE, plain_of_any
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import StoreUrl
@@ -27,13 +25,8 @@ _FENCED = b"fenced"
 _LOOK = timedelta(milliseconds=200)  # for a server to say why it refuses
 
 
-def read_epochs(store: Store, shard: int, namespace: str, lanes: int) -> np.ndarray:
-    """The fence epochs of lanes 0 .. lanes - 1 on a store shard: int64 [lanes], 0 where none was ever fenced."""
-    return np.array([epoch or 0 for epoch in _epochs(store, shard, namespace, range(lanes))], np.int64)
-
-
-def _epochs(store: Store, shard: int, namespace: str, lanes: Sequence[int]) -> list[int | None]:
-    """The same, None where another program wrote the key."""
+def read_epochs(store: Store, shard: int, namespace: str, lanes: Sequence[int]) -> list[int | None]:
+    """The fence epoch of each lane on a store shard: 0 where it was never fenced, None where another program wrote the key."""
     stored = store.commands_at_once(shard, [plain_of_any("GET", epoch_key(namespace, lane)) for lane in lanes])
     known = map(parse_epoch, stored)
     return [None if one is None else one[0] for one in known]
@@ -182,10 +175,10 @@ def fence_everywhere(
 
 def look_at(store: Store, shard: int, namespace: str, lanes: Sequence[int]) -> dict[int, Found]:
     """What lanes have on a store shard, by lane, for who does not fence them. Raises StoreError and StoreUnavailable as `Store.command` does."""
-    epochs = _epochs(store, shard, namespace, lanes)
+    epochs = read_epochs(store, shard, namespace, lanes)
     keys = [lane_key(namespace, lane, epoch or 0) for lane, epoch in zip(lanes, epochs, strict=True)]
     answers = store.commands_at_once(shard, [plain_of_any(*command) for key in keys for command in _looks(key)])
-    if WRONG_TYPE in answers and _epochs(store, shard, namespace, lanes) != epochs:
+    if WRONG_TYPE in answers and read_epochs(store, shard, namespace, lanes) != epochs:
         raise Fenced(f"store {store.urls[shard]}: another owner takes the lanes of {namespace} over right now; try again")
     found: dict[int, Found] = {}
     for i, (lane, epoch) in enumerate(zip(lanes, epochs, strict=True)):

@@ -22,19 +22,19 @@ from foreload.cache.rows.fields import unpack
 Exchange = Callable[[Sequence[Read], Sequence[Write]], object]
 
 
-def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership, given: np.ndarray | None = None) -> int:
+def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) -> int:
     """Fence a lane on every store shard, and bring each to the last batch in the log; returns its number.
 
     Where the parity of batch n is not there, parity ^= c * (old ^ new); once it is everywhere, the new rows go where the data is not. Each
     phase is one atomic command a shard, so none is ever half done, and a second recovery finds what is left of the first. Shards that are
-    down, stale or were being rebuilt, or have not as many rows as the log says, are lost in stored.shards. given: int64 [tables], all ordinals below
-    which a row may have been written, needed where rows move. Raises Fenced, RowsLost, StoreError, CacheError.
+    down, stale or were being rebuilt, or have not as many rows as the log says, are lost in stored.shards. For a store whose rows do not move.
+    Raises Fenced, RowsLost, StoreError, CacheError.
     """
     found = {shard: by_lane[lane] for shard, by_lane in fence_lanes(stored, [lane], ownership).items()}
     # Not before the fence: until then the owner before may hold a further batch, and send it.
     batch = adopted_batch(log, lane, ownership.term)
     judged = judge(stored, lane, batch, found)
-    taking = Taking(ownership.term, batch.number, np.zeros(0, np.int64) if given is None else given)
+    taking = Taking(ownership.term, batch.number, np.zeros(0, np.int64))
     for shard in finish_judged(stored, judged, taking):
         lose(stored, shard)
     for shard in judged.refused:

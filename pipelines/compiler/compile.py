@@ -265,15 +265,3 @@ class Counted:
         with self._lock:
             self._done += done
             self._told(self._done, self._steps, self._work)
-
-
-def compile_schedule(
-    source: OrderedSource,
-    settings: CompileSettings,
-    out: Path,
-    work: Path,
-    progress: Progress = lambda done, total: None,
-) -> dict[str, Any]:
-    """Compile `source` into the folder `out` in this process; see Compilation. work: is made where it is not there."""
-    work.mkdir(parents=True, exist_ok=True)
-    return Compilation(settings, out).compile(source, work, progress)

@@ -145,18 +145,6 @@ def find_all_hashed(
     rows.hashed[0] = np.int64(count)
 
 
-@nb.njit(nogil=True, cache=True, inline="always")
-def table_of(rows: Rows, record: int) -> int:
-    """The table of a record."""
-    if record >= rows.direct:
-        return int(rows.keys[record - rows.direct, 0])
-    table = 0
-    for k in range(rows.sizes.size):
-        if rows.bases[k] >= 0 and rows.bases[k] <= record:
-            table = k
-    return table
-
-
 @nb.njit(nogil=True, cache=True)
 def _reindex(keys: np.ndarray, count: int, index: np.ndarray) -> None:
     """Enter the first `count` hashed rows into an index that has none yet."""

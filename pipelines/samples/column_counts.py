@@ -16,7 +16,6 @@ from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.samples.records import Records
 
 VALUES, MISSING, UNKNOWN = range(3)  # rows of ColumnCounts.features
-CLIPPED = 1  # of ColumnCounts.dense, beside its missing values
 _MOST_CLIPPED = 0.01  # of a column's values, beyond which that is warned of
 _BLOCK_SAMPLES = 128  # whose ids stay in cache while one feature after the other is counted
 
@@ -27,7 +26,7 @@ class ColumnCounts:
 
     samples: how many there are. ones: int64 [labels], how many are labelled 1; 0 where a label is no click. numbers: sums of the labels that are
     numbers, in order, and then of the weights, if there are any; ranges: float64 [2, those], their least and largest, infinite without samples.
-    dense: int64 [2, dense], each column's missing values, and those that its transform reads as others, CLIPPED. features: int64 [3, features], by
+    dense: int64 [2, dense], each column's missing values, and those that its transform reads as others. features: int64 [3, features], by
     feature: VALUES (a missing one is one, too), MISSING, samples that have no other, and UNKNOWN: values that its vocabulary does not have. noticed:
     int64 [features + 1, COUNTS], as Records has it.
     """

@@ -354,10 +354,6 @@ class Schedule:
         """Slots of the header's that no row ever sat in, by which evaluation slots move down; 0 while that is not known."""
         return self.header.slots[lane] - self.slots[lane]
 
-    def final_ends(self, lane: int) -> np.ndarray:
-        """The slots (int32) whose residency ends with the schedule: all that are occupied."""
-        return np.arange(self.manifest["occupied"][lane], dtype=np.int32)
-
     def entry(self, segment: int, lane: int) -> Occupants | None:
         """Who sat in a lane's slots before a segment, or None where the segment has no entry state."""
         manifest = self.segment(segment)

@@ -26,6 +26,7 @@ __all__ = [
     "FORMATS",
     "MOST_REJECTS",
     "PIECE_ROWS",
+    "Encoder",
     "Format",
     "Piece",
     "Records",
@@ -34,7 +35,6 @@ __all__ = [
     "Split",
     "plan_splits",
     "read_records",
-    "read_split",
 ]
 
 
@@ -64,9 +64,3 @@ def read_records(split: Split, spec: FeatureSpec, scales: Sequence[Scale] = ()) 
     if split.kind == "parquet":
         return read_parquet(split, spec, scales)
     return read_text(split, spec, scales=scales)
-
-
-def read_split(split: Split, spec: FeatureSpec, encoder: Encoder) -> Iterator[Piece]:
-    """The samples of a split in order, encoded, with their order keys and the malformed records among them. Raises SourceError."""
-    for records in read_records(split, spec, encoder.scales):
-        yield Piece(encoder.encode(records), records.keys, records.rejects, records.rejected)

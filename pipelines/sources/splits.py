@@ -1,4 +1,4 @@
-"""Sources and the splits that they are read in: the words that plan_splits and read_split share."""
+"""Sources and the splits that they are read in: the words that plan_splits and read_records share."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def in_two_parts(program: LaneProgram, proceed: threading.Event) -> Iterator[tup
 def check_as_read(stored: StoredRows, store: Store, last_batch: int, lane: int, program: LaneProgram, truth: Truth) -> None:
     """One who does not own the lane reads every row as it was trained last."""
     reader = StoredRows(store, stored.placement, LAYOUTS, "t", stripes=stored.stripes)
-    reader.shards.of(lane).epochs = [int(read_epochs(store, shard, "t", LANES)[lane]) for shard in range(store.shards)]
+    reader.shards.of(lane).epochs = [read_epochs(store, shard, "t", [lane])[0] or 0 for shard in range(store.shards)]
     rows, names = expected_rows(lane, program)
     found = read_rows(reader, rows, last_batch)
     assert np.array_equal(np.concatenate([found.weights, found.state], axis=1), truth.of(names))

@@ -40,10 +40,10 @@ def exercise(store: Store) -> None:
     claim(store, "t", IDENTITY, "new")
     for lane in range(LANES):
         store.exchange([], [write("t", lane, 0, 1)])
-    assert read_epochs(store, 0, "t", LANES).tolist() == [0] * LANES
+    assert read_epochs(store, 0, "t", range(LANES)) == [0] * LANES
     epochs = [fence(store, 0, "t", lane, 1).epoch for lane in range(LANES)]
     assert min(epochs) > 0
-    assert read_epochs(store, 0, "t", LANES).tolist() == epochs
+    assert read_epochs(store, 0, "t", range(LANES)) == epochs
     claim(store, "t", IDENTITY, "resume")
     keys = [lane_key("t", lane, epoch) for lane, epoch in enumerate(epochs)]
     reads = [Read(0, key, np.arange(3, dtype=np.uint64), np.zeros((3, 40), np.uint8)) for key in keys]

@@ -10,7 +10,7 @@ from belady import belady_arrivals, lru_arrivals
 from memory_source import MemorySource
 from reference_data import Feature, Label, Log, Table, load
 
-from foreload.pipelines.compiler.compile import CompileSettings, compile_schedule
+from foreload.pipelines.compiler.compile import Compilation, CompileSettings
 from foreload.pipelines.samples import features as spec
 from foreload.pipelines.samples.pieces import Samples
 
@@ -49,7 +49,8 @@ def test_arrivals_are_beladys_minimum(clicks: tuple[np.ndarray, tuple[int, ...]]
         chunk=8192,
         shuffle_seed=None,
     )
-    manifest = compile_schedule(source, CompileSettings(features, BATCH_SIZE, lanes=1, slots=slots), tmp_path, tmp_path / "work")
+    settings = CompileSettings(features, BATCH_SIZE, lanes=1, slots=slots)
+    manifest = Compilation(settings, tmp_path).compile(source, tmp_path)
     steps = [
         [(table, row) for sample in ids[first : first + BATCH_SIZE].tolist() for table, row in enumerate(sample)]
         for first in range(0, len(ids), BATCH_SIZE)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from memory_source import MemorySource
 
-from foreload.pipelines.compiler.compile import CompileSettings, compile_schedule
+from foreload.pipelines.compiler.compile import Compilation, CompileSettings
 from foreload.pipelines.errors import DiskError
 from foreload.pipelines.samples.features import Feature, FeatureSpec, Label, Table
 from foreload.pipelines.samples.pieces import Samples
@@ -40,7 +40,7 @@ def compile_and_break(tmp_path: Path, error: BaseException) -> None:
     samples = Samples(np.zeros((8, 1), np.float32), np.zeros((8, 0), np.float32), ids)
     source = BreakingSource(samples, samples.slice(0, 0), 4, None, error)
     try:
-        compile_schedule(source, CompileSettings(FEATURES, batch_size=2, lanes=1, slots=6), tmp_path, tmp_path / "work")
+        Compilation(CompileSettings(FEATURES, batch_size=2, lanes=1, slots=6), tmp_path).compile(source, tmp_path)
     finally:
         assert not (tmp_path / MANIFEST).exists()
 
@@ -91,7 +91,7 @@ def test_where_planning_is_broken_off_every_lane_ends(tmp_path: Path, planned: i
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compile_schedule(source, settings, tmp_path, tmp_path / "work", progress)
+        Compilation(settings, tmp_path).compile(source, tmp_path, progress)
     assert not (tmp_path / MANIFEST).exists()
     # Those that were on their way to telling as the first one met it.
     assert planned <= len(after) < planned + settings.lanes

@@ -11,9 +11,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from memory_source import read_split
 
 from foreload.pipelines.errors import SourceError
-from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.features import (
     Dense,
     Feature,
@@ -22,7 +22,7 @@ from foreload.pipelines.samples.features import (
     Table,
     TextFormat,
 )
-from foreload.pipelines.sources import Source, plan_splits, read_split
+from foreload.pipelines.sources import Source, plan_splits
 from foreload.pipelines.sources.splits import Format
 
 ROWS = 200
@@ -87,7 +87,7 @@ def test_damage_ends_in_rejects_or_one_line(tmp_path: Path, name: str, files: in
         path.write_bytes(damaged(FORMS[name], draw))
         try:
             for split in plan_splits(Source(kind, (str(path),)), spec):
-                for piece in read_split(split, spec, Encoder(spec)):
+                for piece in read_split(split, spec):
                     assert all(0 <= i < 1000 for i in piece.samples.ids.tolist())
         except SourceError as error:
             errors.append(str(error))

@@ -18,7 +18,7 @@ from oracle_twin import Outcome, Step, Trained, check_program, own_rows, steps_o
 from reference_data import Placement, Row, slice_bounds
 
 from foreload.pipelines.compiler import windowed
-from foreload.pipelines.compiler.compile import CompileSettings, compile_schedule
+from foreload.pipelines.compiler.compile import Compilation, CompileSettings
 from foreload.pipelines.errors import SlotsError
 from foreload.pipelines.samples.features import Feature, FeatureSpec, Label, Table
 from foreload.pipelines.samples.pieces import Samples
@@ -165,7 +165,7 @@ def check(schedule: Schedule, program: list[Step], parent: dict[Row, Trained] | 
         program,
         schedule.slots,
         manifest["evaluation_slots"],
-        schedule.final_ends,
+        manifest["occupied"],
         header.first_step,
         parent,
     )
@@ -179,10 +179,11 @@ def check(schedule: Schedule, program: list[Step], parent: dict[Row, Trained] | 
 
 def compiled(case: Case, folder: Path, part: int = 0, **changed: Any) -> Schedule | None:
     """The schedule of a case's part, or None where a step does not fit its slots."""
-    out = folder / f"schedule{part}"
+    out, work = folder / f"schedule{part}", folder / f"work{part}"
     out.mkdir()
+    work.mkdir()
     try:
-        compile_schedule(case.sources[part], case.settings(**changed), out, folder / f"work{part}")
+        Compilation(case.settings(**changed), out).compile(case.sources[part], work)
     except SlotsError:
         return None
     return Schedule(out)
@@ -406,7 +407,7 @@ def test_slots_are_refused_exactly_where_a_step_does_not_fit(case: Case) -> None
             out.mkdir()
             window = None if slots == "min" else case.window_accesses
             settings = case.settings(slots=slots, window_accesses=window)
-            return max(compile_schedule(case.sources[0], settings, out, out / "work")["minimum_slots"])
+            return max(Compilation(settings, out).compile(case.sources[0], out)["minimum_slots"])
 
         largest = needs("min")
         assert needs(largest) == largest

@@ -111,7 +111,7 @@ def check(schedule: Schedule, data: Data, log: Log, shuffle_seed: int | None, ki
                 samples.append(part.take(chosen))
     events = list(schedule.events())
     manifest = schedule.manifest
-    check_program(events, schedule.lane, program, schedule.slots, manifest["evaluation_slots"], schedule.final_ends)
+    check_program(events, schedule.lane, program, schedule.slots, manifest["evaluation_slots"], manifest["occupied"])
     for event, batch, named in zip(events, samples, numbers, strict=True):
         parts = [schedule.lane(event, lane) for lane in range(LANES)]
         np.testing.assert_array_equal(np.concatenate([part.labels for part in parts]), batch.labels)

@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from memory_source import read_split
 
 from foreload.pipelines.errors import SourceError
-from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.features import (
     Dense,
     Feature,
@@ -32,7 +32,6 @@ from foreload.pipelines.sources import (
     Source,
     plan_splits,
     read_records,
-    read_split,
 )
 from foreload.pipelines.sources.splits import Format
 
@@ -64,7 +63,7 @@ def write(path: Path, columns: Columns, row_group_size: int = 7) -> Path:
 
 def read(path: Path, spec: FeatureSpec = SPEC, kind: Format = "parquet") -> Read:
     planned = plan_splits(Source(kind, (str(path),)), spec)
-    pieces = [p for s in planned for p in read_split(s, spec, Encoder(spec))]
+    pieces = [p for s in planned for p in read_split(s, spec)]
     rejects = [(r.line, r.field, r.value) for p in pieces for r in p.rejects]
     keys: list[Key] = []
     for piece in pieces:

@@ -19,9 +19,9 @@ import pytest
 import reference_data as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_source import read_split
 
 from foreload.pipelines.errors import SourceError
-from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.features import (
     Dense,
     Feature,
@@ -36,7 +36,6 @@ from foreload.pipelines.sources import (
     Source,
     plan_splits,
     read_records,
-    read_split,
     splits,
 )
 from foreload.pipelines.sources.files import File, match_files
@@ -317,7 +316,7 @@ def test_texts_that_mean_missing_are_missing_everywhere(tmp_path: Path) -> None:
     assert not rejects
     assert str(rows) == str([(1.0, [float("nan")], None, [1, None, None], None, None), (0.0, [2.0], None, [], None, None)])
     planned = plan_splits(Source("csv", (str(path),)), spec)
-    (piece,) = (p for s in planned for p in read_split(s, spec, Encoder(spec)))
+    (piece,) = (p for s in planned for p in read_split(s, spec))
     assert piece.samples.ids.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
     assert piece.samples.offsets is not None
     assert piece.samples.offsets.tolist() == [0, 1, 4, 5, 6, 7, 8]
@@ -567,7 +566,7 @@ def test_a_source_says_what_is_wrong_with_it() -> None:
 def criteo(data: Path) -> Criteo:
     spec = FeatureSpec.criteo()
     planned = plan_splits(Source("criteo", (str(data / "criteo" / "train.tsv"),)), spec)
-    return spec, [p for s in planned for p in read_split(s, spec, Encoder(spec))]
+    return spec, [p for s in planned for p in read_split(s, spec)]
 
 
 def test_criteo_is_read_as_the_reference_reads_it(data: Path, criteo: Criteo) -> None:
@@ -597,7 +596,7 @@ def test_criteo_in_small_splits_or_compressed_is_the_same(data: Path, criteo: Cr
     packed = plan_splits(Source("criteo", (str(tmp_path / "train.tsv.gz"),)), spec)
     assert len(cut) == 9
     for planned in (cut, packed):
-        again = Samples.concat([p.samples for s in planned for p in read_split(s, spec, Encoder(spec))])
+        again = Samples.concat([p.samples for s in planned for p in read_split(s, spec)])
         for name in ("labels", "dense", "ids"):
             assert np.array_equal(getattr(again, name), getattr(whole, name))
 

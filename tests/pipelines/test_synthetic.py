@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
+from memory_source import read_split
 
 from foreload.pipelines.errors import FeatureError
-from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.features import (
     KAGGLE_ROWS,
     Dense,
@@ -18,7 +18,7 @@ from foreload.pipelines.samples.features import (
     Table,
 )
 from foreload.pipelines.samples.pieces import Samples
-from foreload.pipelines.sources import Source, plan_splits, read_split
+from foreload.pipelines.sources import Source, plan_splits
 from foreload.pipelines.sources.synthetic import SPLIT_ROWS, Generator
 
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -124,7 +124,7 @@ def test_splits_cut_the_rows_without_changing_them() -> None:
     source = Source("synthetic", rows=SPLIT_ROWS + 10, seed=1)
     planned = plan_splits(source, spec)
     assert [(s.start, s.end, s.split_index) for s in planned] == [(0, SPLIT_ROWS, 0), (SPLIT_ROWS, SPLIT_ROWS + 10, 1)]
-    (last,) = read_split(planned[1], spec, Encoder(spec))
+    (last,) = read_split(planned[1], spec)
     labels, dense, ids = Generator(1, (50,) * 26).rows(SPLIT_ROWS, SPLIT_ROWS + 10)
     assert np.array_equal(last.samples.labels[:, 0], labels)
     assert np.array_equal(last.samples.dense, np.nan_to_num(dense.T).astype(np.float32))
@@ -140,7 +140,7 @@ def test_features_may_be_fewer_and_encoded_otherwise() -> None:
         (Table("c", 1000),),
         order_by="C1",
     )
-    (piece,) = read_split(plan_splits(Source("synthetic", rows=100), spec)[0], spec, Encoder(spec))
+    (piece,) = read_split(plan_splits(Source("synthetic", rows=100), spec)[0], spec)
     assert isinstance(piece.samples, Samples)
     assert piece.samples.ids.min() >= 1
     assert piece.keys is not None

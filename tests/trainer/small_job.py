@@ -78,8 +78,8 @@ def check_end(run: HeldRun, undisturbed: str, trainers: int) -> str:
 def rows_of(store: Store, run: Path, lane: int, shard: int) -> tuple[bytes, list[bytes]]:
     """The key of a lane's hash on a shard of the store, and the fields of its rows in order; neither parity rows nor markers."""
     manifest = Run.open(run).manifest
-    epochs = read_epochs(store, shard, manifest.namespace, manifest.lanes)
-    key = lane_key(manifest.namespace, lane, int(epochs[lane]))
+    (epoch,) = read_epochs(store, shard, manifest.namespace, [lane])
+    key = lane_key(manifest.namespace, lane, epoch or 0)
     names = store.command(shard, "HKEYS", key)
     assert isinstance(names, list)
     return key, sorted(name for name in names if len(name) == 8 and not int.from_bytes(name, "big") & int(PARITY_BIT))

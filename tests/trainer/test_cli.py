@@ -12,7 +12,7 @@ from foreload.cache.parity.placement import Placement
 from foreload.pipelines.base.settings import settings_of
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.cli import main, parser
-from foreload.trainer.command_line.training import job_of
+from foreload.trainer.command_line.training import job_values
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.job_values import TableSettings
@@ -21,7 +21,7 @@ from foreload.trainer.run.manifest import Manifest, Stage
 
 def parsed_job(*arguments: str) -> TrainJob:
     """The job that `foreload train` makes of its command line."""
-    return job_of(parser().parse_args(["train", *arguments]))
+    return TrainJob.of(job_values(parser().parse_args(["train", *arguments])))
 
 
 @pytest.mark.parametrize(

@@ -106,10 +106,10 @@ def run(
         with Store(stores.urls) as store:
             contents = []
             for shard in range(store.shards):
-                epochs = read_epochs(store, shard, NAMESPACE, LANES)
+                epochs = read_epochs(store, shard, NAMESPACE, range(LANES))
                 of_lanes = []
                 for lane, epoch in enumerate(epochs):
-                    pairs = store.command(shard, "HGETALL", lane_key(NAMESPACE, lane, int(epoch)))
+                    pairs = store.command(shard, "HGETALL", lane_key(NAMESPACE, lane, epoch or 0))
                     assert isinstance(pairs, list)
                     of_lanes.append({name: value for name, value in zip(pairs[::2], pairs[1::2], strict=True) if name != MARKER})
                 contents.append(of_lanes)

@@ -295,11 +295,11 @@ def test_rows_are_taken_and_put_as_they_are(kernels: Kernels) -> None:
     assert rows.tolist() == [[0, 1, 2], [-3, -4, -5], [6, 7, 8], [-9, -10, -11]]
 
 
-def test_the_variant_is_chosen_by_device_argument_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variant_is_chosen_by_device_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORELOAD_KERNELS", raising=False)
     assert isinstance(kernels_for("cpu"), CompiledKernels)
-    assert isinstance(kernels_for("cpu", "torch"), TorchKernels)
     monkeypatch.setenv("FORELOAD_KERNELS", "torch")
     assert isinstance(kernels_for("cpu"), TorchKernels)
+    monkeypatch.setenv("FORELOAD_KERNELS", "compiled")
     with pytest.raises(SettingError, match="compiled on the CPU"):
-        kernels_for("cuda", "compiled")
+        kernels_for("cuda")

@@ -9,19 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoint_policies import bases, kept, planned_to_keep_least, written
 from foreload.trainer.checkpoints.policies import (
     POLICIES,
     baseline_is_due,
     baseline_is_planned,
-    bases,
     bits_for,
     bits_for_job,
     deletable,
     dependents,
     expected_restores,
-    kept,
-    planned_to_keep_least,
-    written,
 )
 
 

@@ -39,8 +39,8 @@ def stored(servers: LocalStores, run: Path) -> list[dict[bytes, bytes]]:
     namespace, hashes = Run.open(run).manifest.namespace, []
     with Store(servers.urls, timedelta(seconds=10)) as store:
         for shard in range(store.shards):
-            for lane, epoch in enumerate(read_epochs(store, shard, namespace, LANES)):
-                pairs = store.command(shard, "HGETALL", lane_key(namespace, lane, int(epoch)))
+            for lane, epoch in enumerate(read_epochs(store, shard, namespace, range(LANES))):
+                pairs = store.command(shard, "HGETALL", lane_key(namespace, lane, epoch or 0))
                 assert isinstance(pairs, list)
                 hashes.append(dict(zip(pairs[::2], pairs[1::2], strict=True)))
                 hashes[-1].pop(MARKER)

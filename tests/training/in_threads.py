@@ -121,7 +121,9 @@ class Training:
 
     def begin(self, trainers: int, joining: Sequence[int], resume: Trained | None, changes: Mapping[int, Change]) -> None:
         """State the first term, and build the dense parts, one after the other: torch draws initial values for the process."""
-        self.start = Start.anew(self.schedule) if resume is None else resume.start
+        self.start = (
+            Start(self.schedule.header.first_step - 1, (0,) * self.schedule.header.lanes) if resume is None else resume.start
+        )
         number = 1 if resume is None else resume.terms[-1].number + 1
         first = first_term(number, range(trainers), self.schedule.header.lanes, self.copies, self.start.step)
         # In reverse, so that a rank taken for a trainer's number shows.

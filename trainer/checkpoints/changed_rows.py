@@ -92,7 +92,7 @@ class Plan:
 
 
 def increment_sizes(schedule: Schedule, steps: Sequence[int], row_bytes: Sequence[int]) -> tuple[list[float], np.ndarray]:
-    """How large checkpoints after these steps are, ascending and all of the schedule, as `policies.bases` has it: with all rows [n], and as
+    """How large checkpoints after these steps are, ascending and all of the schedule, as `baseline_is_planned` has it: with all rows [n], and as
     increments of one another [n, n]. row_bytes: of a row of each table.
     """
     count = len(steps)

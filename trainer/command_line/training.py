@@ -172,12 +172,8 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
     add_json(command, "summary")
 
 
-def job_of(parsed: argparse.Namespace) -> TrainJob:
-    """The job of a call; where its job file wants the summary is noted in `parsed`. Raises SettingError and RunError."""
-    return TrainJob.of(_values(parsed))
-
-
-def _values(parsed: argparse.Namespace) -> dict[str, Any]:
+def job_values(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The settings of a call, by their names; where its job file wants the summary is noted in `parsed`. Raises SettingError and RunError."""
     from foreload.trainer.commands.train import call_values
 
     values, summary = call_values(given(parsed, TrainJob), parsed.job)
@@ -192,7 +188,7 @@ def _train(parsed: argparse.Namespace) -> int:
 
     auto, run = parsed.resume == AUTO, parsed.run
     try:
-        values = _values(parsed)
+        values = job_values(parsed)
         auto, run = values.get("resume") == AUTO, values.get("run")
         return _end_of(parsed, TrainJob.of(as_it_stands(values)))
     except ForeloadError as error:
@@ -280,7 +276,7 @@ def _drill(parsed: argparse.Namespace, kind: Callable[[TrainJob], Drill], **defa
     """Play a drill. defaults: further settings of its job, where none are given."""
     from foreload.trainer.commands import drill
 
-    values = {"run": "drill", "store": "local:3"} | defaults | _values(parsed)
+    values = {"run": "drill", "store": "local:3"} | defaults | job_values(parsed)
     make = not values.get("schedule")
     if make:
         values["schedule"] = f"{values['run']}-schedule"

@@ -10,12 +10,12 @@ from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.torch_kernels import TorchKernels
 
 
-def kernels_for(device: str, variant: str | None = None) -> Kernels:
+def kernels_for(device: str) -> Kernels:
     """The kernels for rows on a device: compiled on "cpu", torch elsewhere.
 
-    variant, or else the environment's FORELOAD_KERNELS, chooses between "compiled" and "torch" on the CPU. Raises SettingError.
+    The environment's FORELOAD_KERNELS chooses between "compiled" and "torch" on the CPU. Raises SettingError.
     """
-    variant = variant or os.environ.get("FORELOAD_KERNELS") or ("compiled" if device == "cpu" else "torch")
+    variant = os.environ.get("FORELOAD_KERNELS") or ("compiled" if device == "cpu" else "torch")
     if variant == "torch":
         return TorchKernels(device)
     if variant == "compiled" and device == "cpu":

@@ -57,21 +57,13 @@ _CBWR_BRANCHES = {
 _CBWR_BRANCH, _CBWR_ALL, _CBWR_STRICT = 1, -1, 0x10000
 
 
-def keep_memory() -> None:
-    """Have the processes started from here on keep the memory that they free, unless GLIBC_TUNABLES is set already."""
-    os.environ.setdefault("GLIBC_TUNABLES", _tunables())
-
-
-def _tunables() -> str:
-    return ":".join(f"glibc.malloc.{name}={value}" for name, value in _KEEP_MEMORY.items())
-
-
 def environment(cpu_capability: str = "avx2", threads: int = 1) -> dict[str, str]:
     """Environment variables, name to value, for a process under these settings; those that are set already keep their values, but for the threads.
 
     threads: that one operation of torch uses. They are set here too, since torch.set_num_threads reaches MKL in the calling thread only.
     """
-    wanted = {"GLIBC_TUNABLES": _tunables()} | ENVIRONMENTS[cpu_capability] | _CUBLAS
+    tunables = ":".join(f"glibc.malloc.{name}={value}" for name, value in _KEEP_MEMORY.items())
+    wanted = {"GLIBC_TUNABLES": tunables} | ENVIRONMENTS[cpu_capability] | _CUBLAS
     return {name: os.environ.get(name, value) for name, value in wanted.items()} | {"OMP_NUM_THREADS": str(threads)}
 
 

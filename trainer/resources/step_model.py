@@ -193,7 +193,7 @@ class StepModel:
         return list(dict.fromkeys(one.setup for one in self.observations))
 
     @classmethod
-    def of_profiles(cls, profiles: Iterable[Profile], counts: bool = True) -> StepModel:
+    def of_profiles(cls, profiles: Iterable[Profile]) -> StepModel:
         """A model of profiles, all of a like job and machine. Those too short to tell are left out."""
         tails, observations = [], []
         for profile in profiles:
@@ -202,7 +202,7 @@ class StepModel:
                 observations.append(observed)
                 late = profile.steps["ms"][_warm_up(profile.points) :]
                 tails.append(float(np.mean(np.minimum(late, 10 * np.median(late))) / np.median(late)))
-        return cls(observations, counts, float(np.median(tails)) if tails else 1.0)
+        return cls(observations, tail=float(np.median(tails)) if tails else 1.0)
 
 
 def _coefficients(observations: Sequence[Observation], counts: bool) -> dict[str, dict[str, float]]:

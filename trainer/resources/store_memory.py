@@ -96,11 +96,6 @@ class StoreMemory:
             servers.append(server)
         return cls(timeline, servers, trainers)
 
-    @property
-    def limited(self) -> bool:
-        """Whether any server has a limit."""
-        return any(server.limit_bytes for server in self.servers)
-
     def advance(self) -> None:
         """Take in what has become known of the schedule."""
         before = self.timeline.known

@@ -66,11 +66,6 @@ class Start:
     step: int
     last_batches: tuple[int, ...]
 
-    @classmethod
-    def anew(cls, schedule: Schedule) -> Start:
-        """The beginning of a schedule whose lanes wrote nothing yet."""
-        return cls(schedule.header.first_step - 1, (0,) * schedule.header.lanes)
-
 
 @dataclass(frozen=True, slots=True)
 class DenseModel:

@@ -143,6 +143,33 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
         yield stores
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
+    """Four servers of a module."""
+    from foreload.cache.client.local import LocalStores
+
+    with LocalStores(4, tmp_path_factory.mktemp("four")) as stores:
+        yield stores
+
+
+@pytest.fixture(scope="module")
+def five(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
+    """Five servers of a module."""
+    from foreload.cache.client.local import LocalStores
+
+    with LocalStores(5, tmp_path_factory.mktemp("five")) as stores:
+        yield stores
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[LocalStores]:
+    """Three servers of a test's own."""
+    from foreload.cache.client.local import LocalStores
+
+    with LocalStores(3, tmp_path / "stores") as stores:
+        yield stores
+
+
 @pytest.fixture
 def urls(three: LocalStores) -> Sequence[str]:
     """Those of a module's three servers, from which everything was deleted before."""

@@ -31,6 +31,7 @@ from lane_program import (
     train_slots,
 )
 from lane_runs import contents, plan
+from lost_shards import kill
 from serving import serving
 
 from foreload.cache.client.local import LocalStores
@@ -215,13 +216,6 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
         yield stores
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
-    """Four servers."""
-    with LocalStores(4, tmp_path_factory.mktemp("four")) as stores:
-        yield stores
-
-
 @pytest.fixture
 def stores(request: pytest.FixtureRequest) -> Iterator[LocalStores]:
     """The servers that a test names by their fixture: empty, and all up again after it."""
@@ -241,10 +235,7 @@ def lose(stores: LocalStores, shard: int, how: str) -> None:
             for lane in LANES:
                 assert store.command(shard, "COPY", OLDER % lane, lane_key("t", lane, 0), "REPLACE") == 1
         return
-    pid = stores.pids[shard]
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    stores._processes[shard].wait()
+    kill(stores, shard)
     if how == "empty":
         assert stores.restart(shard)
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from lane_program import LAYOUTS, SEED, LaneProgram, make_program
 from lane_runs import contents, plan, run_lane
+from lost_shards import kill
 from serving import serving
-from test_lost_shard import kill
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
@@ -107,13 +107,6 @@ class Scrubbing:
             for fields in (fields for of_lane in held.values() for fields in of_lane):
                 fields.pop(MARKER, None)
             return held
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
-    """Four servers."""
-    with LocalStores(4, Path(tmp_path_factory.mktemp("four"))) as stores:
-        yield stores
 
 
 @pytest.fixture(params=CODES, ids=lambda code: "{1}+{2} on {0}".format(*code))
@@ -246,7 +239,7 @@ def test_what_two_parity_rows_single_out_is_repaired_while_training_goes_on(
 
 def test_a_shard_that_is_lost_meanwhile_is_left_out(tmp_path: Path) -> None:
     with LocalStores(3, tmp_path / "stores") as stores:
-        scrubbing = Scrubbing("parity acknowledged", 14, do=lambda _: kill(stores, 1)())
+        scrubbing = Scrubbing("parity acknowledged", 14, do=lambda _: kill(stores, 1))
         scrubbing.train(stores, 3, 2, 1, tmp_path / "logs")
     (found,) = scrubbing.found
     assert found.rows > 0

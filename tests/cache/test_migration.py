@@ -17,6 +17,7 @@ from delay_proxy import delayed
 from grids import covering
 from lane_owners import NAMESPACE, TIMEOUT, Died, History, Owner, check_all, dies_at
 from lane_program import make_program
+from lost_shards import kill, restart
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER, MIGRATED
@@ -359,10 +360,7 @@ def test_a_shard_that_dies_once_its_rows_have_left_it_is_not_looked_for(
     owner.train(8)
     move(owner, case.migrating, stores.urls)
     assert owner.traffic.repair_shards(TIMEOUT) == []
-    pid = stores.pids[1]
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    stores._processes[1].wait()
+    kill(stores, 1)
     owner.traffic.probe()
     assert owner.traffic.shards.lost == [1]
     settled = owner.stored.placement.completed()
@@ -407,11 +405,7 @@ def test_a_shard_is_lost_amid_a_move(
         if left or happened != action:
             return
         if how == "dies":
-            pid = stores.pids[shard]
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-            stores._processes[shard].wait()
-            assert stores.restart(shard)
+            restart(stores, shard)
         else:
             with Store(stores.urls, TIMEOUT) as store:
                 store.command(shard, "FLUSHALL")

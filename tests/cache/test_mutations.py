@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from lane_program import LAYOUTS, SEED, LaneProgram, make_program
+from lost_shards import IDENTITY, PATIENCE, Disturber, empty, kill, restart, run
 from serving import serving
-from test_lost_shard import IDENTITY, PATIENCE, Disturber, empty, kill, restart, run
 from test_parity import EVALUATION_SLOTS, SLOTS, Recording, check_stripes, plan, run_lane
 from test_traffic import ending
 
@@ -36,13 +37,6 @@ from foreload.cache.protocol.reconnection import Reconnection
 from foreload.cache.protocol.shard_table import ShardTable
 
 Check = Callable[[LocalStores, Path], None]
-
-
-@pytest.fixture
-def stores(tmp_path: Path) -> Iterator[LocalStores]:
-    """Three servers of a test's own."""
-    with LocalStores(3, tmp_path / "stores") as stores:
-        yield stores
 
 
 @contextmanager
@@ -73,12 +67,12 @@ def stripes_agree(stores: LocalStores, folder: Path) -> None:
 
 def a_lost_shard_is_decoded(stores: LocalStores, folder: Path) -> None:
     """Every row used is the true one, though a shard is lost."""
-    run(stores, folder, 2, 1, Disturber({("parity acknowledged", 9): kill(stores, 1)}))
+    run(stores, folder, 2, 1, Disturber({("parity acknowledged", 9): partial(kill, stores, 1)}))
 
 
 def a_lost_shard_is_rebuilt(stores: LocalStores, folder: Path) -> None:
     """A shard that was lost holds in the end what one of an undisturbed run holds."""
-    disturbed = run(stores, folder / "a", 2, 1, Disturber({("parity leaves", 9): restart(stores, 1)}), grace=PATIENCE)[0]
+    disturbed = run(stores, folder / "a", 2, 1, Disturber({("parity leaves", 9): partial(restart, stores, 1)}), grace=PATIENCE)[0]
     with LocalStores(3, folder / "stores") as others:
         assert disturbed == run(others, folder / "b", 2, 1)[0]
 
@@ -96,7 +90,7 @@ def an_emptied_shard_is_rebuilt(stores: LocalStores, folder: Path) -> None:
             traffic.write_back(0, 1, first)
             traffic.flush()
             before = [store.command(shard, "HLEN", stored.key(0, shard)) for shard in range(3)]
-            empty(stores, 1)()
+            empty(stores, 1)
             traffic.write_back(0, 2, again)
             traffic.flush()
             assert traffic.repair_shards(PATIENCE) == []

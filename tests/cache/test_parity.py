@@ -31,13 +31,6 @@ from foreload.cache.rows.fields import PARITY_BIT, fields
 CODES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (3, 2)]
 
 
-@pytest.fixture(scope="module")
-def five(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
-    """Five servers."""
-    with LocalStores(5, Path(tmp_path_factory.mktemp("five"))) as stores:
-        yield stores
-
-
 @pytest.fixture
 def client(five: LocalStores) -> Iterator[Store]:
     """A client of five empty servers."""

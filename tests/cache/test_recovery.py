@@ -6,7 +6,7 @@ Within this process, by an exception, no shard is lost, and the recovery is done
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,13 +35,6 @@ OWNER = Ownership()
 
 class Died(Exception):
     """The writer is no more."""
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
-    """Four servers."""
-    with LocalStores(4, Path(tmp_path_factory.mktemp("four"))) as stores:
-        yield stores
 
 
 class Torn(Store):

@@ -35,13 +35,6 @@ LANE, TABLE, STRIPE = 3, 0, 2  # where a test puts something wrong
 CODES = [(3, 2, 1), pytest.param((5, 4, 1), marks=pytest.mark.full), (4, 2, 2)]
 
 
-@pytest.fixture(scope="module")
-def five(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStores]:
-    """Five servers."""
-    with LocalStores(5, Path(tmp_path_factory.mktemp("five"))) as stores:
-        yield stores
-
-
 @dataclass
 class StoredLane:
     """A lane's rows in the store while nobody trains, and what the schedule says of them. before: what the servers held at first."""

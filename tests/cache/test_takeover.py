@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product
@@ -13,6 +11,7 @@ import pytest
 from grids import covering
 from lane_owners import NAMESPACE, TIMEOUT, Died, Gate, History, Mortal, Owner, check_all, dies_at, of_phase
 from lane_program import make_program
+from lost_shards import kill
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
@@ -39,14 +38,6 @@ def flush(urls: Sequence[str], shard: int) -> None:
     """A server loses everything, and goes on."""
     with Store(urls, TIMEOUT) as store:
         store.command(shard, "FLUSHALL")
-
-
-def kill(stores: LocalStores, shard: int) -> None:
-    """A server is gone, and takes no connections."""
-    pid = stores.pids[shard]
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    stores._processes[shard].wait()
 
 
 def until_dead(owner: Owner) -> None:

@@ -6,12 +6,10 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from clicks import CLICKS_ROWS, Clicks, write_log
 from command_line import SMALL, Command, done, flip, refused, run_here
@@ -19,7 +17,6 @@ from held import held, stop_after
 from small_job import summary
 
 from foreload.cache.client.local import LocalStores
-from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.files import write_sealed
 from foreload.pipelines.schedule.format import MANIFEST as SCHEDULE
@@ -31,7 +28,7 @@ from foreload.trainer.checkpoints.contents import DENSE, MANIFEST, Contents
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import Increment
 from foreload.trainer.checkpoints.reader import digest_of
-from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows, write_file, write_rows
+from foreload.trainer.checkpoints.row_files import CheckpointRows, write_file, write_rows
 from foreload.trainer.checkpoints.writable import LOCK
 from foreload.trainer.checkpoints.writer import save
 from foreload.trainer.run.directory import Run
@@ -357,28 +354,3 @@ def test_files_with_gaps_written_in_any_order_have_all_rows_together(case: Case,
     assert done("digest", tmp_path).strip() == case.digests[case.steps[2]]
     done("checkpoint", "compact", tmp_path, "--to", tmp_path / "compact")
     assert (tmp_path / "compact" / whole.path.name / MANIFEST).read_bytes() == (whole.path / MANIFEST).read_bytes()
-
-
-@pytest.mark.parametrize("bits", [32, 8, 4, 3, 2])
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
-def test_rows_are_read_in_any_pieces_as_they_were_written(tmp_path: Path, bits: int, optimizer: str) -> None:
-    random = np.random.default_rng(bits)
-    layout = RowLayout(3, "table", 1000, (("weights", 5), ("bias", 1)), optimizer)
-    count = 70_000  # more than are decoded at once
-    ordinals = np.sort(random.choice(200_000, count, replace=False)).astype(np.int64)
-    weights, state = random.normal(size=(2, count, 6)).astype(np.float32)
-    weights[::1000, 2] = np.nan
-    ids = random.integers(0, 1 << 40, count)
-    rows = CheckpointRows(ids, random.integers(1, 99, count).astype(np.int32), weights, state[:, : layout.state_width])
-    file = write_rows(tmp_path, 1, layout, ordinals, rows, bits, known=150_000)
-    assert (file.first, file.last, file.rows, file.gapless) == (ordinals[0], ordinals[-1], count, False)
-    opened = OpenRows(pa.py_buffer((tmp_path / file.name).read_bytes()), file, layout)
-    assert np.array_equal(opened.ordinals, ordinals)
-    cuts = [0, 1, 65_530, 65_540, 65_541, count]
-    read = CheckpointRows.joined([opened.part(first, end) for first, end in pairwise(cuts)])
-    assert np.array_equal(read.id, np.where(ordinals < 150_000, -1, ids))
-    assert np.array_equal(read.tag, rows.tag)
-    assert np.array_equal(read.state, rows.state)
-    exact = slice(None) if bits == 32 else slice(None, None, 1000)
-    assert np.array_equal(read.weights[exact], weights[exact], equal_nan=True)
-    assert np.isfinite(np.delete(read.weights, np.arange(0, count, 1000), axis=0)).all()

@@ -11,7 +11,7 @@ import numpy as np
 from foreload.trainer.checkpoints.contents import DENSE, Contents
 from foreload.trainer.checkpoints.draft import published
 from foreload.trainer.checkpoints.format import Checkpoint
-from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows, RowFile, rows_of_a_file, write_file, write_rows
+from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows, RowFile, RowSink, rows_of_a_file, write_file
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.storage import AnyFolder
 
@@ -86,14 +86,14 @@ def compact(checkpoint: Checkpoint, folder: AnyFolder, on_rows: Callable[[int], 
 
 def _write(checkpoint: Checkpoint, folder: AnyFolder, on_rows: Callable[[int], object]) -> Contents:
     contents = checkpoint.contents
-    dense, files = write_file(folder, DENSE, checkpoint.read(contents.dense)), []
+    dense = write_file(folder, DENSE, checkpoint.read(contents.dense))
+    sink = RowSink(folder, contents.tables, on_file=lambda file: on_rows(file.rows))
     for table, layout in enumerate(contents.tables):
         for lane in range(len(contents.ordinals)):
             for first, rows in newest_rows(checkpoint, lane, table, rows_of_a_file(layout)):
-                count = len(rows.id)
-                files.append(write_rows(folder, lane, layout, np.arange(first, first + count), rows))
-                on_rows(count)
-    files.sort(key=lambda file: (file.table, file.first, file.lane))
+                sink.add(lane, table, np.arange(first, first + len(rows.id)), rows)
+                sink.write(lane, table)
+    files = sorted(sink.files, key=lambda file: (file.table, file.first, file.lane))
     return replace(contents, rows=tuple(files), dense=dense, base=None, sizes=())
 
 

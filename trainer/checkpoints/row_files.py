@@ -6,6 +6,7 @@ Knows no torch, as `format` does not.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -67,6 +68,11 @@ class CheckpointRows:
     weights: np.ndarray
     state: np.ndarray
 
+    @property
+    def value_bytes(self) -> int:
+        """Memory of the weights and the state."""
+        return self.weights.nbytes + self.state.nbytes
+
     def part(self, which: slice | np.ndarray) -> CheckpointRows:
         """The rows of a slice, of a mask or of places."""
         return CheckpointRows(self.id[which], self.tag[which], self.weights[which], self.state[which])
@@ -120,6 +126,67 @@ def write_file(folder: AnyFolder, name: str, data: bytes | pa.Buffer) -> FileEnt
     """Write a file of a checkpoint, and force it to the disk. Raises OSError and CheckpointUnreachable."""
     write_new(folder / name, data)
     return FileEntry(name, len(data), hashlib.sha256(data).hexdigest())
+
+
+class RowSink:
+    """Writes the rows of a checkpoint: holds them by lane and table, in whatever pieces they come, until a `write` puts them into files.
+
+    The caller decides when that is, and so where files are cut. files: those written so far; held_bytes: memory of the weights and the state of the
+    rows held. All that writes raises OSError and CheckpointUnreachable.
+    """
+
+    def __init__(
+        self,
+        folder: AnyFolder,
+        layouts: Sequence[RowLayout],
+        bits: int = EXACT_BITS,
+        known: Sequence[Sequence[int]] = (),
+        on_file: Callable[[RowFile], object] = lambda file: None,
+    ) -> None:
+        """folder: where the files go; layouts: of the tables, in order; bits: of a weight, as `write_rows` has it; known: of an increment, by lane
+        and table, how many ordinals its base has; on_file: called with each file when it is written.
+        """
+        self.folder, self.files, self.held_bytes = folder, list[RowFile](), 0
+        self._layouts, self._bits, self._known, self._on_file = layouts, bits, known, on_file
+        self._held: dict[tuple[int, int], list[tuple[np.ndarray, CheckpointRows]]] = {}
+
+    def add(self, lane: int, table: int, ordinals: np.ndarray, rows: CheckpointRows) -> None:
+        """Hold rows of a lane's table. ordinals: int64 [n], of the rows in their order; none may come twice."""
+        self._held.setdefault((lane, table), []).append((ordinals, rows))
+        self.held_bytes += rows.value_bytes
+
+    def write(self, lane: int, table: int, only_full_files: bool = False) -> None:
+        """Write the rows held of a lane's table, sorted by ordinal, `rows_of_a_file` to a file. only_full_files: go on holding the last ones, which
+        do not fill a file.
+        """
+        held, layout = self._held.get((lane, table), []), self._layouts[table]
+        most, count = rows_of_a_file(layout), sum(len(ordinals) for ordinals, _ in held)
+        end = count - count % most if only_full_files else count
+        if not end:
+            return
+        ordinals, rows = np.concatenate([piece for piece, _ in held]), CheckpointRows.joined([piece for _, piece in held])
+        if (ordinals[1:] < ordinals[:-1]).any():
+            order = np.argsort(ordinals)
+            ordinals, rows = ordinals[order], rows.part(order)
+        del self._held[lane, table]
+        self.held_bytes -= rows.value_bytes
+        known = self._known[lane][table] if self._known else 0
+        for first in range(0, end, most):
+            part = slice(first, first + most)
+            file = write_rows(self.folder, lane, layout, ordinals[part], rows.part(part), self._bits, known)
+            self.files.append(file)
+            self._on_file(file)
+        if end < count:
+            self.add(lane, table, ordinals[end:], rows.part(slice(end, None)))
+
+    def write_largest(self) -> None:
+        """Write the rows held of the lane's table of which most bytes are held."""
+        self.write(*max(self._held, key=lambda place: sum(rows.value_bytes for _, rows in self._held[place])))
+
+    def write_all(self) -> None:
+        """Write all rows that are held."""
+        for place in sorted(self._held):
+            self.write(*place)
 
 
 def _arrow(rows: CheckpointRows) -> pa.Buffer:

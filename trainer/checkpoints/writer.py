@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 
@@ -15,22 +14,12 @@ from foreload.trainer.checkpoints.contents import DENSE, Contents
 from foreload.trainer.checkpoints.draft import published
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import Increment
-from foreload.trainer.checkpoints.row_files import EXACT_BITS, CheckpointRows, RowFile, rows_of_a_file, write_file, write_rows
+from foreload.trainer.checkpoints.row_files import EXACT_BITS, CheckpointRows, RowSink, rows_of_a_file, write_file
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.expected_rows import given_ordinals, table_rows
 from foreload.trainer.run.model_rows import lane_rows
 from foreload.trainer.run.saved_run import SavedRun
 from foreload.trainer.run.storage import AnyFolder
-
-
-@dataclass(frozen=True, slots=True)
-class _NewRows:
-    """Some rows of a lane and table that a checkpoint is to have: their ordinals int64 [n], ascending, and the rows."""
-
-    lane: int
-    table: int
-    ordinals: np.ndarray
-    rows: CheckpointRows
 
 
 def save(
@@ -57,52 +46,22 @@ def save(
         dense = write_file(temporary, DENSE, saved.run.dense(step).read_bytes())
         ordinals = given_ordinals(saved.schedule, step)
         on_rows(0, int(ordinals.sum()))
-        files = _write_all(temporary, saved, _new_rows(saved, ordinals, base, on_rows), bits, base)
+        sink = RowSink(temporary, saved.layouts, bits, () if base is None else base.contents.ordinals)
+        _write_rows(saved, sink, ordinals, base, on_rows)
         encoded = saved.features.to_dict(), saved.encoding
-        return Contents.made(manifest, *encoded, step, saved.status.totals, saved.layouts, ordinals, files, dense, base, sizes)
+        return Contents.made(
+            manifest, *encoded, step, saved.status.totals, saved.layouts, ordinals, sink.files, dense, base, sizes
+        )
 
     return published(folder, "--to", step, write, manifest.run_id)
 
 
-def _write_all(
-    folder: AnyFolder, saved: SavedRun, pieces: Iterator[_NewRows], bits: int, base: Checkpoint | None
-) -> list[RowFile]:
-    """Write rows, those of each lane and table together, in files that depend on these rows alone, not on how they came in pieces."""
-    files: list[RowFile] = []
-    waiting: list[_NewRows] = []
-
-    def flush(whole_only: bool) -> None:
-        if not waiting:
-            return
-        lane, table = waiting[0].lane, waiting[0].table
-        layout = saved.layouts[table]
-        most, known = rows_of_a_file(layout), 0 if base is None else base.contents.ordinals[lane][table]
-        if whole_only and sum(len(piece.ordinals) for piece in waiting) < most:
-            return
-        ordinals = np.concatenate([piece.ordinals for piece in waiting])
-        rows = CheckpointRows.joined([piece.rows for piece in waiting])
-        waiting.clear()
-        first = 0
-        while len(ordinals) - first >= (most if whole_only else 1):
-            part = slice(first, first + most)
-            files.append(write_rows(folder, lane, layout, ordinals[part], rows.part(part), bits, known))
-            first += most
-        if first < len(ordinals):
-            waiting.append(_NewRows(lane, table, ordinals[first:], rows.part(slice(first, None))))
-
-    for piece in pieces:
-        if waiting and (waiting[0].lane, waiting[0].table) != (piece.lane, piece.table):
-            flush(whole_only=False)
-        waiting.append(piece)
-        flush(whole_only=True)
-    flush(whole_only=False)
-    return files
-
-
-def _new_rows(
-    saved: SavedRun, ordinals: np.ndarray, base: Checkpoint | None, on_rows: Callable[[int, int], object]
-) -> Iterator[_NewRows]:
-    """The rows that were changed since the base, or all, read from the store."""
+def _write_rows(
+    saved: SavedRun, sink: RowSink, ordinals: np.ndarray, base: Checkpoint | None, on_rows: Callable[[int, int], object]
+) -> None:
+    """Read the rows that were changed since the base, or all, from the store, and write them. The files depend on the rows alone, not on how they are
+    read piece by piece.
+    """
     step, total = saved.status.step, int(ordinals.sum())
     since = None if base is None else base.contents.step
     known = None
@@ -123,8 +82,9 @@ def _new_rows(
             read = _read(saved, lane, some, rows)
             new = slice(None) if since is None else read.tag > since + 1
             on_rows(len(some), total)
-            if len(some[new]):
-                yield _NewRows(lane, rows.table, some[new], read.part(new))
+            sink.add(lane, rows.table, some[new], read.part(new))
+            sink.write(lane, rows.table, only_full_files=True)
+        sink.write(lane, rows.table)
 
 
 def _read(saved: SavedRun, lane: int, ordinals: np.ndarray, rows: TableRows) -> CheckpointRows:

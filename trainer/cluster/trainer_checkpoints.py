@@ -24,9 +24,10 @@ from foreload.cache.rows.slot_copy import SlotCopy
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.changed_rows import changed_rows
 from foreload.trainer.checkpoints.contents import DENSE
-from foreload.trainer.checkpoints.part import GRACE_SECONDS, Increment, PartWriter
+from foreload.trainer.checkpoints.part import GRACE_SECONDS, PartWriter
 from foreload.trainer.checkpoints.part import rehearse as rehearse_part
 from foreload.trainer.checkpoints.policies import LEAST_BITS
+from foreload.trainer.checkpoints.row_files import RowSink
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.events import EventSender
 from foreload.trainer.cluster.facts import CheckpointAt, CheckpointReady, GoOnAfter, Orphaned, StopWanted
@@ -247,11 +248,9 @@ class TrainerCheckpoints:
         if told.since >= 0:
             schedule = taken.parts.schedule
             changed = partial(_changed, schedule.path, schedule.follow, told.since, taken.snapshot.step)
-        rows = Increment(told.since, told.known, changed)
-        layouts = taken.parts.layouts
-        self._part = PartWriter(
-            taken.snapshot, layouts, place(told.folder), told.bits, rows, taken.dense, self._come_to, taken.began
-        )
+        layouts, folder = taken.parts.layouts, place(told.folder)
+        sink = RowSink(folder, layouts, told.bits, told.known, lambda file: self._come_to("checkpoint file written"))
+        self._part = PartWriter(taken.snapshot, layouts, sink, told.since, changed, taken.dense, taken.began)
         self._part.start()
 
     def tell(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.replay import LaneState, state_after
 from foreload.pipelines.schedule.walk import LaneMoves, walk
@@ -81,6 +82,13 @@ class Plan:
     schedule: Schedule
     steps: Sequence[int]
     row_bytes: Sequence[int]
+
+    @classmethod
+    def of(cls, schedule: Schedule, step: int, every: int, layouts: Sequence[RowLayout], at_end: bool = False) -> Plan:
+        """A checkpoint after `step`, and one every so many steps after that up to the end of the schedule; at_end: and one after its last step."""
+        end = schedule.header.end_step
+        steps = {step, *range(step, end, every), *([end - 1] if at_end else [])}
+        return cls(schedule, sorted(steps), [layout.row_bytes for layout in layouts])
 
     def baseline_is_due(self, last: int) -> bool:
         """Whether the next one is to have all rows, `last` being the step of the last one that has. Raises ScheduleError.

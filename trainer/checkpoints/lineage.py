@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from foreload.trainer.checkpoints.changed_rows import Plan
 from foreload.trainer.checkpoints.contents import MANIFEST
 from foreload.trainer.checkpoints.format import Checkpoint, bases_in, checkpoints_in, run_of
-from foreload.trainer.checkpoints.policies import Policy, baseline_is_due, deletable, dependents
+from foreload.trainer.checkpoints.policies import LEAST_BITS, Policy, baseline_is_due, bits_for_job, deletable, dependents
 from foreload.trainer.checkpoints.writable import holding, removed
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
 from foreload.trainer.run.manifest import Manifest
@@ -132,6 +133,18 @@ def why_no_base(base: Checkpoint, run: Manifest, step: int, bits: int) -> str:
     if base.bits < bits:
         return f"has weights of {base.bits} bits, fewer than {bits}"
     return "" if base.files_there else "lacks files"
+
+
+def next_bits(
+    bits: int | Literal["auto"], run: Manifest, steps: int, seconds: float, failures_a_day: float, least: int = LEAST_BITS
+) -> int:
+    """How many bits a weight of the next checkpoint of a run has: `bits`, or with "auto" what the restores to expect allow, `least` at least.
+
+    steps, seconds: trained so far, and the time that took.
+    """
+    if bits != "auto":
+        return bits
+    return bits_for_job(steps, seconds, run.steps, failures_a_day, run.rounded_restores, least)
 
 
 def next_increment(

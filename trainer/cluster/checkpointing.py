@@ -15,9 +15,9 @@ from foreload.trainer.checkpoints.best import Best, best_in
 from foreload.trainer.checkpoints.changed_rows import Plan
 from foreload.trainer.checkpoints.draft import AnyDraft, check_absent, draft
 from foreload.trainer.checkpoints.format import Checkpoint
-from foreload.trainer.checkpoints.lineage import next_increment, of_run, prune
+from foreload.trainer.checkpoints.lineage import next_bits, next_increment, of_run, prune
 from foreload.trainer.checkpoints.part import GRACE_SECONDS
-from foreload.trainer.checkpoints.policies import LEAST_BITS, Policy, bits_for_job
+from foreload.trainer.checkpoints.policies import LEAST_BITS, Policy
 from foreload.trainer.checkpoints.row_files import EXACT_BITS
 from foreload.trainer.checkpoints.writable import folder_of
 from foreload.trainer.cluster.best_evaluation import OVERDUE, BestEvaluation, HeldTraining, tell_missing
@@ -197,7 +197,10 @@ class Checkpointing:
         """Its step is known: make the draft of it, unless it is there already, from before the run was broken off."""
         folder, step, run, plan = saving.wanted.folder, saving.step, self._manifest(), self._plan(saving.step)
         field_name = "--checkpoint" if saving.wanted.asked is None else "--to"
-        policy, bits, first_step = self._policy, self._bits_of_next(), self._schedule.header.first_step
+        totals = self._report.totals
+        # With auto never fewer than before: a checkpoint with more bits could not be an increment of that.
+        bits = next_bits(self._bits, run, totals.steps, totals.seconds, self._failures_a_day, self._most_bits)
+        policy, self._most_bits, first_step = self._policy, bits, self._schedule.header.first_step
 
         def opened() -> Opened | None:
             begun = draft(folder, field_name, step, run.run_id)  # from here on none is deleted there
@@ -217,21 +220,11 @@ class Checkpointing:
 
         saving.opening = self._folder_work.submit(opened)
 
-    def _bits_of_next(self) -> int:
-        """How many bits its weights are to have. With auto never fewer than before, since those with more bits could not be its increments."""
-        if self._bits != "auto":
-            return self._bits
-        run, totals = self._manifest(), self._report.totals
-        given = totals.steps, totals.seconds, run.steps, self._failures_a_day, run.rounded_restores
-        self._most_bits = bits_for_job(*given, self._most_bits)
-        return self._most_bits
-
     def _plan(self, step: int) -> Plan | None:
         """For policy planned: the checkpoints that are to come, this one first."""
         if self._policy != "planned" or self._every is None or self._every.steps is None:
             return None
-        every, end = self._every.steps, self._schedule.header.end_step
-        return Plan(self._schedule, [step, *range(step + every, end, every)], [layout.row_bytes for layout in self._layouts])
+        return Plan.of(self._schedule, step, self._every.steps, self._layouts)
 
     def _have_written(self, saving: CheckpointUnderWay, opened: Opened | None) -> None:
         """Have trainers write their parts."""

@@ -17,12 +17,13 @@ from foreload.trainer.checkpoints.lineage import (
     check_there,
     delete,
     increment_of,
+    next_bits,
     next_increment,
     of_run,
     prune,
     why_no_base,
 )
-from foreload.trainer.checkpoints.policies import FAILURES_A_DAY, Policy, bits_for_job
+from foreload.trainer.checkpoints.policies import FAILURES_A_DAY, Policy
 from foreload.trainer.checkpoints.row_files import EXACT_BITS
 from foreload.trainer.checkpoints.writer import save
 from foreload.trainer.cluster.control import training_status
@@ -71,7 +72,8 @@ def saved(
     step = run.saved_status().step
     check_absent(folder, step)
     with open_saved(path, store) as opened, progress_bar(0, "row") as bar:
-        width = _bits_of(opened, failures_a_day) if bits == "auto" else bits
+        totals = opened.status.totals
+        width = next_bits(bits, opened.manifest, int(totals.get("steps", 0)), totals.get("seconds", 0.0), failures_a_day)
         plan = None if every is None else _plan(opened, every)
         increment = next_increment(of_run(folder, run.manifest), run.manifest, step, policy, width, plan)
         if base is not None:
@@ -85,22 +87,13 @@ def saved(
     return told | {"deleted": [] if keep is None else prune(folder, run.manifest, keep)}
 
 
-def _bits_of(saved: SavedRun, failures_a_day: float) -> int:
-    """The bits that the restores to expect of a run allow, from its pace so far and the steps of its schedules."""
-    run, totals = saved.manifest, saved.status.totals
-    steps, seconds = int(totals.get("steps", 0)), totals.get("seconds", 0.0)
-    return bits_for_job(steps, seconds, run.steps, failures_a_day, run.rounded_restores)
-
-
 def _plan(saved: SavedRun, every: int) -> Plan:
     """The checkpoints to come, up to the end of the run's schedule, where its last one is."""
-    schedule, step = saved.schedule, saved.status.step
-    if (schedule.path / POSITION).exists():
+    if (saved.schedule.path / POSITION).exists():
         raise CheckpointError(
             f"--policy: planned needs the steps of schedule {saved.manifest.stages[-1].path}, which is not there any more; give another policy"
         )
-    end = schedule.header.end_step - 1
-    return Plan(schedule, sorted({step, *range(step, end, every), end}), [layout.row_bytes for layout in saved.layouts])
+    return Plan.of(saved.schedule, saved.status.step, every, saved.layouts, at_end=True)
 
 
 def _increment_of(path: AnyFolder, saved: SavedRun, bits: int) -> Increment:

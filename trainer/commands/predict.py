@@ -33,6 +33,7 @@ from foreload.trainer.errors import RunError
 from foreload.trainer.run.saved_model import RowSource, SavedModel, check_fitting, encoder_of
 from foreload.trainer.run.trained_model import DenseForward
 from foreload.trainer.run.unknown_values import UnknownValues
+from foreload.trainer.serving.standalone import probabilities
 
 FORMATS = ("criteo", "csv", "tsv", "parquet")
 _READ_SAMPLES = 1 << 14  # whose rows are read from the store at once
@@ -318,11 +319,9 @@ def _format(schedule: Schedule, sources: Sequence[str]) -> str:
 
 
 def _scores(outputs: np.ndarray, labels: Sequence[Label]) -> np.ndarray:
-    """The probability of clicks, 1 / (1 + exp(-logit)), computed in float64; numbers as they are. float32 [n] or [n, labels]."""
-    exponentials = np.exp(-np.abs(outputs.astype(np.float64)))
-    probabilities = (np.where(outputs >= 0, 1.0, exponentials) / (1.0 + exponentials)).astype(np.float32)
+    """The probabilities of clicks; numbers as they are. float32 [n] or [n, labels]."""
     clicks = np.array([label.kind == "click" for label in labels])
-    return np.where(clicks if len(labels) > 1 else clicks[0], probabilities, outputs)
+    return np.where(clicks if len(labels) > 1 else clicks[0], probabilities(outputs), outputs)
 
 
 def check_out(out: str) -> None:

@@ -25,7 +25,7 @@ from foreload.trainer.run.directory import CHECKPOINTS, KEPT
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.model_code import check_code, code_of, note_code
-from foreload.trainer.run.model_rows import ModelRows
+from foreload.trainer.run.model_rows import ModelRows, RowsByTable
 from foreload.trainer.run.saved_model import SavedModel, check_fitting, initial_rows
 from foreload.trainer.run.saved_run import open_saved
 from foreload.trainer.run.storage import place
@@ -154,15 +154,13 @@ class _SortedRows:
         return found, there
 
     def _load(self, tables: Sequence[int]) -> None:
-        batches = rows_by_id(self._model.checkpoint, tables)
-        batch = next(batches, None)
+        batches = RowsByTable(rows_by_id(self._model.checkpoint, tables))
         for table in tables:
             width, ids = self._model.layouts[table].width, [np.empty(0, np.int64)]
             with tempfile.TemporaryFile() as file:
-                while batch is not None and batch.table == table:
+                for batch in batches.of(table):
                     ids.append(batch.ids)
                     file.write(np.ascontiguousarray(batch.weights).data)
-                    batch = next(batches, None)
                 file.flush()
                 known = np.concatenate(ids)
                 weights = np.empty((0, width), np.float32)

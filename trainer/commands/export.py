@@ -25,6 +25,7 @@ from foreload.trainer.errors import ExportError, ModelError
 from foreload.trainer.run.directory import MANIFEST as RUN
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.model_rows import RowsByTable
 from foreload.trainer.run.resume import FREE_SETTINGS, NUMERICS_SETTINGS
 from foreload.trainer.run.saved_model import SavedModel, encoder_of
 from foreload.trainer.run.storage import place
@@ -129,8 +130,7 @@ def predecessor(since: str) -> Predecessor:
     if names_checkpoint(since):
         with open_model(since, None) as model:
             told = told_of(model)
-            sums = {name: hashlib.sha256(data).hexdigest() for name, data in dense_files(model).items()}
-            return Predecessor(model.step, state_of(told, sums[MODEL], sums[DENSE_STATE]), told, since)
+            return Predecessor(model.step, state_with(told, dense_files(model)), told, since)
     if not (Path(since) / ABOUT).exists():
         raise ExportError(
             f"--since: must be the number of a step, a checkpoint or an export; got {since!r}, which has neither's manifest"
@@ -161,6 +161,11 @@ def dense_files(model: SavedModel) -> dict[str, bytes]:
     return {MODEL: save(to_serve(*dense)), DENSE_STATE: save(beside_served(*dense))}
 
 
+def state_with(told: dict[str, Any], dense: dict[str, bytes]) -> str:
+    """The state of a model, as its exports have it. told: see `told_of`; dense: see `dense_files`."""
+    return state_of(told, *(hashlib.sha256(dense[name]).hexdigest() for name in (MODEL, DENSE_STATE)))
+
+
 def told_of(model: SavedModel) -> dict[str, Any]:
     """What a manifest says of the model, whatever of it is exported."""
     job = model.job.to_dict() | model.manifest.job  # settings that an older run does not know are at their defaults
@@ -187,15 +192,13 @@ def _write(model: SavedModel, folder: Path, told: dict[str, Any], before: Predec
     features = model.features
     vocabularies = encoder_of(model)[1].vocabularies if features.vocabulary_tables else {}
     whole = model.row_counts()
-    batches = model.rows(None if before is None else before.step)
-    batch = next(batches, None)
+    batches = RowsByTable(model.rows(None if before is None else before.step))
     for table, (layout, entry) in enumerate(zip(model.layouts, told["tables"], strict=True)):
         vocabulary = vocabularies.get(table)
         with TableWriter(folder / entry["file"], layout, vocabulary is not None) as writer:
-            while batch is not None and batch.table == table:
+            for batch in batches.of(table):
                 values = None if vocabulary is None else vocabulary.texts(batch.ids)
                 writer.add(ExportRows(batch.ids, batch.weights, batch.state, values))
-                batch = next(batches, None)
         entry["rows"] = writer.rows
         if before is not None:
             entry["whole_rows"] = int(whole[table])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from typing import Any
 
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.checkpoints.saved_checkpoint import names_checkpoint, open_model
-from foreload.trainer.commands.export import dense_files, told_of
-from foreload.trainer.serving.format import DENSE_STATE, MODEL, check_new, new_folder, state_of
+from foreload.trainer.commands.export import dense_files, state_with, told_of
+from foreload.trainer.serving.format import check_new, new_folder
 from foreload.trainer.serving.torch_folder import TorchOptions, write_folder
 
 _OF_MODEL = ("step", "seed", "model", "inexact")
@@ -28,10 +27,10 @@ def run(
     with open_model(path, store, schedule, accept_model) as model:
         if not names_checkpoint(path):
             model.check_code()
-        told, dense = told_of(model), dense_files(model)
-        state = state_of(told, *(hashlib.sha256(dense[name]).hexdigest() for name in (MODEL, DENSE_STATE)))
+        told = told_of(model)
+        of_model = {name: told[name] for name in _OF_MODEL} | {"state": state_with(told, dense_files(model))}
         with new_folder(target) as folder:
-            return write_folder(model, folder, {name: told[name] for name in _OF_MODEL} | {"state": state}, options)
+            return write_folder(model, folder, of_model, options)
 
 
 def _checked(options: TorchOptions) -> TorchOptions:

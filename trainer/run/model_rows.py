@@ -32,6 +32,20 @@ class ModelRows:
         return ModelRows(self.table, self.ids[changed], self.tags[changed], self.weights[changed], self.state[changed])
 
 
+class RowsByTable:
+    """Batches of rows by (table, id), given table by table; a table may have none."""
+
+    def __init__(self, batches: Iterator[ModelRows]) -> None:
+        self._batches = batches
+        self._next = next(batches, None)
+
+    def of(self, table: int) -> Iterator[ModelRows]:
+        """The batches of a table. Tables are asked for in order, and all batches of one are taken before the next table."""
+        while self._next is not None and self._next.table == table:
+            yield self._next
+            self._next = next(self._batches, None)
+
+
 def model_rows(
     schedule: Schedule, step: int, stored: StoredRows, last_batches: Sequence[int] | None = None, since: int | None = None
 ) -> Iterator[ModelRows]:

@@ -25,7 +25,7 @@ from foreload.trainer.errors import ExportError
 from foreload.trainer.models import generators, load_model, tiles
 from foreload.trainer.models.mixing import mixes_samples
 from foreload.trainer.run.manifest import inexact_text
-from foreload.trainer.run.model_rows import ModelRows
+from foreload.trainer.run.model_rows import ModelRows, RowsByTable
 from foreload.trainer.run.saved_model import SavedModel, encoder_of
 from foreload.trainer.run.trained_model import dense_module
 from foreload.trainer.serving import own_module, plain_files, raw_values, standalone
@@ -189,7 +189,7 @@ def _features(features: FeatureSpec) -> list[dict[str, Any]]:
 
 def _write_tables(model: SavedModel, folder: Path, encoder: Encoder, options: TorchOptions) -> Iterator[dict[str, Any]]:
     """Write each table; gives what features.json says of it."""
-    batches = _Batches(model.rows())
+    batches = RowsByTable(model.rows())
     for layout, rows in zip(model.layouts, model.row_counts().tolist(), strict=True):
         name, at = quote(layout.name, safe=" "), options.place(rows)
         told: dict[str, Any] = {
@@ -206,20 +206,6 @@ def _write_tables(model: SavedModel, folder: Path, encoder: Encoder, options: To
             told["file"] = f"rows-{name}.{at}"
             (_write_tensors if at == "safetensors" else _write_parquet)(folder / told["file"], layout, rows, own)
         yield told
-
-
-class _Batches:
-    """Rows by (table, id), one table after the other, of which any may have none."""
-
-    def __init__(self, batches: Iterator[ModelRows]) -> None:
-        self._batches = batches
-        self._next = next(batches, None)
-
-    def of(self, table: int) -> Iterator[ModelRows]:
-        """Those of a table; of the ones before it, all must have been taken."""
-        while self._next is not None and self._next.table == table:
-            yield self._next
-            self._next = next(self._batches, None)
 
 
 def _write_tensors(path: Path, layout: RowLayout, rows: int, batches: Iterable[ModelRows]) -> None:

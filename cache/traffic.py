@@ -1,4 +1,4 @@
-"""The traffic of one trainer with the store: one background thread that serves its lanes in rounds (`protocol/plain_rounds`, `parity_rounds`).
+"""The traffic of one trainer with the store: one background thread that serves its lanes in rounds (`protocol/rounds`).
 
 A fetch is due once the boundary of its row's last write-back is *released*, that is, acknowledged by all shards in an earlier round; so no read can
 pass the write that it depends on.
@@ -28,10 +28,8 @@ from foreload.cache.protocol.lanes import Ahead, Boundary, LanePlan, Lanes, Lane
 from foreload.cache.protocol.migration import Migration
 from foreload.cache.protocol.monitor import Answer, Monitor
 from foreload.cache.protocol.ownership import UNFENCED, Ownership
-from foreload.cache.protocol.parity_rounds import ParityRounds
-from foreload.cache.protocol.plain_rounds import PlainRounds
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.reconnection import PATIENCE, Patience, Reconnection
+from foreload.cache.protocol.reconnection import PATIENCE, Patience
 from foreload.cache.protocol.rounds import Rounds, RoundStats
 from foreload.cache.protocol.server_probe import ShardNews
 from foreload.cache.protocol.shard_table import ShardSnapshot
@@ -74,6 +72,8 @@ class Traffic:
     ) -> None:
         if lead_events < 1 or staging_rows < 1:
             raise CacheError(f"traffic: lead_events and staging_rows must be at least 1; got {lead_events} and {staging_rows}")
+        if log is None and stored.placement.r:
+            raise CacheError("traffic: needs a log of its batches where there is parity")
         self._stored = stored
         self._staging_rows = staging_rows
         self._ahead = Ahead(seed, lead_events, staging_rows)
@@ -86,40 +86,26 @@ class Traffic:
         self._lanes = Lanes(self._monitor)
         self._background = Background(self._monitor)
         self.snapshots = Snapshots(stored, self._lanes, self._monitor)
-        self._rounds = self._rounds_for(log, ownership, check_tags, patience)
+        self._failover = Failover(stored, ownership, self._monitor, self._tell_shards, patience)
+        self._rounds = Rounds(stored, self._lanes, check_tags, self._on_action, self._note, self._failover, log)
+        on_rows = partial(self._note_rows, "rows_migrated")
+        self.migration = Migration(
+            stored, self._lanes, self._rounds, self._monitor, ownership.term, self._on_action, on_rows, self._tell_shards
+        )
+        on_rows = partial(self._note_rows, "rows_rebuilt")
+        self._rebuild = Rebuild(stored, self._rounds, self._lanes, self.migration, self._on_action, on_rows)
+        self._background.add(self._rebuild)
         self._background.add(self.migration)
         self.inspection = Inspection(stored, self._rounds, self._lanes, self._background, self._monitor)
         self._background.add(KeepAlive(self.inspection.ask_all))
         self._thread = threading.Thread(target=self._serve, name="traffic", daemon=True)
         self._thread.start()
 
-    def _rounds_for(self, log: BatchLog | None, ownership: Ownership, check_tags: bool, patience: Patience) -> Rounds:
-        """The rounds of these rows, with what goes with their kind."""
-        stored, lanes, monitor, term = self._stored, self._lanes, self._monitor, ownership.term
-        common = stored, lanes, check_tags, self._on_action, self._note
-        rounds: Rounds
-        failover: Failover | None = None
-        if not stored.placement.r:
-            rounds = PlainRounds(*common, Reconnection(stored, ownership, patience, lambda: monitor.stopping, self._tell_shards))
-        elif log is None:
-            raise CacheError("traffic: needs a log of its batches where there is parity")
-        else:
-            failover = Failover(stored, ownership, monitor, self._tell_shards, patience)
-            rounds = ParityRounds(*common, failover, log)
-        on_moved = partial(self._note_rows, "rows_migrated")
-        self.migration = Migration(stored, lanes, rounds, monitor, term, self._on_action, on_moved, self._tell_shards)
-        self._rebuild: Rebuild | None = None
-        if failover is not None and isinstance(rounds, ParityRounds):
-            on_rebuilt = partial(self._note_rows, "rows_rebuilt")
-            self._rebuild = Rebuild(stored, failover, rounds, lanes, self.migration, self._on_action, on_rebuilt)
-            self._background.add(self._rebuild)
-        return rounds
-
     # The trainer's side.
 
     def add_lane(self, plan: LanePlan) -> None:
         """Serve a lane, which the caller has taken over, from the next round on. Raises CacheError for one that is served already."""
-        state = LaneTraffic(plan, self._stored, self._rounds.needs_base, self._term)
+        state = LaneTraffic(plan, self._stored, self._term)
         with self._monitor:
             self._monitor.wait_until(lambda: True)  # raises where the thread is over
             self._lanes.add(state)
@@ -213,20 +199,19 @@ class Traffic:
 
     def replace(self, shard: int, url: str) -> None:
         """Use another server in place of a store shard's from now on; its rows are rebuilt there. Raises CacheError without parity."""
-        self._rounds.replace(shard, url)
+        self._failover.replace(shard, url)
 
     def repair_shards(self, patience: timedelta) -> list[int]:
         """Wait until every shard is whole, and rows that move are there, at full speed, but no longer than `patience`; returns those lost then.
         Without parity none is waited for, but one that has not what it acknowledged is an error.
         """
         self.migration.throttled = False
-        if self._rebuild is not None:
-            self._rebuild.throttled = False
+        self._rebuild.throttled = False
         self.inspection.probe()
         deadline = time.monotonic() + patience.total_seconds()
         with self._monitor:
             self._monitor.wait_until(
-                lambda: (self._rounds.all_whole and self.shards.migrated == 1.0) or time.monotonic() >= deadline, REPAIR_POLL
+                lambda: (self._failover.all_whole and self.shards.migrated == 1.0) or time.monotonic() >= deadline, REPAIR_POLL
             )
         return self.shards.lost
 
@@ -270,7 +255,7 @@ class Traffic:
 
         def use() -> None:
             self._term = self.migration.term = term
-            self._rounds.raise_term(term)
+            self._failover.raise_term(term)
 
         self._monitor.ask(use)
 
@@ -294,7 +279,7 @@ class Traffic:
             self._monitor.stopping = True
             self._monitor.signal()
         self._thread.join()
-        self._rounds.close()
+        self._failover.close()
 
     def end_unwritten(self) -> None:
         """Stop the thread, whatever it failed with. What is handed over from then on stays here, for `unwritten`; no other call is of use."""

@@ -326,8 +326,7 @@ class LaneStripes:
 
     def arrange(self, table: np.ndarray, ordinal: np.ndarray, cursors: np.ndarray) -> Arrangement:
         """Arrange a batch. table int16 [n], ordinal int64 [n]; cursors: uint64 [shards], a shard is live for stripes below its cursor."""
-        if self.members.shape[1] > self.k:
-            self.written.reserve(table, ordinal)
+        self.written.reserve(table, ordinal)
         arrangement: Arrangement = _arrange(self.map, BatchRows(table, ordinal), cursors)
         return arrangement
 

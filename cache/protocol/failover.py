@@ -2,7 +2,8 @@
 
 A shard whose connection breaks is connected to again, for 200 ms (`reconnection`). If that fails, or if the shard stays silent for the store's
 timeout, it is *lost*, and all goes on without it: what is asked of it is decoded, what is meant for it is left out. Where more do not answer than
-parity covers, none is lost before they were waited for. A server that is there again, or another in its place, is adopted empty.
+parity covers, none is lost before they were waited for. A server that is there again, or another in its place, is adopted empty. Without parity no
+shard may be lost: what is wrong with one is an error.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from foreload.cache.client.store import (
 )
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import (
+    CacheError,
     Fenced,
     RowsLost,
     ShardsRefuse,
@@ -34,7 +36,7 @@ from foreload.cache.parity.stripes import ALL_STRIPES, LaneStripes
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.reading import StoredRows, check_answer, check_marker
 from foreload.cache.protocol.reconnection import RECONNECT, Markers, Patience, Reconnection, is_broken
 from foreload.cache.protocol.server_probe import ServerProbe, ShardNews
 
@@ -72,54 +74,76 @@ class Failover:
     def lose_found(self) -> None:
         """Go on without the shards that were found lost by who took lanes over. Raises as `lose` does."""
         for shard in sorted(self._table.lost.keys() - self._seen_to):
-            self.lose(shard, self._table.lost[shard])
+            self.lose(shard, StoreUnavailable(self._table.lost[shard]))
 
     def exchange(self, reads: Sequence[tuple[int, Read]], writes: Sequence[tuple[int, Write]], markers: Markers) -> None:
         """Do what the live shards are asked, each item with its lane; what is left undone belongs to shards that are lost afterwards.
 
-        markers: those that a lane may have now. Raises RowsLost where too many shards are lost,
-        ShardsSilent where they only do not answer, Fenced, and what else a server answers.
+        markers: those that a lane may have now. Raises RowsLost where too many shards are lost, ShardsSilent where they only do not answer,
+        Fenced, and what else a server answers. Without parity no shard can be lost: whatever is wrong with one is raised.
         """
+        try:
+            self._exchange(reads, writes, markers)
+        except StoreError:
+            if not self._stored.placement.r:
+                self._reconnection.check_not_taken()
+            raise
+
+    def _exchange(self, reads: Sequence[tuple[int, Read]], writes: Sequence[tuple[int, Write]], markers: Markers) -> None:
         table = self._table
         reads = [(lane, read) for lane, read in reads if read.shard not in table.lost]
         writes = [(lane, write) for lane, write in writes if write.shard not in table.lost]
         failures: dict[int, StoreError] = self._stored.store.attempt([read for _, read in reads], [write for _, write in writes])
-        for lane, write in writes:
-            if write.shard in failures:
-                continue
-            if write.surprise is not None:
-                why = f"store {table.urls[write.shard]}: lost rows of lane {lane}: {write.surprise}"
-                failures[write.shard] = StoreUnavailable(why)
-                self.lose(write.shard, why)
-                continue
-            self._stored.note(lane, write)
-        for lane, read in reads:
-            marker = Marker.parse(read.marker)
-            if read.shard not in failures and not self._reconnection.expected(lane, read.shard, marker, markers):
-                failures[read.shard] = StoreUnavailable(
-                    f"store {table.urls[read.shard]}: is stale: its marker for lane {lane} is {marker}, must be "
-                    f"{self._reconnection.allowed(lane, read.shard, markers)[0]}"
-                )
-                self.lose(read.shard, str(failures[read.shard]))
+        answered = [one for one in reads if one[1].shard not in failures], [one for one in writes if one[1].shard not in failures]
+        if self._stored.placement.r:
+            self._lose_wrong(*answered, markers)
+        else:
+            self._check(*answered, markers)
         failing = {shard: error for shard, error in failures.items() if shard not in table.lost}
         if not failing:
             return
         again, left = self._reconnection.reconnect(failing, markers, writes, table.all_covered)
         for shard, error in left.items():
-            self._give_up(shard, error)
+            self.lose(shard, error)
         if again:
             self._reconnection.repeat(reads, writes, again, lambda reads, writes: self.exchange(reads, writes, markers))
 
-    def _give_up(self, shard: int, error: StoreError) -> None:
-        self.lose(shard, str(error), not isinstance(error, StoreUnavailable) or isinstance(error, StoreBusy))
+    def _check(self, reads: Sequence[tuple[int, Read]], writes: Sequence[tuple[int, Write]], markers: Markers) -> None:
+        """Check what shards answered. Raises StoreError for one that is stale, or lost rows."""
+        for lane, read in reads:
+            check_marker(self._stored, lane, read, markers(lane))
+        for lane, write in writes:
+            check_answer(self._stored, lane, write)
+            self._stored.note(lane, write)
 
-    def lose(self, shard: int, why: str, refused: bool = False) -> None:
-        """Go on without a shard. refused: its server is there, with its rows, but does not do what it is asked; it is not asked again at once.
-
-        Raises RowsLost where parity does not cover the loss, ShardsRefuse where it would cover those that have lost their rows.
-        """
+    def _lose_wrong(self, reads: Sequence[tuple[int, Read]], writes: Sequence[tuple[int, Write]], markers: Markers) -> None:
+        """The same, but go on without such a shard. Raises as `lose` does."""
         table = self._table
-        whole = table.complete(shard)
+        for lane, write in writes:
+            if write.surprise is not None:
+                why = f"store {table.urls[write.shard]}: lost rows of lane {lane}: {write.surprise}"
+                self.lose(write.shard, StoreUnavailable(why))
+            elif write.shard not in table.lost:
+                self._stored.note(lane, write)
+        for lane, read in reads:
+            marker = Marker.parse(read.marker)
+            if read.shard not in table.lost and not self._reconnection.expected(lane, read.shard, marker, markers):
+                must = self._reconnection.allowed(lane, read.shard, markers)[0]
+                why = f"store {table.urls[read.shard]}: is stale: its marker for lane {lane} is {marker}, must be {must}"
+                self.lose(read.shard, StoreUnavailable(why))
+
+    def lose(self, shard: int, error: StoreError) -> None:
+        """Go on without a shard, which does not do what it must; does nothing the second time.
+
+        One that refuses what it is asked has its rows, but is not asked again at once. Raises the error without parity, RowsLost where that does not
+        cover the loss, ShardsRefuse where it would cover those that have lost their rows.
+        """
+        if not self._stored.placement.r:
+            raise error
+        if shard in self._seen_to:
+            return
+        table, why = self._table, str(error)
+        whole, refused = table.complete(shard), not isinstance(error, StoreUnavailable) or isinstance(error, StoreBusy)
         self._stored.store.give_up(shard, StoreUnavailable(why))
         table.lose(shard, why)
         self._seen_to.add(shard)
@@ -132,20 +156,22 @@ class Failover:
         try:
             for lane in table.lanes:
                 table.survivors(lane)
-        except RowsLost as error:
+        except RowsLost as lost:
             self._reconnection.check_not_taken()
             kept = table.placement.mask(self._kept)
             if not all(table.covered(table.of(lane).unreadable & ~kept) for lane in table.lanes):
                 raise
             reasons = "; ".join(table.lost[one] for one in sorted(self._kept))
-            whose = "They" if self._kept == set(error.shards) else f"Of these, {', '.join(map(str, sorted(self._kept)))}"
+            whose = "They" if self._kept == set(lost.shards) else f"Of these, {', '.join(map(str, sorted(self._kept)))}"
             raise ShardsRefuse(
-                f"store shards {', '.join(map(str, error.shards))} take no part any more, and parity covers {error.covered}: {reasons}. "
+                f"store shards {', '.join(map(str, lost.shards))} take no part any more, and parity covers {lost.covered}: {reasons}. "
                 f"{whose} still have their rows"
-            ) from error
+            ) from lost
 
     def replace(self, shard: int, url: str) -> None:
-        """Use another server in place of a shard's from now on; any thread may say so."""
+        """Use another server in place of a shard's from now on; any thread may say so. Raises CacheError without parity."""
+        if not self._stored.placement.r:
+            raise CacheError(f"store shard {shard}: there is no parity, so its rows are nowhere else; restore them and --resume")
         with self._monitor:
             self._replaced.append((shard, url))
             self._monitor.signal()
@@ -164,7 +190,7 @@ class Failover:
         for shard, url in ready:
             other = parse_url(url)
             if shard not in self._table.lost:
-                self.lose(shard, f"store {other}: takes the shard over")
+                self.lose(shard, StoreUnavailable(f"store {other}: takes the shard over"))
             self._table.replace_server(shard, other)
             self._probe.want(shard, other)
         if ready:

@@ -14,8 +14,7 @@ from foreload.cache.parity.migrating_rows import migrating_rows
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.fence import Found
 from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.migrated import ALL, Migrated
-from foreload.cache.protocol.migration import deletion
+from foreload.cache.protocol.migrated import ALL, Migrated, deletion
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.shard_table import cursor_place
 from foreload.cache.rows.fields import words

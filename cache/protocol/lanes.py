@@ -66,6 +66,16 @@ class LaneWrites:
     first: int | None = None
     pending: WriteBackBatch | None = None
 
+    def begin(self) -> None:
+        """Number batches as this owner's from now on."""
+        assert self.first is not None
+        self.staging.number, self.first = self.first, None
+
+    def send_next(self, batch: WriteBackBatch) -> None:
+        """Have the rows of a batch leave next: whatever must be in the store before them is there."""
+        self.stripes.written.note(batch.table, batch.ordinal)
+        self.pending = batch
+
 
 @dataclass(slots=True)
 class Fetch:
@@ -98,10 +108,10 @@ class Ahead:
 class LaneTraffic:
     """The state of one lane's traffic. The fields of the first group belong to the thread, the others to whoever holds the monitor.
 
-    with_base: whether the base of each row is written into a batch, beside its new value. term: of its owner.
+    term: of its owner.
     """
 
-    def __init__(self, plan: LanePlan, stored: StoredRows, with_base: bool, term: int = 0) -> None:
+    def __init__(self, plan: LanePlan, stored: StoredRows, term: int = 0) -> None:
         self.lane = plan.lane
         self.plan = plan.plan
         self.next: tuple[int, Arrivals] | None = None
@@ -109,7 +119,7 @@ class LaneTraffic:
         self.fetches: list[Fetch] = []
         written = plan.written if plan.written is not None else np.zeros(len(stored.layouts), np.int64)
         stripes = stored.lane_stripes(plan.lane, written)
-        staging = WriteBackStaging(stored.shapes, stripes, with_base, plan.last_batch)
+        staging = WriteBackStaging(stored.shapes, stripes, stored.placement.r > 0, plan.last_batch)
         held = plan.held
         if held is None:
             held = count_rows(stripes, len(stored.layouts), stored.placement.shard_count).fields

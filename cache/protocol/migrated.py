@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from foreload.cache.client.resp import MARKER, MIGRATED, hdel
+from foreload.cache.client.store import COMMAND_ROWS, Command
 from foreload.cache.errors import StoreError
 from foreload.cache.parity.stripes import ALL_STRIPES
+from foreload.cache.protocol.marker import Marker
 
 _LAYOUT = struct.Struct("<qqQQ?qq")
 ALL = int(ALL_STRIPES)  # the cursor of a lane of which everything has moved
@@ -56,3 +59,21 @@ class Migrated:
         mask[list(self.targets)] = 1
         head = _LAYOUT.pack(self.version, self.term, self.begin, self.end, self.copied, self.number, self.held)
         return head + np.packbits(mask, bitorder="little").tobytes()
+
+
+def deletion(key: bytes, names: np.ndarray, marker: Marker | None, migrated: Migrated) -> list[Command]:
+    """The transaction that deletes fields (uint64 [n]) of a lane's hash, and has it tell so.
+
+    marker: as it is, written again: a hash that was emptied meanwhile lacks it, and the answer tells.
+    """
+    told = (MIGRATED, migrated.stored()) if marker is None else (MARKER, marker.stored(), MIGRATED, migrated.stored())
+    parts = [names[first : first + COMMAND_ROWS] for first in range(0, len(names), COMMAND_ROWS)]
+    deletions = [hdel(key, part) for part in parts]
+    return [("MULTI",), *deletions, ("HSET", key, *told), ("EXEC",)]
+
+
+def changed(answers: list[object]) -> tuple[int, int]:
+    """How many fields such a transaction has deleted, and how many of those that tell of it were new, by its answers."""
+    done = answers[-1]
+    assert isinstance(done, list)
+    return sum(int(str(one)) for one in done[:-1]), int(str(done[-1]))

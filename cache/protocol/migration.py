@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreload.cache.client.load import slower
-from foreload.cache.client.resp import MARKER, MIGRATED, hdel
-from foreload.cache.client.store import COMMAND_ROWS, Command, Read, Store
+from foreload.cache.client.resp import MARKER, MIGRATED
+from foreload.cache.client.store import COMMAND_ROWS, Read, Store
 from foreload.cache.client.url import StoreUrl, parse_url
 from foreload.cache.errors import CopyLost, StoreUnavailable
 from foreload.cache.parity.decoding import StripePlaces, plan_decoding
@@ -27,7 +27,7 @@ from foreload.cache.protocol.background import Task
 from foreload.cache.protocol.fence import fence_all
 from foreload.cache.protocol.lanes import Lanes, LaneTraffic, LaneWrites
 from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.migrated import ALL, Migrated
+from foreload.cache.protocol.migrated import ALL, Migrated, changed, deletion
 from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.reading import StoredRows, missing_value
 from foreload.cache.protocol.rounds import Rounds
@@ -40,24 +40,6 @@ _SHARE_OF_SLOW = 0.5  # where rows leave a shard that is far slower than others:
 FIRST_ROWS, FEWEST_ROWS = 256, 32  # of a chunk to a shard, at first, and where that takes longer
 # A shard that rows leave is not read from any more where its answers of late take so many times as long as others', and so many seconds longer.
 _FAR_SLOWER, _FAR_SLOWER_SECONDS = 3.0, 0.015
-
-
-def deletion(key: bytes, names: np.ndarray, marker: Marker | None, migrated: Migrated) -> list[Command]:
-    """The transaction that deletes fields (uint64 [n]) of a lane's hash, and has it tell so.
-
-    marker: as it is, written again: a hash that was emptied meanwhile lacks it, and the answer tells.
-    """
-    told = (MIGRATED, migrated.stored()) if marker is None else (MARKER, marker.stored(), MIGRATED, migrated.stored())
-    parts = [names[first : first + COMMAND_ROWS] for first in range(0, len(names), COMMAND_ROWS)]
-    deletions = [hdel(key, part) for part in parts]
-    return [("MULTI",), *deletions, ("HSET", key, *told), ("EXEC",)]
-
-
-def changed(answers: list[object]) -> tuple[int, int]:
-    """How many fields such a transaction has deleted, and how many of those that tell of it were new, by its answers."""
-    done = answers[-1]
-    assert isinstance(done, list)
-    return sum(int(str(one)) for one in done[:-1]), int(str(done[-1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +118,7 @@ class Migration(Task):
         self.share = _SHARE
         for shard, why in enumerate(down, first):
             if why:
-                self._rounds.fail(shard, why[0])
+                self._rounds.failover.lose(shard, why[0])
         for state in self._lanes.all:
             state.writes.held = np.concatenate([state.writes.held, np.zeros(len(further), np.int64)])
             for shard in range(first, placement.shard_count):
@@ -156,12 +138,12 @@ class Migration(Task):
             stored.store.command(shard, "HSET", stored.key(state.lane, shard), *told)
             own.held[shard], own.migrated[shard] = 0, stamp
         except StoreUnavailable as error:
-            self._rounds.fail(shard, error)
+            self._rounds.failover.lose(shard, error)
 
     def _complete(self, placement: Placement) -> None:
         self._rounds.flush_pending()
         for shard in set(placement.removed) - set(self._stored.placement.removed):
-            self._rounds.forget(shard)
+            self._rounds.failover.forget(shard)
             self._stored.store.remove(shard)
         self._stored.placement = placement
         self._shards.place(placement)
@@ -291,7 +273,7 @@ class Migration(Task):
         self._rounds.exchange(reads, [])
         for lane, read in reads:
             if read.shard not in self._shards.lost and read.missing is not None:
-                self._rounds.fail(read.shard, StoreUnavailable(str(missing_value(self._stored, lane, read))))
+                self._rounds.failover.lose(read.shard, StoreUnavailable(str(missing_value(self._stored, lane, read))))
         return not self._shards.lost
 
     def _read(self, chunk: _Chunk, migrating: MigratingRows) -> bool:
@@ -323,7 +305,7 @@ class Migration(Task):
                     f"store {self._shards.urls[write.shard]}: lost rows of lane {lane.lane}: {write.surprise}"
                 )
             if error is not None:
-                self._rounds.fail(write.shard, error)
+                self._rounds.failover.lose(write.shard, error)
                 continue
             stored.note(lane.lane, write)
 
@@ -351,7 +333,7 @@ class Migration(Task):
                 why = f"of {must[0]} rows that moved away {there[0]} were there"
                 error = StoreUnavailable(f"store {self._shards.urls[shard]}: lost rows of lane {lane.lane}: {why}")
             if error is not None:
-                self._rounds.fail(shard, error)
+                self._rounds.failover.lose(shard, error)
                 continue
             own.held[shard], own.migrated[shard] = told[shard].held, told[shard]
 

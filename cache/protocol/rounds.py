@@ -1,24 +1,29 @@
-"""Rounds with the store: what is read and written for the lanes of an owner, and in which order. There are two kinds, behind one interface.
+"""Rounds with the store: what is read and written for the lanes of an owner, and in which order (docs/internals/cache.md, Parity; docs/protocol.md).
 
-Without parity a round is one exchange with all shards (`plain_rounds`), with parity it has three phases (`parity_rounds`).
+Read phase: the parity rows of the stripes that the next batch of each lane touches, and the fetches. Parity phase: the new parity rows, once all is
+read, the rows of the batch before are acknowledged, and the batch is in the log. Data phase: the rows, in one exchange with the next read phase.
+Without parity nothing must go before a batch's rows, so a round is one exchange: these, and the fetches.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from foreload.cache.client.store import Read, Write
-from foreload.cache.errors import StoreError
+import numpy as np
+
+from foreload.cache.client.store import NO_ROWS, Read, Write
 from foreload.cache.protocol.adaptive_size import AdaptiveSize
+from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
 from foreload.cache.protocol.batches import BATCH_ROWS, WriteBackBatch
+from foreload.cache.protocol.checked_reads import CheckedReads
+from foreload.cache.protocol.failover import Failover
 from foreload.cache.protocol.lanes import Lanes, LaneTraffic, LaneWrites, PlannedFetch
 from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.reading import (
-    StoredRows,
-)
+from foreload.cache.protocol.reading import Expected, StoredRows, plan_reads
+from foreload.cache.rows.staging import EventStaging
+from foreload.pipelines.schedule.format import Arrivals
 
 # A batch has as many rows as one exchange takes so long for: fetches wait for it. Longer where fewer rows would take hardly less.
 BATCH_SECONDS, MOST_BATCH_SECONDS = 0.05, 0.25
@@ -43,14 +48,13 @@ class RoundStats:
     begun: Sequence[LaneTraffic] = ()
 
 
-class Rounds(ABC):
+class Rounds:
     """The rounds of one traffic; its thread uses them.
 
-    lanes: of the traffic. on_action: the traffic's. on_stats: called once the rows that an exchange fetched are at hand, before the round goes on,
-    so that who waits for them need not wait for the rest. needs_base: whether batches must have the base of each row.
+    lanes: of the traffic. failover: for the shards of these rows; log: where the batches under way are held, needed with parity. on_action: the
+    traffic's. on_stats: called once the rows that an exchange fetched are at hand, before the round goes on, so that who waits for them need not wait
+    for the rest.
     """
-
-    needs_base: ClassVar[bool]
 
     def __init__(
         self,
@@ -59,54 +63,162 @@ class Rounds(ABC):
         check_tags: bool,
         on_action: Callable[[str], None],
         on_stats: Callable[[RoundStats], None],
+        failover: Failover,
+        log: BatchLog | None,
     ) -> None:
         self._stored, self._shards, self._lanes = stored, stored.shards, lanes
-        self._check_tags, self._on_action, self._on_stats = check_tags, on_action, on_stats
+        self._on_action, self._on_stats, self._log = on_action, on_stats, log
+        self._code = stored.placement.code  # None without parity
+        self.failover = failover
+        self.checked = CheckedReads(stored, failover, self.exchange, check_tags, on_action)
         self._size = AdaptiveSize(BATCH_ROWS, FEWEST_BATCH_ROWS, BATCH_ROWS, BATCH_SECONDS, MOST_BATCH_SECONDS)
+        # Of each lane whose batch is in its parity phase: the markers that a shard may have.
+        self._phase: dict[int, list[Marker]] = {}
+        self._parity_took = 0.0  # seconds, of the batches that are pending
 
-    @abstractmethod
     def run(self, fetches: Sequence[PlannedFetch]) -> bool:
         """One round of these fetches and the next batch of each lane; False if there was nothing to exchange.
 
         Raises RowError for a row that is missing or not the one expected, and cannot be decoded, StoreError, RowsLost.
         """
+        lanes = self._lanes.all
+        self._begin([state for state in lanes if state.writes.first is not None and state.writes.staging.waiting])
+        cut: list[tuple[LaneWrites, WriteBackBatch]] = []  # whose parity rows go before their rows
+        for state in lanes:
+            batch = state.writes.staging.cut(self._shards.of(state.lane).cursors, self._size.rows)
+            if batch is not None and self._code is not None:
+                cut.append((state.writes, batch))
+            elif batch is not None:
+                state.writes.send_next(batch)
+        sent = [state.writes for state in lanes if state.writes.pending is not None]
+        if not sent and not fetches and not cut:
+            return False
+        bases = [(batch, self._base_fetch(writes, batch)) for writes, batch in cut if batch.baseless is not None]
+        stats = self._read_phase([*fetches, *(fetch for _, fetch in bases)], cut, sent)
+        stats.fetched = fetches
+        for batch, fetch in bases:
+            batch.put_base(fetch.event.rows, self._stored.shapes)
+        if bases:
+            self._on_action("base read")
+        self._on_stats(stats)
+        if fetches:
+            self._on_action("rows staged")
+        if cut:
+            self._on_stats(self._parity_phase(cut))
+        return True
 
-    @abstractmethod
     def flush_pending(self) -> bool:
-        """Have no batch under way: what is then read or written meets none half written. Returns whether there was any."""
+        """Have no batch under way: what is then read or written meets none half written. Returns whether there was any.
 
-    @abstractmethod
-    def exchange(self, reads: Sequence[tuple[int, Read]], writes: Sequence[tuple[int, Write]]) -> None:
-        """Do reads and writes, each with its lane, and check every marker and answer. Raises StoreError, RowsLost."""
+        That is the data phase of all batches, as an exchange of its own; without parity no batch outlives its round.
+        """
+        sent = [state.writes for state in self._lanes.all if state.writes.pending is not None]
+        if sent:
+            self._on_stats(self._read_phase([], [], sent))
+        return bool(sent)
 
-    @abstractmethod
-    def fail(self, shard: int, error: StoreError) -> None:
-        """A shard does not do what it must: it is lost. Raises the error where its rows are nowhere else, and RowsLost."""
-
-    @abstractmethod
-    def forget(self, shard: int) -> None:
-        """A shard is used no more, since its rows have moved away."""
-
-    @abstractmethod
     def see_to_shards(self) -> bool:
-        """Do what is to be done about shards before a round; returns whether anything was sent for it. Raises as `run` does."""
+        """While not all shards are whole: data goes out by itself, and servers that are there again, or named instead, are taken back.
 
-    @property
-    @abstractmethod
-    def all_whole(self) -> bool:
-        """Whether every shard is whole, and none is to have another server; whoever holds the monitor may ask."""
+        Returns whether anything was sent for it. Raises as `run` does.
+        """
+        self.failover.lose_found()
+        self.failover.move_replaced()
+        if self._shards.whole:
+            return False
+        flushed = self.flush_pending()
+        self.failover.take_back({state.lane: state.writes.last_batch for state in self._lanes.all})
+        return flushed
 
-    @abstractmethod
-    def replace(self, shard: int, url: str) -> None:
-        """Use another server in place of a shard's from now on; any thread may say so. Raises CacheError where its rows are nowhere else."""
+    def exchange(self, reads: Sequence[tuple[int, Read]], writes: Sequence[tuple[int, Write]]) -> None:
+        """Do what the live shards are asked, each item with its lane; what is left undone belongs to shards that are lost afterwards.
 
-    @abstractmethod
-    def raise_term(self, term: int) -> None:
-        """Fence as an owner of this term from now on."""
+        Raises as `Failover.exchange` does.
+        """
+        self.failover.exchange(reads, writes, self._markers)
 
-    @abstractmethod
-    def close(self) -> None:
-        """Stop whatever runs beside the rounds."""
+    def _begin(self, lanes: Sequence[LaneTraffic]) -> None:
+        """Have the batches of these lanes' owner begin. With parity that is an empty batch: from then on each number follows the one before.
+
+        Not before there is a batch to write: what an owner changed nothing of stays as it was found.
+        """
+        if self._code is None:
+            # All markers change with each batch, so that of the first is enough.
+            for state in lanes:
+                state.writes.begin()
+        elif lanes:
+            self._write_empty(lanes)
+
+    def _write_empty(self, lanes: Sequence[LaneTraffic]) -> None:
+        """Write the empty batch with which an owner's begin."""
+        assert self._log is not None
+        out: list[tuple[int, Write]] = []
+        for writes in (state.writes for state in lanes):
+            lane, number = writes.lane, writes.first
+            assert number is not None
+            self._log.hold(lane, LoggedBatch.empty(number, writes.last_batch, writes.held + self._shards.of(lane).leftover))
+            self._phase[lane] = [Marker(writes.last_batch, writes.last_batch), Marker(number, number)]
+            for shard in self._stored.placement.live:
+                out.append((lane, self._stored.write(lane, shard, *NO_ROWS, self._marker(lane, shard, number), 0)))
+        self.exchange([], out)
+        self._phase.clear()
+        for state in lanes:
+            state.writes.begin()
+            state.writes.last_batch = state.writes.staging.number
+        self._on_stats(RoundStats(begun=lanes))
+
+    def _base_fetch(self, writes: LaneWrites, batch: WriteBackBatch) -> PlannedFetch:
+        """The fetch of what a batch replaces and is not at hand, as after a takeover; it is decoded where a shard is lost, as any row is."""
+        assert batch.baseless is not None
+        who = batch.baseless.rows
+        nowhere = Arrivals(*who.columns(), np.full(len(who), -1, np.int32), np.full(len(who), -1, np.int32))
+        expected = Expected(*who.columns(), writes.lane)
+        return PlannedFetch(writes, expected, EventStaging(nowhere, self._stored.shapes), np.arange(len(who)))
+
+    def _read_phase(
+        self, fetches: Sequence[PlannedFetch], cut: Sequence[tuple[LaneWrites, WriteBackBatch]], sent: Sequence[LaneWrites]
+    ) -> RoundStats:
+        """Read phase of these fetches and batches, with the data phase of what is pending in `sent`."""
+        for fetch in fetches:
+            fetch.reads = plan_reads(self._stored, fetch.expected)
+        parity = [(writes, read) for writes, batch in cut for read in self._parity_reads(writes, batch)]
+        out = [write for writes in sent for write in self._data_writes(writes)]
+        if out:
+            self._on_action("data leaves")
+        if any(fetch.reads for fetch in fetches):
+            self._on_action("fetch leaves")
+        if parity:
+            self._on_action("parity rows asked for")
+        planned_reads = [(fetch.writes.lane, planned) for fetch in fetches for planned in fetch.reads]
+        for lane, planned in planned_reads:
+            planned.asked = self._shards.read_from(lane, planned.read.shard)
+        reads = [(lane, planned.read) for lane, planned in planned_reads if planned.asked]
+        reads += [(writes.lane, read) for writes, read in parity]
+        begun = time.monotonic()
+        self.exchange(reads, out)
+        if out:
+            self._note_exchange(time.monotonic() - begun, out, reads)
+            self._on_action("data acknowledged")
+        stats = RoundStats(fetched=fetches)
+        # Before anything is decoded: a shard that comes back without these rows now is not the one that acknowledged them.
+        self._released(sent, stats)
+        self.checked.take_parity(parity)
+        stats.rows_decoded = self.checked.take_rows(fetches)
+        stats.parity_rows_read = sum(len(read.fields) for _, read in parity)
+        stats.bytes_read = sum(planned.read.rows.nbytes for _, planned in planned_reads)
+        stats.bytes_read += sum(read.rows.nbytes for _, read in parity)
+        if parity:
+            self._on_action("parity rows read")
+        return stats
+
+    def _parity_reads(self, writes: LaneWrites, batch: WriteBackBatch) -> list[Read]:
+        """The reads of the parity rows that a batch updates, in place: into the batch's own array."""
+        parts = ((shard, *batch.updated_parity(shard)) for shard in self._stored.placement.live)
+        return [
+            Read(shard, self._stored.key(writes.lane, shard), fields, rows, any_length=True)
+            for shard, fields, rows in parts
+            if len(fields)
+        ]
 
     def _data_writes(self, writes: LaneWrites) -> list[tuple[int, Write]]:
         """The rows of a lane's pending batch: every shard gets the marker, also where it has none of them."""
@@ -116,25 +228,17 @@ class Rounds(ABC):
             (
                 lane,
                 self._stored.write(
-                    lane, shard, *batch.part(shard), self._marker(lane, shard, batch), int(batch.fresh.rows[shard])
+                    lane, shard, *batch.part(shard), self._marker(lane, shard, batch.number), int(batch.fresh.rows[shard])
                 ),
             )
             for shard in self._stored.placement.live
         ]
 
-    def _marker(self, lane: int, shard: int, batch: WriteBackBatch) -> Marker:
-        """The marker of a shard that has all of a batch, parity and data."""
-        return Marker(batch.number, batch.number, self._shards.rebuilding(lane, shard))
-
-    def _note_exchange(
-        self, took: float, writes: Sequence[tuple[int, Write]], reads: Sequence[Read], before: float = 0.0
-    ) -> None:
-        """The rows of batches are acknowledged, after so many seconds; of an exchange with more to read that says nothing. before: seconds that their
-        parity took.
-        """
+    def _note_exchange(self, took: float, writes: Sequence[tuple[int, Write]], reads: Sequence[tuple[int, Read]]) -> None:
+        """The rows of batches are acknowledged, after so many seconds; of an exchange with more to read that says nothing."""
         rows = [len(write.fields) for _, write in writes]
-        few = sum(len(read.fields) for read in reads) <= sum(rows)
-        self._size.note(max(before, took if few else 0.0), max(rows))
+        few = sum(len(read.fields) for _, read in reads) <= sum(rows)
+        self._size.note(max(self._parity_took, took if few else 0.0), max(rows))
 
     def _released(self, sent: Sequence[LaneWrites], stats: RoundStats) -> None:
         """The pending batches of these lanes are acknowledged."""
@@ -144,3 +248,54 @@ class Rounds(ABC):
             writes.pending, writes.last_batch = None, batch.number
             stats.written.append((writes, batch))
             stats.bytes_written += batch.new.nbytes
+
+    def _parity_phase(self, cut: Sequence[tuple[LaneWrites, WriteBackBatch]]) -> RoundStats:
+        """Compute and log the parity rows of batches, then send them: every live shard gets the marker, also where it has none of them."""
+        assert self._code is not None
+        assert self._log is not None
+        out: list[tuple[int, Write]] = []
+        for writes, batch in cut:
+            assert batch.old is not None
+            batch.update(self._code)
+            with_parity = writes.held + batch.fresh.all_parity_rows
+            held = np.stack([writes.held, with_parity, with_parity + batch.fresh.all_rows], axis=1)
+            there = held + self._shards.of(writes.lane).leftover[:, None]
+            self._log.hold(
+                writes.lane,
+                LoggedBatch(batch.number, batch.arrangement.row_fields, batch.old, batch.new, there, batch.number - 1),
+            )
+            writes.held = held[:, 2]
+            self._on_action("batch logged")
+            self._phase[writes.lane] = [Marker(batch.number - 1, batch.number - 1), Marker(batch.number, batch.number - 1)]
+            for shard in self._stored.placement.live:
+                marker = Marker(batch.number, batch.number - 1, self._shards.rebuilding(writes.lane, shard))
+                fresh = int(batch.fresh.parity_rows[shard])
+                out.append((writes.lane, self._stored.write(writes.lane, shard, *batch.parity_part(shard), marker, fresh)))
+        self._on_action("parity leaves")
+        begun = time.monotonic()
+        self.exchange([], out)
+        self._parity_took = time.monotonic() - begun
+        self._on_action("parity acknowledged")
+        self._phase.clear()
+        for writes, batch in cut:
+            writes.send_next(batch)
+        live = [write for _, write in out if write.shard not in self._shards.lost]
+        return RoundStats(
+            parity_rows_written=sum(len(write.fields) for write in live), bytes_written=sum(write.rows.nbytes for write in live)
+        )
+
+    def _marker(self, lane: int, shard: int, number: int) -> Marker:
+        """The marker of a shard that has all of a batch, parity and data."""
+        return Marker(number, number, self._shards.rebuilding(lane, shard))
+
+    def _markers(self, lane: int) -> list[Marker]:
+        """What the marker of a lane may be now on a store shard that has all of it."""
+        if lane in self._phase:
+            return self._phase[lane]
+        writes = self._lanes[lane].writes
+        if writes.pending is None:
+            return [Marker(writes.last_batch, writes.last_batch)]
+        # The reads go first, but a server may do them last.
+        number = writes.pending.number
+        parity = writes.last_batch if self._code is None else number
+        return [Marker(parity, writes.last_batch), Marker(number, number)]

@@ -263,7 +263,7 @@ class ShardTable:
     def covered(self, unreadable: np.ndarray) -> bool:
         """Whether parity covers the loss of these shards, bool [shards]."""
         if not self.placement.r:
-            return False
+            return not bool(unreadable.any())
         try:
             self._survivors_of(unreadable)
         except RowsLost:

@@ -13,12 +13,11 @@ import numpy as np
 from foreload.cache.client.store import COMMAND_ROWS, NO_ROWS
 from foreload.cache.parity.decoding import StripePlaces, plan_decoding, rows_on_shard
 from foreload.cache.protocol.background import Task
-from foreload.cache.protocol.failover import Failover
 from foreload.cache.protocol.lanes import Lanes, LaneWrites
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.migration import Migration
-from foreload.cache.protocol.parity_rounds import ParityRounds
 from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.rounds import Rounds
 from foreload.cache.protocol.shard_table import cursor_at, cursor_place
 
 
@@ -28,15 +27,14 @@ class Rebuild(Task):
     def __init__(
         self,
         stored: StoredRows,
-        failover: Failover,
-        rounds: ParityRounds,
+        rounds: Rounds,
         lanes: Lanes,
         move: Migration,
         on_action: Callable[[str], None],
         on_rows: Callable[[int], None],
     ) -> None:
         super().__init__()
-        self._stored, self._shards, self._failover, self._rounds, self._lanes = stored, stored.shards, failover, rounds, lanes
+        self._stored, self._shards, self._rounds, self._lanes = stored, stored.shards, rounds, lanes
         self._migration, self._on_action, self._on_rows = move, on_action, on_rows
 
     @property
@@ -90,7 +88,7 @@ class Rebuild(Task):
             self._rounds.exchange(reads, [])
             if not all(self._shards.readable(lane, read.shard) for _, read in reads) or shard in self._shards.lost:
                 return 0  # one more is lost; the next attempt decodes from others
-            if self._rounds.lacking(reads):
+            if self._rounds.checked.lacking(reads):
                 return 0
             marker = Marker(writes.last_batch, writes.last_batch, rebuilding=True)
             names = shard_rows.fields(table, stripes.k)
@@ -114,4 +112,4 @@ class Rebuild(Task):
         )
         self._rounds.exchange([], [(lane, last)])
         if shard not in self._shards.lost:
-            self._failover.rebuilt(lane, shard)
+            self._rounds.failover.rebuilt(lane, shard)

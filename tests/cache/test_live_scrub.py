@@ -24,8 +24,8 @@ from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.namespace import claim
 from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.parity_rounds import ParityRounds
 from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.rounds import Rounds
 from foreload.cache.repair.scrub import Findings
 from foreload.cache.rows.fields import PARITY_BIT, fields
 from foreload.cache.traffic import Traffic
@@ -152,7 +152,7 @@ def test_batches_on_their_way_are_never_taken_for_damage(
 def test_a_scrub_that_does_not_wait_for_these_batches_is_caught(
     four: LocalStores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ParityRounds, "flush_pending", lambda self: False)
+    monkeypatch.setattr(Rounds, "flush_pending", lambda self: False)
     scrubbing = Scrubbing("parity acknowledged", 3, again=True)
     try:
         scrubbing.train(four, 3, 2, 1, tmp_path)

@@ -25,7 +25,7 @@ from foreload.cache.client.store import Command, Read, Store, Write
 from foreload.cache.errors import StoreError
 from foreload.cache.parity import decoding, erasure, migrating_rows
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol import migration
+from foreload.cache.protocol import migrated, migration
 from foreload.cache.protocol.namespace import claim, lane_key
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.rehearsal import rehearse_migration
@@ -55,6 +55,7 @@ def stores(tmp_path: Path) -> Iterator[LocalStores]:
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks are small, so that many lie between the steps."""
     monkeypatch.setattr(migration, "COMMAND_ROWS", 7)
+    monkeypatch.setattr(migrated, "COMMAND_ROWS", 7)
 
 
 @pytest.fixture

@@ -31,9 +31,9 @@ from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import claim
 from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.parity_rounds import ParityRounds
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.reconnection import Reconnection
+from foreload.cache.protocol.rounds import Rounds
 from foreload.cache.protocol.shard_table import ShardTable
 
 Check = Callable[[LocalStores, Path], None]
@@ -99,17 +99,17 @@ def an_emptied_shard_is_rebuilt(stores: LocalStores, folder: Path) -> None:
 
 def parity_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
     """The parity rows of a batch leave together with its rows."""
-    exchange = ParityRounds.exchange
+    exchange = Rounds.exchange
     held: list[tuple[int, Write]] = []
 
-    def late(self: ParityRounds, reads: Sequence[tuple[int, Read]], out: Sequence[tuple[int, Write]]) -> None:
+    def late(self: Rounds, reads: Sequence[tuple[int, Read]], out: Sequence[tuple[int, Write]]) -> None:
         if self._phase:
             held.extend(out)
             return
         some, held[:] = list(held), []
         exchange(self, reads, [*some, *out])
 
-    patch.setattr(ParityRounds, "exchange", late)
+    patch.setattr(Rounds, "exchange", late)
 
 
 def the_difference_is_added_twice(patch: pytest.MonkeyPatch) -> None:

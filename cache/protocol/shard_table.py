@@ -222,7 +222,7 @@ class ShardTable:
 
     def read_from(self, lane: int, shard: int) -> bool:
         """Whether rows of a lane are read from a shard: it has them all, and is not one that is avoided."""
-        return self.readable(lane, shard) and not self._unread(lane)[shard]
+        return self.readable(lane, shard) and (self.avoided is None or not self._unread(lane)[shard])
 
     def sources(self, lane: int) -> Survivors:
         """From what the lane's rows are decoded that are on shards which they are not read from. Raises as `survivors` does."""

@@ -89,7 +89,6 @@ def run(
         traffics.append(trainer.lanes.traffic)
         if number == 0 and later:
             rebuild = trainer.lanes.traffic._rebuild
-            assert rebuild is not None
             # What it calls after each of its actions, by name.
             rebuild._on_action = lambda action: on_action(trainer.lanes.traffic, action)
 

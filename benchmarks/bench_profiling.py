@@ -14,6 +14,7 @@ import numpy as np
 
 from comparison import Cell, Claim, Ratio, Results, Table, arguments, save, tell
 from foreload.trainer.compute.clock import Clock
+from foreload.trainer.compute.reports import COLUMNS
 from foreload.trainer.resources import history
 from foreload.trainer.resources.job_shape import machine
 from step_configurations import Configuration, schedule_of, trainers
@@ -43,7 +44,7 @@ def looks_seconds() -> float:
 
 def end_seconds() -> float:
     """What writing the profile of a run of POINTS steps takes."""
-    lines = np.random.default_rng(0).random((POINTS, len(history.COLUMNS))).tolist()
+    lines = np.random.default_rng(0).random((POINTS, len(COLUMNS))).tolist()
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
         steps, stride = history.of_steps(lines)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self
 
+from foreload.trainer.compute.reports import StepLine, StepsSummary
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -56,33 +58,12 @@ class PrepareSummary(_Result):
 
 
 @dataclass(frozen=True, slots=True)
-class TrainSummary(_Result):
+class TrainSummary(StepsSummary, _Result):
     """The run's summary.json (docs/operations.md): over all calls, times in milliseconds a step or seconds in all. None: there is nothing to tell.
 
     Metrics are those of the first evaluation set; sets: of each that has a name.
     """
 
-    state: str
-    steps: int
-    samples: int
-    last_step: int
-    samples_per_second: float | None
-    log_loss: float | None
-    auc: float | None
-    normalized_entropy: float | None
-    rows_used: int
-    rows_arrived: int
-    rows_fetched: int
-    rows_written_back: int
-    rows_flushed: int
-    bytes_sent: int
-    cache_hit_rate: float | None
-    wait_fraction: float | None
-    ms_step: float | None
-    ms_compute: float | None
-    ms_exchange: float | None
-    ms_waiting: float | None
-    seconds: float
     trainers: int
     store_traffic: Mapping[str, float] = field(default_factory=dict)
     store_shards: tuple[Mapping[str, Any], ...] = ()
@@ -106,28 +87,10 @@ class TrainSummary(_Result):
 
 
 @dataclass(frozen=True, slots=True)
-class StepMetrics(_Result):
+class StepMetrics(StepLine, _Result):
     """One training step, a line of metrics.jsonl. loss: mean over its samples; ms: milliseconds of the trainer that took longest; without: trainers
     that were lost before they told of the step, whose times and bytes are missing.
     """
-
-    step: int
-    epoch: int
-    samples: int
-    loss: float | None
-    rows_used: int
-    rows_arrived: int
-    rows_fetched: int
-    rows_written_back: int
-    bytes_sent: int
-    ms: float
-    ms_compute: float
-    ms_exchange: float
-    ms_waiting: float
-    ms_processor: float = 0.0
-    ms_thread: float = 0.0
-    without: tuple[int, ...] = ()
-    kind: str = "step"
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,8 @@ from foreload.trainer.cluster.messages import (
     TermLeft,
     TrainerEnd,
 )
-from foreload.trainer.compute.reports import EvaluationReport
+from foreload.trainer.compute.reports import EvaluationReport, Totals
 from foreload.trainer.errors import MessageError
-from foreload.trainer.run.report import Totals
 
 # Messages with fields of every kind: numbers, None, tuples, mappings with keys of numbers, nested ones, unions.
 JOB = {"schedule": "clicks", "model_options": {"top": [64, 1]}, "tables": {"item": {"lr": 0.5}}, "spare": None}

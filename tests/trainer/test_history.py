@@ -13,9 +13,10 @@ from clicks import Clicks
 from command_line import main
 from small_job import arguments
 
+from foreload.trainer.compute.reports import COLUMNS
 from foreload.trainer.errors import HistoryError
 from foreload.trainer.resources import history
-from foreload.trainer.resources.history import COLUMNS, Profile, add, of_steps, read
+from foreload.trainer.resources.history import Profile, add, of_steps, read
 
 
 def profile(number: int, steps: int = 3) -> Profile:
@@ -39,6 +40,19 @@ def test_profiles_of_many_runs_are_kept_the_newest_and_as_they_were(tmp_path: Pa
     assert last.settings == {"number": 8}
     assert (last.stride, last.peak_bytes("trainer"), last.processor_seconds("trainer")) == (1, 7, 1.5)
     assert {name: values.tolist() for name, values in last.steps.items()} == {name: [8.0, 9.0, 10.0] for name in COLUMNS}
+
+
+def test_a_figure_that_a_profile_of_an_earlier_version_lacks_is_zero(tmp_path: Path) -> None:
+    path, given = tmp_path / "history.sqlite", profile(1)
+    steps = {name: values for name, values in given.steps.items() if name != "ms_thread"}
+    add(path, Profile(given.settings, given.machine, given.processes, steps))
+    (left,) = read(path)
+    assert left.steps["ms_thread"].tolist() == [0.0] * 3
+    assert left.steps["ms"].tolist() == [1.0, 2.0, 3.0]
+    without = {name: values for name, values in steps.items() if name != "rows_used"}
+    add(path, Profile(given.settings, given.machine, given.processes, without))
+    with pytest.raises(HistoryError, match="rows_used"):
+        read(path)
 
 
 def test_of_a_long_run_means_are_kept() -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +22,12 @@ from foreload.cache.parity.placement import Placement
 from foreload.pipelines.base.progress import Display
 from foreload.trainer.commands.train import call_values
 from foreload.trainer.compute.numerics import mixed_text
-from foreload.trainer.compute.reports import EvaluationReport
+from foreload.trainer.compute.reports import FIGURES, EvaluationReport, StepReport, Totals
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import METRICS, SUMMARY, Run, check_free, locked
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Status, new_manifest, rates_text
-from foreload.trainer.run.report import RunReport, Totals
+from foreload.trainer.run.report import RunReport
 from foreload.trainer.run.resume import resumed
 
 
@@ -239,6 +239,10 @@ def test_a_run_that_cannot_go_on_says_why(
         run.write_status(status)
     with pytest.raises(RunError, match=message):
         resumed(run, job(**settings), offered)
+
+
+def test_every_figure_of_a_report_stands_in_a_line() -> None:
+    assert {figure.name for figure in FIGURES} == {item.name for item in fields(StepReport)}
 
 
 def test_a_step_counts_when_every_trainer_has_told_of_it(tmp_path: Path) -> None:

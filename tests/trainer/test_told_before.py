@@ -8,9 +8,9 @@ from pathlib import Path
 
 from small_job import no_rows, step_report
 
-from foreload.trainer.compute.reports import EvaluationReport
+from foreload.trainer.compute.reports import EvaluationReport, Totals
 from foreload.trainer.run.directory import METRICS
-from foreload.trainer.run.report import RunReport, Totals
+from foreload.trainer.run.report import RunReport
 
 
 def test_an_evaluation_that_an_earlier_call_told_is_not_written_again(tmp_path: Path) -> None:

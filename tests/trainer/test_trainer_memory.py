@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from foreload.trainer.resources.history import COLUMNS, Profile, of_steps
+from foreload.trainer.compute.reports import COLUMNS
+from foreload.trainer.resources.history import Profile, of_steps
 from foreload.trainer.resources.step_model import Setup, setup_of
 from foreload.trainer.resources.trainer_memory import BASE_BYTES, LaneLoad, TrainerMemory
 

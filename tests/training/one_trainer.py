@@ -19,11 +19,10 @@ from foreload.trainer.cluster.messages import TermLeft
 from foreload.trainer.compute.commits import Commits, Standing
 from foreload.trainer.compute.hosted_lanes import HostedLanes
 from foreload.trainer.compute.program import Trainer
-from foreload.trainer.compute.reports import EvaluationReport, StepReport
+from foreload.trainer.compute.reports import EvaluationReport, StepReport, Totals
 from foreload.trainer.errors import LossNotFinite, PeerLost
 from foreload.trainer.run.assembly import StoreAccess, begin_term, join_term, open_no_lanes
 from foreload.trainer.run.next_term import continue_term
-from foreload.trainer.run.report import Totals
 from foreload.trainer.run.state_transfer import receive_state, send_state
 from training.coordinator import Died
 

@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -24,21 +25,17 @@ from foreload.pipelines.planning.sizing import lane_bytes
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.host_messages import HOST_GONE
 from foreload.trainer.cluster.messages import Departed, TrainerEnd
-from foreload.trainer.compute.reports import ProcessUse
+from foreload.trainer.cluster.process_use import ProcessUse
+from foreload.trainer.compute.reports import Totals
 from foreload.trainer.resources import shard_loads
 from foreload.trainer.run.directory import CONTROL, STORES, SUMMARY, Run
 from foreload.trainer.run.event_log import CallBegan, CallEnded, EventLog, TrainerLost, read_events
 from foreload.trainer.run.kept import keep_schedule
 from foreload.trainer.run.kept_lanes import write_kept_lanes
 from foreload.trainer.run.manifest import Manifest, Stage, Status
-from foreload.trainer.run.report import Totals
-from foreload.trainer.run.step_lines import ROWS, rows_of_steps
+from foreload.trainer.run.step_lines import rows_of_steps
 
-# Of StepReport and Totals: each trainer tells of its own rows and bytes, so they add up; samples are of the whole step on every trainer, and
-# times of one trainer stand for all.
-ADDED = (*ROWS, "bytes_sent")
 _IN_SUMMARY = {"rows_written_at_stop": "rows_written_beyond"}  # names that summary.json has had from the beginning
-SHARED = ("steps", "samples", "seconds", "seconds_compute", "seconds_exchange", "seconds_waiting")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,29 +148,19 @@ def counters_of(traffic: Traffic) -> dict[str, int | float]:
     }
 
 
-def shared_totals(totals: Totals) -> Totals:
-    """Of one trainer's totals, what stands for all: who joins begins with these."""
-    return Totals(**{name: getattr(totals, name) for name in SHARED})
-
-
 def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], left: Sequence[Departed], before: Totals) -> None:
     """Do what the launcher, which was killed, would have done: publish manifest and status, save local stores. left: of trainers that left in order;
     before: totals when the call began.
 
     Of times, those of the first trainer are told.
     """
-    totals, own = replace(before), [one.totals for one in ended.values()] + [one.totals for one in left]
-    for name in ADDED:
-        setattr(totals, name, getattr(totals, name) + sum(getattr(one, name) for one in own))
-    first = first_of(ended)
-    for name in SHARED:
-        setattr(totals, name, getattr(totals, name) + getattr(first.totals, name))
+    totals, first, rows = replace(before), first_of(ended), Counter[str]()
     if _lost_a_trainer(run):
         # Only the launcher knew what that one told; what all told of rows is known from the schedule.
-        rows = rows_of_steps(schedule, first.step - first.totals.steps + 1, first.step).values()
-        for name in ROWS:
-            setattr(totals, name, getattr(before, name) + sum(of_step[name] for of_step in rows))
+        for of_step in rows_of_steps(schedule, first.step - first.totals.steps + 1, first.step).values():
+            rows.update(of_step)
         totals.steps_incomplete += first.totals.steps
+    totals.add_call([*(one.totals for one in ended.values()), *(one.totals for one in left)], first.totals, rows)
     status = status_of(ended, totals, run.saved_status().term, run.placement.removed)
     manifest = manifest_of(run.manifest, schedule, ended)
     if keep_run(run, manifest, status, ended):

@@ -9,11 +9,11 @@ from foreload.trainer.cluster.faults import Fault, TrainerFault
 from foreload.trainer.cluster.messages import LaunchSpec
 from foreload.trainer.cluster.run_folder import run_facts
 from foreload.trainer.cluster.store_shards import StoreShards
+from foreload.trainer.compute.reports import Totals
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Manifest, Status, code_sums
-from foreload.trainer.run.report import Totals
 
 
 def launch_spec(

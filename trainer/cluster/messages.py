@@ -14,11 +14,11 @@ from foreload.cache.protocol.shard_table import ShardSnapshot
 from foreload.cache.repair.inspection import Lag, Scrubbed
 from foreload.trainer.checkpoints.part import PartFiles
 from foreload.trainer.cluster.faults import Fault, TrainerFault
-from foreload.trainer.compute.reports import EvaluationReport, ProcessUse, StepReport
+from foreload.trainer.cluster.process_use import ProcessUse
+from foreload.trainer.compute.reports import EvaluationReport, StepReport, Totals
 from foreload.trainer.run.early_stopping import Watched
 from foreload.trainer.run.kept_lanes import KeptFile
 from foreload.trainer.run.manifest import Stage
-from foreload.trainer.run.report import Totals
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from foreload.cache.client.store import Store
 from foreload.cache.errors import CacheError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.ending import Ending
-from foreload.trainer.compute.reports import ProcessUse
+from foreload.trainer.cluster.process_use import ProcessUse
+from foreload.trainer.compute.reports import values_of
 from foreload.trainer.errors import HistoryError
 from foreload.trainer.resources import history
 from foreload.trainer.resources.job_shape import machine, settings_of_job
@@ -110,7 +111,7 @@ def _steps_told(metrics: Path, start_bytes: int) -> list[list[float]]:
                 try:
                     told = json.loads(line)
                     if told["kind"] == "step":
-                        lines.append([float(told[name]) for name in history.COLUMNS])
+                        lines.append([float(value) for value in values_of(told)])
                 except (ValueError, KeyError, TypeError, RecursionError):
                     continue
     except OSError:

@@ -21,7 +21,7 @@ from foreload.pipelines.schedule.format import Event
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import Board, StopAgreement
 from foreload.trainer.cluster.coordinator_link import CoordinatorLink
-from foreload.trainer.cluster.ending import counters_of, shared_totals
+from foreload.trainer.cluster.ending import counters_of
 from foreload.trainer.cluster.events import EventSender
 from foreload.trainer.cluster.faults import FaultPoints, TrainerFault
 from foreload.trainer.cluster.hosted_log import open_log
@@ -36,6 +36,7 @@ from foreload.trainer.cluster.messages import (
     TrainerEnd,
     TrainerFaultInjected,
 )
+from foreload.trainer.cluster.process_use import ProcessUse
 from foreload.trainer.cluster.processes import OnHost
 from foreload.trainer.cluster.run_folder import open_folder
 from foreload.trainer.cluster.segment_gate import SegmentGate, StoppedAtSegment
@@ -47,7 +48,7 @@ from foreload.trainer.compute.commits import Standing
 from foreload.trainer.compute.hosted_lanes import HostedLanes
 from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.compute.program import Trainer
-from foreload.trainer.compute.reports import EvaluationReport, ProcessUse, StepReport
+from foreload.trainer.compute.reports import EvaluationReport, StepReport, Totals
 from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.errors import LossNotFinite, PeerLost
 from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term, open_no_lanes
@@ -56,7 +57,6 @@ from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept_lanes import KeptFile
 from foreload.trainer.run.model_code import check_same_code
 from foreload.trainer.run.next_term import continue_term, segment_after
-from foreload.trainer.run.report import Totals
 from foreload.trainer.run.servers import asked
 from foreload.trainer.run.state_transfer import receive_state, send_state
 
@@ -284,7 +284,7 @@ class TrainerProcess:
             self._last_step = term.committed
         elif term.joined and session.leads:
             ranks = [term.members.index(trainer) for trainer in term.joined]
-            send_state(session.transport, ranks, parts, term.committed, shared_totals(self._totals), self._early.so_far)
+            send_state(session.transport, ranks, parts, term.committed, self._totals.shared(), self._early.so_far)
         self._terms.await_handed_over([lane for lane in session.hosted if lane not in hosted.partitions])
         self._link.catch_up()  # who had these lanes may know of servers that this trainer was not told of yet
         access = replace(access, ownership=replace(access.ownership, term=term.number))

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from foreload.trainer.resources.history import COLUMNS, Profile, history_path, read
+from foreload.trainer.compute.reports import COLUMNS
+from foreload.trainer.resources.history import Profile, history_path, read
 
 _SHOWN = 40  # profiles that are shown, the newest; --json has all
 

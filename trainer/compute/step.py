@@ -17,7 +17,7 @@ from foreload.trainer.compute.gradient_bucket import GradientBucket
 from foreload.trainer.compute.hosted_lanes import HostedLanes
 from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.compute.rates import clip
-from foreload.trainer.compute.reports import StepReport
+from foreload.trainer.compute.reports import StepReport, moved_rows
 from foreload.trainer.compute.slices import LocalRows, SliceGradients
 from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.errors import LossNotFinite
@@ -197,10 +197,7 @@ class TrainingStep:
             epoch=event.epoch,
             samples=event.samples,
             loss=float(sum(self._loss_of_lane)),
-            rows_used=sum(moves.slots.size for moves in own),
-            rows_arrived=sum(len(moves.arrivals) for moves in own),
-            rows_fetched=sum(int((moves.arrivals.tag != 0).sum()) for moves in own),
-            rows_written_back=sum(moves.ends.size for moves in own),
+            **moved_rows([(moves.slots, moves.arrivals.tag, moves.ends) for moves in own]),
             seconds=clock.seconds,
             seconds_compute=clock.compute,
             seconds_exchange=clock.exchange,

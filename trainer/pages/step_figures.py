@@ -12,13 +12,9 @@ from typing import IO, Any
 
 import numpy as np
 
-MOST_POINTS = 150
-COLUMNS = (
-    *("samples", "rows_used", "rows_arrived", "rows_fetched", "rows_written_back", "bytes_sent"),
-    *("ms", "ms_compute", "ms_exchange", "ms_waiting"),
-)
-"""What is added up over steps."""
+from foreload.trainer.compute.reports import COLUMNS, values_of
 
+MOST_POINTS = 150
 _STEP = b'{"kind": "step", "step": '
 _CHUNK = 1 << 14  # steps that are looked at together
 
@@ -139,7 +135,7 @@ def _chunks(file: IO[bytes], stretches: list[_Stretch]) -> Iterator[np.ndarray]:
                 if told["step"] > stretch.last:
                     break
                 loss = math.nan if told["loss"] is None else float(told["loss"])
-                rows.append((told["step"], loss, *(float(told[name]) for name in COLUMNS)))
+                rows.append((told["step"], loss, *map(float, values_of(told))))
             if len(rows) == _CHUNK:
                 yield np.array(rows, np.float64)
                 rows = []

@@ -18,17 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from foreload.trainer.compute.reports import COLUMNS, values_of
 from foreload.trainer.errors import HistoryError
 
 OFF = "off"
 MOST_RUNS = 500  # that a history keeps, the newest
 MOST_POINTS = 2048  # of a run: longer ones keep means over as many steps each as that takes
-COLUMNS = (
-    *("samples", "rows_used", "rows_arrived", "rows_fetched", "rows_written_back", "bytes_sent"),
-    *("ms", "ms_compute", "ms_exchange", "ms_waiting", "ms_processor", "ms_thread"),
-)
-"""What is kept of a step, as metrics.jsonl has it."""
-
 _VERSION = 1  # of the file, as its user_version
 _BUSY_SECONDS = 5.0  # that a writer waits for others
 _TABLE = """CREATE TABLE IF NOT EXISTS profiles (
@@ -135,7 +130,8 @@ def read(path: Path) -> list[Profile]:
 
 def _profile(ended: float, settings: str, machine: str, processes: str, packed: bytes) -> Profile:
     with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
-        steps = {name: arrays[name].astype(np.float64) for name in COLUMNS}
+        points = len(arrays["ms"])
+        steps = {name: np.full(points, values, np.float64) for name, values in zip(COLUMNS, values_of(arrays), strict=True)}
         return Profile(json.loads(settings), json.loads(machine), json.loads(processes), steps, int(arrays["stride"]), ended)
 
 

@@ -8,121 +8,58 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
 from foreload.pipelines.base.files import is_full, write_json
 from foreload.pipelines.base.progress import Display
-from foreload.trainer.compute.reports import EvaluationReport, StepReport, without_calibration
+from foreload.trainer.compute.reports import SUMMED, EvaluationReport, StepReport, Totals, merged, without_calibration
 from foreload.trainer.run.directory import METRICS, SUMMARY, TENSORBOARD
 from foreload.trainer.run.metric_text import metric_lines
-from foreload.trainer.run.step_lines import ROWS, merged
 from foreload.trainer.run.told_before import evaluations_told
 
 LINE_SECONDS = 60.0  # between two lines where stderr is not a terminal; what a line tells is of as long a time at most
 TENSORBOARD_STEPS = 50  # of which TensorBoard has the mean
 _FLUSH_SECONDS = 0.5
-_MS = ("ms", "ms_compute", "ms_exchange", "ms_waiting")
 _METRICS = ("log_loss", "auc", "normalized_entropy")
 _FURTHER_METRICS = ("predicted_over_observed", "grouped_auc", "rmse", "mae", "loss", "labels")  # where there are any
-_SECONDS = ("seconds", "seconds_compute", "seconds_exchange", "seconds_waiting")
-
-
-@dataclass(slots=True)
-class Totals:
-    """What the metrics of all steps so far add up to; seconds are those of the steps, over all calls of a run.
-
-    rows_written_back: as the schedule says; rows_flushed: beyond it, at clean stops. steps_incomplete: steps whose times and bytes lack those of a
-    trainer that was lost.
-    """
-
-    steps: int = 0
-    samples: int = 0
-    rows_used: int = 0
-    rows_arrived: int = 0
-    rows_fetched: int = 0
-    rows_written_back: int = 0
-    rows_flushed: int = 0
-    bytes_sent: int = 0
-    seconds: float = 0.0
-    seconds_compute: float = 0.0
-    seconds_exchange: float = 0.0
-    seconds_waiting: float = 0.0
-    steps_incomplete: int = 0
-
-    def add(self, report: StepReport) -> None:
-        """Count in a step as one trainer tells of it."""
-        self.steps += 1
-        self.samples += report.samples
-        for name in (*ROWS, "bytes_sent", *_SECONDS):
-            setattr(self, name, getattr(self, name) + getattr(report, name))
-
-    @property
-    def cache_hit_rate(self) -> float:
-        """1 - arrivals / rows used; nan before the first step."""
-        return 1 - self.rows_arrived / self.rows_used if self.rows_used else math.nan
-
-    @property
-    def wait_fraction(self) -> float:
-        """The part of step time spent waiting for rows; nan before the first step."""
-        return self.seconds_waiting / self.seconds if self.seconds else math.nan
-
-    def ms_a_step(self) -> dict[str, float]:
-        """Where a step's time goes, milliseconds on average: ms_step in all, of it ms_compute, ms_exchange, ms_waiting (nan before the first)."""
-        names = {"ms_step": "seconds", **{f"ms_{part}": f"seconds_{part}" for part in ("compute", "exchange", "waiting")}}
-        return {name: 1000 * getattr(self, of) / self.steps if self.steps else math.nan for name, of in names.items()}
-
-    @property
-    def samples_per_second(self) -> float:
-        """Over the time of the steps, without start and evaluation; nan before the first step."""
-        return self.samples / self.seconds if self.seconds else math.nan
 
 
 @dataclass(slots=True)
 class _Sums:
-    """What lines of metrics.jsonl add up to; loss: the sum of each step's loss times its samples."""
+    """What lines of metrics.jsonl add up to. loss: the sum of each step's loss times its samples; of: the figures that `Totals` has, by column."""
 
     steps: int = 0
-    samples: int = 0
     loss: float = 0.0
-    rows_used: int = 0
-    rows_arrived: int = 0
-    rows_fetched: int = 0
-    rows_written_back: int = 0
-    bytes_sent: int = 0
-    ms: float = 0.0
-    ms_compute: float = 0.0
-    ms_exchange: float = 0.0
-    ms_waiting: float = 0.0
+    of: dict[str, float] = field(default_factory=lambda: dict.fromkeys((figure.column for figure in SUMMED), 0))
 
     def add(self, line: Mapping[str, Any]) -> None:
         """One more step."""
         self.steps += 1
-        self.samples += line["samples"]
         self.loss += line["loss"] * line["samples"]
-        for name in (*ROWS, "bytes_sent", *_MS):
-            setattr(self, name, getattr(self, name) + line[name])
+        for column in self.of:
+            self.of[column] += line[column]
 
     @property
     def mean_loss(self) -> float:
         """Of the samples; nan without any."""
-        return self.loss / self.samples if self.samples else math.nan
+        return self.loss / self.of["samples"] if self.of["samples"] else math.nan
 
     @property
     def hit_rate(self) -> float:
         """1 - arrivals / rows used; 1 where none was used."""
-        return 1 - self.rows_arrived / self.rows_used if self.rows_used else 1.0
+        return 1 - self.of["rows_arrived"] / self.of["rows_used"] if self.of["rows_used"] else 1.0
 
     def scalars(self) -> dict[str, float]:
         """For TensorBoard: means over the samples (loss), over the time (rate), over the rows used (hit rate), else over the steps."""
+        means = {column: value / self.steps for column, value in self.of.items() if column != "samples"}
         return {
             "train/loss": self.mean_loss,
-            "train/samples_per_second": 1000 * self.samples / self.ms if self.ms else 0.0,
+            "train/samples_per_second": 1000 * self.of["samples"] / self.of["ms"] if self.of["ms"] else 0.0,
             "cache/hit_rate": self.hit_rate,
-            **{f"cache/{name}": getattr(self, name) / self.steps for name in ROWS},
-            **{f"time/{name}": getattr(self, name) / self.steps for name in (*_MS, "bytes_sent")},
+            **{f"{'cache' if column.startswith('rows_') else 'time'}/{column}": mean for column, mean in means.items()},
         }
 
 
@@ -208,17 +145,8 @@ class RunReport:
         if not reports.keys() >= {trainer for trainer, since in self._members.items() if since <= step}:
             return
         del self._waiting[step]
-        instead = self._instead.pop(step, {})
-        line = merged([reports[member] for member in sorted(reports)]) | instead
-        totals = self.totals
-        totals.steps += 1
-        totals.steps_incomplete += bool(instead)
-        totals.samples += line["samples"]
-        for name in (*ROWS, "bytes_sent"):
-            setattr(totals, name, getattr(totals, name) + line[name])
-        totals.seconds += line["ms"] / 1000
-        for name in ("compute", "exchange", "waiting"):
-            setattr(totals, f"seconds_{name}", getattr(totals, f"seconds_{name}") + line[f"ms_{name}"] / 1000)
+        line = merged([reports[member] for member in sorted(reports)]) | self._instead.pop(step, {})
+        self.totals.add_line(line)
         self.last_step = line["step"]
         self._keep()
         self._recent.add(line)
@@ -283,10 +211,8 @@ class RunReport:
             **{name: last.get(name) for name in _METRICS},
             **{name: last[name] for name in _FURTHER_METRICS if name in last},
             **({"sets": {line["set"]: metrics_of_set(line) for line in last_pass}} if "set" in last else {}),
-            **{name: getattr(totals, name) for name in (*ROWS, "rows_flushed", "bytes_sent", "steps_incomplete")},
-            "cache_hit_rate": totals.cache_hit_rate,
-            "wait_fraction": totals.wait_fraction,
-            **totals.ms_a_step(),
+            **totals.counts(),
+            **totals.means(),
             "seconds": totals.seconds,
             "last_step": self.last_step,
             **further,
@@ -341,7 +267,7 @@ class RunReport:
         words = f"train: {done:,} steps" if self._steps is None else f"train: {done:,} of {self._steps:,} steps"
         if not recent.steps or not took:
             return f"{words}, none ended in the last {took:.0f} s"
-        words += f", {recent.samples / took:,.0f} samples/s, loss {recent.mean_loss:.5f}, hits {recent.hit_rate:.1%}"
+        words += f", {recent.of['samples'] / took:,.0f} samples/s, loss {recent.mean_loss:.5f}, hits {recent.hit_rate:.1%}"
         if self._steps is not None:
             words += f", {timedelta(seconds=round((self._steps - done) * took / recent.steps))} left"
         return words

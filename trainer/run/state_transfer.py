@@ -11,10 +11,10 @@ import torch
 from foreload.pipelines.base.codec import of_json
 from foreload.trainer.compute.exchange import STATE
 from foreload.trainer.compute.parts import TrainerParts
+from foreload.trainer.compute.reports import Totals
 from foreload.trainer.compute.transport import Transport
 from foreload.trainer.run.dense_file import dense_bytes, load_dense_bytes
 from foreload.trainer.run.early_stopping import Watched
-from foreload.trainer.run.report import Totals
 
 
 def send_state(

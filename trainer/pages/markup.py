@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 STYLE = """
@@ -123,6 +123,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[in
     return tag("div", tag("table", tag("thead", tag("tr", cells)), tag("tbody", body)), class_="scroll", tabindex="0")
 
 
+def table_of(rows: Sequence[Mapping[str, str]], words: Sequence[str] = ()) -> Html:
+    """A table of rows by their columns, which all have alike; of one row at least. words: columns that are no numbers, besides the first."""
+    places = [place for place, name in enumerate(rows[0]) if name in words]
+    return table(list(rows[0]), [list(row.values()) for row in rows], words=places)
+
+
 def missing(why: str) -> Html:
     """What stands in the place of something that is not known."""
     return tag("p", why, class_="missing")
@@ -139,7 +145,7 @@ def tile(name: str, values: Sequence[str], more: str = "", colours: bool = False
 
 def count(value: float | None) -> str:
     """A whole number, with commas; a dash where there is none."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:,.0f}"
+    return fixed(value, 0)
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -154,13 +160,9 @@ def number(value: float | None, digits: int = 4) -> str:
 
 def share(value: float | None) -> str:
     """Per cent."""
-    return (
-        "-"
-        if value is None or not math.isfinite(value)
-        else f"{100 * value:.2f} %"
-        if abs(value) < 0.1
-        else f"{100 * value:.1f} %"
-    )
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{100 * value:.{2 if abs(value) < 0.1 else 1}f} %"
 
 
 def fixed(value: float | None, places: int) -> str:

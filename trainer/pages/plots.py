@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from foreload.trainer.pages.markup import Html, number, short, table, tag
+from foreload.trainer.pages.markup import Child, Html, number, share, short, table, tag
 
 _SIZE = 1000.0  # of a plot, both ways, in its own units
 _TICKS = 5
@@ -50,10 +50,10 @@ class Plot:
 
     title: str
     unit: str
-    x_unit: str
     read: str
     series: Sequence[Series]
     marks: Sequence[Mark] = ()
+    x_unit: str = "step"
     from_zero: bool = False
     log_x: bool = False
     x_from_zero: bool = False
@@ -66,13 +66,7 @@ class Plot:
         beyond = f" What is above the top is cut off; the highest is {number(most, 3)}." if most > ys.high else ""
         drawn = [shape for series, base in self._stacked() for shape in _shapes(series, base, xs, ys)]
         marks = [
-            tag(
-                "path",
-                tag("title", mark.name),
-                d=f"M{xs.place(mark.x):.1f} 0V1000",
-                class_="mark",
-                stroke=f"var(--{mark.colour})",
-            )
+            tag("path", tag("title", mark.name), d=f"M{xs.place(mark.x):.1f} 0V1000", class_="mark", stroke=_css(mark.colour))
             for mark in self.marks
         ]
         grid = tag("path", d="".join(f"M0 {_SIZE - ys.place(value):.1f}H1000" for value in ys.ticks), class_="grid")
@@ -86,17 +80,9 @@ class Plot:
             tag("i", short(value), style=f"left:{place:.2f}%", class_="end" if place > 95 else "start" if place < 3 else None)
             for value, place in places
         ]
-        return tag(
-            "figure",
-            tag("figcaption", self.title, " ", tag("span", f"({self.unit})")),
-            self._key(),
-            tag(
-                "div", tag("div", ylabels, class_="ys"), tag("div", svg, class_="area"), tag("div", xlabels, class_="xs"),
-                tag("div", self.x_unit, class_="unit"), class_="frame",
-            ),
-            tag("p", self.read, beyond, class_="read"),
-            self._figures(),
-        )  # fmt: skip
+        parts = [(ylabels, "ys"), (svg, "area"), (xlabels, "xs"), (self.x_unit, "unit")]
+        frame = tag("div", [tag("div", part, class_=kind) for part, kind in parts], class_="frame")
+        return _figure(self.title, self.unit, self.read + beyond, self._key(), frame, figures=self._figures())
 
     def _scales(self) -> tuple[_Scale, _Scale]:
         values = self._values()
@@ -124,8 +110,8 @@ class Plot:
         return placed
 
     def _key(self) -> Html | None:
-        entries = [(f"var(--{series.colour})", series.name) for series in self.series]
-        named = {(f"var(--{mark.colour})", mark.name.split(":")[0]): None for mark in self.marks}
+        entries = [(series.colour, series.name) for series in self.series]
+        named = {(mark.colour, mark.name.split(":")[0]): None for mark in self.marks}
         if len(entries) + len(named) < 2 and not any(series.low is not None for series in self.series):
             return None
         return key([*entries, *named])
@@ -237,7 +223,7 @@ def _between(x: np.ndarray, low: np.ndarray, high: np.ndarray, xs: _Scale, ys: _
 
 
 def _shapes(series: Series, base: np.ndarray, xs: _Scale, ys: _Scale) -> list[Html]:
-    colour, shapes = f"var(--{series.colour})", []
+    colour, shapes = _css(series.colour), []
     if series.low is not None and series.high is not None and series.style != "dots":
         shapes.append(tag("path", d=_between(series.x, series.low, series.high, xs, ys), class_="band", fill=colour))
     if series.style == "area":
@@ -258,40 +244,52 @@ def _shapes(series: Series, base: np.ndarray, xs: _Scale, ys: _Scale) -> list[Ht
     return [*shapes, tag("path", d=_path(series.x, series.y, xs, ys), class_=kind, stroke=colour)]
 
 
-def key(entries: Sequence[tuple[str, str]]) -> Html:
-    """What colours stand for: (colour as CSS has it, name)."""
-    return tag("ul", [tag("li", tag("i", style=f"background:{colour}"), name) for colour, name in entries], class_="key")
+def _css(colour: str) -> str:
+    return f"var(--{colour})"
 
 
-def bars(title: str, unit: str, read: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]], str]]) -> Html:
-    """Bars beside names. rows: name, its parts (colour, value), of which the bar is put together, and the figure in words."""
-    most = max((sum(value for _, value in parts) for _, parts, _ in rows), default=0) or 1.0
-    drawn = [
-        [
-            tag("span", name),
-            tag(
-                "span",
-                [tag("i", style=f"width:{100 * value / most:.2f}%;background:var(--{colour})") for colour, value in parts],
-                class_="bar",
-            ),
-            tag("span", figure, class_="n"),
-        ]
-        for name, parts, figure in rows
-    ]
+def _figure(title: str, unit: str, read: str, *body: Child, figures: Html | None = None) -> Html:
+    """A plot under its title, with how to read it, and its figures as a table."""
     caption = tag("figcaption", title, " ", tag("span", f"({unit})"))
-    return tag("figure", caption, tag("div", [Html("".join(row)) for row in drawn], class_="bars"), tag("p", read, class_="read"))
+    return tag("figure", caption, *body, tag("p", read, class_="read"), figures)
+
+
+def key(entries: Iterable[tuple[str, str]]) -> Html:
+    """What colours stand for: (colour, name)."""
+    return tag("ul", [tag("li", tag("i", style=f"background:{_css(colour)}"), name) for colour, name in entries], class_="key")
+
+
+def bars(title: str, unit: str, read: str, rows: Sequence[tuple[str, str, float, str]]) -> Html:
+    """Bars beside names. rows: name, colour, value, and the figure in words."""
+    most = max((value for _, _, value, _ in rows), default=0) or 1.0
+    drawn: list[Html] = []
+    for name, colour, value, figure in rows:
+        bar = tag("span", tag("i", style=_width(value, most, colour)), class_="bar")
+        drawn += [tag("span", name), bar, tag("span", figure, class_="n")]
+    return _figure(title, unit, read, tag("div", drawn, class_="bars"))
+
+
+def bars_of(title: str, unit: str, read: str, colour: str, values: Mapping[str, int], most: int | None = None) -> Html:
+    """Bars of one colour, each with its part of the sum of all. values: by name; most: how many are drawn, the first ones."""
+    rows = [(name, colour, value, of_total(value, sum(values.values()))) for name, value in values.items()]
+    return bars(title, unit, read, rows[:most])
+
+
+def of_total(value: int, total: int) -> str:
+    """A number, and which part of another one it is."""
+    return f"{value:,} · {share(value / total if total else None)}"
 
 
 def whole(title: str, unit: str, read: str, parts: Sequence[tuple[str, str, float, str]]) -> Html:
     """One bar cut into its parts: name, colour, value, and the figure in words."""
     total = sum(value for _, _, value, _ in parts) or 1.0
-    cut = [
-        tag("i", style=f"width:{100 * value / total:.2f}%;background:var(--{colour})", title=f"{name}: {figure}")
-        for name, colour, value, figure in parts
-    ]
-    caption = tag("figcaption", title, " ", tag("span", f"({unit})"))
-    named = key([(f"var(--{colour})", f"{name} {figure}") for name, colour, _, figure in parts])
-    return tag("figure", caption, tag("div", cut, class_="whole"), named, tag("p", read, class_="read"))
+    cut = [tag("i", style=_width(value, total, colour), title=f"{name}: {figure}") for name, colour, value, figure in parts]
+    named = key((colour, f"{name} {figure}") for name, colour, _, figure in parts)
+    return _figure(title, unit, read, tag("div", cut, class_="whole"), named)
+
+
+def _width(value: float, whole: float, colour: str) -> str:
+    return f"width:{100 * value / whole:.2f}%;background:{_css(colour)}"
 
 
 def spans(
@@ -304,7 +302,7 @@ def spans(
         cut = [
             tag(
                 "i",
-                style=f"left:{100 * begin / end:.2f}%;width:{100 * (until - begin) / end:.2f}%;background:var(--{colour})",
+                style=f"left:{100 * begin / end:.2f}%;{_width(until - begin, end, colour)}",
                 title=f"{what}, {number(begin, 3)} to {number(until, 3)} {unit}",
             )
             for begin, until, colour, what in parts
@@ -312,6 +310,5 @@ def spans(
         drawn += [tag("span", name), tag("div", cut, class_="row")]
     ticks = [tag("i", short(value), style=f"left:{100 * value / end:.2f}%") for value in _nice(0.0, end) if value < 0.97 * end]
     drawn += [tag("span"), tag("div", ticks, class_="xs")]
-    named: dict[tuple[str, str], None] = {(f"var(--{colour})", what): None for _, parts in rows for _, _, colour, what in parts}
-    caption = tag("figcaption", title, " ", tag("span", f"({unit})"))
-    return tag("figure", caption, key(list(named)), tag("div", drawn, class_="lanes"), tag("p", read, class_="read"))
+    named = dict.fromkeys((colour, what) for _, parts in rows for _, _, colour, what in parts)
+    return _figure(title, unit, read, key(named), tag("div", drawn, class_="lanes"))

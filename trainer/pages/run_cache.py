@@ -6,59 +6,43 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from foreload.trainer.pages.markup import Html, count, missing, section, share, table, tag
-from foreload.trainer.pages.plots import Plot, Series, bars
+from foreload.trainer.pages.markup import Html, count, missing, table, tag
+from foreload.trainer.pages.plots import Plot, Series, bars, of_total
 from foreload.trainer.pages.run_figures import CacheCounts, RunFigures
-from foreload.trainer.pages.run_metrics import named
+from foreload.trainer.pages.run_metrics import lines, named
 from foreload.trainer.run.memory_check import readable
 
 
-def cache(runs: Sequence[RunFigures]) -> Html:
+def cache(runs: Sequence[RunFigures]) -> list[Html]:
     """Arrivals on the way, and beside the minimum and LRU."""
     several = len(runs) > 1
-    if not any(len(run.steps.steps) for run in runs):
-        return section("Cache", missing("No step is trained yet."))
-    plots = []
     if several:
-        lines = [
-            Series(named(run, "arrivals", several), run.steps.middle, run.steps.mean("rows_arrived"), f"c{place}", _style(place))
-            for place, run in enumerate(runs)
-        ]
+        drawn = lines(runs, "arrivals", lambda steps: [steps.mean("rows_arrived")], dashed=True)
         read = "Rows that come into a slot for a step; the rest of those used is there already. Lower is less traffic."
-        plots.append(Plot("Arrivals", "rows a step", "step", read, lines, from_zero=True).html())
-    for run in runs if not several else ():
-        plots.append(_arrivals(run))
-    rates = [
-        Series(named(run, "hits", several), run.steps.middle, 100 * run.steps.hit_rate, f"c{place}", _style(place))
-        for place, run in enumerate(runs)
-    ]
+        arrivals = Plot("Arrivals", "rows a step", read, drawn, from_zero=True).html()
+    else:
+        arrivals = _arrivals(runs[0])
+    rates = lines(runs, "hits", lambda steps: [100 * steps.hit_rate], dashed=True)
     read = "Higher is better: of the rows that a step uses, how many are in a slot already. The first steps have to bring everything."
-    plots.append(Plot("Cache hits", "per cent of rows used", "step", read, rates).html())
-    compared = [_compared(run, several) for run in runs]
-    return section("Cache", tag("div", plots, class_="plots"), compared)
-
-
-def _style(place: int) -> str:
-    """Of the line of one of several runs: what two have in common is seen as both."""
-    return "dash" if place else "line"
+    hits = Plot("Cache hits", "per cent of rows used", read, rates).html()
+    return [tag("div", arrivals, hits, class_="plots"), *(_compared(run, several) for run in runs)]
 
 
 def _arrivals(run: RunFigures) -> Html:
     """Arrivals over the steps: those that are new, those that are fetched, and an LRU cache's."""
     steps = run.steps
     fetched = steps.mean("rows_fetched")
-    lines = [
+    drawn = [
         Series("fetched from the store", steps.middle, fetched, "c0", "area"),
         Series("new: never trained before", steps.middle, steps.mean("rows_arrived") - fetched, "c2", "area"),
     ]
     beside = ""
     if run.cache is not None and run.cache.lru_steps is not None and len(steps.first) and steps.first[0] >= run.cache.first_step:
-        lines.append(
-            Series("an LRU cache's arrivals", steps.middle, _in_points(run.cache, steps.first, steps.last), "c1", "dash")
-        )
+        lru = _in_points(run.cache, steps.first, steps.last)
+        drawn.append(Series("an LRU cache's arrivals", steps.middle, lru, "c1", "dash"))
         beside = " The dashed line is what an LRU cache of as many slots would have brought in."
     read = f"Rows that come into a slot for a step; lower is less traffic. New rows ask nothing of the store.{beside}"
-    return Plot("Arrivals", "rows a step", "step", read, lines, from_zero=True).html()
+    return Plot("Arrivals", "rows a step", read, drawn, from_zero=True).html()
 
 
 def _in_points(counts: CacheCounts, first: np.ndarray, last: np.ndarray) -> np.ndarray:
@@ -82,11 +66,10 @@ def _compared(run: RunFigures, several: bool) -> Html:
     if counts is None:
         why = "The minimum and LRU are not told: the schedule is not where it was, or is not complete yet."
         return tag("div", tag("p", told), missing(why))
-    rows = [("this schedule", [("c0", float(counts.planned))], _of_used(counts.planned, counts.rows_used))]
-    if counts.fewest is not None:
-        rows.append(("the minimum", [("c2", float(counts.fewest))], _of_used(counts.fewest, counts.rows_used)))
-    if counts.lru is not None:
-        rows.append(("an LRU cache", [("c1", float(counts.lru))], _of_used(counts.lru, counts.rows_used)))
+    known = {"this schedule": ("c0", counts.planned), "the minimum": ("c2", counts.fewest), "an LRU cache": ("c1", counts.lru)}
+    rows = [
+        (name, colour, value, of_total(value, counts.rows_used)) for name, (colour, value) in known.items() if value is not None
+    ]
     read = (
         "Over all steps of the schedule, shorter is less traffic. The minimum is Belady's: no cache of as many slots has fewer arrivals. "
         "LRU drops the row that was not used for longest, as a cache that does not know the future does."
@@ -95,29 +78,23 @@ def _compared(run: RunFigures, several: bool) -> Html:
     return tag("div", tag("p", told), drawn, missing(f"LRU is not told: {counts.why}.") if counts.why else None)
 
 
-def _of_used(arrived: int, used: int) -> str:
-    return f"{arrived:,} · {share(arrived / used if used else None)}"
-
-
-def memory(runs: Sequence[RunFigures]) -> Html:
+def memory(runs: Sequence[RunFigures]) -> list[Html]:
     """Slots, what a step needs of them, and what that takes."""
-    several, plots = len(runs) > 1, []
-    lines = []
-    for place, run in enumerate(runs):
+    plots, drawn = [], list[Series]()
+    for run, used in zip(runs, lines(runs, "rows a step uses", lambda steps: [steps.mean("rows_used")]), strict=True):
         if not len(run.steps.steps):
             continue
-        lines.append(Series(named(run, "rows a step uses", several), run.steps.middle, run.steps.mean("rows_used"), f"c{place}"))
+        drawn.append(used)
         if run.schedule is not None:
-            ends = np.array([run.steps.first[0], run.steps.last[-1]])
-            slots = float(sum(run.schedule.slots))
-            colour = f"c{place}" if several else "c4"
-            lines.append(Series(named(run, "slots", several), ends, np.full(2, slots), colour, "dash"))
-    if lines:
+            ends, slots = np.array([run.steps.first[0], run.steps.last[-1]]), np.full(2, float(sum(run.schedule.slots)))
+            several = len(runs) > 1
+            drawn.append(Series(named(run, "slots", several), ends, slots, used.colour if several else "c4", "dash"))
+    if drawn:
         read = (
             "The line has to stay below the slots, of all lanes together. What is free above it keeps rows for later steps: more of it, "
             "fewer arrivals."
         )
-        plots.append(Plot("Rows a step uses, and slots", "rows", "step", read, lines, from_zero=True).html())
+        plots.append(Plot("Rows a step uses, and slots", "rows", read, drawn, from_zero=True).html())
     columns = [_memory_rows(run) for run in runs]
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
@@ -132,7 +109,7 @@ def memory(runs: Sequence[RunFigures]) -> Html:
         for run in runs
         if not (run.summary or {}).get("memory")
     ]
-    return section("Slots and memory", tag("div", plots, tag("div", listed, gone, untold), class_="plots"))
+    return [tag("div", plots, tag("div", listed, gone, untold), class_="plots")]
 
 
 def _memory_rows(run: RunFigures) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from foreload.trainer.pages.markup import Html, count, fixed, missing, number, section, share, tag
+from foreload.trainer.pages.markup import Html, count, fixed, missing, number, share, tag
 from foreload.trainer.pages.plots import Plot, Series, whole
 from foreload.trainer.pages.run_figures import RunFigures
 from foreload.trainer.pages.run_metrics import (
@@ -16,6 +16,7 @@ from foreload.trainer.pages.run_metrics import (
     labels_of,
     last_of_first_set,
     line_colour,
+    lines,
     loss_points,
     metric_plots,
     metric_table,
@@ -31,26 +32,20 @@ _PARTS = (
     ("ms_waiting", "waiting for rows", "c1"),
     ("rest", "the rest", "c4"),
 )
-_NO_STEPS = "No step is trained yet."
 _MOST_MARKS = 200  # that are drawn, the last ones
 
 
-def learning(runs: Sequence[RunFigures]) -> Html:
+def learning(runs: Sequence[RunFigures]) -> list[Html]:
     """Losses and metrics."""
     several = len(runs) > 1
-    if not any(len(run.steps.steps) for run in runs):
-        return section("Losses and metrics", missing(_NO_STEPS))
-    lines, losses = [], set()
-    for place, run in enumerate(runs):
-        # What two runs have in common is seen as both.
-        steps, colour, style = run.steps, f"c{place}", "dash" if place else "line"
-        lines.append(
-            Series(named(run, "training loss", several), steps.middle, steps.loss, colour, style, steps.loss_low, steps.loss_high)
-        )
-        for place_of_set, name in enumerate(set_names([run]) if run.evaluations else ()):
+    drawn, losses = [], set()
+    of_training = lines(runs, "training loss", lambda steps: (steps.loss, steps.loss_low, steps.loss_high), dashed=True)
+    for run, line in zip(runs, of_training, strict=True):
+        drawn.append(line)
+        for place, name in enumerate(set_names([run]) if run.evaluations else ()):
             what, at, values = loss_points(run, name)
             words = named(run, in_set(f"{what} in evaluation", name), several)
-            lines.append(Series(words, at, values, colour if several else line_colour(1 + place_of_set), "dots"))
+            drawn.append(Series(words, at, values, line.colour if several else line_colour(1 + place), "dots"))
             losses.add(what)
     points = max((run.steps.steps.max(initial=1) for run in runs), default=1)
     each = (
@@ -60,47 +55,29 @@ def learning(runs: Sequence[RunFigures]) -> Html:
     )
     read = f"Lower is better; {each}. Dots are evaluations: a gap that widens between them and the line tells of overfitting."
     unit = "loss, as it is trained" if "loss" in losses else "log loss, nats a sample"
-    loss = Plot("Loss", unit, "step", read, lines, x_from_zero=True)
+    loss = Plot("Loss", unit, read, drawn, x_from_zero=True)
     listed = metric_table(runs) or missing("No evaluation: the schedule has none, or none is over yet.")
-    return section("Losses and metrics", tag("div", [loss.html(), *metric_plots(runs)], class_="plots"), listed)
+    return [tag("div", [loss.html(), *metric_plots(runs)], class_="plots"), listed]
 
 
-def throughput(runs: Sequence[RunFigures]) -> Html:
+def throughput(runs: Sequence[RunFigures]) -> list[Html]:
     """Samples a second, with what befell the run."""
-    if not any(len(run.steps.steps) for run in runs):
-        return section("Throughput", missing(_NO_STEPS))
-    several = len(runs) > 1
-    lines = []
-    for place, run in enumerate(runs):
-        steps = run.steps
-        line = Series(
-            named(run, "samples a second", several),
-            steps.middle,
-            steps.rate,
-            f"c{place}",
-            "line",
-            steps.rate_low,
-            steps.rate_high,
-        )
-        lines.append(line)
+    drawn = lines(runs, "samples a second", lambda steps: (steps.rate, steps.rate_low, steps.rate_high))
     read = "Higher is faster, by the time of the steps alone, without start and evaluation; the band has the slowest and the fastest step."
     marks = [mark for run in runs for mark in run.story.marks[-_MOST_MARKS:]]
     if marks:
         read += " Dotted upright lines are losses of store shards and trainers, and their end: a dip beside one is what it cost."
-    return section(
-        "Throughput", Plot("Throughput", "samples a second", "step", read, lines, marks, from_zero=True, cut=True).html()
-    )
+    return [Plot("Throughput", "samples a second", read, drawn, marks, from_zero=True, cut=True).html()]
 
 
-def step_time(runs: Sequence[RunFigures]) -> Html:
+def step_time(runs: Sequence[RunFigures]) -> list[Html]:
     """Where it goes, in all and over the steps."""
-    shown = [run for run in runs if len(run.steps.steps)]
-    if not shown:
-        return section("Where step time goes", missing(_NO_STEPS))
     several, drawn = len(runs) > 1, []
-    for run in shown:
-        means = {name: _part(run, name) for name, _, _ in _PARTS}
+    for run in runs:
         steps = run.steps
+        if not len(steps.steps):
+            continue
+        means = {name: _part(run, name) for name, _, _ in _PARTS}
         total = {name: float((values * steps.steps).sum() / steps.steps.sum()) for name, values in means.items()}
         bar = [(name, colour, total[part], f"{number(total[part])} ms") for part, name, colour in _PARTS]
         read = (
@@ -111,12 +88,9 @@ def step_time(runs: Sequence[RunFigures]) -> Html:
         drawn.append(whole(named(run, "A step on average", several), "milliseconds", read, bar))
         areas = [Series(name, steps.middle, means[part], colour, "area") for part, name, colour in _PARTS]
         read = "The height is the time of a step; the colours say on what. A part that grows on the way is worth a look."
-        drawn.append(
-            Plot(
-                named(run, "A step on the way", several), "milliseconds a step", "step", read, areas, from_zero=True, cut=True
-            ).html()
-        )
-    return section("Where step time goes", tag("div", drawn, class_="plots"))
+        title = named(run, "A step on the way", several)
+        drawn.append(Plot(title, "milliseconds a step", read, areas, from_zero=True, cut=True).html())
+    return [tag("div", drawn, class_="plots")]
 
 
 def _part(run: RunFigures, name: str) -> np.ndarray:
@@ -127,20 +101,20 @@ def _part(run: RunFigures, name: str) -> np.ndarray:
     return np.maximum(run.steps.mean("ms") - known, 0)
 
 
-def calibration(runs: Sequence[RunFigures]) -> Html:
+def calibration(runs: Sequence[RunFigures]) -> list[Html]:
     """Predicted against observed, of the last evaluation, of the first set; of labels of clicks."""
     parts: list[Html] = []
     for name in label_names(runs):
         told = [None if last is None else labels_of(last).get(name) for last in map(last_of_first_set, runs)]
         if not any(one is not None and "rmse" in one for one in told):
             parts += _calibration_of(runs, name, told)
-    return section("Calibration", parts or missing("Numbers have no calibration; predicted over observed is above."))
+    return parts or [missing("Numbers have no calibration; predicted over observed is above.")]
 
 
 def _calibration_of(runs: Sequence[RunFigures], name: str, of_runs: Sequence[Mapping[str, Any] | None]) -> list[Html]:
     """Of a label ("": the only one), as each run's last evaluation tells it."""
     several = len(runs) > 1
-    lines, words = [], []
+    drawn, words = [], []
     most = 0.0
     for place, (run, told) in enumerate(zip(runs, of_runs, strict=True)):
         bins = np.array((told or {}).get("calibration") or np.empty((0, 3)), np.float64).reshape(-1, 3)
@@ -156,7 +130,7 @@ def _calibration_of(runs: Sequence[RunFigures], name: str, of_runs: Sequence[Map
         error = 2 * np.sqrt(np.maximum(clicked * (1 - clicked), 1 / samples) / samples)
         most = max(most, float(predicted.max()), float(clicked.max()))
         low = np.maximum(clicked - error, 0)
-        lines.append(Series(named(run, "observed", several), predicted, clicked, f"c{place}", "dots", low, clicked + error))
+        drawn.append(Series(named(run, "observed", several), predicted, clicked, f"c{place}", "dots", low, clicked + error))
         shares = [share(float(samples @ column / samples.sum())) for column in (predicted, clicked)]
         words.append(
             tag(
@@ -165,7 +139,7 @@ def _calibration_of(runs: Sequence[RunFigures], name: str, of_runs: Sequence[Map
                 f"{count(run.evaluations[-1]['step'])}.",
             )
         )
-    if not lines:
+    if not drawn:
         return words
     ideal = Series("as predicted", np.array([0.0, most]), np.array([0.0, most]), "c4", "dash")
     read = (
@@ -173,5 +147,5 @@ def _calibration_of(runs: Sequence[RunFigures], name: str, of_runs: Sequence[Map
         "as predicted; above it the model says too little, below too much. The bars are two standard errors of chance."
     )
     title = of_label("Predicted against observed", name)
-    plot = Plot(title, "share clicked", "mean prediction", read, [*lines, ideal], from_zero=True, x_from_zero=True)
+    plot = Plot(title, "share clicked", read, [*drawn, ideal], x_unit="mean prediction", from_zero=True, x_from_zero=True)
     return [tag("div", plot.html(), tag("div", words), class_="plots")]

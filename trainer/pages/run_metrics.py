@@ -1,17 +1,17 @@
-"""Of a run's page: the metrics of its evaluations, by label, as tiles, plots and a table."""
+"""Of a run's page: a line for each run, and the metrics of its evaluations, by label, as tiles, plots and a table."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from foreload.trainer.pages.markup import Html, count, fixed, table
+from foreload.trainer.pages.markup import Html, count, fixed, table_of
 from foreload.trainer.pages.plots import Plot, Series
 from foreload.trainer.pages.run_figures import RunFigures
-from foreload.trainer.pages.step_figures import MOST_POINTS
+from foreload.trainer.pages.step_figures import MOST_POINTS, StepFigures
 
 _COLOURS = 5  # of lines (`plots.Series`)
 _MOST_EVALUATIONS = 100  # that the table lists, the last ones
@@ -30,6 +30,22 @@ _NOTES = {
 def named(run: RunFigures, what: str, several: bool) -> str:
     """What a line shows, and of which run where there are several."""
     return f"{run.name}: {what}" if several else what
+
+
+def lines(
+    runs: Sequence[RunFigures], what: str, read: Callable[[StepFigures], Sequence[np.ndarray]], dashed: bool = False
+) -> list[Series]:
+    """A line over the steps for each run, in the run's colour. read: its values, and the lowest and highest where it has a band.
+
+    dashed: that of the second run is, so that what two runs have in common is seen as both.
+    """
+    return [
+        Series(
+            named(run, what, len(runs) > 1), run.steps.middle, values, f"c{place}", "dash" if dashed and place else "line", *band
+        )
+        for place, run in enumerate(runs)
+        for values, *band in [read(run.steps)]
+    ]
 
 
 def labels_of(evaluation: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
@@ -115,10 +131,10 @@ def metric_plots(runs: Sequence[RunFigures]) -> list[Html]:
                 into.append(Series(named(run, in_set(word, of), len(runs) > 1), at, values, line_colour(place), "dots"))
         if _drawable(areas):
             read = "Higher is better: the share of pairs of a click and no click that the model orders rightly; 0.5 is chance."
-            plots.append(Plot(of_label("AUC", name), "share of pairs", "step", read, areas, x_from_zero=True).html())
+            plots.append(Plot(of_label("AUC", name), "share of pairs", read, areas, x_from_zero=True).html())
         if _drawable(errors):
             read = "Lower is better: the root of the mean square of what is predicted less what was observed."
-            plots.append(Plot(of_label("RMSE", name), "as the label", "step", read, errors, x_from_zero=True).html())
+            plots.append(Plot(of_label("RMSE", name), "as the label", read, errors, x_from_zero=True).html())
     return plots
 
 
@@ -132,33 +148,27 @@ def metric_table(runs: Sequence[RunFigures]) -> Html | None:
         for name, told in labels_of(one).items()
     ]
     kinds = {_is_number(told) for _, _, _, told in shown}
+    with_loss, in_sets = (any(name in one for _, one, _, _ in shown) for name in ("loss", "set"))
     columns = [
         *(_CLICKS if False in kinds else ()),
         *((_GROUPED,) if any("grouped_auc" in told for _, _, _, told in shown) else ()),
         *(_NUMBERS if True in kinds else ()),
     ]
-    with_loss, labelled = any("loss" in one for _, one, _, _ in shown), names != [""]
-    head = [
-        "after step",
-        *(["run"] if several else []),
-        "epoch",
-        "samples",
-        *(["loss"] if with_loss else []),
-        *(["label"] if labelled else []),
-    ]
-    if in_sets := any("set" in one for _, one, _, _ in shown):
-        head.insert(-1 if labelled else len(head), "set")
-    words = [place for place, title in enumerate(head) if title in ("run", "set", "label")]
-    head += [*(title for title, _, _ in columns), "predicted / observed"]
     rows = [
-        [
-            count(one["step"]), *([run.name] if several else []), count(one["epoch"] + 1), count(one["samples"]),
-            *([fixed(one.get("loss"), 5)] if with_loss else []), *([_set(one)] if in_sets else []), *([name] if labelled else []),
-            *(fixed(told.get(metric), digits) for _, metric, digits in columns), fixed(ratio(told), 4),
-        ]
+        {
+            "after step": count(one["step"]),
+            **({"run": run.name} if several else {}),
+            "epoch": count(one["epoch"] + 1),
+            "samples": count(one["samples"]),
+            **({"loss": fixed(one.get("loss"), 5)} if with_loss else {}),
+            **({"set": _set(one)} if in_sets else {}),
+            **({"label": name} if names != [""] else {}),
+            **{title: fixed(told.get(metric), digits) for title, metric, digits in columns},
+            "predicted / observed": fixed(ratio(told), 4),
+        }
         for run, one, name, told in shown
-    ]  # fmt: skip
-    return table(head, rows, words=words) if rows else None
+    ]
+    return table_of(rows, words=("run", "set", "label")) if rows else None
 
 
 def metric_tiles(runs: Sequence[RunFigures]) -> list[tuple[str, list[str], str]]:

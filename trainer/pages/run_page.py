@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from foreload.trainer.pages import run_cache, run_learning, run_metrics, run_settings, run_store
-from foreload.trainer.pages.markup import Html, count, duration, number, page, share, tag, tile
+from foreload.trainer.pages.markup import Html, count, duration, missing, number, page, section, share, tag, tile
 from foreload.trainer.pages.plots import key
 from foreload.trainer.pages.run_figures import RunFigures
+
+_SECTIONS: Sequence[tuple[str, Callable[[Sequence[RunFigures]], list[Html]], bool]] = (
+    ("Losses and metrics", run_learning.learning, True),
+    ("Throughput", run_learning.throughput, True),
+    ("Where step time goes", run_learning.step_time, True),
+    ("Cache", run_cache.cache, True),
+    ("Store shards and trainers over time", run_store.store, False),
+    ("Slots and memory", run_cache.memory, False),
+    ("Calibration", run_learning.calibration, False),
+    ("Settings", run_settings.settings, False),
+)
+"""Title, contents, and whether there are none before the first step."""
 
 
 def run_page(runs: Sequence[RunFigures]) -> str:
     """HTML of one run, or of several on the same axes."""
     names = " beside ".join(run.name for run in runs)
+    colours = key((f"c{place}", run.name) for place, run in enumerate(runs)) if len(runs) > 1 else None
+    trained = any(len(run.steps.steps) for run in runs)
+    sections = [
+        section(title, contents(runs) if trained or not of_steps else missing("No step is trained yet."))
+        for title, contents, of_steps in _SECTIONS
+    ]
+    made_from = "Made by foreload from metrics.jsonl, events.jsonl, summary.json and manifest.json of the run, and its schedule."
     return page(
         f"{names} · foreload",
-        tag("header", tag("h1", f"Run{'s' * (len(runs) > 1)} {names}"), [_told(run) for run in runs], _runs_key(runs)),
+        tag("header", tag("h1", f"Run{'s' * (len(runs) > 1)} {names}"), [_told(run) for run in runs], colours),
         _tiles(runs),
-        run_learning.learning(runs),
-        run_learning.throughput(runs),
-        run_learning.step_time(runs),
-        run_cache.cache(runs),
-        run_store.store(runs),
-        run_cache.memory(runs),
-        run_learning.calibration(runs),
-        run_settings.settings(runs),
-        tag(
-            "footer",
-            "Made by foreload from metrics.jsonl, events.jsonl, summary.json and manifest.json of the run, and its schedule.",
-        ),
+        sections,
+        tag("footer", made_from),
     )
-
-
-def _runs_key(runs: Sequence[RunFigures]) -> Html | None:
-    if len(runs) < 2:
-        return None
-    return key([(f"var(--c{place})", run.name) for place, run in enumerate(runs)])
 
 
 def _told(run: RunFigures) -> Html:
@@ -54,47 +57,34 @@ def _told(run: RunFigures) -> Html:
     return tag("p", words, class_="quiet")
 
 
+def _ratio(over: float, under: float) -> float:
+    return over / under if under else float("nan")
+
+
+_TILES: Sequence[tuple[str, Callable[[RunFigures], str], str]] = (
+    ("steps", lambda run: count(run.steps.steps.sum()), "trained"),
+    (
+        "time",
+        lambda run: duration(run.story.seconds) if run.story.calls else "-",
+        "of all calls, start and evaluation too",
+    ),
+    ("samples a second", lambda run: count(_ratio(1000 * run.steps.total("samples"), run.steps.total("ms"))), "over all steps"),
+    ("a step", lambda run: f"{number(_ratio(run.steps.total('ms'), run.steps.steps.sum()))} ms", "of the slowest trainer, mean"),
+    ("waiting for rows", lambda run: share(_ratio(run.steps.total("ms_waiting"), run.steps.total("ms"))), "of the step time"),
+    (
+        "cache hits",
+        lambda run: share(1 - _ratio(run.steps.total("rows_arrived"), run.steps.total("rows_used"))),
+        "of rows used",
+    ),
+    (
+        "losses survived",
+        lambda run: f"{run.story.happened('shard-lost')} + {run.story.happened('trainer-lost')}",
+        "store shards + trainers",
+    ),
+)
+"""Headline figures, beside the metrics: name, value, and what it is."""
+
+
 def _tiles(runs: Sequence[RunFigures]) -> Html:
-    steps = [run.steps for run in runs]
-    several = len(runs) > 1
-    seconds = [one.total("ms") / 1000 for one in steps]
-    rows = [one.total("rows_used") for one in steps]
-
-    def ratio(over: float, under: float) -> float:
-        return over / under if under else float("nan")
-
-    def survived(run: RunFigures) -> str:
-        shards, trainers = run.story.happened("shard-lost"), run.story.happened("trainer-lost")
-        return f"{shards} + {trainers}"
-
-    figures = [
-        *run_metrics.metric_tiles(runs),
-        ("steps", [count(one.steps.sum()) for one in steps], "trained"),
-        (
-            "time",
-            [duration(run.story.seconds) if run.story.calls else "-" for run in runs],
-            "of all calls, start and evaluation too",
-        ),
-        (
-            "samples a second",
-            [count(ratio(one.total("samples"), time)) for one, time in zip(steps, seconds, strict=True)],
-            "over all steps",
-        ),
-        (
-            "a step",
-            [f"{number(ratio(1000 * time, one.steps.sum()))} ms" for one, time in zip(steps, seconds, strict=True)],
-            "of the slowest trainer, mean",
-        ),
-        (
-            "waiting for rows",
-            [share(ratio(one.total("ms_waiting") / 1000, time)) for one, time in zip(steps, seconds, strict=True)],
-            "of the step time",
-        ),
-        (
-            "cache hits",
-            [share(1 - ratio(one.total("rows_arrived"), used)) for one, used in zip(steps, rows, strict=True)],
-            "of rows used",
-        ),
-        ("losses survived", [survived(run) for run in runs], "store shards + trainers"),
-    ]
-    return tag("div", [tile(name, values, more, several) for name, values, more in figures], class_="tiles")
+    figures = [*run_metrics.metric_tiles(runs), *((name, [read(run) for run in runs], more) for name, read, more in _TILES)]
+    return tag("div", [tile(name, values, more, len(runs) > 1) for name, values, more in figures], class_="tiles")

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foreload.trainer.pages.markup import Html, section, table, tag
+from foreload.trainer.pages.markup import Html, table, tag
 from foreload.trainer.pages.run_figures import RunFigures
 
+_OF_SCHEDULE = (
+    *("batch_size", "lanes", "epochs", "eval_every", "shuffle_seed", "placement"),
+    *("training_samples", "evaluation_samples"),
+)
 
-def settings(runs: Sequence[RunFigures]) -> Html:
+
+def settings(runs: Sequence[RunFigures]) -> list[Html]:
     """Of the job, the schedule and the numerics; of two runs, those in which they differ first."""
     told = [_of_run(run) for run in runs]
     names = list(dict.fromkeys(name for one in told for name in one))
@@ -25,7 +30,7 @@ def settings(runs: Sequence[RunFigures]) -> Html:
         if several
         else "What the run was started with, its schedule, and what its arithmetic depends on. Passwords are not kept in a run."
     )
-    return section("Settings", tag("p", words, class_="read"), listed)
+    return [tag("p", words, class_="read"), listed]
 
 
 def _of_run(run: RunFigures) -> dict[str, str]:
@@ -35,16 +40,7 @@ def _of_run(run: RunFigures) -> dict[str, str]:
         told[which] = f"{stage.path}, steps {stage.first_step:,} to {stage.end_step - 1:,}"
     if run.schedule is not None:
         header = run.schedule.header
-        for name in (
-            "batch_size",
-            "lanes",
-            "epochs",
-            "eval_every",
-            "shuffle_seed",
-            "placement",
-            "training_samples",
-            "evaluation_samples",
-        ):
+        for name in _OF_SCHEDULE:
             told[f"schedule: {name.replace('_', ' ')}"] = _value(getattr(header, name))
         told["schedule: slots a lane"] = _value(sorted({*header.slots}))
     for name, value in (run.manifest.fingerprint or {}).items():

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foreload.trainer.pages.markup import Html, count, fixed, missing, number, section, table, tag
+from foreload.trainer.pages.markup import Html, count, fixed, missing, number, table, table_of, tag
 from foreload.trainer.pages.plots import spans
 from foreload.trainer.pages.run_figures import RunFigures
 from foreload.trainer.pages.run_metrics import named
 from foreload.trainer.run.memory_check import readable
 
 
-def store(runs: Sequence[RunFigures]) -> Html:
+def store(runs: Sequence[RunFigures]) -> list[Html]:
     """Who was there when, what befell them, and how long shards took to answer."""
-    several = len(runs) > 1
-    return section("Store shards and trainers over time", [part for run in runs for part in _of_run(run, several)])
+    return [part for run in runs for part in _of_run(run, len(runs) > 1)]
 
 
 def _of_run(run: RunFigures, several: bool) -> list[Html]:
@@ -34,20 +33,19 @@ def _of_run(run: RunFigures, several: bool) -> list[Html]:
     ]
     answers = (run.summary or {}).get("store_shards") or []
     if answers:
-        head = ["store shard", "exchanges", "ms an answer", "ms a step waited for it alone", "traffic", "stands out"]
         listed = [
-            [
-                str(one["shard"]),
-                count(one["exchanges"]),
-                fixed(one["ms_answer"], 3),
-                fixed(one["ms_a_step"], 3),
-                readable(one["bytes"]),
-                _odd(one),
-            ]
+            {
+                "store shard": str(one["shard"]),
+                "exchanges": count(one["exchanges"]),
+                "ms an answer": fixed(one["ms_answer"], 3),
+                "ms a step waited for it alone": fixed(one["ms_a_step"], 3),
+                "traffic": readable(one["bytes"]),
+                "stands out": _odd(one),
+            }
             for one in answers
         ]
         read = "Of the last call. A shard that takes longer than the others holds all of them up: look at its host and its link."
-        drawn.append(tag("div", table(head, listed, words=[5]), tag("p", read, class_="read")))
+        drawn.append(tag("div", table_of(listed, words=("stands out",)), tag("p", read, class_="read")))
     elif run.summary is None:
         drawn.append(missing("How long shards take to answer is told at the end of a call."))
     told = [

@@ -14,8 +14,8 @@ from foreload.pipelines.compiler.lru import lru_arrivals, lru_depths
 from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, LaneUses, count_moves, lane_uses
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.walk import walk
+from foreload.trainer.pages.step_figures import MOST_POINTS
 
-MOST_POINTS = 150
 _SLOT_CHOICES = 9  # of which arrivals are counted
 _NEAR = 0.15  # of which logarithms of two numbers of slots differ that are as good as one
 _MOST_USES = 60_000_000  # rows used, over lanes, that are counted for other slots: some 0.1 us for each of these, and each choice

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from foreload.trainer.pages.markup import Html, count, missing, page, section, share, table, tag, tile
-from foreload.trainer.pages.plots import Plot, Series, bars
+from foreload.trainer.pages.markup import Html, count, missing, page, section, share, table, table_of, tag, tile
+from foreload.trainer.pages.plots import Plot, Series, bars_of
 from foreload.trainer.pages.schedule_figures import ScheduleFigures
 from foreload.trainer.run.memory_check import readable
 
@@ -57,18 +57,13 @@ def _tiles(told: ScheduleFigures) -> Html:
 def _frequency(told: ScheduleFigures) -> Html | None:
     if (groups := told.by_frequency) is None:
         return None
-    rows, uses = groups.rows.sum(), groups.uses.sum()
     names = [f"{least:,}" if least == 1 else f"{least:,} to {2 * least - 1:,}" for least in groups.least.tolist()]
-    of_rows = [
-        (name, [("c0", float(n))], f"{n:,} · {share(n / rows)}") for name, n in zip(names, groups.rows.tolist(), strict=True)
-    ]
-    of_uses = [
-        (name, [("c2", float(n))], f"{n:,} · {share(n / uses)}") for name, n in zip(names, groups.uses.tolist(), strict=True)
-    ]
     read = "How many rows are used in so many steps. A long bar at 1: many rows are seen once, and no cache helps these."
-    drawn = [bars("Rows by how many steps use them", "rows; of all rows", read, of_rows)]
+    of_rows = dict(zip(names, groups.rows.tolist(), strict=True))
+    drawn = [bars_of("Rows by how many steps use them", "rows; of all rows", read, "c0", of_rows)]
     read = "The same rows, by how often they are used: few frequent rows make up most of the uses where the lower bars are long. These stay in slots."
-    drawn.append(bars("Uses, by the same groups", "rows used, of all steps; of all uses", read, of_uses))
+    of_uses = dict(zip(names, groups.uses.tolist(), strict=True))
+    drawn.append(bars_of("Uses, by the same groups", "rows used, of all steps; of all uses", read, "c2", of_uses))
     return section("Rows by frequency", tag("div", drawn, class_="plots"))
 
 
@@ -85,9 +80,9 @@ def _over_steps(told: ScheduleFigures) -> Html | None:
         "A row is alive from its first use to its last. Where that line is above the slots, rows have to go and come back; the part below costs "
         "nothing but the first arrival. What a step uses has to fit, whatever else does."
     )
-    working = Plot("Working set", "rows", "step", read, lines, from_zero=True)
+    working = Plot("Working set", "rows", read, lines, from_zero=True)
     read = "Rows that come into a slot for a step, as planned; the rest of those used is there already. Lower is less traffic with the store."
-    arrivals = Plot("Arrivals", "rows a step", "step", read, [Series("arrivals", over.middle, over.arrived)], from_zero=True)
+    arrivals = Plot("Arrivals", "rows a step", read, [Series("arrivals", over.middle, over.arrived)], from_zero=True)
     return section("Working set over time", tag("div", working.html(), arrivals.html(), class_="plots"))
 
 
@@ -110,14 +105,19 @@ def _slots(told: ScheduleFigures) -> Html | None:
         f"Of {of}. To the left are the fewest slots that the largest step can be trained with, to the right as many as a lane has rows: there every "
         "row arrives once, and more slots change nothing. Prepare with --slots where the curve flattens."
     )
-    plot = Plot(
-        "Arrivals against slots", "rows, over all steps", "slots a lane (logarithmic)", read, lines, log_x=True, from_zero=True
+    x_unit = "slots a lane (logarithmic)"
+    plot = Plot("Arrivals against slots", "rows, over all steps", read, lines, x_unit=x_unit, log_x=True, from_zero=True)
+    listed = table_of(
+        [
+            {
+                "slots a lane": count(slots),
+                "the minimum": count(fewest),
+                "an LRU cache": count(lru),
+                "LRU / minimum": f"{lru / fewest:.2f} x" if fewest else "-",
+            }
+            for slots, fewest, lru in zip(by.slots.tolist(), by.fewest.tolist(), by.lru.tolist(), strict=True)
+        ]
     )
-    rows = [
-        [count(slots), count(fewest), count(lru), f"{lru / fewest:.2f} x" if fewest else "-"]
-        for slots, fewest, lru in zip(by.slots.tolist(), by.fewest.tolist(), by.lru.tolist(), strict=True)
-    ]
-    listed = table(["slots a lane", "the minimum", "an LRU cache", "LRU / minimum"], rows)
     return section("Arrivals against slots", tag("div", plot.html(), listed, class_="plots"))
 
 
@@ -126,17 +126,13 @@ def _tables(told: ScheduleFigures) -> Html | None:
         return None
     shown = sorted(told.tables, key=lambda one: -one.rows)
     drawn = []
-    for title, colour, values, read in (
-        ("Rows", "c0", [one.rows for one in shown], "Rows ever trained: what the store has to hold, and most of what is saved."),
-        ("Uses", "c2", [one.uses for one in shown], "Rows used, over all steps: what trainers exchange and update."),
-        ("Arrivals", "c1", [one.arrivals for one in shown], "Rows that come into slots: what is fetched or made anew."),
+    for title, colour, read in (
+        ("Rows", "c0", "Rows ever trained: what the store has to hold, and most of what is saved."),
+        ("Uses", "c2", "Rows used, over all steps: what trainers exchange and update."),
+        ("Arrivals", "c1", "Rows that come into slots: what is fetched or made anew."),
     ):
-        total = sum(values) or 1
-        rows = [
-            (one.name, [(colour, float(value))], f"{value:,} · {share(value / total)}")
-            for one, value in zip(shown[:_MOST_TABLES], values, strict=False)
-        ]
-        drawn.append(bars(title, "rows; of all tables", read, rows))
+        values = {one.name: getattr(one, title.lower()) for one in shown}
+        drawn.append(bars_of(title, "rows; of all tables", read, colour, values, _MOST_TABLES))
     beyond = len(shown) - _MOST_TABLES
     rest = missing(f"{beyond} smaller tables are not drawn.") if beyond > 0 else None
     return section("Tables' shares", tag("div", drawn, class_="plots three"), rest)

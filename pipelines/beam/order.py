@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from foreload.pipelines.beam.stages import GroupStage, Stage
 from foreload.pipelines.errors import SourceError
-from foreload.pipelines.planning.plan import EVALUATION, TRAINING, Plan, piece_name
+from foreload.pipelines.planning.plan import EVALUATION, TRAINING, TRAINING_ROWS, Plan, piece_name
 from foreload.pipelines.samples.external_sort import buckets, stable_order
 from foreload.pipelines.samples.order_keys import ShuffledKeys, shuffle_keys
 from foreload.pipelines.samples.piece_order import PieceOrder, PieceRuns, PieceSource, gather, held_out, read_order
@@ -110,7 +110,8 @@ class HoldOut(Stage):
         orders = load_orders(self.plan, element)
         if self.plan.evaluation_fraction:
             order = orders[TRAINING]
-            kept = order.rows - held_out(order.rows, self.plan.evaluation_fraction)
+            held = held_out(order.rows, self.plan.evaluation_fraction)
+            kept = self.plan.load(TRAINING_ROWS) if self.plan.counted else order.rows - held
             orders = {TRAINING: order.slice(0, kept), EVALUATION: order.slice(kept, order.rows)}
         if orders[TRAINING].rows == 0 and not self.plan.evaluation_only:
             raise SourceError("source: has no training samples; give files with at least one well-formed record")

@@ -29,7 +29,7 @@ from foreload.pipelines.beam.stages import (
     grouped,
 )
 from foreload.pipelines.errors import RecordError, SourceError
-from foreload.pipelines.planning.plan import EVALUATION, REJECTS, TRAINING, Plan, ReadTask, names_of, piece_of
+from foreload.pipelines.planning.plan import EVALUATION, REJECTS, TRAINING, TRAINING_ROWS, Plan, ReadTask, names_of, piece_of
 from foreload.pipelines.samples import encoding_state
 from foreload.pipelines.samples.column_counts import ColumnCounts
 from foreload.pipelines.samples.dense import DenseStatistics, Scale
@@ -165,6 +165,8 @@ class FindTraining(CollectStage):
     def collected(self, pieces: list[tuple[str, int]]) -> Iterator[Any]:
         order = PieceOrder.whole(pieces)
         count = order.rows - held_out(order.rows, self.plan.evaluation_fraction)
+        # Later a held-out record may turn out to be malformed, as `standard` transforms it; what was counted stays the training data.
+        self.plan.save(TRAINING_ROWS, count)
         if self.plan.spec.order_by is None:
             kept = order.slice(0, count)
             training = dict(zip(kept.names, kept.ends.tolist(), strict=True))

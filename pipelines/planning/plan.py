@@ -164,6 +164,9 @@ class Plan:
 TRAINING, EVALUATION = "training", "evaluation"
 """Training samples, and those to evaluate on, of all evaluation sets."""
 
+TRAINING_ROWS = "training-rows"
+"""Under which it is saved how many training samples were counted, where a tail is held out."""
+
 
 def evaluation_set(place: int) -> str:
     """What an evaluation set that has a name is called here: by its place, so that pieces are named in order."""

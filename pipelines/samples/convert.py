@@ -26,6 +26,11 @@ _KEY_REASONS = {
 }
 _CATEGORICAL_REASON = "a categorical value must be a text or a whole number"
 _LARGEST = float(np.finfo(np.float32).max)
+_TEXTS = (
+    pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_binary, pa.types.is_large_binary,
+    pa.types.is_binary_view, pa.types.is_fixed_size_binary,
+)  # fmt: skip
+"""Types that hold texts, as `cells.plain` reads them."""
 
 
 class Rule(NamedTuple):
@@ -282,23 +287,47 @@ def _checked_ids(column: pa.Array, rows: int, report: Callable[[int, str], None]
     return pa.array(ids, mask=wrong | np.asarray(column.is_null()))
 
 
-def order_kind(kind: pa.DataType, order_type: str | None) -> str | None:
-    """What values of a type that order_by names are: numbers, times or text; None for what holds none. order_type: how text compares."""
+def order_kind(kind: pa.DataType, order_type: str | None) -> str:
+    """What values of a type that order_by names are: "number", "time" or "text", or, where they are none of these, the type itself.
+
+    order_type: how text compares.
+    """
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    if pa.types.is_null(kind):
-        return None
-    if pa.types.is_temporal(kind):
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return "time"
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         return "number"
-    return "text" if order_type in (None, "text") else "number"
+    if any(holds(kind) for holds in _TEXTS):
+        return "text" if order_type in (None, "text") else "number"
+    return str(kind)
+
+
+def has_order_values(column: pa.Array, spec: FeatureSpec, path: str) -> bool:
+    """Whether a column that order_by names, as it stands in a source, has a value that is not missing."""
+    column = plain(column, spec.text.missing, path, spec.order_by or "")
+    if pa.types.is_floating(column.type):
+        column = _without_nan(column.cast(pa.float64()))
+    return _has_values(_single(column, spec))
+
+
+def _has_values(column: pa.Array) -> bool:
+    return bool(len(column.flatten()) if is_list(column.type) else present_in(column).any())
+
+
+def no_order(path: str, name: str, kind: pa.DataType) -> SourceError:
+    """The error of a column that is to order records, and is of a type that cannot."""
+    if is_list(kind):
+        return SourceError(f"{path}: column {name} holds lists; order_by needs a column of single values")
+    return SourceError(f"{path}: column {name} must hold numbers, times or text to order by, not {kind}")
 
 
 def _keys(column: pa.Array, name: str, order_type: str | None, path: str, faults: Faults) -> pa.Array:
     """The order_by column, null where missing, of a type that keys have (Records)."""
-    if is_list(column.type):
-        raise SourceError(f"{path}: column {name} holds lists; order_by needs a column of single values")
+    if pa.types.is_floating(column.type):
+        column = _without_nan(column.cast(pa.float64()))
+    if not _has_values(column):  # whatever its type, which other files need not share
+        return pa.nulls(len(column), pa.int64())
     if is_text(column.type):
         kind = {"integer": pa.int64(), "number": pa.float64()}.get(order_type or "text")
         if kind is not None:
@@ -315,11 +344,9 @@ def _keys(column: pa.Array, name: str, order_type: str | None, path: str, faults
             return column.cast(pa.timestamp("ns")).cast(pa.int64())  # one unit, whatever the files' units
         except pa.ArrowInvalid as error:
             raise SourceError(f"{path}: column {name} holds times beyond the range of nanoseconds ({error})") from error
-    if pa.types.is_floating(column.type):
-        return _without_nan(column.cast(pa.float64()))
-    if pa.types.is_integer(column.type) or pa.types.is_decimal(column.type):
+    if pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_decimal(column.type):
         return column
-    raise SourceError(f"{path}: column {name} must hold numbers, times or text to order by, not {column.type}")
+    raise no_order(path, name, column.type)
 
 
 def _without_nan(column: pa.Array) -> pa.Array:

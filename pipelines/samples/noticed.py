@@ -29,18 +29,19 @@ _MINUS, _PLUS, _POINT, _E, _CAPITAL_E = (np.uint8(ord(c)) for c in "-+.eE")
 
 def notice_values(column: pa.Array, counts: np.ndarray) -> None:
     """Add to counts, int64 [COUNTS], what is told of single values, as `cells.plain` gives them."""
-    present = len(column) - column.null_count
+    present = present_in(column)
     if is_text(column.type):
         data, offsets = text_buffers(column)
-        counts[TEXTS] += present
+        counts[TEXTS] += np.count_nonzero(present)
         _count_exponents(data, offsets, counts)
         if has_points(data, offsets):
             _count_large(data, offsets, counts)
         return
-    counts[NUMBERS] += present
     if pa.types.is_floating(column.type):
-        values = np.abs(pc.fill_null(column.cast(pa.float64()), 0).to_numpy())
+        values = np.abs(pc.fill_null(column.cast(pa.float64()), np.nan).to_numpy())
+        present &= ~np.isnan(values)
         counts[LARGE] += np.count_nonzero(values >= 2.0 ** _WHOLE_BITS[column.type.bit_width])
+    counts[NUMBERS] += np.count_nonzero(present)
 
 
 def notice_fields(column: pa.Array, separator: str, counts: np.ndarray) -> None:

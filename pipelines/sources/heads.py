@@ -1,4 +1,4 @@
-"""What the beginning of a text file tells: the names of its columns, and how the order_by column is compared."""
+"""What the beginning of a text file tells: the names of its columns, and the first values of the order_by column."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def first_row(path: str, text: TextFormat) -> list[str]:
     return []
 
 
-def infer_order_type(path: str, start: int, spec: FeatureSpec, text: TextFormat) -> OrderType | None:
-    """How the values of order_by in the first rows of a file compare: as the narrowest kind that all are; None where none is given.
+def first_order_values(path: str, start: int, spec: FeatureSpec, text: TextFormat) -> set[str]:
+    """The values of order_by, missing ones aside, in the first 1,000 rows of a file, of those that are whole in its first MiB.
 
-    start: where the records begin, decompressed. text: with delimiter and columns filled in.
+    start: where the records begin, decompressed. text: with delimiter and columns filled in. Rows with too few or too many fields, or with bytes that
+    are not UTF-8, are malformed and have no values.
     """
-    if spec.order_by is None:
-        return None
+    assert spec.order_by is not None
     with open_stream(path) as stream:
         head = stream.read(start + _HEAD_BYTES)[start:]
     if len(head) == _HEAD_BYTES:
@@ -95,9 +95,14 @@ def infer_order_type(path: str, start: int, spec: FeatureSpec, text: TextFormat)
     place = text.columns.index(spec.order_by)
     values = set()
     with suppress(csv.Error):  # as above
-        for row in islice(_rows(head, text), _HEAD_ROWS):
-            if len(row) == len(text.columns) and spec.text_of(row[place]) is not None:
+        for row in islice(_rows(head, text, "surrogateescape"), _HEAD_ROWS):
+            if len(row) == len(text.columns) and _is_valid(row) and spec.text_of(row[place]) is not None:
                 values.add(row[place].strip())
+    return values
+
+
+def order_type_of(values: set[str]) -> OrderType | None:
+    """How values of order_by, without spaces around them, compare: as the narrowest kind that all are; None without any."""
     if not values:
         return None
     if all(parses(value, pa.int64()) for value in values):
@@ -120,12 +125,24 @@ def check_one_kind(column: str, kinds: Iterable[tuple[str, str, str]]) -> None:
             )
 
 
-def _rows(head: bytes, text: TextFormat) -> Iterator[list[str]]:
-    """The rows of the beginning of a file, cut where the reader of all of it cuts them: at line breaks, and nowhere else. Raises csv.Error."""
-    lines = io.StringIO(head.decode(errors="replace"), newline="\n")
+def _rows(head: bytes, text: TextFormat, errors: str = "replace") -> Iterator[list[str]]:
+    """The rows of the beginning of a file, cut where the reader of all of it cuts them: at line breaks, and nowhere else. Raises csv.Error.
+
+    errors: how bytes are decoded that are not UTF-8, as `bytes.decode` has it.
+    """
+    lines = io.StringIO(head.decode(errors=errors), newline="\n")
     delimiter = text.delimiter or ","
     if text.quoting and b'"' in head:
         csv.field_size_limit(max(csv.field_size_limit(), _HEAD_BYTES))
         return csv.reader(lines, delimiter=delimiter)
     plain = (line.rstrip("\r\n") for line in lines)
     return (line.split(delimiter) if line else [] for line in plain)
+
+
+def _is_valid(row: list[str]) -> bool:
+    """Whether all of a row was UTF-8, which was decoded with surrogates for what is not."""
+    try:
+        "".join(row).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from foreload.pipelines.errors import SourceError
-from foreload.pipelines.samples.convert import convert, order_kind
+from foreload.pipelines.samples.convert import convert, has_order_values, no_order, order_kind
 from foreload.pipelines.samples.dense import Scale
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.records import Records
@@ -25,10 +25,15 @@ from foreload.pipelines.sources.files import (
 from foreload.pipelines.sources.heads import check_one_kind, shown_names
 from foreload.pipelines.sources.splits import PIECE_ROWS, Split
 
+ORDER_KINDS = ("number", "time", "text")
+"""What values may be that records are ordered by."""
+
 
 def plan_parquet(files: list[File], spec: FeatureSpec) -> list[Split]:
-    """The splits of Parquet files; reads their footers only. SourceError where one is damaged or lacks a column, or order_by is of several kinds."""
-    splits, ordered = [], list[tuple[str, pa.DataType]]()
+    """The splits of Parquet files; reads their footers only, and order_by where its types differ in kind. SourceError where one is damaged or lacks
+    a column, or order_by is of several kinds.
+    """
+    splits, ordered = [], dict[str, pa.DataType]()
     for place, file in enumerate(files):
         with _opened(file.path) as parquet:
             names = parquet.schema_arrow.names
@@ -39,12 +44,33 @@ def plan_parquet(files: list[File], spec: FeatureSpec) -> list[Split]:
                         f"{file.path}: {how_many} column {name!r} among {shown_names(names)}; check the feature file"
                     )
             if spec.order_by is not None:
-                ordered.append((file.path, parquet.schema_arrow.field(spec.order_by).type))
+                ordered[file.path] = parquet.schema_arrow.field(spec.order_by).type
             groups = [g for g in range(parquet.num_row_groups) if parquet.metadata.row_group(g).num_rows]
         splits += [Split("parquet", file.path, place, number, group, group + 1) for number, group in enumerate(groups)]
-    kinds = [(path, kind, str(type_)) for path, type_ in ordered if (kind := order_kind(type_, spec.order_type)) is not None]
-    check_one_kind(spec.order_by or "", kinds)
+    if spec.order_by is not None:
+        _check_order(spec.order_by, ordered, spec)
     return splits
+
+
+def _check_order(column: str, types: dict[str, pa.DataType], spec: FeatureSpec) -> None:
+    """Raise SourceError where order_by is of several kinds, or of a type that does not order. types: of the column, by path.
+
+    A column without values is of no kind, whatever its type; whether it has any is looked up where types differ in kind, or one does not order.
+    """
+    kinds = {path: order_kind(type_, spec.order_type) for path, type_ in types.items()}
+    if len({*kinds.values()}) > 1 or not {*kinds.values()} <= set(ORDER_KINDS):
+        kinds = {path: kind for path, kind in kinds.items() if _has_values(path, column, spec)}
+    check_one_kind(column, [(path, kind, str(types[path])) for path, kind in kinds.items()])
+    for path, kind in kinds.items():
+        if kind not in ORDER_KINDS:
+            raise no_order(path, column, types[path])
+
+
+def _has_values(path: str, column: str, spec: FeatureSpec) -> bool:
+    """Whether order_by has a value in a file, of which no more is read than it takes to know."""
+    with _opened(path, [column]) as parquet:
+        batches = parquet.iter_batches(PIECE_ROWS, columns=[column], use_threads=False)
+        return any(has_order_values(batch.column(0), spec, path) for batch in batches)
 
 
 def read_parquet(split: Split, spec: FeatureSpec, scales: Sequence[Scale] = ()) -> Iterator[Records]:

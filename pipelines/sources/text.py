@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 
 from foreload.pipelines.errors import SourceError
@@ -31,7 +33,14 @@ from foreload.pipelines.sources.files import (
     open_stream,
     reading,
 )
-from foreload.pipelines.sources.heads import OrderType, check_one_kind, delimiter_of, infer_order_type, read_header
+from foreload.pipelines.sources.heads import (
+    OrderType,
+    check_one_kind,
+    delimiter_of,
+    first_order_values,
+    order_type_of,
+    read_header,
+)
 from foreload.pipelines.sources.quoting import Bounds
 from foreload.pipelines.sources.splits import PIECE_ROWS, Split
 
@@ -41,29 +50,35 @@ SPLIT_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
 _PEEK_BYTES = 1 << 13
 _SHOWN_CHARACTERS = 80
+_MOST_VALUES = 1000  # of order_by, by which its type is told where the first rows have none
 _TOLD: dict[OrderType, str] = {"text": "text", "integer": "whole numbers", "number": "numbers"}
 
 
 def plan_text(files: list[File], spec: FeatureSpec, split_bytes: int = SPLIT_BYTES) -> list[Split]:
     """The splits of text files, cut as spec.text says; reads the beginnings of files only.
 
-    Without an order_type of the spec's, that of all files is inferred from the first rows of each. Raises SourceError where a column is missing, or
-    files differ in what order_by holds.
+    Without an order_type of the spec's, that of all files is inferred from the first rows of each; a file in which these have no value of order_by is
+    read on until one is found. Raises SourceError where a column is missing, or files differ in what order_by holds.
     """
-    splits = []
+    splits: list[Split] = []
     inferred: list[tuple[str, OrderType]] = []
     for place, file in enumerate(files):
         text = replace(spec.text, delimiter=spec.text.delimiter or delimiter_of(file.path))
         columns, start, first_line = read_header(file.path, spec, text)
         text = replace(text, columns=columns)
-        if spec.order_type is None and (told := infer_order_type(file.path, start, spec, text)) is not None:
-            inferred.append((file.path, told))
         if compression(file.path) or text.newlines_in_values:
-            splits.append(Split("stream", file.path, place, 0, start, start, text, first_line))
-            continue
-        for number, at in enumerate(range(start, file.size_bytes, split_bytes)):
-            end = min(at + split_bytes, file.size_bytes)
-            splits.append(Split("text", file.path, place, number, at, end, text))
+            of_file = [Split("stream", file.path, place, 0, start, start, text, first_line)]
+        else:
+            starts = range(start, file.size_bytes, split_bytes)
+            ends = [min(at + split_bytes, file.size_bytes) for at in starts]
+            of_file = [
+                Split("text", file.path, place, k, *bounds, text) for k, bounds in enumerate(zip(starts, ends, strict=True))
+            ]
+        splits += of_file
+        if spec.order_by is not None and spec.order_type is None:
+            values = first_order_values(file.path, start, spec, text) or _later_order_values(of_file, spec, spec.order_by)
+            if (told := order_type_of(values)) is not None:
+                inferred.append((file.path, told))
     order_type = spec.order_type or _widest(spec.order_by or "", inferred)
     return [replace(split, order_type=order_type) for split in splits]
 
@@ -75,16 +90,34 @@ def _widest(column: str, inferred: list[tuple[str, OrderType]]) -> OrderType | N
     return "number" if "number" in types else next(iter(types), None)
 
 
+def _later_order_values(splits: list[Split], spec: FeatureSpec, column: str) -> set[str]:
+    """The first distinct values of order_by, missing ones aside, in the first block of a file's splits that has any; empty where none has."""
+    for split in splits:
+        layout = _Layout(split.path, split.text, spec)
+        for block in _blocks(split, layout, SPLIT_BYTES):
+            distinct = pc.unique(block.columns[layout.places[column]]).to_pylist()
+            known = (text for text in distinct if text is not None and spec.text_of(text) is not None)
+            if values := {text.strip() for text in islice(known, _MOST_VALUES)}:
+                return values
+    return set()
+
+
 def read_text(split: Split, spec: FeatureSpec, block_bytes: int = SPLIT_BYTES, scales: Sequence[Scale] = ()) -> Iterator[Records]:
     """The records of a split in order, in pieces of at most PIECE_ROWS. Raises SourceError.
 
     block_bytes: what is read and parsed at a time of a file that is one split. scales: as `convert` has them.
     """
     layout = _Layout(split.path, split.text, replace(spec, order_type=split.order_type), scales)
+    for block in _blocks(split, layout, block_bytes):
+        yield from _pieces(block, layout)
+
+
+def _blocks(split: Split, layout: _Layout, block_bytes: int) -> Iterator[_Block]:
+    """The parsed rows of a split, in order. block_bytes: as `read_text` has it."""
     if split.kind == "text":
         data, begin = _read_range(split)
         if data:
-            yield from _pieces(_parse(data, layout, lambda: _lines_before(split.path, begin)), layout)
+            yield _parse(data, layout, lambda: _lines_before(split.path, begin))
         return
     with open_stream(split.path) as stream:
         _read_exactly(stream, split.start, split.path)
@@ -186,8 +219,8 @@ def _lines_before(path: str, end: int) -> int:
         return lines
 
 
-def _read_blocks(stream: BinaryIO, layout: _Layout, block_bytes: int, lines_before: int) -> Iterator[Records]:
-    """The records of a stream, read in blocks that are cut at the end of a row. SourceError where a quote is not closed in time.
+def _read_blocks(stream: BinaryIO, layout: _Layout, block_bytes: int, lines_before: int) -> Iterator[_Block]:
+    """The parsed rows of a stream, read in blocks that are cut at the end of a row. SourceError where a quote is not closed in time.
 
     lines_before: lines of the file before the stream's place.
     """
@@ -206,7 +239,7 @@ def _read_blocks(stream: BinaryIO, layout: _Layout, block_bytes: int, lines_befo
             cut = int(bounds.starts[-1])
         data, carry = data[:cut], data[cut:]
         if data:
-            yield from _pieces(_parse(data, layout, partial(int, lines_before), bounds), layout)
+            yield _parse(data, layout, partial(int, lines_before), bounds)
             lines_before += data.count(b"\n") if bounds is None else bounds.end_line
 
 

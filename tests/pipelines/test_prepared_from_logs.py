@@ -11,6 +11,8 @@ from oracle_twin import Step, check_program, steps_of
 from reference_data import Data, Log, Placement, Samples, load, read_features, rows_of, shuffled
 
 from foreload.pipelines import prepare
+from foreload.pipelines.samples import encoding_state
+from foreload.pipelines.samples.feature_file import load_features as read_spec
 from foreload.pipelines.schedule.reader import Schedule
 
 LANES, BATCH_SIZE, EPOCHS = 3, 7, 2
@@ -160,3 +162,34 @@ def test_a_schedule_of_a_log_is_what_the_reference_reads(
     data = load(log, sources, [other] if held_out == "source" else [], 0.15 if held_out == "fraction" else 0.0)
     assert len(data.evaluation) == (15 if held_out == "fraction" else 16)
     check(Schedule(tmp_path / "schedule"), data, log, shuffle_seed, placement)
+
+
+@pytest.mark.parametrize("flags", [(), ("--shuffle-seed=3",)], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("order", ["", 'order_by = "at"'], ids=["file", "column"])
+def test_a_held_out_record_that_the_transform_makes_malformed_keeps_its_place_in_the_split(
+    tmp_path: Path, order: str, flags: tuple[str, ...]
+) -> None:
+    rows, wrong = 200, {180: "3e38", 191: "-3e38", 199: "3.4e38"}
+    x = [wrong.get(k, f"{1 + 1e-9 * (k % 2):.10f}") for k in range(rows)]
+    lines = [f"{k},{k % 2},only{k},{x[k]}" for k in range(rows)]
+    if order:
+        lines = [lines[k] for k in np.random.default_rng(0).permutation(rows)]
+    (tmp_path / "log.csv").write_text("\n".join(["at,y,a,x", *lines, ""]))
+    (tmp_path / "f.toml").write_text(
+        f'label = "y"\n{order}\n[[feature]]\nname = "a"\nencoding = "vocabulary"\n[[dense]]\nname = "x"\ntransform = "standard"\n'
+    )
+    out = tmp_path / "schedule"
+    given = (
+        f"--features={tmp_path / 'f.toml'}",
+        f"--out={out}",
+        "--batch-size=16",
+        "--slots=min",
+        "--eval-fraction=0.2",
+        "--max-rejects=3",
+    )
+    told = prepare.run([str(tmp_path / "log.csv"), "--format=csv", *given, *flags])
+    assert (told["training_samples"], told["evaluation_samples"], told["rejected"]) == (160, 37, 3)
+    encoder = encoding_state.load(out / encoding_state.FOLDER, read_spec(tmp_path / "f.toml"))[1]
+    assert sorted(encoder.vocabularies[0].values.to_pylist()) == sorted(f"only{k}".encode() for k in range(160))
+    values = np.array([float(text) for text in x[:160]])
+    assert (encoder.scales[0].mean, encoder.scales[0].deviation) == pytest.approx((values.mean(), values.std()), rel=1e-6)

@@ -10,7 +10,7 @@ from decimal import Decimal
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,7 @@ from foreload.pipelines.samples.features import (
     FeatureSpec,
     Label,
     Table,
+    TextFormat,
 )
 from foreload.pipelines.samples.order_keys import order_keys
 from foreload.pipelines.samples.pieces import Samples
@@ -245,6 +246,53 @@ def test_what_orders_is_of_one_kind_in_all_files(tmp_path: Path, first: str, sec
         f"order_by: column t must be of one kind, numbers, times or text, in all files; got {MOMENTS[first].type} in {tmp_path}/a.parquet and "
         f"{MOMENTS[second].type} in {tmp_path}/c.parquet; write one of them anew"
     )
+
+
+NOTHING = {
+    "null": pa.nulls(2),
+    "int64": pa.nulls(2, pa.int64()),
+    "NaN": pa.array([np.nan, None]),
+    "timestamp": pa.nulls(2, pa.timestamp("us")),
+    "texts": pa.array(["", "NULL"]),
+    "dictionary": pa.array(["", None]).dictionary_encode(),
+    "time32": pa.nulls(2, pa.time32("ms")),
+    "list": pa.nulls(2, pa.list_(pa.int64())),
+}
+
+
+@pytest.mark.parametrize("order_type", [None, "text"])
+@pytest.mark.parametrize("kind", NOTHING)
+def test_a_column_without_values_is_of_no_kind(tmp_path: Path, kind: str, order_type: Literal["text"] | None) -> None:
+    spec = replace(SPEC, order_type=order_type, text=TextFormat(missing=("NULL",)))
+    few = {name: column.slice(0, 2) for name, column in PLAIN.items()}
+    write(tmp_path / "b.parquet", few | {"t": NOTHING[kind]})
+    for other in ["text"] if order_type else ["seconds", "milliseconds", "text"]:
+        write(tmp_path / "a.parquet", few | {"t": MOMENTS[other]})
+        read = [r for s in plan_splits(Source("parquet", (str(tmp_path / "*"),)), spec) for r in read_records(s, spec)]
+        assert [len(records) for records in read] == [2, 2]
+        assert [records.keys.null_count for records in read if records.keys is not None] == [0, 2]
+    (tmp_path / "a.parquet").unlink()
+    assert len(plan_splits(Source("parquet", (str(tmp_path / "*"),)), spec)) == 1
+
+
+@pytest.mark.parametrize("kind", [pa.time32("ms"), pa.duration("s"), pa.bool_(), pa.list_(pa.int64())], ids=str)
+def test_what_does_not_order_is_refused_before_anything_is_read(tmp_path: Path, kind: pa.DataType) -> None:
+    few = {name: column.slice(0, 2) for name, column in PLAIN.items()}
+    values: list[Any] = [[1], [2]] if pa.types.is_list(kind) else [1, 0]
+    column = pa.array(values, kind) if kind != pa.bool_() else pa.array([True, False])
+    path = write(tmp_path / "b.parquet", few | {"t": column})
+    with pytest.raises(SourceError) as refused:
+        plan_splits(Source("parquet", (str(path),)), SPEC)
+    assert str(refused.value) in (
+        f"{path}: column t must hold numbers, times or text to order by, not {kind}",
+        f"{path}: column t holds lists; order_by needs a column of single values",
+    )
+    for other in ("seconds", "milliseconds", "text"):
+        write(tmp_path / "a.parquet", few | {"t": MOMENTS[other]})
+        with pytest.raises(SourceError) as refused:
+            plan_splits(Source("parquet", (str(tmp_path / "*"),)), SPEC)
+        types = [pq.read_schema(tmp_path / f"{name}.parquet").field("t").type for name in "ab"]
+        assert f"got {types[0]} in {tmp_path}/a.parquet and {types[1]} in {path}; write one of them anew" in str(refused.value)
 
 
 @pytest.mark.parametrize("row_group_size", [7, 1000])

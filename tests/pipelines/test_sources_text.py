@@ -401,6 +401,41 @@ def test_files_with_numbers_and_with_text_in_the_column_that_orders_are_refused_
     assert planned_types(tmp_path, ordered("text")) == (["text"] * 3, {first, second, None}, [])
 
 
+LATE = {
+    "a first row of 2 MiB": f"1,9,{'x' * (2 << 20)}\n1,10,a\n",
+    "1 MiB of blank lines": "\n" * (1 << 20) + "1,9,a\n1,10,a\n",
+    "rows without a value": "1,,a\n" * 1200 + "1,9,a\n1,10,a\n",
+    "rows without a value, many": "1,NULL,a\n" * 100_000 + "1,9,a\n1,10,a\n",
+    "malformed rows": "1,x\n" * 1000 + "1,9,a\n1,10,a\n",
+    "rows that are not UTF-8": "1,x,\udcff\n" + "1,9,a\n1,10,a\n",
+}
+"""The first rows of files, in which there is no value to be seen, and the first that have one."""
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
+@pytest.mark.parametrize("text", [{}, {"newlines_in_values": True}], ids=["lines", "line breaks"])
+@pytest.mark.parametrize("what", LATE)
+def test_a_file_whose_first_rows_have_no_value_is_read_on(
+    tmp_path: Path, what: str, text: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foreload.pipelines.sources.text.SPLIT_BYTES", 1 << 18)  # so that there are several blocks
+    data = ("y,t,a\n" + LATE[what]).encode(errors="surrogateescape")
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    types, keys, _ = planned_types(tmp_path, ordered(missing=("NULL",), **text))
+    assert (set(types), keys - {None}) == ({"integer"}, {9, 10})
+
+
+def test_the_first_values_that_are_found_tell_the_type(tmp_path: Path) -> None:
+    nothing = "1,,a\n" * 1200
+    (tmp_path / "a.csv").write_text("y,t,a\n" + nothing)
+    assert planned_types(tmp_path, ordered()) == ([None], {None}, [])
+    (tmp_path / "b.csv").write_text("y,t,a\n" + nothing + "1,9.5,a\n")
+    assert planned_types(tmp_path, ordered()) == (["number"] * 2, {None, 9.5}, [])
+    (tmp_path / "c.csv").write_text("y,t,a\n" + nothing + "1,noon,a\n")
+    with pytest.raises(SourceError, match=r"got numbers in .*b\.csv and text in .*c\.csv"):
+        planned_types(tmp_path, ordered())
+
+
 NO_BREAKS = ["\v", "\f", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]
 """Characters at which Python cuts lines, and no reader of delimited files does."""
 

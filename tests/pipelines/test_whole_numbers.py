@@ -23,7 +23,8 @@ from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.feature_file import parse
 from foreload.pipelines.samples.features import FeatureSpec, whole_text
-from foreload.pipelines.samples.noticed import COUNTS, EXPONENTS, LARGE, notice_values
+from foreload.pipelines.samples.noticed import COUNTS, EXPONENTS, LARGE, TEXTS, notice_values
+from foreload.pipelines.samples.noticed import NUMBERS as VALUES
 from foreload.pipelines.samples.vocabulary import Vocabulary, count_values, merge_counts
 from foreload.pipelines.samples.whole_numbers import whole_texts, without_missing
 from foreload.pipelines.schedule.format import Header
@@ -288,3 +289,10 @@ def test_what_goes_on_from_a_schedule_of_rule_1_keeps_it(tmp_path: Path, monkeyp
     assert (second.header.version, second.header.features.rule) == (1, 1)
     assert "rule" not in json.loads((tmp_path / "second" / "header.json").read_bytes())["features"]
     assert second.rows_per_table() == [6]  # 26.0 and 7.0 are values of their own
+
+
+def test_values_that_are_missing_are_not_counted_whatever_the_source() -> None:
+    for column in (pa.array(["1e5", "", None]), pa.array(["1e5", None, None])):
+        assert (noticed(column, TEXTS), noticed(column, EXPONENTS)) == (1, 1)
+    for column in (pa.array([2.0**53, np.nan, None]), pa.array([2.0**53, None, None])):
+        assert (noticed(column, VALUES), noticed(column, LARGE)) == (1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import plain_models
 import pytest
 import torch
@@ -426,6 +428,90 @@ def test_a_sequence_that_is_not_pooled_is_refused_unless_samples_are_to_be_mixed
 @pytest.mark.parametrize("how", ["pooled", "mask"])
 def test_a_sequence_that_is_used_as_it_is_given_is_taken(how: str) -> None:
     assert len(foreload.wrap(Sequence(how)).features) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("mean", lambda rows: rows.mean(1)),
+        ("sum", lambda rows: rows.sum(1)),
+        ("the largest", lambda rows: rows.max(1).values),
+        ("another dimension", lambda rows: rows.mean(dim=-2)),
+        ("GRU", lambda rows: nn.GRU(4, 4, batch_first=True)(rows)[1][0]),
+        ("products", lambda rows: torch.einsum("bld,bd->bl", rows, rows)),
+    ],
+)
+def test_a_sequence_that_forward_pools_itself_is_refused_with_what_to_do(name: str, use: Callable[[Tensor], Tensor]) -> None:
+    def forward(net: Net, ids: Any) -> Tensor:
+        return torch.cat([net.table(ids), use(net.table(ids))], 1)
+
+    with pytest.raises(ModelError) as refused:
+        foreload.wrap(Net(forward, nn.Embedding(9, 4)))
+    line = str(refused.value)
+    assert line.startswith("wrap: Net: forward failed: ")
+    assert (
+        "; if it uses a sequence: an embedding gives the rows of its feature pooled, [b, dimension], for sequences that are not pooled are not "
+        "supported yet; use them pooled, or leave them out" in line
+    )
+    with pytest.raises(ModelError) as refused:
+        foreload.wrap(Net(forward, nn.EmbeddingBag(9, 4)))
+    assert "sequence" not in str(refused.value), "bags are pooled"
+
+
+class Pair(nn.Module):
+    """Two tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item, self.out = nn.Embedding(50, 8), nn.Embedding(20, 8), nn.Linear(16, 1)
+
+    def forward(self, user: Any, item: Any) -> Tensor:
+        logits: Tensor = self.out(torch.cat([self.user(user), self.item(item)], 1)).squeeze(1)
+        return logits
+
+
+GIVEN: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "drawn": (nn.init.xavier_uniform_, ""),
+    "drawn from random": (lambda weight: weight.copy_(torch.tensor([random.random() for _ in range(400)]).view(50, 8)), ""),
+    "scaled": (lambda weight: weight.mul_(0.1), ""),
+    "zeros": (lambda weight: weight.zero_(), ""),
+    "a row of zeros": (lambda weight: weight[0].zero_(), ""),
+    "a column of zeros": (lambda weight: weight[:, 2].zero_(), ""),
+    "constant": (lambda weight: weight.fill_(0.5), "weights, the same under any seed"),
+    "vectors": (lambda weight: weight.copy_(torch.arange(400.0).view(50, 8)), "weights, the same under any seed"),
+    "some vectors": (lambda weight: weight[5:45].copy_(torch.arange(320.0).view(40, 8)), "weights in 40 of 50 rows, the same under any seed"),
+    "a row": (lambda weight: weight[33].fill_(7.0), "weights in 1 of 50 rows, the same under any seed"),
+    "a column": (lambda weight: weight[:, 3].fill_(1.0), "weights in 1 of 8 columns, the same under any seed"),
+    "drawn without a seed": (
+        lambda weight: weight.copy_(torch.from_numpy(np.random.default_rng().normal(size=weight.shape))),
+        "weights, not the same when built twice under one seed",
+    ),
+    "a row drawn without a seed": (
+        lambda weight: weight[2].copy_(torch.from_numpy(np.random.default_rng().normal(size=8))),
+        "weights, not the same when built twice under one seed",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", GIVEN)
+def test_what_a_table_was_given_is_told_from_what_its_constructor_drew(how: str) -> None:
+    fill, told = GIVEN[how]
+
+    def net(_: object) -> Wrapped:
+        bare = Pair()
+        with torch.no_grad():
+            fill(bare.user.weight)
+        return foreload.wrap(bare)
+
+    spec = spec_of(net(None))
+    if not told:
+        build_model(net, spec, {}, 3, twice=True)
+        return
+    with pytest.raises(
+        ModelError, match=f"user was given {told}, and would lose them, for rows begin with random values of --seed"
+    ):
+        build_model(net, spec, {}, 3, twice=True)
+    build_model(net, spec, {}, 3, twice=True, drop_weights=True)
 
 
 def test_what_wrap_is_told_must_fit_the_module() -> None:

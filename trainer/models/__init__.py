@@ -123,10 +123,15 @@ def build_model(
         check_model(module, spec)
     if twice:
         with seeded(seed):
-            check_built_alike(module, _built(model, spec, arguments), spec)
+            again = _built(model, spec, arguments)
+            check_built_alike(module, again, spec)
         if has_weights(module) and not drop_weights:
-            with seeded(seed + 1):
-                check_weights(module, _built(model, spec, arguments))
+
+            def otherwise(number: int) -> nn.Module:
+                with seeded(seed + number):
+                    return _built(model, spec, arguments)
+
+            check_weights(module, again, otherwise)
     return module
 
 

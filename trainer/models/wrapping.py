@@ -6,7 +6,7 @@ import contextlib
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +18,22 @@ from foreload.trainer.errors import ModelError
 from foreload.trainer.models.arguments import Arguments, Columns, DenseValues
 from foreload.trainer.models.faults import raised_at
 from foreload.trainer.models.feature_text import FeatureFile, WrappedFeature
-from foreload.trainer.models.hidden_state import checksum
+from foreload.trainer.models.given_weights import Drawn
 from foreload.trainer.models.ids import Path
 from foreload.trainer.models.layers import FeatureLayer
 from foreload.trainer.models.lookups import Collection, Lookup, WrappedRows, feature_name, keys_of, replace_layers
 from foreload.trainer.models.modes import modes_kept
 from foreload.trainer.models.tables import TorchTable, collection_tables, is_collection, torch_table
 
-_SOME_ROWS = 128  # of a table's beginning and its end, by which its weights are known
+_OTHER_SEEDS = 3  # under which a module is built at most, to know what it draws from what it was given
 _SAMPLES = (97, 101, 103, 107, 109, 113)
 """How many made-up samples forward is looked at with: the first number that is no size of a parameter, so that it tells the samples' dimension."""
+
+
+_POOLED = (
+    "an embedding gives the rows of its feature pooled, [b, dimension], for sequences that are not pooled are not supported yet; use them pooled, or "
+    "leave them out"
+)
 
 
 class _Paired(Exception):
@@ -53,11 +59,11 @@ class Wrapped(nn.Module):
     """A module with tables of its own as a model: forward(dense, embeddings) calls that of the module, its ids being stood for.
 
     module: the one that was wrapped, changed; features: in the order in which forward looks them up; dense_names: the dense values, in order;
-    unused: the module's tables that forward does not use, which are features of nothing; weights: of tables that had values, other than zeros, a
-    checksum of some of these, by path.
+    unused: the module's tables that forward does not use, which are features of nothing; weights: of tables that had values, what
+    these were known by, by path.
     """
 
-    def __init__(self, module: nn.Module, arguments: Arguments, rows: WrappedRows, weights: Mapping[str, str]) -> None:
+    def __init__(self, module: nn.Module, arguments: Arguments, rows: WrappedRows, weights: Mapping[str, Drawn]) -> None:
         super().__init__()
         self.module = module
         self.dense_names = arguments.dense_names
@@ -133,29 +139,50 @@ def wrap(
     return wrapped
 
 
-def _weights(module: nn.Module, keep: Sequence[str]) -> dict[str, str]:
-    """By path, a checksum of some rows of each embedding, but those to keep, that has values, and not zeros alone."""
-    weights = {}
-    for path, layer in module.named_modules():
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and path not in keep and layer.weight.device.type != "meta":
-            some = torch.cat([layer.weight.detach()[:_SOME_ROWS], layer.weight.detach()[-_SOME_ROWS:]])
-            if some.any():
-                weights[path] = checksum(some)
-    return weights
+def _weights(module: nn.Module, keep: Sequence[str]) -> dict[str, Drawn]:
+    """By path, what the values of each embedding are known by, but of those to keep and those that have none."""
+    return {
+        path: Drawn.of(layer.weight.detach())
+        for path, layer in module.named_modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and path not in keep and layer.weight.device.type != "meta"
+    }
 
 
-def check_weights(module: nn.Module, otherwise: nn.Module) -> None:
+def check_weights(module: nn.Module, again: nn.Module, otherwise: Callable[[int], nn.Module]) -> None:
     """Refuse a module whose tables were given weights before it was wrapped, for rows begin as definitions.md says. Raises ModelError.
 
-    otherwise: the same, built under another seed: what a constructor draws differs there, and what was given is the same.
+    What a constructor draws from the generators that --seed seeds is the same under one seed, and differs under others. Anything else was given:
+    what differs under one seed, and a row or a column, other than of zeros, that is the same under all seeds.
+
+    Args:
+        module: to be checked.
+        again: the same, built a second time under the same seed.
+        otherwise: builds it under another seed, the first, second, ... by number.
     """
-    for part, other in zip(_wrapped(module), _wrapped(otherwise), strict=True):
-        for path, text in part.weights.items():
-            if other.weights.get(path) == text:
-                raise ModelError(
-                    f"wrap: {type(part.module).__name__}: {path} was given weights, the same under any seed, and would lose them, for rows begin "
-                    "with random values of --seed; leave them out, or give --drop-weights to train without them"
-                )
+    for part, other in zip(_wrapped(module), _wrapped(again), strict=True):
+        for path, drawn in part.weights.items():
+            if not drawn.is_same(other.weights.get(path)):
+                raise _given(part, path, "", "not the same when built twice under one seed")
+    suspected = [dict(part.weights) for part in _wrapped(module)]
+    for number in range(1, _OTHER_SEEDS + 1):
+        others = _wrapped(otherwise(number))
+        for tables, other in zip(suspected, others, strict=True):
+            for path, drawn in list(tables.items()):
+                tables[path] = drawn.same_in(other.weights.get(path))
+                if not tables[path].any:
+                    del tables[path]
+        if not any(suspected):
+            return
+    for part, tables in zip(_wrapped(module), suspected, strict=True):
+        for path, drawn in tables.items():
+            raise _given(part, path, drawn.where, "the same under any seed")
+
+
+def _given(part: Wrapped, path: str, where: str, how: str) -> ModelError:
+    return ModelError(
+        f"wrap: {type(part.module).__name__}: {path} was given weights{where}, {how}, and would lose them, for rows begin "
+        "with random values of --seed; leave them out, or give --drop-weights to train without them"
+    )
 
 
 def _wrapped(module: nn.Module) -> list[Wrapped]:
@@ -244,13 +271,16 @@ def _calls(wrapped: Wrapped, arguments: Arguments, rows: WrappedRows) -> list[tu
         raise
     except _Paired as error:
         raise ModelError(
-            f"wrap: {type(wrapped.module).__name__}: forward pairs every sample with every other, in a tensor {error}{raised_at(error)}: an "
-            "embedding gives the rows of its feature pooled, [b, dimension], for sequences that are not pooled are not supported yet; use them "
-            "pooled, or leave them out; a module that is to mix samples says so, by mixes_samples = True in its class"
+            f"wrap: {type(wrapped.module).__name__}: forward pairs every sample with every other, in a tensor {error}{raised_at(error)}: {_POOLED}; "
+            "a module that is to mix samples says so, by mixes_samples = True in its class"
         ) from error
     except Exception as error:  # a user's module may raise anything
+        # What torch says where forward takes [b, dimension] for the rows of a sequence, [b, length, dimension].
+        shapes = isinstance(error, RuntimeError | IndexError | ValueError | AssertionError)
+        took_rows = any(isinstance(layer, Lookup) and layer.table.pooling == "single" for layer, _ in rows.calls)
         raise ModelError(
             f"wrap: {type(wrapped.module).__name__}: forward failed: {type(error).__name__}: {error}{raised_at(error)}"
+            + (f"; if it uses a sequence: {_POOLED}" if shapes and took_rows else "")
         ) from error
     finally:
         rows.calls = None

@@ -231,7 +231,11 @@ def test_however_a_file_is_written_predict_and_the_exported_model_read_it_alike(
     [
         ("new.csv", gzip.compress(b"price\n1\n"), "must be text in UTF-8, or named .gz or .zst if it is compressed so"),
         ("new.csv", "price\né\n".encode("latin-1"), "must be text in UTF-8"),
-        ("new.csv.gz", gzip.compress(b"price\n1\n" * 999)[:-9], "must be whole, and compressed as its name says"),
+        (
+            "new.csv.gz",
+            gzip.compress(b"price,ad,user,item,words\n" + b"1,2,3,4,5\n" * 999)[:-9],
+            "must be whole, and compressed as its name says",
+        ),
     ],
     ids=["compressed", "latin-1", "cut short"],
 )

@@ -147,6 +147,8 @@ def test_an_exported_model_counts_and_warns_too(case: Case, number: int) -> None
         model.predict(case.strange, batch_size=7)
     assert len(caught) == len(NAMES)
     assert all(warning.filename == __file__ for warning in caught)
+    lines = [str(warning.message) for warning in caught]
+    assert [name for name in NAMES if any(f"feature {name}: at least " in line for line in lines)] == ["user", "ad", "tags"]
     assert told(model) == case.expected(case.strange)
     ran = subprocess.run(
         [sys.executable, folder / "model.py", case.home / "strange.csv"], capture_output=True, text=True, check=True

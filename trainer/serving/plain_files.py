@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import gzip
 import io
 import json
@@ -118,5 +119,37 @@ def opened_text(path: str) -> Iterator[io.TextIOWrapper]:
             yield io.TextIOWrapper(binary, encoding="utf-8-sig", newline="\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: must be text in UTF-8, or named .gz or .zst if it is compressed so; {error}") from error
-    except (EOFError, zlib.error) as error:
+    except csv.Error as error:
+        raise ValueError(f"{path}: cannot be cut into rows; {error}; check quotes and line breaks") from error
+    except (EOFError, OSError, zlib.error) as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise  # it says which file, as where that is not there
         raise ValueError(f"{path}: must be whole, and compressed as its name says; {error}") from error
+
+
+class RowLines:
+    """The lines of a file as csv.reader takes them. Raises ValueError where a value spans more of them than it may, or its quote is never closed.
+
+    most: lines that a value may span; 0: it holds no line breaks. waiting: how many lines the reader has taken for a row
+    that it has not given yet; to be set to 0 with each row.
+    """
+
+    def __init__(self, path: str, file: Iterator[str], most: int) -> None:
+        self._path, self._file, self._most = path, file, most
+        self._number = self.waiting = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._file, None)
+        where = f"{self._path}:{self._number - self.waiting + 1}"
+        if self.waiting and (line is None or self.waiting >= max(self._most, 1)):
+            raise ValueError(f"{where}: a quote that opens here is not closed, or a value holds more line breaks than it may")
+        if line is None:
+            raise StopIteration
+        self._number += 1
+        self.waiting += 1
+        if not self._most and line.removesuffix("\n").endswith("\r\r"):  # others csv.reader refuses itself
+            raise ValueError(f"{where}: a value holds a carriage return")
+        return line

@@ -23,12 +23,14 @@ from torch import Tensor, nn
 
 from foreload.trainer.models.tiles import in_tiles
 from foreload.trainer.serving.own_module import OwnModule
-from foreload.trainer.serving.plain_files import opened_text, read_program, read_safetensors
+from foreload.trainer.serving.plain_files import RowLines, opened_text, read_program, read_safetensors
 from foreload.trainer.serving.raw_values import Encoder, columns_of, initial_rows
 
 FORMAT, ABOUT = 1, "features.json"
 
 _AT_ONCE = 256  # rows that one command gets from a server
+_SHOWN_CHARACTERS = 1000
+_MOST_LINES = 1000  # of a value, where the feature file does not say how many
 _CHUNK = 1 << 14  # records of a file that are predicted at once
 _FEWEST, _HARDLY = 10, 0.9  # values of a feature from which on, and the share of unknown ones beyond which, that is warned of
 _STEP_BYTES = 8  # before each version of a row there
@@ -192,11 +194,15 @@ class Model(nn.Module):
 
     def hardly_known(self) -> list[str]:
         """A line for each feature of which the last `predict` had hardly any value that the model has seen."""
-        return [
-            f"feature {name}: {unknown:,} of {values:,} values ({unknown / values:.2%}) are unknown to the model; are they written as for training?"
-            for name, (unknown, values) in list(self.unknown.items())
-            if values >= _FEWEST and unknown > _HARDLY * values
-        ]
+        lines, encodings = [], {feature["name"]: feature["encoding"] for feature in self.about["features"]}
+        for name, (unknown, values) in self.unknown.items():
+            if values >= _FEWEST and unknown > _HARDLY * values:
+                least = "" if encodings[name] == "vocabulary" else "at least "
+                lines.append(
+                    f"feature {name}: {least}{unknown:,} of {values:,} values ({unknown / values:.2%}) are unknown to the model; are they written as "
+                    "for training?"
+                )
+        return lines
 
     def encode(self, records: Any) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         """What forward takes, of raw records as `predict` has them. Raises ValueError where a value is malformed."""
@@ -310,17 +316,30 @@ def _vocabularies(folder: Path, about: Mapping[str, Any]) -> dict[int, dict[byte
 
 def read_csv(path: str, about: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """The records of a text file, read as features.json says; .gz and .zst files are decompressed, a byte order mark is skipped. Raises ValueError
-    where it is no such file, or a line has too few columns or too many.
+    where it is no such file, its header lacks a column, or a line has too few columns or too many.
     """
     text = about["text"]
     tabs = text["delimiter"] is None and path.removesuffix(".gz").removesuffix(".zst").endswith((".tsv", ".tab"))
     with opened_text(path) as file:
         delimiter = "\t" if tabs else text["delimiter"] or ","
         csv.field_size_limit(sys.maxsize)
-        reader = csv.reader(file, delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if text["quoting"] else csv.QUOTE_NONE)
-        lines = (line for line in reader if line)
+        of_file = RowLines(path, file, _MOST_LINES if text["newlines_in_values"] is True else int(text["newlines_in_values"]))
+        reader = csv.reader(of_file, delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if text["quoting"] else csv.QUOTE_NONE)
+
+        def rows() -> Iterator[list[str]]:
+            for row in reader:
+                of_file.waiting = 0
+                if row:
+                    yield row
+
+        lines = rows()
         first, headers = next(lines, []), about["headers"]
         names = next((names for names in headers if len(names) == len(first)), headers[0]) if headers else first
+        for column in dict.fromkeys(entry["column"] for entry in (*about["dense"], *about["features"])):
+            if names.count(column) != 1:
+                how_many = "no" if column not in names else "more than one"
+                shown = ascii(", ".join(names)[:_SHOWN_CHARACTERS])[1:-1]
+                raise ValueError(f"{path}: {how_many} column {column!r} among its header: {shown or 'none'}; check the delimiter")
         for number, line in enumerate(chain([first], lines) if headers and first else lines):
             if len(line) != len(names):
                 raise ValueError(f"{path}: records[{number}] must have {len(names)} columns; got {len(line)}")

@@ -141,3 +141,8 @@ class LanesLost(TrainerError):
             "more --copies survive more losses"
         )
         self.lanes, self.trainers = tuple(lanes), tuple(trainers)
+
+
+def after_step(step: int) -> str:
+    """When something was, in words: behind a training step; -1: none was trained."""
+    return "before the first step" if step < 0 else f"after step {step}"

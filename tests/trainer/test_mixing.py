@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import mixing_cases
@@ -110,7 +111,12 @@ def test_the_first_real_slice_of_training_shows_what_made_up_samples_do_not(sche
     tried("OfRealData")
     told = refused(*train(schedule, tmp_path / "run", "OfRealData"))
     assert "OfRealData: an output must depend on its own sample alone" in told
+    assert "(training stopped before the first step, with everything saved)" in told
     done(*train(schedule, tmp_path / "apart", "Apart"))
+    assert "mixes_samples" not in json.loads((tmp_path / "apart" / "manifest.json").read_text())
+    assert "mixes_samples" not in run_here("evaluate", tmp_path / "apart")[2]
+    done("export", tmp_path / "apart", "--out", tmp_path / "out")
+    assert "mixes_samples" not in json.loads((tmp_path / "out" / "export.json").read_text())
 
 
 def test_a_model_that_declares_it_says_so_wherever_it_is_asked(schedule: Path, tmp_path: Path) -> None:
@@ -118,6 +124,13 @@ def test_a_model_that_declares_it_says_so_wherever_it_is_asked(schedule: Path, t
     status, _, err = run_here("predict", tmp_path / "run", schedule.parent / "log.csv", "--out", tmp_path / "scores.csv")
     assert status == 0
     assert "mixing_cases.py:Declared declares mixes_samples: a score depends on the records beside it" in err
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["mixes_samples"] is True
+    status, _, err = run_here("evaluate", tmp_path / "run")
+    assert status == 0
+    assert "mixing_cases.py:Declared declares mixes_samples: a score depends on the records beside it" in err
+    done("export", tmp_path / "run", "--out", tmp_path / "plain")
+    assert json.loads((tmp_path / "plain" / "export.json").read_text())["mixes_samples"] is True
+    done("apply", tmp_path / "plain", "--to", tmp_path / "applied")
     done("export", tmp_path / "run", "--format", "torch", "--out", tmp_path / "out")
     assert "An output depends on the other samples of its call" in (tmp_path / "out" / "README.md").read_text()
 

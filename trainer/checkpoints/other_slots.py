@@ -9,7 +9,7 @@ import numpy as np
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.chain import newest_rows
 from foreload.trainer.checkpoints.format import Checkpoint
-from foreload.trainer.errors import CheckpointError
+from foreload.trainer.errors import CheckpointError, after_step
 from foreload.trainer.run.expected_rows import given_ordinals, table_rows
 from foreload.trainer.run.manifest import Manifest, Stage
 
@@ -33,7 +33,7 @@ def on_other_slots(checkpoint: Checkpoint, schedule: Schedule) -> Manifest:
     ordinals = given_ordinals(schedule, contents.step)
     if ordinals.tolist() != [list(lane) for lane in contents.ordinals] or not _same_rows(checkpoint, schedule, ordinals):
         raise CheckpointError(
-            f"checkpoint {checkpoint.place}: its rows are not those that schedule {schedule.path} has trained after step {contents.step}; prepare "
+            f"checkpoint {checkpoint.place}: its rows are not those that schedule {schedule.path} has trained {after_step(contents.step)}; prepare "
             f"that from the same log as {last.path}, with the same options but for --slots"
         )
     begun = next(

@@ -92,6 +92,7 @@ def restored_manifest(
         code=going_on.code,
         mixed_code=going_on.mixed_code,
         inexact=_restored_once_more(contents.inexact),
+        mixes_samples=made.mixes_samples,
     )
 
 

@@ -37,7 +37,7 @@ from foreload.trainer.cluster.messages import (
     WriteCheckpoint,
 )
 from foreload.trainer.cluster.wanted_checkpoints import Wanted, WantedCheckpoints, why_over
-from foreload.trainer.errors import CheckpointError, FolderBusy
+from foreload.trainer.errors import CheckpointError, FolderBusy, after_step
 from foreload.trainer.run.directory import CHECKPOINTS
 from foreload.trainer.run.event_log import CheckpointNotSaved, CheckpointSaved, EventLog
 from foreload.trainer.run.job import TrainJob
@@ -351,7 +351,7 @@ class Checkpointing:
         self._report.checkpoint(told)
         self._events.note(CheckpointSaved(checkpoint=str(checkpoint.place)))
         self._tell(
-            f"checkpoint {checkpoint.place}: after step {contents.step}, {told['rows']:,} of {contents.row_count:,} rows{bits}, "
+            f"checkpoint {checkpoint.place}: {after_step(contents.step)}, {told['rows']:,} of {contents.row_count:,} rows{bits}, "
             f"{told['bytes'] / 2**20:,.1f} MiB in "
             f"{told['seconds']:.1f} s, during which training stood still for {1000 * told['seconds_stalled']:.0f} ms"
             + (f", after it had waited {saving.seconds_waited:.1f} s for the one before" if saving.seconds_waited else "")

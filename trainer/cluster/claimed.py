@@ -11,6 +11,7 @@ from typing import Literal
 
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.namespace import FolderId, claim, remove
+from foreload.trainer.errors import after_step
 from foreload.trainer.run.directory import LOG, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Manifest, Status
@@ -36,7 +37,7 @@ def claimed(job: TrainJob, run: Run, manifest: Manifest, start: Status, urls: Se
             if before.state == "training":
                 # The log's batches are later than the rows, so replaying them would be wrong.
                 shutil.rmtree(run.path / LOG, ignore_errors=True)
-                where = "from the beginning" if before.step < manifest.stages[0].first_step else f"after step {before.step}"
+                where = "from the beginning" if before.step < manifest.stages[0].first_step else after_step(before.step)
                 sys.stderr.write(
                     f"resumed {where}: the run was broken off since, and the rows are those of its last clean stop\n"
                 )

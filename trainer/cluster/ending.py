@@ -27,6 +27,7 @@ from foreload.trainer.cluster.host_messages import HOST_GONE
 from foreload.trainer.cluster.messages import Departed, TrainerEnd
 from foreload.trainer.cluster.process_use import ProcessUse
 from foreload.trainer.compute.reports import Totals
+from foreload.trainer.errors import after_step
 from foreload.trainer.resources import shard_loads
 from foreload.trainer.run.directory import CONTROL, STORES, SUMMARY, Run
 from foreload.trainer.run.event_log import CallBegan, CallEnded, EventLog, TrainerLost, read_events
@@ -168,7 +169,7 @@ def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], lef
     run.come_to_rest(manifest, status)
     EventLog(run.path, status.step, status.term).note(CallEnded(state=status.state, cause="its launcher was killed"))
     keep_schedule(run, schedule, status.step)
-    told = f"its launcher was killed; {status.state} after step {status.step}, with everything saved"
+    told = f"its launcher was killed; {status.state} {after_step(status.step)}, with everything saved"
     local = LocalStores.find(run.path / STORES)
     if local is not None:
         try:

@@ -11,7 +11,7 @@ from foreload.trainer.cluster.keeping import rows_stay
 from foreload.trainer.cluster.restored_run import restore_broken_off
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.cluster.trainer_group import TrainerGroup
-from foreload.trainer.errors import RunRefused, ShardsLost, TrainerError
+from foreload.trainer.errors import RunRefused, ShardsLost, TrainerError, after_step
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import CallEnded, EventLog, RowsKept
@@ -41,7 +41,7 @@ def at_rest_again(job: TrainJob, run: Run, before: Status, schedule: Schedule, m
     if status is None:
         return restore_broken_off(job, run, before, schedule, model)
     events.step, events.term = status.step, status.term
-    sys.stderr.write(f"run {run.path}: the rows that it kept are on its servers again; it goes on after step {status.step}\n")
+    sys.stderr.write(f"run {run.path}: the rows that it kept are on its servers again; it goes on {after_step(status.step)}\n")
     return job
 
 
@@ -65,9 +65,9 @@ def rest_at_end(job: TrainJob, group: TrainerGroup, shards: StoreShards, schedul
         status = put_back(run, impatient, schedule, kept, shards.urls)
     except CacheError as error:
         raise TrainerError(
-            f"{why}; training ended after step {kept.status.step}, and what its servers lack is kept in {run.path}: once they answer, go on with "
+            f"{why}; training ended {after_step(kept.status.step)}, and what its servers lack is kept in {run.path}: once they answer, go on with "
             "--resume"
         ) from error
     group.status, group.at_rest = status, True
     events.note(CallEnded(state=status.state, cause=why))
-    group.failure = f"{why} (training stopped after step {status.step}, with everything saved)"
+    group.failure = f"{why} (training stopped {after_step(status.step)}, with everything saved)"

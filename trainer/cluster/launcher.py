@@ -42,6 +42,7 @@ from foreload.trainer.compute import numerics
 from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.errors import CheckpointError, ShardsLost, TrainerError
 from foreload.trainer.models.checking import check_apart_later, doubts, ignored_inputs
+from foreload.trainer.models.mixing import mixes_samples
 from foreload.trainer.pages.report import leave_report
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.at_rest import rebuild_at_end
@@ -168,10 +169,10 @@ class Launcher:
                     if (self._auto or broken_off) and (why := why_ended(run, self._job, schedule)) is not None:
                         self._dismiss_trainers()
                         return ending_before(run, why)
-                    return self._resume(schedule, lock)
+                    return self._resume(schedule, model, lock)
         with self._new_run(schedule, model) as made:
             if made.rests:
-                return self._resume(schedule, made.lock)
+                return self._resume(schedule, model, made.lock)
             return self._with_stores(made.run, made.run.manifest, made.start, schedule, made.local)
 
     def _dismiss_trainers(self) -> None:
@@ -217,7 +218,8 @@ class Launcher:
         check_free(path, self._job.overwrite)
         urls = () if count else parse_urls(str(self._job.store))
         placement = Placement.spread(self._job.store.count, *self._job.code(self._job.store.count))
-        manifest = new_manifest(self._job, schedule, tuple(url.plain for url in urls), count, code_of(self._job))
+        made = new_manifest(self._job, schedule, tuple(url.plain for url in urls), count, code_of(self._job))
+        manifest = replace(made, mixes_samples=mixes_samples(model.module))
         if checkpoint is not None:
             if checkpoint.place.resolve().is_relative_to(path.resolve()):
                 raise CheckpointError(
@@ -261,10 +263,11 @@ class Launcher:
             )
         return model
 
-    def _resume(self, schedule: Schedule, lock: int | None) -> Ending:
+    def _resume(self, schedule: Schedule, model: DenseModel, lock: int | None) -> Ending:
         """Go on with the job's run from its last clean stop. lock: the descriptor of the run's lock, held. Raises what `train` does."""
         run = Run.open(self._job.run, lock)
         manifest, step = resumed(run, self._job, schedule)
+        manifest = replace(manifest, mixes_samples=mixes_samples(model.module))  # as its code says now
         if manifest.rates != run.manifest.rates:
             sys.stderr.write(f"{rates_text(manifest.rates)}\n")
         note_code(self._events, f"run {run.path}", run.manifest, manifest.code)

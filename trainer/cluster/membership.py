@@ -11,7 +11,7 @@ from foreload.trainer.cluster.facts import Admitted, HandedOver, Lease, StopWant
 from foreload.trainer.cluster.messages import CopiesTold, Ready, TermLeft
 from foreload.trainer.cluster.terms import NO_CHANGE, changed_term, next_term, wants_change
 from foreload.trainer.compute.succession import ONE_MACHINE, next_hosts
-from foreload.trainer.errors import LanesLost
+from foreload.trainer.errors import LanesLost, after_step
 from foreload.trainer.run.event_log import (
     EventLog,
     LanesMoved,
@@ -234,7 +234,7 @@ class Membership:
                 lanes = tuple(lane for lane, host in takers.items() if host == taker)
                 self._events.note(LanesTakenOver(lanes=lanes, from_trainer=trainer, to_trainer=taker))
             to = ", lane " + ", ".join(f"{lane} to trainer {host}" for lane, host in takers.items()) if takers else ""
-            self._tell(f"trainer {trainer}: lost ({why}); training goes on after step {term.committed}{to}")
+            self._tell(f"trainer {trainer}: lost ({why}); training goes on {after_step(term.committed)}{to}")
         if self._lost and len(term.members) < self._copies:
             count = len(term.members)
             self._tell(
@@ -248,7 +248,7 @@ class Membership:
         for trainer in term.members:
             if trainer not in before.members:
                 self._events.note(TrainerJoined(trainer=trainer))
-                self._tell(f"trainer {trainer}: joined after step {term.committed}; it gets copies of its lanes first")
+                self._tell(f"trainer {trainer}: joined {after_step(term.committed)}; it gets copies of its lanes first")
         moves: dict[tuple[int, int], list[int]] = {}
         for lane, former in enumerate(term.former):
             if former is not None:
@@ -256,11 +256,11 @@ class Membership:
         for (giver, taker), lanes in moves.items():
             self._events.note(LanesMoved(lanes=tuple(lanes), from_trainer=giver, to_trainer=taker))
             named = ", ".join(map(str, lanes))
-            self._tell(f"lane {named}: handed over from trainer {giver} to trainer {taker} after step {term.committed}")
+            self._tell(f"lane {named}: handed over from trainer {giver} to trainer {taker} {after_step(term.committed)}")
         for trainer in term.left:
             if trainer not in before.left:
                 self._events.note(TrainerLeft(trainer=trainer))
-                self._tell(f"trainer {trainer}: left after step {term.committed}")
+                self._tell(f"trainer {trainer}: left {after_step(term.committed)}")
 
     def begin(self) -> bool:
         """Have the term's steps begin if all members are ready; returns whether they did just now."""

@@ -19,7 +19,7 @@ from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import newest_of_run, unusable
 from foreload.trainer.checkpoints.restoring import check_restorable, restore_dense, restore_rows, restored_manifest
 from foreload.trainer.cluster.claimed import claimed
-from foreload.trainer.errors import CheckpointError, CheckpointUnreachable, RunError
+from foreload.trainer.errors import CheckpointError, CheckpointUnreachable, RunError, after_step
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.directory import LOG, METRICS, PLACEMENT, STORES, Run
 from foreload.trainer.run.job import TrainJob
@@ -157,6 +157,6 @@ def restore(job: TrainJob, run: Run, checkpoint: Checkpoint, start: Status, loca
         if local is not None:
             local.discard()
     sys.stderr.write(
-        f"resumed from checkpoint {checkpoint.place}, after step {contents.step}, with {checkpoint.row_count:,} rows\n"
+        f"resumed from checkpoint {checkpoint.place}, {after_step(contents.step)}, with {checkpoint.row_count:,} rows\n"
     )
     return replace(job, from_checkpoint=None, resume=True, overwrite=False)

@@ -50,7 +50,7 @@ from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.compute.program import Trainer
 from foreload.trainer.compute.reports import EvaluationReport, StepReport, Totals
 from foreload.trainer.compute.term_session import TermSession
-from foreload.trainer.errors import LossNotFinite, PeerLost
+from foreload.trainer.errors import LossNotFinite, PeerLost, after_step
 from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term, open_no_lanes
 from foreload.trainer.run.early_stopping import EarlyStopping
 from foreload.trainer.run.job import TrainJob
@@ -399,11 +399,11 @@ class TrainerProcess:
             trainer.commit_last(stopping=not stop.goes_on)
             if stop.failure is None:
                 return True, None, stop.goes_on
-            return True, f"{stop.failure} (training stopped after step {self._last_step}, with everything saved)", False
+            return True, f"{stop.failure} (training stopped {after_step(self._last_step)}, with everything saved)", False
         except LossNotFinite as error:
             trainer.commit_last()
             failure = (
-                f"{error}; training stopped as after step {self._last_step}, with everything saved; train anew with a lower --lr or "
+                f"{error}; training stopped as {after_step(self._last_step)}, with everything saved; train anew with a lower --lr or "
                 "--dense-lr, or go on with --resume --allow-nan"
             )
             return True, failure, False

@@ -21,7 +21,7 @@ from foreload.trainer.compute.commits import Commits, Standing
 from foreload.trainer.compute.nccl import NcclTransport
 from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.compute.transport import GlooTransport, Transport
-from foreload.trainer.errors import PeerLost, TrainerError
+from foreload.trainer.errors import PeerLost, TrainerError, after_step
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
 
@@ -207,7 +207,7 @@ class TrainerTerms:
             time.sleep(BOARD_PAUSE.total_seconds())
         if self._trainer not in (*term.members, *term.left):
             raise TrainerError(
-                f"trainer {self._trainer}: was taken for lost after step {term.committed}, and the others went on without it; it stops"
+                f"trainer {self._trainer}: was taken for lost {after_step(term.committed)}, and the others went on without it; it stops"
             )
         self.term = term
 

@@ -9,6 +9,7 @@ from foreload.pipelines.base.settings import add_arguments, given
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.checkpoints.policies import BITS, POLICIES
 from foreload.trainer.command_line.shared import add_command, add_group, add_json, add_plain, tell
+from foreload.trainer.errors import after_step
 from foreload.trainer.run.job import TrainJob
 
 
@@ -143,7 +144,7 @@ def _restore(parsed: argparse.Namespace) -> int:
 
     told = restored(parsed.checkpoint, given(parsed, TrainJob))
     text = (
-        f"run {told['run']}: {told['state']} after step {told['step']}, {told['rows']:,} rows; go on with: "
+        f"run {told['run']}: {told['state']} {after_step(told['step'])}, {told['rows']:,} rows; go on with: "
         f"foreload train SCHEDULE --run {told['run']} --resume"
     )
     return tell(parsed, told, text)

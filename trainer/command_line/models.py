@@ -9,6 +9,7 @@ from foreload.pipelines.base.settings import add_arguments, given, settings_of
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.command_line.shared import a_path, add_accept_model, add_command, add_json, add_plain, add_schedule, tell
 from foreload.trainer.compute import numerics
+from foreload.trainer.errors import after_step
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import code_text, inexact_text, rates_text
 from foreload.trainer.run.metric_text import metric_lines
@@ -189,7 +190,7 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     lines = []
     for name, told in metrics.get("sets", {"": metrics}).items():
         lines += [f"{name}: {line}" if name else line for line in metric_lines(told, "   ")]
-        lines[-1] += f"   ({told['samples']:,} samples, after step {metrics['step']})"
+        lines[-1] += f"   ({told['samples']:,} samples, {after_step(metrics['step'])})"
     return tell(parsed, metrics, "\n".join(lines))
 
 
@@ -234,10 +235,10 @@ def _export(parsed: argparse.Namespace) -> int:
     rows = sum(table["rows"] for table in about["tables"])
     if "since" in about:
         whole = sum(table["whole_rows"] for table in about["tables"])
-        counted = f"{rows:,} of {whole:,} rows, those changed after step {about['since']['step']},"
+        counted = f"{rows:,} of {whole:,} rows, those changed {after_step(about['since']['step'])},"
     else:
         counted = f"{rows:,} rows"
-    text = f"{parsed.out}: {counted} of {len(about['tables'])} tables, and the dense part, after step {about['step']}"
+    text = f"{parsed.out}: {counted} of {len(about['tables'])} tables, and the dense part, {after_step(about['step'])}"
     return tell(parsed, about, text if about["inexact"] is None else f"{text}\n{inexact_text(about['inexact'])}")
 
 
@@ -251,7 +252,7 @@ def _export_torch(parsed: argparse.Namespace, path: str) -> int:
     about = export_torch.run(path, parsed.store, parsed.out, options, parsed.schedule, parsed.accept_model)
     rows = sum(table["rows"] for table in about["tables"])
     text = (
-        f"{parsed.out}: {rows:,} rows of {len(about['tables'])} tables, and the dense part, after step {about['step']}; "
+        f"{parsed.out}: {rows:,} rows of {len(about['tables'])} tables, and the dense part, {after_step(about['step'])}; "
         f"from model import load; load({parsed.out!r}).predict(records)"
     )
     return tell(parsed, about, text if about["inexact"] is None else f"{text}\n{inexact_text(about['inexact'])}")
@@ -262,7 +263,7 @@ def _apply(parsed: argparse.Namespace) -> int:
 
     told = apply.run(parsed.export, parsed.to, parsed.key, parsed.keep)
     kept = ", ".join(map(str, told["kept"]))
-    text = f"{told['to']}: the model after step {told['step']}, {told['rows']:,} rows" + (f"; also kept: {kept}" if kept else "")
+    text = f"{told['to']}: the model {after_step(told['step'])}, {told['rows']:,} rows" + (f"; also kept: {kept}" if kept else "")
     return tell(parsed, told, text)
 
 

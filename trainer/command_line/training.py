@@ -11,6 +11,7 @@ from foreload.pipelines.base.settings import add_arguments, given, path
 from foreload.pipelines.errors import ForeloadError
 from foreload.trainer.command_line.shared import a_path, add_group, add_json, add_plain, check_json, tell
 from foreload.trainer.compute import numerics
+from foreload.trainer.errors import after_step
 from foreload.trainer.resources import shard_loads
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.job_values import AUTO
@@ -205,11 +206,11 @@ def _end_of(parsed: argparse.Namespace, job: TrainJob) -> int:
         return 0
     tell(parsed, ending.summary, _summary_text(ending.summary))
     if ending.early is not None:
-        print(f"stopped early after step {ending.step}: {ending.early}", file=sys.stderr)
+        print(f"stopped early {after_step(ending.step)}: {ending.early}", file=sys.stderr)
     elif ending.stopped:
         why = "" if ending.full is None else f", for {ending.full}"
         print(
-            f"stopped after step {ending.step}{why}; go on with: foreload train {job.schedule} --run {job.run} --resume",
+            f"stopped {after_step(ending.step)}{why}; go on with: foreload train {job.schedule} --run {job.run} --resume",
             file=sys.stderr,
         )
     if ending.no_digest is not None:

@@ -28,7 +28,7 @@ from foreload.trainer.checkpoints.row_files import EXACT_BITS
 from foreload.trainer.checkpoints.writer import save
 from foreload.trainer.cluster.control import training_status
 from foreload.trainer.commands.live_checkpoint import save_while_training
-from foreload.trainer.errors import CheckpointError
+from foreload.trainer.errors import CheckpointError, after_step
 from foreload.trainer.run.directory import MANIFEST, Run
 from foreload.trainer.run.manifest import inexact_text
 from foreload.trainer.run.progress_bar import progress_bar
@@ -191,6 +191,6 @@ def told_text(told: dict[str, Any]) -> str:
     bits = "" if told["bits"] == EXACT_BITS else f", weights of {told['bits']} bits"
     inexact = f"; {inexact_text(told['inexact'])}" if told["inexact"] else ""
     return (
-        f"{told['checkpoint']}: after step {told['step']} of {told['schedule']}, {told['state']}; {rows}, {size}{bits}, "
+        f"{told['checkpoint']}: {after_step(told['step'])} of {told['schedule']}, {told['state']}; {rows}, {size}{bits}, "
         f"of run {told['run']}{inexact}"
     )

@@ -21,7 +21,7 @@ from foreload.trainer.cluster.faults import Fault, RunObserver, TrainerFault
 from foreload.trainer.cluster.messages import EvaluationEnded, StepEnded, TrainerEvent
 from foreload.trainer.cluster.processes import ChildProcess, StartProcess
 from foreload.trainer.commands.train import train
-from foreload.trainer.errors import TrainerError
+from foreload.trainer.errors import TrainerError, after_step
 from foreload.trainer.run.directory import DRILL, SUMMARY, check_free
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.job_values import Servers
@@ -167,7 +167,7 @@ class FaultDrill(Drill):
     def figures(self, ending: Ending) -> dict[str, Any]:
         """What the fault did to the training."""
         if self.injected is None:
-            raise TrainerError(f"drill: training stopped after step {ending.step}, before the fault was to be injected")
+            raise TrainerError(f"drill: training stopped {after_step(ending.step)}, before the fault was to be injected")
         timeline = self.steps.timeline
         return {
             "signal": self.signal_number.name,

@@ -72,6 +72,7 @@ def evaluated(model: SavedModel, schedule: Schedule, unknown: UnknownValues | No
     numerics.set_up(model.job.threads, cpu_capability=model.job.cpu_capability)
     wanted = _distinct_rows(schedule)
     (weights, trained), dense_part = _weights(model, wanted), DenseForward(model)
+    dense_part.note_mixing("a score")
     for step in last_pass(schedule):
         for lane, used, outputs in _outputs(dense_part, step, wanted, weights):
             if unknown is not None:

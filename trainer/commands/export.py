@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.base.settings import settings_of
@@ -22,6 +22,7 @@ from foreload.trainer.checkpoints.best import best_checkpoint, best_in
 from foreload.trainer.checkpoints.saved_checkpoint import names_checkpoint, open_model
 from foreload.trainer.compute.dense_average import beside_served, to_serve
 from foreload.trainer.errors import ExportError, ModelError
+from foreload.trainer.models.mixing import mixes_samples
 from foreload.trainer.run.directory import MANIFEST as RUN
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
@@ -93,9 +94,12 @@ def run(
     target = check_new(out)
     before = None if since is None else predecessor(since)
     with open_model(path, store, schedule, accept_model) as model:
-        buffers = _buffers(model, code_may_miss=names_checkpoint(path))
+        module = _module(model, code_may_miss=names_checkpoint(path))
+        buffers = {} if module is None else _buffers(module)
         dense = dense_files(model)
         told = told_of(model)
+        if model.manifest.mixes_samples if module is None else mixes_samples(module):
+            told["mixes_samples"] = True
         if before is not None:
             _check_since(model, before, told)
         with new_folder(target) as folder:
@@ -107,18 +111,22 @@ def run(
             return _write(model, folder, told, before)
 
 
-def _buffers(model: SavedModel, code_may_miss: bool) -> dict[str, Tensor]:
-    """What the state of the model's module has beside its parameters. Raises ModelError where its code is not what it was trained with.
+def _module(model: SavedModel, code_may_miss: bool) -> nn.Module | None:
+    """The model's module. Raises ModelError where its code is not what it was trained with.
 
-    code_may_miss: so that there is nothing, of which stderr is told; a checkpoint is exported without its model's code, and where that is not.
+    code_may_miss: None then, of which stderr is told; a checkpoint is exported without its model's code, and where that is not.
     """
     try:
-        module = dense_module(model)
+        return dense_module(model)
     except ModelError as error:
         if not code_may_miss:
             raise
         sys.stderr.write(f"foreload: warning: buffers of {model.job.model}, if it has any, are left out: {error}\n")
-        return {}
+        return None
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """What the state of a module has beside its parameters."""
     parameters = dict(module.named_parameters())
     return {name: value.clone().contiguous() for name, value in weights_of(module).items() if name not in parameters}
 

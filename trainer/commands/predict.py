@@ -191,10 +191,7 @@ def _no_evaluation(records: Records, what: str) -> RunError:
 
 def _predicted(model: SavedModel, steps: Iterator[tuple[Samples, _Cut]], unknown: UnknownValues) -> Iterator[np.ndarray]:
     reader, dense_part = model.row_source(), DenseForward(model)
-    if dense_part.mixes_samples:
-        sys.stderr.write(
-            f"foreload: note: {model.job.model} declares mixes_samples: a score depends on the records beside it, as many as in a slice of training\n"
-        )
+    dense_part.note_mixing("a score")
     tables = np.array([feature.table for feature in model.features.features], np.int64)
     at_once = max(1, _READ_SAMPLES // model.schedule.header.batch_size)
     while group := list(islice(steps, at_once)):

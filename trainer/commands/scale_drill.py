@@ -17,6 +17,7 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.control import AskScale, AskScaled, Refused, ask
 from foreload.trainer.cluster.messages import StepEnded, TrainerEvent
 from foreload.trainer.commands.drill import Drill, Picture, finite, milliseconds
+from foreload.trainer.errors import after_step
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.timeline import Timeline
 
@@ -119,7 +120,7 @@ class ScaleDrill(Drill):
         """The first change that did not come about."""
         for change in self._changes:
             if change.done is None:
-                why = change.failed or f"training stopped after step {ending.step}, before it was to begin"
+                why = change.failed or f"training stopped {after_step(ending.step)}, before it was to begin"
                 return f"{change.before} -> {change.after} trainers: {why}; a longer schedule leaves more time"
         return None
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.compute.term_session import TermSession
-from foreload.trainer.errors import DenseDiverged
+from foreload.trainer.errors import DenseDiverged, after_step
 from foreload.trainer.models.hidden_state import checksum
 
 
@@ -73,9 +73,9 @@ def check_alike(sums: Mapping[int, Mapping[str, str]], step: int) -> None:
             held = ", and another one ".join(
                 f"on trainer{'s' * (len(group) > 1)} {', '.join(map(str, group))}" for group in holders.values()
             )
-            when = "before the first step" if step < 0 else f"after step {step}"
             raise DenseDiverged(
-                f"dense part: must be the same on all trainers; {when}, {name} has one value {held}; the model's constructor must draw random "
-                "numbers from torch, numpy.random or random, which --seed seeds, and take nothing from the time, the process or the machine; "
+                f"dense part: must be the same on all trainers; {after_step(step)}, {name} has one value {held}; the model's constructor must "
+                "draw random numbers from torch, numpy.random or random, which --seed seeds, and take nothing from the time, the process or the "
+                "machine; "
                 "forward must change neither parameters nor buffers"
             )

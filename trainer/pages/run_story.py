@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from foreload.trainer.errors import after_step
 from foreload.trainer.pages.plots import Mark
 
 Span = tuple[float, float, str, str]
@@ -89,7 +90,7 @@ class _Teller:
             return
         if kind in _KINDS:
             colour, name = _KINDS[kind]
-            self.story.marks.append(Mark(float(max(step, 0)), f"{name}: {_what(event)}, after step {step}", colour))
+            self.story.marks.append(Mark(float(max(step, 0)), f"{name}: {_what(event)}, {after_step(step)}", colour))
         self.story.event_count += 1
         if len(self.story.events) < MOST_EVENTS:
             self.story.events.append(

@@ -156,6 +156,7 @@ class Manifest:
     in order, step the first under it; else empty. rates: the same where it went on with other learning rates, {"step"} and RATE_SETTINGS of each.
     code: the files of the user's model and loss that it was trained with last; empty for a built-in one, and where an earlier version trained it.
     mixed_code: as mixed_numerics, where it went on with other code, {"step", "code"}, the checksums by name.
+    mixes_samples: whether its model declares that an output depends on the other samples of a slice.
     former_urls: servers that the run no longer uses and that may still have rows of it; `delete` and `--overwrite` ask them, too.
     inexact: None where its model is that of the data and the settings, to the bit. watched: where it may stop early, what evaluations of its last
     schedule have been, up to where it rests or, in a checkpoint, that was saved.
@@ -177,11 +178,12 @@ class Manifest:
     code: tuple[CodeFile, ...] = ()
     mixed_code: tuple[OtherCode, ...] = ()
     former_urls: tuple[str, ...] = ()
+    mixes_samples: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form; `watched`, `code`, `mixed_code` and `former_urls` only where there are any."""
+        """JSON form; `watched`, `code`, `mixed_code`, `former_urls` and `mixes_samples` only where there are any, or it is so."""
         told = asdict(self)
-        for name in ("watched", "code", "mixed_code", "former_urls"):
+        for name in ("watched", "code", "mixed_code", "former_urls", "mixes_samples"):
             if not getattr(self, name):
                 del told[name]
         return told

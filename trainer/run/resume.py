@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from foreload.pipelines.base.settings import settings_of
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.errors import RunRefused
+from foreload.trainer.errors import RunRefused, after_step
 from foreload.trainer.run.directory import MANIFEST, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.job_values import masked
@@ -138,7 +138,7 @@ def continued(
     if state != "ended":
         early = manifest.watched is not None and manifest.watched.ends(before.stop_early)
         how = ", with --resume --stop-early off, since it was stopped early" if early else ""
-        raise RunRefused(f"{what}: stopped after step {step}, before the end of {last.path}; go on with that one first{how}")
+        raise RunRefused(f"{what}: stopped {after_step(step)}, before the end of {last.path}; go on with that one first{how}")
     # What is evaluated may be other data now.
     going_on = replace(manifest.with_rates(job, stage.first_step), stages=(*manifest.stages, stage), watched=None)
     return going_on, stage.first_step - 1
@@ -158,7 +158,7 @@ def why_at_end(manifest: Manifest, state: State, step: int, job: TrainJob, sched
     if state == "ended":
         return f"is at the end of {schedule.path} already; prepare further data with `foreload prepare --after`, and give that schedule"
     if manifest.watched is not None and state == "stopped" and manifest.watched.ends(job.stop_early):
-        return f"was stopped early after step {step}: {manifest.watched.why()}; to go on, give --stop-early with more patience, or --stop-early off"
+        return f"was stopped early {after_step(step)}: {manifest.watched.why()}; to go on, give --stop-early with more patience, or --stop-early off"
     return None
 
 

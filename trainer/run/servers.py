@@ -14,7 +14,7 @@ from foreload.cache.client.url import StoreUrl, parse_url
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
 from foreload.pipelines.errors import SettingError
-from foreload.trainer.errors import RunError
+from foreload.trainer.errors import RunError, after_step
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.event_log import ShardReplaced, read_events
 from foreload.trainer.run.job_values import Parity
@@ -150,7 +150,7 @@ def open_stores(run: Run, status: Status) -> LocalStores | None:
     # A shard of which parity has the rows begins empty, and is noticed by that; so do all where none was ever written.
     if len(missing) > placement.r and any(status.batches.values()):
         raise CacheError(
-            f"run {run.path}: the rows of local store shard {', '.join(map(str, missing))} after step {status.step} are nowhere: neither saved in "
+            f"run {run.path}: the rows of local store shard {', '.join(map(str, missing))} {after_step(status.step)} are nowhere: neither saved in "
             f"{stores.directory} nor in a server that runs; put the files back, or delete the run with --overwrite and train it anew"
         )
     return stores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -78,6 +79,14 @@ class DenseForward:
         self._module = dense_module(model)
         self._given = {"step": model.step + 1} if takes_step(self._module) else {}
         self.mixes_samples = mixes_samples(self._module)
+        self._name = model.job.model
+
+    def note_mixing(self, what: str) -> None:
+        """Tell stderr where a model mixes samples. what: an output, as a command calls it."""
+        if self.mixes_samples:
+            sys.stderr.write(
+                f"foreload: note: {self._name} declares mixes_samples: {what} depends on the records beside it, as many as in a slice of training\n"
+            )
 
     def outputs(self, rows: np.ndarray | Tensor, index: np.ndarray, offsets: np.ndarray | None, dense: np.ndarray) -> Tensor:
         """What forward gives for a slice, float32 [b] or [b, labels]: on tiles, unless the model mixes samples.

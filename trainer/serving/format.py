@@ -87,6 +87,7 @@ class About(TypedDict):
     files: dict[Name, FileEntry]
     encoding: NotRequired[Literal["encoding.json"]]
     buffers: NotRequired[Literal["buffers.safetensors"]]
+    mixes_samples: NotRequired[bool]
     since: NotRequired[Since]
 
 

@@ -21,7 +21,7 @@ from foreload.pipelines.base.files import write_json
 from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.layouts import BlockLayout, model_spec
-from foreload.trainer.errors import ExportError
+from foreload.trainer.errors import ExportError, after_step
 from foreload.trainer.models import generators, load_model, tiles
 from foreload.trainer.models.mixing import mixes_samples
 from foreload.trainer.run.manifest import inexact_text
@@ -247,7 +247,7 @@ def _readme(about: Mapping[str, Any]) -> str:
     given = "" if about["program"] else ", module=Net"
     names = ", ".join(f'"{name}": ...' for name in columns[:3]) + (", ..." if len(columns) > 3 else "")
     lines = [
-        f"# A model trained by foreload: {about['model']['model']}, after step {about['step']}",
+        f"# A model trained by foreload: {about['model']['model']}, {after_step(about['step'])}",
         "",
         "```python",
         "from model import load",

@@ -210,7 +210,7 @@ def test_trainers_on_two_hosts_whose_launcher_is_killed_stop_and_go_on_exactly(
     assert summary(run)["digest"] == undisturbed
 
 
-@pytest.mark.parametrize("parity", ["2+1", "off"])
+@pytest.mark.parametrize("parity", ["2+1", pytest.param("off", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "left", [pytest.param((0, 1), id="both"), pytest.param((1,), marks=pytest.mark.full, id="the one elsewhere alone")]
 )

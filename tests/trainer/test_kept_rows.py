@@ -111,8 +111,8 @@ def test_a_run_whose_servers_all_stand_still_is_kept_and_goes_on(
     assert first["step"] == 0 <= step
 
 
-@pytest.mark.parametrize("parity", ["2+1", "off"])
-@pytest.mark.parametrize("how", ["killed", "leaves", "joins"])
+@pytest.mark.parametrize("parity", ["2+1", pytest.param("off", marks=pytest.mark.full)])
+@pytest.mark.parametrize("how", ["killed", "leaves", pytest.param("joins", marks=pytest.mark.full)])
 def test_servers_that_stand_still_while_lanes_change_hands(
     schedule: Path, undisturbed: str, servers: LocalStores, tmp_path: Path, hold: Hold, parity: str, how: str
 ) -> None:

@@ -243,7 +243,7 @@ def test_odd_numbers_are_warned_of_with_counts(tmp_path: Path) -> None:
     }
     (text, large, group), _ = warned(tmp_path, features, columns)
     assert text.startswith(
-        "feature text: 3 of 8 values are numbers written with an exponent, as 1e+05, and encoded as these texts;"
+        "feature text: 3 of 7 values are numbers written with an exponent, as 1e+05, and encoded as these texts;"
     )
     assert large.startswith("feature large: 2 of 7 values are floats from 2^53 on (of float32, 2^24), ")
     assert group.startswith("group: 8 of 8 values are floats from 2^53 on")

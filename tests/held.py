@@ -7,6 +7,7 @@ what is published and waits there for the next segment. All of its processes liv
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 from command_line import Command
 
+from foreload.cache.client.local import LocalStores
 from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.schedule.format import LOCK, MANIFEST, WORK
 from foreload.pipelines.schedule.reader import Schedule
@@ -158,6 +160,13 @@ def stop_after(step: int, words: Sequence[object], folder: Path, **how: Any) -> 
         assert status == 0, err
         assert Run.open(run.path).saved_status().step == run.step
         return run.step
+
+
+def send(stores: LocalStores, number: int) -> None:
+    """Send a signal to every server that runs."""
+    for pid in stores.pids:
+        if pid is not None:
+            os.kill(pid, number)
 
 
 def standing(job: Command, run: Path, trainer: int) -> psutil.Process:

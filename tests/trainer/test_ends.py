@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from datetime import timedelta
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line import done, fill, run_here
-from held import Hold
+from held import Hold, send
 from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 
 from foreload.cache.client.local import LocalStores
@@ -42,9 +41,7 @@ def servers(tmp_path: Path) -> Iterator[LocalStores]:
     """Three servers, none of which the run started."""
     with LocalStores(3, tmp_path / "servers") as stores:
         yield stores
-        for pid in stores.pids:
-            if pid is not None:
-                os.kill(pid, signal.SIGCONT)
+        send(stores, signal.SIGCONT)
 
 
 def test_a_run_whose_namespace_another_one_took_says_so(
@@ -77,17 +74,13 @@ def test_where_the_disk_has_no_room_for_what_is_to_be_kept_the_newest_checkpoint
     impatient = ("--store-patience", "0", "--store-timeout", "1")
     job = hold(arguments(schedule, run, *store, *impatient, "--checkpoint-every", "20", "--no-report"), HELD)
     job.until(lambda: any(event["kind"] == "checkpoint-saved" for event in read_events(run)))
-    for pid in servers.pids:
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
+    send(servers, signal.SIGSTOP)
     fill(small_disk, 0)
     status, _, err = job.end()
     assert (status, "Traceback" in err) == (2, False), err
     assert "--resume goes on from checkpoint" in err
     assert not Run(run).keeps_lanes
-    for pid in servers.pids:
-        assert pid is not None
-        os.kill(pid, signal.SIGCONT)
+    send(servers, signal.SIGCONT)
     (small_disk / "ballast").unlink()
     out = done(*arguments(schedule, run, *store, "--resume", "--digest"))
     assert f"digest {undisturbed}\n" in out

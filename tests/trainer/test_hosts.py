@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import stat
@@ -13,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from command_line import DEADLINE_SECONDS, Command, free_port, main, refused, run_here
-from held import Hold
+from held import Hold, send
 from small_job import arguments, check_end, failing_model, summary, synthetic_schedule, train_undisturbed
 
 from foreload.cache.client.local import LocalStores
@@ -235,13 +234,9 @@ def test_what_servers_lack_that_stand_still_is_kept_over_hosts(
             job.coordinator.workers[0].kill()
             job.coordinator.members(1)
         step = job.coordinator.step
-        for pid in stores.pids:
-            assert pid is not None
-            os.kill(pid, signal.SIGSTOP)
+        send(stores, signal.SIGSTOP)
         status, _, err = job.coordinator.end()
-        for pid in stores.pids:
-            assert pid is not None
-            os.kill(pid, signal.SIGCONT)
+        send(stores, signal.SIGCONT)
         assert status == 2, err
         assert "what its servers lack is kept in" in err, err
         assert "Traceback" not in err

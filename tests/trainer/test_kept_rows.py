@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import Command, refused, run_here
-from held import Hold, standing
+from held import Hold, send, standing
 from injection import CallFault
 from small_job import arguments, failing_model, summary, synthetic_schedule, train_undisturbed
 
@@ -43,13 +42,6 @@ def servers(tmp_path: Path) -> Iterator[LocalStores]:
     with LocalStores(3, tmp_path / "servers") as stores:
         yield stores
         send(stores, signal.SIGCONT)
-
-
-def send(stores: LocalStores, number: int) -> None:
-    """Send a signal to every server that runs."""
-    for pid in stores.pids:
-        if pid is not None:
-            os.kill(pid, number)
 
 
 def store_of(servers: LocalStores, parity: str) -> tuple[str, ...]:

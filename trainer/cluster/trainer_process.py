@@ -219,8 +219,10 @@ class TrainerProcess:
 
         trainer: who trained in it, or in the one before; None where nobody has here.
         """
-        failed = cannot_go_on(error, trainer, self._trainer) if self._begun and trainer is not None else None
-        if failed is None or trainer is None:
+        if trainer is None or not self._begun:
+            return error
+        failed = cannot_go_on(error, trainer, self._trainer)
+        if failed is None:
             return error
         self._terms.end_keeping(trainer.commits is None)
         return failed

@@ -20,7 +20,7 @@ from foreload.cache.protocol.takeover import CopiedLane
 from foreload.cache.rows.partition import Partition
 from foreload.cache.rows.staging import EndedRows
 from foreload.pipelines.base.codec import Name, of_json
-from foreload.pipelines.base.files import read_sealed, replacing, write_sealed
+from foreload.pipelines.base.files import read_sealed, replacing, write_atomically, write_sealed
 from foreload.pipelines.schedule.format import Occupants
 from foreload.trainer.errors import RunRefused
 from foreload.trainer.run.directory import KEPT_LANES
@@ -112,8 +112,7 @@ def write_kept(run: Path, name: str, data: bytes) -> None:
     """Write a file of another host, as `write_lane` does. Raises OSError."""
     path = folder_of(run) / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, durable=True) as temporary:
-        temporary.write_bytes(data)
+    write_atomically(path, data, durable=True)
 
 
 def checked(run: Path, file: KeptFile) -> Path:

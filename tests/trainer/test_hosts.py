@@ -13,6 +13,7 @@ import psutil
 import pytest
 from command_line import DEADLINE_SECONDS, Command, free_port, main, refused, run_here
 from held import Hold, send
+from injection import AnyFault, CallFault
 from small_job import arguments, check_end, failing_model, summary, synthetic_schedule, train_undisturbed
 
 from foreload.cache.client.local import LocalStores
@@ -75,13 +76,14 @@ class Job:
         run: Path,
         *further: str,
         train: Callable[..., list[str]] = arguments,
+        faults: Sequence[AnyFault] = (),
     ) -> None:
-        """train: gives the command line, of schedule, run and further words."""
+        """train: gives the command line, of schedule, run and further words; faults: of the coordinator's processes."""
         self.launched = launched
         self.place = f"127.0.0.1:{free_port()}"
         given = train(schedule, run, "--coordinator", self.place, "--digest", "--peer-timeout", "30", *further)
         through = 10 if "--resume" not in further else Run.open(run).saved_status().step + 10
-        self.coordinator = hold(given, through, wait=False, FORELOAD_JOB_TOKEN=TOKEN)
+        self.coordinator = hold(given, through, wait=False, faults=faults, FORELOAD_JOB_TOKEN=TOKEN)
 
     def join(self, *further: str, **environment: Any) -> Command:
         return self.launched("join", self.place, *further, **({"FORELOAD_JOB_TOKEN": TOKEN} | environment))
@@ -202,6 +204,39 @@ def test_trainers_on_two_hosts_whose_launcher_is_killed_stop_and_go_on_exactly(
     assert guest.end()[0] == 0
     saved = Run.open(run).saved_status()
     assert (saved.state, saved.totals["steps"]) == ("stopped", saved.step + 1)
+    job = Job(launched, hold, schedule, run, *servers, "--resume", "--trainers", "2")
+    guest = job.join()
+    assert job.coordinator.end()[0] == 0
+    assert guest.end()[0] == 0
+    assert summary(run)["digest"] == undisturbed
+
+
+@pytest.mark.parametrize("leads", ["the one beside the run's folder", pytest.param("a joined one", marks=pytest.mark.full)])
+def test_a_launcher_that_is_killed_while_lanes_change_hands_over_hosts_loses_no_step(
+    schedule: Path, undisturbed: str, servers: list[str], tmp_path: Path, launched: Callable[..., Command], hold: Hold, leads: str
+) -> None:
+    """The next term is stated by nobody: a trainer that has the run's folder notes it there, whoever leads."""
+    run = tmp_path / "run"
+    killed = CallFault("foreload.trainer.cluster.membership:TrainerLeft", signal.SIGKILL)
+    job = Job(launched, hold, schedule, run, *servers, "--trainers", "2", "--copies", "2", faults=[killed])
+    guest = job.join()
+    job.coordinator.until(job.coordinator.waits)
+    if leads == "a joined one":
+        job.coordinator.workers[0].kill()
+        job.coordinator.members(1, 2)
+        job.coordinator.hosting(1, 2)
+        assert job.coordinator.status.lanes[0] == 1
+    step = job.coordinator.step
+    guest.process.send_signal(signal.SIGINT)
+    job.coordinator.process.wait()
+    job.coordinator.schedule.release()
+    _, err = job.coordinator.communicate()
+    assert not psutil.wait_procs(job.coordinator.remains.processes(), timeout=DEADLINE_SECONDS)[1]
+    assert "its launcher was killed; stopped after step " in err, err
+    guest.end()
+    saved = Run.open(run).saved_status()
+    assert saved.state == "stopped"
+    assert saved.step >= step
     job = Job(launched, hold, schedule, run, *servers, "--resume", "--trainers", "2")
     guest = job.join()
     assert job.coordinator.end()[0] == 0

@@ -19,9 +19,10 @@ from foreload.trainer.run.job import TrainJob
 
 
 class TermLog(ABC):
-    """Of one trainer, whose main thread uses it. log: what the traffic holds batches in."""
+    """Of one trainer, whose main thread uses it. log: what the traffic holds batches in; trainer: which one it is."""
 
     log: BatchLog
+    trainer: int
 
     @abstractmethod
     def begin_term(self, term: Term, hosted: Collection[int]) -> None:
@@ -39,8 +40,11 @@ class TermLog(ABC):
         """The last record of a lane, where it is not in the run's folder."""
 
     @abstractmethod
-    def ends_alone(self, term: Term) -> bool:
-        """Whether this trainer has to bring the run to rest where the launcher was killed. Raises PeerLost."""
+    def keeps_folder(self, term: Term) -> int | None:
+        """The member that does in the run's folder what is to be done there, where the launcher was killed; None where no member has that folder.
+
+        Raises PeerLost.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -51,7 +55,7 @@ class FolderLog(TermLog):
     """In a folder, which all trainers have: the run's."""
 
     def __init__(self, folder: Path, trainer: int) -> None:
-        self.log, self._trainer = FileLog(folder), trainer
+        self.log, self.trainer = FileLog(folder), trainer
 
     def begin_term(self, term: Term, hosted: Collection[int]) -> None:
         """See TermLog: nothing is to be done."""
@@ -63,9 +67,9 @@ class FolderLog(TermLog):
         """See TermLog: it is there."""
         return None
 
-    def ends_alone(self, term: Term) -> bool:
-        """See TermLog."""
-        return term.leader == self._trainer
+    def keeps_folder(self, term: Term) -> int | None:
+        """See TermLog: all have it."""
+        return term.leader
 
     def close(self) -> None:
         """See TermLog: nobody waits."""
@@ -88,7 +92,7 @@ class HostedLog(TermLog):
         silence: timedelta,
         on_lost: Callable[[str], None],
     ) -> None:
-        self._board, self._trainer = board, trainer
+        self._board, self.trainer = board, trainer
         records = HeldRecords()
         self.log: CopiedLog = CopiedLog(records, on_host.token, silence, on_lost)
         for lane, number in enumerate(last_batches):
@@ -113,8 +117,8 @@ class HostedLog(TermLog):
         for trainer in term.members:
             self._place(trainer)
         of = {}
-        for lane in {*hosted, *term.lanes_of(self._trainer)}:
-            holders = {term.hosts[lane], *term.copies[lane], *term.complete[lane]} - {self._trainer}
+        for lane in {*hosted, *term.lanes_of(self.trainer)}:
+            holders = {term.hosts[lane], *term.copies[lane], *term.complete[lane]} - {self.trainer}
             of[lane] = sorted(holders & set(term.members))
         places = {trainer: self._place(trainer) for holders in of.values() for trainer in holders}
         self.log.begin_term(Holders(of, {trainer: (place.host, place.port) for trainer, place in places.items()}), hosted)
@@ -127,9 +131,9 @@ class HostedLog(TermLog):
         """See TermLog."""
         return self.log.held(lane)
 
-    def ends_alone(self, term: Term) -> bool:
+    def keeps_folder(self, term: Term) -> int | None:
         """See TermLog."""
-        return self._trainer == min((trainer for trainer in term.members if self._place(trainer).has_run), default=None)
+        return min((trainer for trainer in term.members if self._place(trainer).has_run), default=None)
 
     def close(self) -> None:
         """See TermLog. Takes no records any more, either."""

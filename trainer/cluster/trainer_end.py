@@ -32,13 +32,13 @@ def await_saved(
 ) -> None:
     """Wait until the launcher has published how far the run is; if it was killed, have that done in its place, when all have ended.
 
-    log: says whether this trainer has to do it. check: called meanwhile; raises PeerLost where another trainer was lost that has not ended, so that
+    log: says whether it falls to this trainer. check: called meanwhile; raises PeerLost where another trainer was lost that has not ended, so that
     its lanes are to be taken over.
     """
     while board.poll(RunSaved) is None:
         check()
         if board.poll(Orphaned) is not None:
-            if log.ends_alone(term):
+            if log.keeps_folder(term) == log.trainer:
                 ended = _ends(board, term, TrainJob.of(spec.job).peer_silence)
                 save_over_hosts(board, Run(run), spec, term.number, ended)
                 left = [told for trainer in term.left if (told := board.poll(Departed, trainer)) is not None]

@@ -94,7 +94,7 @@ class TrainerProcess:
         self._leaving, self._leave_told, self._begun = leaving, False, False
         self._terms = TrainerTerms(
             rendezvous, board, events, trainer, spec, self._job, self._device(), address, connect, commands is not None,
-            self._points.come_to, self._run if on_host is None else None,
+            self._points.come_to, run=self._run,
         )  # fmt: skip
         self._checkpoints = TrainerCheckpoints(board, events, self._points.come_to)
         self._checkpoints.watched = lambda: self._early.so_far
@@ -132,7 +132,7 @@ class TrainerProcess:
                 ownership=Ownership(self._terms.term.number, folder.identity),
                 on_shards=self._link.shard_news, on_action=self._points.in_traffic if self._points.any else None, patience=job.patience,
             )  # fmt: skip
-            self._log = log
+            self._log, self._terms.keeps_folder = log, log.keeps_folder
             self._run_terms(dense.parts(job, schedule), access)
 
     def _lose_holder(self, why: str) -> None:

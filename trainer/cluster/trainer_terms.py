@@ -37,7 +37,7 @@ class TrainerTerms:
 
     term: the one that it is in, or was in last. connect: makes a further connection to the rendezvous store; None: the loss of a trainer is not
     survived. joins: whether it was started while others train, and is no member yet. come_to: told the points of a takeover (`faults`). run: the
-    run's folder, where all trainers have it.
+    run's folder, on hosts that have it. keeps_folder: `TermLog.keeps_folder`, once there is that log.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class TrainerTerms:
         connect: Callable[[], Any] | None,
         joins: bool = False,
         come_to: Callable[[str], None] = lambda point: None,
-        run: Path | None = None,
+        *,
+        run: Path,
     ) -> None:
         self._rendezvous, self._board, self._events, self._trainer = rendezvous, board, events, trainer
         self._job, self._device, self._address, self.joins = job, device, address, joins
@@ -61,6 +62,7 @@ class TrainerTerms:
         self.term = board.read(Term, spec.first_term)
         self._first_term = spec.first_term
         self._watch = TermWatch(connect, trainer, job.peer_silence) if connect is not None else None
+        self.keeps_folder: Callable[[Term], int | None] = lambda term: None
         self.on_over: Callable[[], None] = lambda: None  # called, in another thread, when a term is over
 
     @property
@@ -213,12 +215,14 @@ class TrainerTerms:
 
     def _last_term(self, standing: Standing | None, why: str | None) -> Term:
         """The term after one that was to end for lanes to change hands, where the launcher died before it stated one: its members stand at the same
-        step, so each of them knows that they go on as they were, to the stop that the keeper asks for. Raises PeerLost where one was lost.
+        step, so each of them knows that they go on as they were, to the stop that the keeper asks for. Raises PeerLost where one was lost, or where
+        none has the run's folder.
         """
-        if why is not None or standing is None or self._run is None:
-            raise PeerLost(f"{why or 'the term is over'}; and the launcher is gone, so there is no further one")
         before, nobody = self.term, ((),) * len(self.term.hosts)
-        if before.leader == self._trainer:
+        keeps_folder = self.keeps_folder(before)
+        if why is not None or standing is None or keeps_folder is None:
+            raise PeerLost(f"{why or 'the term is over'}; and the launcher is gone, so there is no further one")
+        if keeps_folder == self._trainer:
             # On disk before it is on a server, for the others wait for this trainer before they own anything in it.
             Run(self._run).raise_term(before.number + 1)
         return Term(

@@ -33,8 +33,10 @@ from foreload.pipelines.planning.plan import (
 )
 from foreload.pipelines.planning.sizing import Shape, schedule_bytes
 from foreload.pipelines.samples import encoding_state
+from foreload.pipelines.samples.column_counts import ColumnCounts
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.piece_order import held_out
+from foreload.pipelines.samples.rejects import Rejected
 from foreload.pipelines.schedule.format import (
     FAILED,
     HEADER,
@@ -93,7 +95,7 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
                 else:
                     beam_run.run_pipeline(plan, tasks, rows, counted, flags, wrap)
             plan.raise_failure()
-            results = {name: plan.load(name) for name in ("rejected", "columns")}
+            rejected, columns = plan.load("rejected", Rejected), plan.load("columns", dict[str, ColumnCounts])
         except BaseException as error:
             error = disk_error(error, options.out) or error
             _note_failure(options.out, error)
@@ -105,7 +107,7 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
             held.close()
             with suppress(OSError):  # another call is there already
                 (options.out / WORK).rmdir()
-    summary = _summary(options.out, plan.spec, results, time.monotonic() - started)
+    summary = _summary(options.out, plan.spec, rejected, columns, time.monotonic() - started)
     summary["estimated_bytes"] = needed_bytes
     write_json(options.out / PROVENANCE, _provenance(options, flags, summary))
     if options.json is not None:
@@ -181,8 +183,10 @@ def _note_failure(out: Path, error: BaseException) -> None:
             write_json(out / FAILED, {"error": message})
 
 
-def _summary(out: Path, spec: FeatureSpec, results: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """What --json writes. results: "rejected" and "columns" as the reading stages saved them."""
+def _summary(
+    out: Path, spec: FeatureSpec, rejected: Rejected, columns: dict[str, ColumnCounts], seconds: float
+) -> dict[str, Any]:
+    """What --json writes."""
     schedule = Schedule(out)
     counts, manifest = schedule.manifest["counts"], schedule.manifest
     used, arrivals = counts["rows_used"], counts["arrivals"]
@@ -192,7 +196,7 @@ def _summary(out: Path, spec: FeatureSpec, results: dict[str, Any], seconds: flo
         "training_samples": schedule.header.training_samples,
         "evaluation_samples": schedule.header.evaluation_samples,
         **({"evaluation_sets": dict(schedule.header.evaluation_sets)} if schedule.header.evaluation_sets else {}),
-        "rejected": results["rejected"]["count"],
+        "rejected": rejected.count,
         "epochs": schedule.header.epochs,
         "training_steps": counts["training_steps"],
         "lanes": schedule.header.lanes,
@@ -207,7 +211,7 @@ def _summary(out: Path, spec: FeatureSpec, results: dict[str, Any], seconds: flo
         "fewest_arrivals": arrivals if manifest["lookahead"]["exact"] else fewest_arrivals(schedule),
         "bytes": sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
         "seconds": seconds,
-        **data_summary(schedule, spec, results["rejected"]["causes"], results["columns"]),
+        **data_summary(schedule, spec, rejected.causes, columns),
     }
 
 

@@ -57,7 +57,7 @@ def claims(store: Store, namespace: str, identity: Mapping[str, Any], lanes: int
         if note is not None and is_run(note, identity):
             stored = store.commands_at_once(shard, [plain_of_any("GET", epoch_key(namespace, lane)) for lane in range(lanes)])
             terms = [known[1] for known in map(parse_epoch, stored) if known is not None]
-            found.append(Claim(max(terms, default=0), note.get("folder")))
+            found.append(Claim(max(terms, default=0), note.folder))
     return found
 
 

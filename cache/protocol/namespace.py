@@ -8,14 +8,14 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal
 
 from foreload.cache.client.resp import WRONG_TYPE, Request, plain_of_any
 from foreload.cache.client.store import Store
 from foreload.cache.errors import ForeignKey, NamespaceInUse, RowsLost, StoreError
-from foreload.pipelines.base.codec import Count, FormError, Natural, of_json, parse_json
+from foreload.pipelines.base.codec import Count, FormError, Natural, of_json, parse_json, to_json
 
 FORMAT = 1
 NAME = "[A-Za-z0-9_.-]{1,100}"
@@ -51,14 +51,15 @@ class FolderId:
         return f"{self.path} on host {self.host}"
 
 
-class Note(TypedDict):
+@dataclass(frozen=True, slots=True)
+class Note:
     """The value of a run's key, as JSON. Earlier versions noted no folder."""
 
     format: int
     shard: Count
     shards: Natural
     identity: dict[str, Any]
-    folder: NotRequired[FolderId]
+    folder: FolderId | None = None
 
 
 def check_name(namespace: str) -> None:
@@ -169,7 +170,7 @@ def claim(
                 )
             except StoreError:
                 pass
-            if holder is not None and "run" in identity and holder["identity"].get("run") == identity["run"]:
+            if holder is not None and "run" in identity and holder.identity.get("run") == identity["run"]:
                 # Claimed by the same run before, which then was killed.
                 store.command(shard, "SET", run_key(namespace), text)
                 continue
@@ -206,10 +207,7 @@ def _claim_again(store: Store, namespace: str, identity: Mapping[str, Any], spar
 
 def _text(identity: Mapping[str, Any], shard: int, shards: int, folder: FolderId | None) -> str:
     """The value of a run's key."""
-    note = {"format": FORMAT, "shard": shard, "shards": shards, "identity": dict(identity)}
-    if folder is not None:
-        note["folder"] = asdict(folder)
-    return json.dumps(note, sort_keys=True)
+    return json.dumps(to_json(Note(FORMAT, shard, shards, dict(identity), folder)), sort_keys=True)
 
 
 def name_folder(store: Store, namespace: str, identity: Mapping[str, Any], folder: FolderId) -> None:
@@ -217,9 +215,9 @@ def name_folder(store: Store, namespace: str, identity: Mapping[str, Any], folde
     notes, _ = _notes(store, namespace)
     store.ask(
         {
-            shard: [("SET", run_key(namespace), _text(identity, note["shard"], note["shards"], folder))]
+            shard: [("SET", run_key(namespace), _text(identity, note.shard, note.shards, folder))]
             for shard, note in notes.items()
-            if note is not None and is_run(note, identity) and note.get("folder") != folder
+            if note is not None and is_run(note, identity) and note.folder != folder
         }
     )
 
@@ -256,7 +254,7 @@ def join(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, 
 def is_of(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, at: int | None = None) -> bool:
     """Whether the store's shard (its number `at` of the Store, the same by default) is shard `shard` of the run with this identity."""
     note = owner(store, namespace, shard if at is None else at)
-    return note is not None and is_run(note, identity) and note["shard"] == shard
+    return note is not None and is_run(note, identity) and note.shard == shard
 
 
 def are_of(store: Store, namespace: str, identity: Mapping[str, Any]) -> dict[int, bool]:
@@ -264,12 +262,12 @@ def are_of(store: Store, namespace: str, identity: Mapping[str, Any]) -> dict[in
     notes, foreign = _notes(store, namespace)
     for shard, error in foreign.items():
         store.give_up(shard, error)
-    return {shard: note is not None and is_run(note, identity) and note["shard"] == shard for shard, note in notes.items()}
+    return {shard: note is not None and is_run(note, identity) and note.shard == shard for shard, note in notes.items()}
 
 
 def is_run(note: Note, identity: Mapping[str, Any]) -> bool:
     """Whether a note of `owner` is of the run with this identity."""
-    return bool(note["identity"] == json.loads(json.dumps(dict(identity))))
+    return bool(note.identity == json.loads(json.dumps(dict(identity))))
 
 
 def _check_owner(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, note: Note | None, spared: int) -> None:
@@ -278,18 +276,18 @@ def _check_owner(store: Store, namespace: str, identity: Mapping[str, Any], shar
         raise StoreError(
             f"store {url}: has no namespace {namespace}, so its rows are lost or it is another server; check --store"
         )
-    if note["shard"] != shard or note["shards"] > store.shards:
+    if note.shard != shard or note.shards > store.shards:
         raise StoreError(
-            f"store {url}: is shard {note['shard']} of {note['shards']} of namespace {namespace}, not {shard} of {store.shards}; "
+            f"store {url}: is shard {note.shard} of {note.shards} of namespace {namespace}, not {shard} of {store.shards}; "
             "give --store the same servers in the same order as before"
         )
     wanted = json.loads(json.dumps(dict(identity)))
-    different = sorted(name for name in wanted.keys() | note["identity"].keys() if wanted.get(name) != note["identity"].get(name))
+    different = sorted(name for name in wanted.keys() | note.identity.keys() if wanted.get(name) != note.identity.get(name))
     if different:
         name = different[0]
         instead = "give another server in its place (--resume --store URL,...), or " if spared else ""
         raise NamespaceInUse(
-            f"store {url}: namespace {namespace} is another run's: {name} there is {note['identity'].get(name)!r}, here "
+            f"store {url}: namespace {namespace} is another run's: {name} there is {note.identity.get(name)!r}, here "
             f"{wanted.get(name)!r}; {instead}--overwrite removes its rows"
         )
 

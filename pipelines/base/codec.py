@@ -1,8 +1,9 @@
 """Typed JSON: dataclasses to JSON and back, for messages between processes and for manifests on disk. What does not fit its type is refused.
 
 A field is null, a bool, an int, a float, a str, a Literal, a tuple, list or dict of such, another dataclass, a TypedDict, any of several, Any (JSON
-as it is), or Annotated: a type with checks of the value, such as `Name` and `Count`. Of several dataclasses {"kind": "NAME", ...} says which it is. A
-field that may be None and is so by default is left out where it is; one with a default may be missing.
+as it is), or Annotated: a type with checks of the value, such as `Name` and `Count`, or with the `JsonForm` that it has. Of several dataclasses
+{"kind": "NAME", ...} says which it is. A field with a default may be missing. Messages (`to_json`) leave out fields that are None by default; files
+(`to_stored`) leave out fields that are `LeftOut`, and say null elsewhere.
 """
 
 from __future__ import annotations
@@ -94,10 +95,34 @@ Name = Annotated[str, plain_name]
 RelativePath = Annotated[str, plain_path]
 
 
+# -- Other forms: Annotated[type, JsonForm(..)] ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JsonForm:
+    """How values of a type that JSON does not have are written. json: the type in JSON; write gives a value of it, and read the inverse.
+
+    read may raise ValueError, or an error of this program.
+    """
+
+    json: Any
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+
+_LEFT_OUT = object()
+LeftOut = Annotated[_Value, _LEFT_OUT]
+"""A field that files do not have where it is as by default."""
+
+
 def to_json(value: Any) -> Any:
     """A message, or part of one, as JSON holds it, without its kind."""
-    kind: Any = type(value)
-    return _writer(kind)(value)
+    return _written(value, False)
+
+
+def to_stored(value: Any) -> Any:
+    """What a file holds, or each value of a list or dict, as JSON; `of_json` is the inverse here, too."""
+    return _written(value, True)
 
 
 def of_json(value: Any, kind: type[_Value]) -> _Value:
@@ -139,33 +164,60 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
+def _written(value: Any, stored: bool) -> Any:
+    kind: Any = type(value)
+    return _writer(kind, stored)(value)
+
+
 @functools.cache
-def _writer(hint: Any) -> Callable[[Any], Any]:
-    """From values of a type to JSON."""
+def _writer(hint: Any, stored: bool) -> Callable[[Any], Any]:
+    """From values of a type to JSON. stored: for a file."""
     if _several(hint):
-        return lambda value: None if value is None else {KIND: type(value).__name__} | to_json(value)
+        return lambda value: None if value is None else {KIND: type(value).__name__} | _written(value, stored)
     alternatives = _alternatives(hint)
     if len(alternatives) > 1:
         # Of a union such as `Lag | None` or `int | float`, at most one type is written otherwise than as it is.
-        writers = [_writer(one) for one in alternatives]
+        writers = [_writer(one, stored) for one in alternatives]
         write_one = next((one for one in writers if one is not _as_it_is), _as_it_is)
         return lambda value: None if value is None else write_one(value)
     if _is_dataclass(hint):
-        by_default = {field.name: field.default for field in dataclasses.fields(hint)}
-        parts = [(name, _writer(part), by_default[name] is None) for name, part, _ in _fields(hint)]
+        parts = [(name, _writer(part, stored), _not_written(hint, name, part, stored)) for name, part, _ in _fields(hint)]
         return lambda value: {
-            name: write(held) for name, write, left_out in parts if (held := getattr(value, name)) is not None or not left_out
+            name: write(held) for name, write, not_written in parts if (held := getattr(value, name)) not in not_written
         }
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _writer(args[0])
+        form = _form(hint)
+        return _writer(args[0], stored) if form is None else form.write
+    if origin is tuple and args[-1] is not Ellipsis:
+        of_places = [_writer(one, stored) for one in args]
+        return lambda value: [write(one) for write, one in zip(of_places, value, strict=True)]
     if origin in (tuple, list):
-        write = _writer(args[0])
+        write = _writer(args[0], stored)
         return lambda value: [write(one) for one in value]
     if origin is dict:
-        write = _writer(args[1])
+        write = _writer(args[1], stored)
         return lambda value: {str(key): write(one) for key, one in value.items()}
+    if hint is dict:
+        return lambda value: {key: _written(one, stored) for key, one in value.items()}
+    if hint is list:
+        return lambda value: [_written(one, stored) for one in value]
     return _as_it_is
+
+
+def _not_written(kind: Any, name: str, hint: Any, stored: bool) -> tuple[Any, ...]:
+    """The value, if any, with which a field of a dataclass is left out."""
+    field = next(field for field in dataclasses.fields(kind) if field.name == name)
+    if not stored:
+        return (None,) if field.default is None else ()
+    if get_origin(hint) is not Annotated or _LEFT_OUT not in get_args(hint):
+        return ()
+    return (field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),)
+
+
+def _form(hint: Any) -> JsonForm | None:
+    """The form of an Annotated type, where it has one."""
+    return next((one for one in get_args(hint)[1:] if isinstance(one, JsonForm)), None)
 
 
 @functools.cache
@@ -181,7 +233,8 @@ def _reader(hint: Any) -> Callable[[Any, str], Any]:
         return functools.partial(_read_fields, hint)
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _with_checks(_reader(args[0]), args[1:])
+        form = _form(hint)
+        return _with_checks(_reader(args[0]), args[1:]) if form is None else _with_form(form)
     if origin is tuple and args[-1] is not Ellipsis:
         return functools.partial(_read_tuple, [_reader(one) for one in args])
     if origin in (tuple, list):
@@ -201,7 +254,9 @@ def _reader(hint: Any) -> Callable[[Any, str], Any]:
     return lambda value, where: _checked(value, hint, where)
 
 
-def _with_checks(read: Callable[[Any, str], Any], checks: tuple[Check, ...]) -> Callable[[Any, str], Any]:
+def _with_checks(read: Callable[[Any, str], Any], further: tuple[Any, ...]) -> Callable[[Any, str], Any]:
+    checks: list[Check] = [one for one in further if one is not _LEFT_OUT]
+
     def read_checked(value: Any, where: str) -> Any:
         held = read(value, where)
         for check in checks:
@@ -209,6 +264,19 @@ def _with_checks(read: Callable[[Any, str], Any], checks: tuple[Check, ...]) -> 
         return held
 
     return read_checked
+
+
+def _with_form(form: JsonForm) -> Callable[[Any, str], Any]:
+    read = _reader(form.json)
+
+    def read_form(value: Any, where: str) -> Any:
+        held = read(value, where)
+        try:
+            return form.read(held)
+        except (ValueError, ForeloadError) as error:
+            raise FormError(f"{where}: {error}") from error
+
+    return read_form
 
 
 def _read_tuple(readers: list[Callable[[Any, str], Any]], value: Any, where: str) -> tuple[Any, ...]:

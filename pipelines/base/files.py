@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from foreload.pipelines.base.codec import FormError, parse_json, plain_path
+from foreload.pipelines.base.codec import FormError, of_json, parse_json, plain_path, to_stored
 from foreload.pipelines.errors import DiskError
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 SEAL = "sha256"
 _FULL_PAUSE_SECONDS = 0.5
+
+_Value = TypeVar("_Value")
 
 
 @contextmanager
@@ -174,15 +176,20 @@ def canonical(value: object) -> bytes:
 
 
 def write_json(path: Path, value: object, durable: bool = False) -> str:
-    """Write canonical JSON atomically; returns its SHA-256. durable: as `replacing` has it."""
-    data = canonical(value)
+    """Write what `to_stored` gives as canonical JSON, atomically; returns its SHA-256. durable: as `replacing` has it."""
+    data = canonical(to_stored(value))
     write_atomically(path, data, durable)
     return hashlib.sha256(data).hexdigest()
 
 
-def write_sealed(path: Path, value: dict[str, Any], durable: bool = False) -> str:
-    """Write what `sealed` gives. Returns the file's SHA-256. durable: as `replacing` has it."""
-    data = sealed(value)
+def read_json(path: Path, kind: type[_Value]) -> _Value:
+    """What `write_json` wrote, of a file that only this call of the program writes and reads. Raises OSError."""
+    return of_json(json.loads(path.read_bytes()), kind)
+
+
+def write_sealed(path: Path, value: object, durable: bool = False) -> str:
+    """Write what `to_stored` gives, an object, with a seal. Returns the file's SHA-256. durable: as `replacing` has it."""
+    data = sealed(to_stored(value))
     write_atomically(path, data, durable)
     return hashlib.sha256(data).hexdigest()
 

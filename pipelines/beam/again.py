@@ -17,13 +17,14 @@ import numpy as np
 import pyarrow as pa
 
 from foreload.pipelines.beam.local import compile_here
-from foreload.pipelines.beam.order import CollectShuffled, CutShuffle, ShuffleBucket, SortRuns, save_cut, source_of
+from foreload.pipelines.beam.order import CollectShuffled, CutShuffle, ShuffleBucket, SortRuns, load_orders, save_cut, source_of
 from foreload.pipelines.compiler.kept_slices import KeptSlices
 from foreload.pipelines.errors import ForeloadError
-from foreload.pipelines.planning.plan import Plan, piece_name
+from foreload.pipelines.planning.plan import TRAINING, Plan, piece_name
 from foreload.pipelines.samples.column_counts import ColumnCounts
 from foreload.pipelines.samples.piece_order import PieceOrder, gather
 from foreload.pipelines.samples.pieces import Samples, write_piece
+from foreload.pipelines.samples.rejects import Rejected
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.sitting import empty_slots, local_rows, rows_used
 
@@ -39,8 +40,8 @@ def compile_again(plan: Plan, parent: Schedule) -> None:
     except ForeloadError as error:
         plan.note_failure("Again", error)
         return
-    nothing = ColumnCounts.none(plan.spec).to_dict()
-    plan.save("rejected", {"count": 0, "causes": []})
+    nothing = ColumnCounts.none(plan.spec)
+    plan.save("rejected", Rejected(0, []))
     plan.save("columns", {"training": nothing, "evaluation": nothing})
     compile_here(plan, replace(source_of(plan), slices=slices))
 
@@ -133,7 +134,7 @@ class _Pieces:
 
 def _shuffle(plan: Plan) -> None:
     """The stages of a shuffle (`order`), one after the other."""
-    places = range(max(len(plan.load("cut")["training"]["names"]), 1))
+    places = range(max(len(load_orders(plan, "cut")[TRAINING].names), 1))
     runs = [place for element in places for place in SortRuns(plan).outputs(element)]
     buckets = list(CutShuffle(plan).together(runs))
     made = [piece for bucket in buckets for piece in ShuffleBucket(plan).outputs(bucket)]

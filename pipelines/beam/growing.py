@@ -119,7 +119,7 @@ class GrowingSource:
                     yield read_piece(piece)[0]
                     count += 1
                 elif saved.exists():  # a place whose records are all malformed has no piece, so there may be later ones
-                    for name in self._plan.load(names_of(task))[count:]:
+                    for name in self._plan.load(names_of(task), list[str])[count:]:
                         yield read_piece(self._plan.pieces / name)[0]
                     break
                 else:

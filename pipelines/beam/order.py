@@ -27,17 +27,12 @@ def load_orders(plan: Plan, name: str) -> dict[str, PieceOrder]:
     """The order of each set after a stage, by set. name: what the stage saved it as: read or sorted, of `Plan.sets`, or cut, of all training and all
     evaluation samples.
     """
-    return {which: PieceOrder.from_dict(order) for which, order in plan.load(name).items()}
-
-
-def save_orders(plan: Plan, name: str, orders: dict[str, PieceOrder]) -> None:
-    """Write the order of each set after a stage, under a name for the next one."""
-    plan.save(name, {which: order.to_dict() for which, order in orders.items()})
+    return plan.load(name, dict[str, PieceOrder])
 
 
 def save_cut(plan: Plan, training: PieceOrder, sets: Sequence[PieceOrder]) -> None:
     """Write the orders "cut": of the training samples, and of the evaluation samples, of one set after the other."""
-    save_orders(plan, "cut", {TRAINING: training, EVALUATION: PieceOrder.joined(sets)})
+    plan.save("cut", {TRAINING: training, EVALUATION: PieceOrder.joined(sets)})
     if plan.settings.evaluation_sets:
         plan.save("sets", [order.rows for order in sets])
 
@@ -47,8 +42,8 @@ def source_of(plan: Plan) -> PieceSource:
     orders = load_orders(plan, "cut")
     epochs: tuple[PieceOrder, ...] = ()
     if plan.settings.shuffle_seed is not None:
-        epochs = tuple(PieceOrder.from_dict(order) for order in plan.load("epochs"))
-    sets = tuple(plan.load("sets")) if plan.settings.evaluation_sets else ()
+        epochs = tuple(plan.load("epochs", list[PieceOrder]))
+    sets = tuple(plan.load("sets", list[int])) if plan.settings.evaluation_sets else ()
     return PieceSource(plan.pieces, orders[TRAINING], orders[EVALUATION], epochs, evaluation_sets=sets)
 
 
@@ -64,7 +59,7 @@ class CutBuckets(Stage):
             for bucket, (starts, ends) in enumerate(parts):
                 kept = np.flatnonzero(ends > starts)
                 part = PieceOrder(tuple(order.names[i] for i in kept), starts[kept], ends[kept])
-                self.plan.save(_bucket_name(which, bucket), part.to_dict())
+                self.plan.save(_bucket_name(which, bucket), part)
             yield from ((which, bucket) for bucket in range(len(parts)))
 
 
@@ -76,7 +71,7 @@ class SortBucket(Stage):
 
     def outputs(self, element: Any) -> Iterator[Any]:
         which, bucket = element
-        part = PieceOrder.from_dict(self.plan.load(_bucket_name(which, bucket)))
+        part = self.plan.load(_bucket_name(which, bucket), PieceOrder)
         samples, keys = gather(self.plan.pieces, part)
         name = piece_name("sorted", which, bucket)
         # The pieces of a bucket stand in the order of their names, so a stable sort leaves ties in the order of the sources.
@@ -95,7 +90,7 @@ class CollectSorted(GroupStage):
         orders = {
             which: PieceOrder.whole([(name, rows) for of, _, name, rows in values if of == which]) for which in self.plan.sets
         }
-        save_orders(self.plan, "sorted", orders)
+        self.plan.save("sorted", orders)
         yield "sorted"
 
 
@@ -111,7 +106,7 @@ class HoldOut(Stage):
         if self.plan.evaluation_fraction:
             order = orders[TRAINING]
             held = held_out(order.rows, self.plan.evaluation_fraction)
-            kept = self.plan.load(TRAINING_ROWS) if self.plan.counted else order.rows - held
+            kept = self.plan.load(TRAINING_ROWS, int) if self.plan.counted else order.rows - held
             orders = {TRAINING: order.slice(0, kept), EVALUATION: order.slice(kept, order.rows)}
         if orders[TRAINING].rows == 0 and not self.plan.evaluation_only:
             raise SourceError("source: has no training samples; give files with at least one well-formed record")
@@ -172,7 +167,7 @@ class ShuffleBucket(Stage):
         assert seed is not None
         low, high = (bucket << 64) // count, (bucket + 1 << 64) // count  # shuffle keys: low .. high - 1
         names, starts, ends = [], [], []
-        for index in range(self.plan.load("runs")):
+        for index in range(self.plan.load("runs", int)):
             run_numbers = read_piece(self.plan.pieces / _run_name(epoch, index))[1]
             assert run_numbers is not None
             keys = ShuffledKeys(seed, self.plan.first_epoch + epoch, run_numbers.to_numpy(), self.plan.first_number)
@@ -197,5 +192,5 @@ class CollectShuffled(GroupStage):
     def together(self, values: list[Any]) -> Iterator[Any]:
         epochs = range(self.plan.settings.epochs)
         orders = [PieceOrder.whole([(name, rows) for e, _, name, rows in values if e == epoch]) for epoch in epochs]
-        self.plan.save("epochs", [order.to_dict() for order in orders])
+        self.plan.save("epochs", orders)
         yield "shuffled"

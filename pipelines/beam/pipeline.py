@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
 
-from foreload.pipelines.base.files import write_json
+from foreload.pipelines.base.files import read_json, write_json
 from foreload.pipelines.beam.order import (
     CollectShuffled,
     CollectSorted,
@@ -57,7 +56,7 @@ class ReadAll(GroupStage):
         source, settings = source_of(self.plan), self.plan.compile_settings()
         counted = Counted.of(settings, source, progress_of(self.plan, self.label))
         program = Compilation(settings, self.plan.written).read(source, folder, counted.read)
-        write_json(folder / _PROGRAM, program.to_dict())
+        write_json(folder / _PROGRAM, program)
 
 
 class PlanLanes(Stage):
@@ -74,13 +73,13 @@ class PlanLanes(Stage):
         compilation = Compilation(self.plan.settings, self.plan.written)
         with attempt(self.plan) as scratch:
             (planned,) = compilation.plan_all(program, [element], self.plan.lanes, scratch, 1, counted.planned)
-        write_json(self.plan.lanes / _lane_name(element), planned.to_dict())
+        write_json(self.plan.lanes / _lane_name(element), planned)
         yield element
 
 
 def publish_lanes(plan: Plan) -> None:
     """Make the schedule of what `add_planning` has left, in the command's own process."""
-    plans = [LanePlan.from_dict(json.loads((plan.lanes / _lane_name(lane)).read_bytes())) for lane in range(plan.settings.lanes)]
+    plans = [read_json(plan.lanes / _lane_name(lane), LanePlan) for lane in range(plan.settings.lanes)]
     program = _program(plan)
     give_lanes(plan)
     Compilation(plan.settings, plan.out).publish(program, plans)
@@ -91,7 +90,7 @@ def _lane_name(lane: int) -> str:
 
 
 def _program(plan: Plan) -> Program:
-    return Program.from_dict(json.loads((plan.lanes / _PROGRAM).read_bytes()))
+    return read_json(plan.lanes / _PROGRAM, Program)
 
 
 def add_ordering(pipeline: beam.Pipeline, plan: Plan, tasks: Sequence[ReadTask], wrap: Wrap) -> beam.PCollection:

@@ -12,15 +12,15 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import apache_beam as beam
 import numpy as np
 import pyarrow as pa
 
-from foreload.pipelines.base.files import write_atomically, write_json
-from foreload.pipelines.beam.order import save_orders
+from foreload.pipelines.base.codec import to_stored
+from foreload.pipelines.base.files import read_json, write_atomically, write_json
 from foreload.pipelines.beam.stages import (
     GroupStage,
     Stage,
@@ -38,8 +38,10 @@ from foreload.pipelines.samples.external_sort import first_rows, stable_order
 from foreload.pipelines.samples.order_keys import order_keys
 from foreload.pipelines.samples.piece_order import PieceOrder, PieceRuns, held_out
 from foreload.pipelines.samples.pieces import Samples, write_piece
-from foreload.pipelines.samples.records import Cause
+from foreload.pipelines.samples.records import Cause, RejectedRecord
 from foreload.pipelines.samples.rejects import (
+    Rejected,
+    TaskRejects,
     add_causes,
     by_frequency,
     remedy,
@@ -71,14 +73,14 @@ class ReadStage(Stage):
 
     def outputs(self, element: ReadTask) -> Iterator[Any]:
         """Puts out (name of the task, pieces as (name, rows), number of malformed records)."""
-        rejects: list[Any] = []
+        rejects: list[RejectedRecord] = []
         causes: Counter[Cause] = Counter()
         rejected = 0
         pieces: list[tuple[str, int]] = []
         working: Future[None] | None = None
         with ThreadPoolExecutor(1) as thread:  # while a piece is worked on, the next is read
             for place, records in enumerate(read_records(element.split, self.plan.spec, self.scales)):
-                rejects += [asdict(reject) for reject in records.rejects[: MOST_REJECTS - len(rejects)]]
+                rejects += records.rejects[: MOST_REJECTS - len(rejects)]
                 add_causes(causes, records.causes)
                 rejected += records.rejected
                 if rejected > self.plan.max_rejects or self.plan.over or self.plan.failed():
@@ -92,8 +94,7 @@ class ReadStage(Stage):
             if working is not None:
                 working.result()
         if rejected:
-            report = {"first": rejects, "causes": by_frequency(causes)}
-            write_json(self.plan.work / REJECTS / f"{element.name}.json", report)
+            write_json(self.plan.work / REJECTS / f"{element.name}.json", TaskRejects(rejects, by_frequency(causes)))
         self.finish(element.name, pieces)
         yield element.name, pieces, rejected
 
@@ -116,17 +117,17 @@ class CollectStage(GroupStage):
         rejected = sum(count for _, _, count in values)
         # Training records first; within a set the tasks' names are in the order in which the user gave the files.
         names = [name for which in self.plan.sets for name, _, count in values if count and name.startswith(which)]
-        rejects = [json.loads((self.plan.work / REJECTS / f"{name}.json").read_bytes()) for name in names]
-        kept = [reject for part in rejects for reject in part["first"]][:_MOST_KEPT]
+        rejects = [read_json(self.plan.work / REJECTS / f"{name}.json", TaskRejects) for name in names]
+        kept = [reject for part in rejects for reject in part.first][:_MOST_KEPT]
         counted: Counter[Cause] = Counter()
         for part in rejects:
-            add_causes(counted, {Cause(*cause): count for cause, count in part["causes"]})
+            add_causes(counted, dict(part.causes))
         causes = by_frequency(counted)
         if kept:
-            lines = "".join(json.dumps(reject, sort_keys=True) + "\n" for reject in kept)
+            lines = "".join(json.dumps(to_stored(reject), sort_keys=True) + "\n" for reject in kept)
             write_atomically(self.plan.written / REJECTS_FILE, lines.encode())
         if rejected > self.plan.max_rejects:
-            shown = "; ".join(f"{r['file']}:{r['line']}: {r['field']}: {r['reason']}, not {r['value']!r}" for r in kept[:_SHOWN])
+            shown = "; ".join(f"{r.file}:{r.line}: {r.field}: {r.reason}, not {r.value!r}" for r in kept[:_SHOWN])
             more = f"; of those read: {summed_up(causes, rejected)}" if rejected > _SHOWN else ""
             missing_line = remedy(causes, self.plan.spec)
             raise RecordError(
@@ -134,7 +135,7 @@ class CollectStage(GroupStage):
                 f"--out has them): {shown}{more}"
                 + (f"; if that means missing values, write {missing_line}" if missing_line else "")
             )
-        self.plan.save("rejected", {"count": rejected, "causes": causes})
+        self.plan.save("rejected", Rejected(rejected, causes))
         yield from self.collected([piece for _, pieces, _ in values for piece in pieces])
 
     def collected(self, pieces: list[tuple[str, int]]) -> Iterator[Any]:
@@ -189,7 +190,7 @@ class Count(ReadStage):
     def outputs(self, element: ReadTask) -> Iterator[Any]:
         self._counts = {table: COUNTS.empty_table() for table in self.plan.spec.vocabulary_tables}
         self._statistics = DenseStatistics.empty(len(self.plan.spec.dense))
-        self._training = self.plan.load("training") if self.plan.evaluation_fraction else None
+        self._training = self.plan.load("training", dict[str, int]) if self.plan.evaluation_fraction else None
         yield from super().outputs(element)
 
     def piece(self, name: str, records: Records) -> None:
@@ -209,7 +210,7 @@ class Count(ReadStage):
             with pa.ipc.new_file(sink, COUNTS) as writer:
                 writer.write_table(counts)
             write_atomically(self.plan.pieces / _counts_name(table, task), sink.getvalue())
-        write_json(self.plan.pieces / _sums_name(task), self._statistics.to_dict())
+        write_json(self.plan.pieces / _sums_name(task), self._statistics)
 
 
 def _counts_name(table: int, task: str) -> str:
@@ -241,8 +242,7 @@ class MergeCounts(CollectStage):
             vocabularies[table] = Vocabulary.of(counts, spec.min_count(table))
         statistics = DenseStatistics.empty(len(spec.dense))
         for task in self.counted:
-            sums = json.loads((self.plan.pieces / _sums_name(task)).read_bytes())
-            statistics = statistics.merge(DenseStatistics.from_dict(sums))
+            statistics = statistics.merge(read_json(self.plan.pieces / _sums_name(task), DenseStatistics))
         standard = any(dense.transform == "standard" for dense in spec.dense)
         encoding_state.save(self.plan.encoding, vocabularies, statistics.finish() if standard else ())
         yield from self.tasks
@@ -277,7 +277,7 @@ class Encode(ReadStage):
         write_piece(self.plan.pieces / name, samples, keys, {})
 
     def finish(self, task: str, pieces: list[tuple[str, int]]) -> None:
-        write_json(self.plan.pieces / _columns_name(task), self._columns.to_dict())
+        write_json(self.plan.pieces / _columns_name(task), self._columns)
         self.plan.save(names_of(task), [name for name, _ in pieces])
 
 
@@ -296,9 +296,9 @@ class CollectPieces(CollectStage):
         columns = {which: ColumnCounts.none(self.plan.spec) for which in (TRAINING, EVALUATION)}
         for task in self.tasks:
             which = TRAINING if task.is_training else EVALUATION
-            columns[which] += ColumnCounts.from_dict(json.loads((self.plan.pieces / _columns_name(task.name)).read_bytes()))
-        self.plan.save("columns", {which: counts.to_dict() for which, counts in columns.items()})
-        save_orders(self.plan, "read", orders)
+            columns[which] += read_json(self.plan.pieces / _columns_name(task.name), ColumnCounts)
+        self.plan.save("columns", columns)
+        self.plan.save("read", orders)
         yield "read"
 
 

@@ -26,7 +26,7 @@ from foreload.pipelines.compiler.windowed import WindowedCompiler
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.piece_order import Abandoned, OrderedSource
-from foreload.pipelines.schedule.format import FAILED, Header, SampleAssignment
+from foreload.pipelines.schedule.format import FAILED, Header, SampleAssignment, ScheduleManifest
 from foreload.pipelines.schedule.reader import Schedule
 
 _ACCESSES, _NEXT_USES, _ROWS = "accesses", "next-uses", "rows"  # folders
@@ -143,7 +143,7 @@ class Compilation:
     def __init__(self, settings: CompileSettings, out: Path) -> None:
         self.settings, self._out = settings, out
 
-    def compile(self, source: OrderedSource, work: Path, progress: Progress = lambda done, total: None) -> dict[str, Any]:
+    def compile(self, source: OrderedSource, work: Path, progress: Progress = lambda done, total: None) -> ScheduleManifest:
         """Compile `source`; returns the manifest (docs/schedule.md). work: a folder for scratch files."""
         threads = max(1, min(self.settings.threads, self.settings.lanes))
         if self.settings.window_accesses is not None:
@@ -192,12 +192,12 @@ class Compilation:
                 raise
             return [task.result() for task in tasks]
 
-    def publish(self, program: Program, plans: Sequence[LanePlan]) -> dict[str, Any]:
+    def publish(self, program: Program, plans: Sequence[LanePlan]) -> ScheduleManifest:
         """Write the header and all manifests, the schedule's last; returns that."""
         with self._telling():
             return exact.publish(program, plans, self._out)
 
-    def _through_window(self, source: OrderedSource, work: Path, threads: int, progress: Progress) -> dict[str, Any]:
+    def _through_window(self, source: OrderedSource, work: Path, threads: int, progress: Progress) -> ScheduleManifest:
         settings = self.settings
         assert settings.window_accesses is not None
         with self._telling():

@@ -9,12 +9,10 @@ have written.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,9 +22,7 @@ from foreload.pipelines.compiler.oracle import NEVER
 from foreload.pipelines.compiler.output import ScheduleOutput, SlotsWanted, counted
 from foreload.pipelines.compiler.segments import EntryShare, SampleFiles, write_row_table
 from foreload.pipelines.compiler.serial_reader import SerialReader
-from foreload.pipelines.schedule.format import Header, mask_dtype
-
-_OF_SAMPLES = ("kind", "epoch", "first", "samples", "files")
+from foreload.pipelines.schedule.format import Header, RowTableEntry, ScheduleManifest, mask_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +46,7 @@ class Program:
     segments: tuple[PlannedSegment, ...]
     ordinals: tuple[tuple[int, ...], ...]
     minimum_slots: tuple[int, ...]
-    rows: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        segments = [
-            {name: getattr(segment.samples, name) for name in _OF_SAMPLES} | {"entry": segment.entry} for segment in self.segments
-        ]
-        others = {name: getattr(self, name) for name in ("shuffled", "ordinals", "minimum_slots", "rows")}
-        return {"header": self.header.to_dict(), "segments": segments, **others}
-
-    @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> Program:
-        """Inverse of to_dict."""
-        segments = []
-        for segment in value["segments"]:
-            files: Future[tuple[dict[str, Any], ...]] = Future()
-            files.set_result(tuple(segment["files"]))
-            samples = SampleFiles(segment["kind"], segment["epoch"], segment["first"], tuple(segment["samples"]), files)
-            segments.append(PlannedSegment(samples, segment["entry"]))
-        ordinals, minimum = tuple(tuple(lane) for lane in value["ordinals"]), tuple(value["minimum_slots"])
-        told = {"header": Header.from_dict(value["header"]), "segments": tuple(segments), "ordinals": ordinals}
-        return cls(**{**value, **told, "minimum_slots": minimum})
+    rows: RowTableEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +55,6 @@ class LanePlan:
 
     parts: tuple[LanePart, ...]
     occupied: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> LanePlan:
-        """Inverse of to_dict."""
-        return cls(tuple(LanePart(**part) for part in value["parts"]), value["occupied"])
 
 
 class Reading:
@@ -210,7 +176,7 @@ def _train(program: Program, planner: LanePlanner, accesses: LaneAccesses, sampl
         planner.plan(first + shift, part, starts, (shift, never))
 
 
-def publish(program: Program, plans: Sequence[LanePlan], out: Path) -> dict[str, Any]:
+def publish(program: Program, plans: Sequence[LanePlan], out: Path) -> ScheduleManifest:
     """Write the header and all manifests; plans: of each lane. Returns the schedule's manifest."""
     output = ScheduleOutput(out, program.header)
     for index, segment in enumerate(program.segments):

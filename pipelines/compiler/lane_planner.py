@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from foreload.pipelines.compiler import oracle
 from foreload.pipelines.compiler.next_uses import LaneAccesses
 from foreload.pipelines.errors import SlotsError
-from foreload.pipelines.schedule.format import MOVE_COLUMNS, Header, mask_dtype, write_lists
+from foreload.pipelines.schedule.format import MOVE_COLUMNS, FileEntry, Header, mask_dtype, write_lists
 
 _KINDS = 3 * (oracle.ROWS_USED,) + (oracle.ENDS,) + 6 * (oracle.ARRIVALS,)  # what each of the columns of Moves has an entry for
 
@@ -68,7 +67,7 @@ class LanePart:
     need besides the lane's; counts as in a Segment.
     """
 
-    files: dict[str, dict[str, Any]]
+    files: dict[str, FileEntry]
     ordinals: list[int] | None
     evaluation_slots: int
     counts: dict[str, int]
@@ -89,7 +88,7 @@ class LanePlanner:
         self.buffer = MoveBuffer(mask_dtype(header.lanes))
         self._out = out
         self._segment = 0
-        self._entry: dict[str, dict[str, Any]] = {}
+        self._entry: dict[str, FileEntry] = {}
         self._ordinals: list[int] | None = None
         self._evaluation_slots = 0  # that the segment's evaluation steps need
 
@@ -142,7 +141,7 @@ class LanePlanner:
         self._entry, self._ordinals, self._evaluation_slots = {}, None, 0
         return part
 
-    def _write(self, what: str, columns: Columns) -> dict[str, Any]:
+    def _write(self, what: str, columns: Columns) -> FileEntry:
         return write_lists(self._out / f"{what}-{self._segment:06d}-{self.number:02d}.arrow", columns)
 
 

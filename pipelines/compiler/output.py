@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from foreload.pipelines.compiler.lane_planner import LanePart
 from foreload.pipelines.compiler.segments import SampleFiles, write_segment
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples.piece_order import OrderedSource
-from foreload.pipelines.schedule.format import FORMAT_VERSION, HEADER, MANIFEST, Header
+from foreload.pipelines.schedule.format import FORMAT_VERSION, HEADER, MANIFEST, Header, RowTableEntry, ScheduleManifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class ScheduleOutput:
         self._checksums: list[str] = []
         self._evaluation_slots = np.zeros(header.lanes, np.int64)
         self._totals: Counter[str] = Counter()
-        write_sealed(out / HEADER, header.to_dict())
+        write_sealed(out / HEADER, header)
 
     def publish(self, samples: SampleFiles, parts: Sequence[LanePart]) -> None:
         """Publish the next segment; parts: what each lane has of it, its files written."""
@@ -67,8 +67,8 @@ class ScheduleOutput:
                 self._totals.update(part.counts)
 
     def finish(
-        self, occupied: Sequence[int], minimum_slots: Sequence[int], lookahead_ratio: float, rows: dict[str, Any]
-    ) -> dict[str, Any]:
+        self, occupied: Sequence[int], minimum_slots: Sequence[int], lookahead_ratio: float, rows: RowTableEntry
+    ) -> ScheduleManifest:
         """Write the manifest, which makes the schedule whole.
 
         occupied: of each lane, slots that hold a row at the end; minimum_slots: rows of each lane's largest step; lookahead_ratio: the
@@ -76,7 +76,7 @@ class ScheduleOutput:
         table's entry.
         """
         totals = self._totals
-        manifest = {
+        manifest: ScheduleManifest = {
             "version": FORMAT_VERSION,
             "header": hashlib.sha256((self._out / HEADER).read_bytes()).hexdigest(),
             "segments": self._checksums,

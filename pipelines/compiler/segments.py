@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import pyarrow as pa
 
+from foreload.pipelines.base.codec import JsonForm
 from foreload.pipelines.base.files import replacing, write_sealed
 from foreload.pipelines.compiler.lane_planner import LanePart
 from foreload.pipelines.compiler.row_table import RowTable
@@ -20,8 +21,10 @@ from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.schedule.format import (
     ROW_TABLE,
+    FileEntry,
     Kind,
     LaneFiles,
+    RowTableEntry,
     Segment,
     mask_dtype,
     segment_name,
@@ -31,6 +34,12 @@ from foreload.pipelines.schedule.format import (
 ENTRY_SHARE = 10  # entry states take at most one part in this many of a schedule
 _USED_BYTES = 5  # of a row used in a lane's moves, besides who uses it next: slot and whether it is written back early
 _OCCUPANT_BYTES = 26  # of a slot in an entry state: table (2), ordinal (8), id (8), tag (4), stored tag (4)
+
+
+def _written(files: tuple[FileEntry, ...]) -> Future[tuple[FileEntry, ...]]:
+    done: Future[tuple[FileEntry, ...]] = Future()
+    done.set_result(files)
+    return done
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +53,10 @@ class SampleFiles:
     epoch: int
     first: int
     samples: tuple[int, ...]
-    writing: Future[tuple[dict[str, Any], ...]]
+    writing: Annotated[Future[tuple[FileEntry, ...]], JsonForm(tuple[FileEntry, ...], Future.result, _written)]
 
     @property
-    def files(self) -> tuple[dict[str, Any], ...]:
+    def files(self) -> tuple[FileEntry, ...]:
         """A manifest entry for each lane, once its file is written. Raises OSError where it cannot be."""
         return self.writing.result()
 
@@ -112,7 +121,7 @@ class SampleWriter:
         self._columns, self._others = (
             [{name: _Column(kind) for name, kind in kinds.items()} for _ in range(lanes)] for _ in range(2)
         )
-        self._writing: Future[tuple[dict[str, Any], ...]] | None = None
+        self._writing: Future[tuple[FileEntry, ...]] | None = None
         self._index = np.empty(0, np.int32)
         self._samples: list[int] = []
         self._files = 0
@@ -160,7 +169,7 @@ class SampleWriter:
         self._samples, self.bytes = [], 0
         return result
 
-    def _write(self, of_lanes: list[dict[str, _Column]], number: int) -> tuple[dict[str, Any], ...]:
+    def _write(self, of_lanes: list[dict[str, _Column]], number: int) -> tuple[FileEntry, ...]:
         name, files = "samples" if self._kind == "train" else "evaluation", []
         for lane, columns in enumerate(of_lanes):
             lists = {name: column.lists() for name, column in columns.items()}
@@ -217,10 +226,10 @@ def write_segment(out: Path, index: int, samples: SampleFiles, parts: Sequence[L
         ordinals=None if None in ordinals else tuple(tuple(of_lane) for of_lane in ordinals if of_lane is not None),
         counts={name: sum(part.counts[name] for part in parts) for name in parts[0].counts},
     )
-    return write_sealed(out / segment_name(index), segment.to_dict())
+    return write_sealed(out / segment_name(index), segment)
 
 
-def write_row_table(out: Path, table: RowTable, first_step: int = 0, repeated: int = 0) -> dict[str, Any]:
+def write_row_table(out: Path, table: RowTable, first_step: int = 0, repeated: int = 0) -> RowTableEntry:
     """Write rows.arrow: (table, id, lane, ordinal, tag) of every row ever trained, by (table, id). Returns its manifest entry.
 
     repeated: steps that follow those which the row table knows of, from `first_step` on, and use the same rows in the same order.
@@ -237,5 +246,4 @@ def write_row_table(out: Path, table: RowTable, first_step: int = 0, repeated: i
                 writer.write_batch(pa.RecordBatch.from_arrays([pa.array(batch[name]) for name in schema.names], schema=schema))
                 count += len(batch["id"])
         with pa.memory_map(str(temporary)) as file:
-            entry = {"name": path.name, "rows": count, "bytes": file.size(), "crc32": zlib.crc32(file.read_buffer())}
-    return entry
+            return {"name": path.name, "rows": count, "bytes": file.size(), "crc32": zlib.crc32(file.read_buffer())}

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count, islice, repeat
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from foreload.pipelines.compiler.output import Progress, ScheduleOutput
 from foreload.pipelines.compiler.segments import EntryShare, SampleFiles, write_row_table
 from foreload.pipelines.compiler.serial_pass import LaneStep
 from foreload.pipelines.compiler.serial_reader import SerialReader
-from foreload.pipelines.schedule.format import Header, mask_dtype
+from foreload.pipelines.schedule.format import Header, ScheduleManifest, mask_dtype
 
 CHUNK_STEPS = 16  # steps that the oracles plan between two looks at the front
 RATE_STEPS = 32  # steps over which a lane's arrivals are averaged
@@ -119,7 +118,7 @@ class WindowedCompiler:
         self._looked_up: list[LaneAccesses] = []  # by each lane, in the evaluation pass that was looked up last
         self._entries = EntryShare(mask_dtype(header.lanes).itemsize)
 
-    def run(self, threads: int, progress: Progress) -> dict[str, Any]:
+    def run(self, threads: int, progress: Progress) -> ScheduleManifest:
         """Write the whole schedule; returns its manifest. threads: that plan lanes at once. Raises SlotsError."""
         with self._reader, ThreadPoolExecutor(threads) as pool, ExitStack() as files:
             output = ScheduleOutput(self._out, self.header)

@@ -17,14 +17,13 @@ _FLAGS = {"training": "", "evaluation": " of --eval-source"}  # what is said beh
 
 
 def data_summary(
-    schedule: Schedule, spec: FeatureSpec, causes: Sequence[tuple[Sequence[str], int]], columns: Mapping[str, Any]
+    schedule: Schedule, spec: FeatureSpec, causes: Sequence[tuple[Sequence[str], int]], columns: Mapping[str, ColumnCounts]
 ) -> dict[str, Any]:
     """For the summary: "malformed", "tables" (rows of each that were ever trained), "data" of each set (ColumnCounts.told), and "warnings", lines.
 
-    causes: of malformed records, most frequent first, each as ((column, value, rule), number of records). columns: set -> its
-    ColumnCounts as JSON.
+    causes: of malformed records, most frequent first, each as ((column, value, rule), number of records). columns: of each set.
     """
-    counts = {which: ColumnCounts.from_dict(columns[which]) for which in _FLAGS}
+    counts = {which: columns[which] for which in _FLAGS}
     names = [table.name for table in spec.tables]
     return {
         "malformed": [{"column": c[0], "value": c[1], "rule": c[2], "records": count} for c, count in causes],

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from foreload.pipelines.base.files import write_json
+from foreload.pipelines.base.files import read_json, write_json
 from foreload.pipelines.compiler.compile import CompileSettings
 from foreload.pipelines.errors import ForeloadError, ScheduleError, SettingError, SourceError, error_of
 from foreload.pipelines.planning.evaluation_sets import evaluation_sets
@@ -47,6 +46,17 @@ RESERVE = "reserve"
 """In the work folder: takes the room that noting a failure needs, and is removed for it where the disk is full."""
 
 RESERVE_BYTES = 1 << 16
+
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An error of the user's making, or of the disk's."""
+
+    code: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +139,7 @@ class Plan:
         """The file in which a stage leaves an order, or another result as JSON, for later stages."""
         return self.work / ORDER_FILES / f"{name}.json"
 
-    def save(self, name: str, value: Any) -> None:
+    def save(self, name: str, value: object) -> None:
         """Write a stage's result under a name."""
         write_json(self.order_path(name), value)
 
@@ -137,13 +147,13 @@ class Plan:
         """Whether a stage has saved a result under a name."""
         return self.order_path(name).exists()
 
-    def load(self, name: str) -> Any:
+    def load(self, name: str, kind: type[_Value]) -> _Value:
         """Read what a stage before has saved under a name."""
-        return json.loads(self.order_path(name).read_bytes())
+        return read_json(self.order_path(name), kind)
 
     def note_failure(self, name: str, error: ForeloadError) -> None:
         """Leave word of an error of the user's making, or of the disk's, under a name: nothing that is still to be done will be of use."""
-        path, failure = self.work / FAILURES / f"{name}.json", {"code": error.code, "message": str(error)}
+        path, failure = self.work / FAILURES / f"{name}.json", _Failure(error.code, str(error))
         try:
             write_json(path, failure)
         except OSError:
@@ -157,8 +167,8 @@ class Plan:
     def raise_failure(self) -> None:
         """Raise the first failure noted as the error that it was."""
         for path in self.failed():
-            failure = json.loads(path.read_bytes())
-            raise error_of(failure["code"], failure["message"])
+            failure = read_json(path, _Failure)
+            raise error_of(failure.code, failure.message)
 
 
 TRAINING, EVALUATION = "training", "evaluation"

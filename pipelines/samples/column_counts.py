@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numba as nb
 import numpy as np
 
+from foreload.pipelines.base.arrays import Float64s, Int64s
 from foreload.pipelines.samples.dense import DenseStatistics
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.noticed import COUNTS, warnings_of
@@ -32,12 +32,12 @@ class ColumnCounts:
     """
 
     samples: int
-    ones: np.ndarray
+    ones: Int64s
     numbers: DenseStatistics
-    ranges: np.ndarray
-    dense: np.ndarray
-    features: np.ndarray
-    noticed: np.ndarray
+    ranges: Float64s
+    dense: Int64s
+    features: Int64s
+    noticed: Int64s
 
     @staticmethod
     def none(spec: FeatureSpec) -> ColumnCounts:
@@ -91,31 +91,6 @@ class ColumnCounts:
             self.dense + other.dense,
             self.features + other.features,
             self.noticed + other.noticed,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-able form."""
-        return {
-            "samples": self.samples,
-            "ones": self.ones.tolist(),
-            "numbers": self.numbers.to_dict(),
-            "ranges": self.ranges.tolist(),
-            "dense": self.dense.tolist(),
-            "features": self.features.tolist(),
-            "noticed": self.noticed.tolist(),
-        }
-
-    @staticmethod
-    def from_dict(d: Mapping[str, Any]) -> ColumnCounts:
-        """The inverse of to_dict."""
-        return ColumnCounts(
-            d["samples"],
-            np.array(d["ones"], np.int64),
-            DenseStatistics.from_dict(d["numbers"]),
-            np.array(d["ranges"], np.float64).reshape(2, -1),
-            np.array(d["dense"], np.int64).reshape(2, -1),
-            np.array(d["features"], np.int64).reshape(3, -1),
-            np.array(d["noticed"], np.int64).reshape(-1, COUNTS),
         )
 
     def told(self, spec: FeatureSpec) -> dict[str, Any]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
 import numba as nb
 import numpy as np
 
+from foreload.pipelines.base.codec import JsonForm
 from foreload.pipelines.samples.features import Dense
 
 # Finite float64 values are integers times 2^-1074, and their squares times 2^-2148.
 _SCALE_BITS = 1074
 _DIGIT_BITS = 26
 _BLOCK_ROWS = 1024
+
+_Hexadecimal = Annotated[int, JsonForm(str, hex, lambda text: int(text, 16))]
 
 
 def exact_sums(values: np.ndarray) -> tuple[int, int]:
@@ -70,8 +73,8 @@ class DenseStatistics:
     """
 
     counts: tuple[int, ...]
-    sums: tuple[int, ...]
-    squares: tuple[int, ...]
+    sums: tuple[_Hexadecimal, ...]
+    squares: tuple[_Hexadecimal, ...]
 
     @staticmethod
     def of(dense: np.ndarray) -> DenseStatistics:
@@ -114,17 +117,6 @@ class DenseStatistics:
     def finish(self) -> tuple[Scale, ...]:
         """Mean and deviation of each column; 0 and 1 for a column without values."""
         return tuple(Scale(mean, deviation or 1.0) for _, mean, deviation in self.moments())
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-able form; the sums in hexadecimal."""
-        return {"counts": list(self.counts), "sums": [hex(x) for x in self.sums], "squares": [hex(x) for x in self.squares]}
-
-    @staticmethod
-    def from_dict(d: Mapping[str, Any]) -> DenseStatistics:
-        """The inverse of to_dict."""
-        return DenseStatistics(
-            tuple(int(x) for x in d["counts"]), tuple(int(x, 16) for x in d["sums"]), tuple(int(x, 16) for x in d["squares"])
-        )
 
 
 def transform(dense: np.ndarray, columns: Sequence[Dense], scales: Sequence[Scale] | None) -> np.ndarray:

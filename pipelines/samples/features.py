@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from foreload.pipelines.base.codec import Count, FormError, Natural, of_json
+from foreload.pipelines.base.codec import Count, JsonForm, LeftOut, Natural, of_json, to_stored
 from foreload.pipelines.errors import FeatureError
 
 ENCODINGS = ("hash", "vocabulary", "id")
@@ -130,7 +130,7 @@ class FeatureSpec:
     text: TextFormat = field(default_factory=TextFormat)
     weight: str | None = None
     group: str | None = None
-    rule: Literal[1, 2] = 1
+    rule: LeftOut[Literal[1, 2]] = 1
 
     def __post_init__(self) -> None:
         _check(self)
@@ -202,27 +202,6 @@ class FeatureSpec:
         tables = [replace(t, rows=2 + sizes[k]) if k in sizes else t for k, t in enumerate(self.tables)]
         return replace(self, tables=tuple(tables))
 
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-able form, for manifests: one label as earlier versions wrote it, who then refuse only what they do not know."""
-        told: dict[str, Any] = _listed(asdict(self))
-        if self.rule == 1:
-            del told["rule"]
-        extra = {name: told.pop(name) for name in ("weight", "group")}
-        if extra == {"weight": None, "group": None} and (not self.labels or (len(self.labels) == 1 and self.labels[0].plain)):
-            told["label"] = "".join(label["column"] for label in told.pop("labels"))
-            if self.labels and self.labels[0].at_least is not None:
-                told["label_at_least"] = self.labels[0].at_least
-            return told
-        return told | extra
-
-    @staticmethod
-    def from_dict(d: Mapping[str, Any]) -> FeatureSpec:
-        """The inverse of to_dict; FeatureError where d is not of that form."""
-        try:
-            return of_json(with_labels(d), FeatureSpec)
-        except FormError as error:
-            raise FeatureError(f"features: not a feature specification ({error}); it was written by another version") from error
-
     @staticmethod
     def criteo(rows: int | Sequence[int] | None = None, dimension: int | None = None) -> FeatureSpec:
         """Criteo's columns, hashed into the 26 Kaggle table sizes, or into tables of `rows` (one number for all, or 26)."""
@@ -267,13 +246,28 @@ def _check(spec: FeatureSpec) -> None:
         _check_table(table, [f for f in spec.features if f.table == place])
 
 
-def with_labels(told: Any) -> Any:
-    """JSON of a spec as the fields of FeatureSpec have it: with a list of labels, where `to_dict` wrote one alone."""
-    if not isinstance(told, dict) or "label" not in told:
-        return told
-    others = {name: value for name, value in told.items() if name not in ("label", "label_at_least")}
-    label = {"name": told["label"], "column": told["label"], "at_least": told.get("label_at_least")}
-    return others | {"labels": [] if told["label"] == "" else [label]}
+def features_stored(spec: FeatureSpec) -> dict[str, Any]:
+    """A spec in a manifest: one label as earlier versions wrote it, who then refuse only what they do not know."""
+    stored: dict[str, Any] = to_stored(spec)
+    first = spec.labels[0] if spec.labels else None
+    if len(spec.labels) > 1 or not (first is None or first.plain) or (spec.weight, spec.group) != (None, None):
+        return stored
+    for name in ("labels", "weight", "group"):
+        del stored[name]
+    at_least = {} if first is None or first.at_least is None else {"label_at_least": first.at_least}
+    return stored | {"label": "" if first is None else first.column} | at_least
+
+
+def features_of(stored: dict[str, Any]) -> FeatureSpec:
+    """The inverse of `features_stored`. Raises FormError."""
+    fields = dict(stored)
+    if "label" in fields:
+        name, at_least = fields.pop("label"), fields.pop("label_at_least", None)
+        fields["labels"] = [] if name == "" else [{"name": name, "column": name, "at_least": at_least}]
+    return of_json(fields, FeatureSpec)
+
+
+StoredFeatures = Annotated[FeatureSpec, JsonForm(dict[str, Any], features_stored, features_of)]
 
 
 def _check_label(label: Label) -> None:
@@ -374,10 +368,3 @@ def _one_of(where: str, key: str, value: Any, allowed: tuple[str, ...]) -> None:
 def _positive(where: str, key: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise FeatureError(f"{where}: {key} must be a whole number of at least 1, not {value!r}")
-
-
-def _listed(value: Any) -> Any:
-    """Tuples as lists, all the way down, so that a spec equals its way through JSON."""
-    if isinstance(value, dict):
-        return {key: _listed(x) for key, x in value.items()}
-    return [_listed(x) for x in value] if isinstance(value, list | tuple) else value

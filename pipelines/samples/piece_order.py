@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 
+from foreload.pipelines.base.arrays import Int64s
 from foreload.pipelines.samples.external_sort import Keys
 from foreload.pipelines.samples.pieces import Samples, read_piece
 
@@ -61,8 +62,8 @@ class PieceOrder:
     """Samples as ranges of pieces, in order: rows starts[i] .. ends[i] - 1 of piece names[i]. starts, ends: int64 [pieces]."""
 
     names: tuple[str, ...]
-    starts: np.ndarray
-    ends: np.ndarray
+    starts: Int64s
+    ends: Int64s
 
     @classmethod
     def whole(cls, pieces: Sequence[tuple[str, int]]) -> PieceOrder:
@@ -95,15 +96,6 @@ class PieceOrder:
     def range(self, place: int) -> PieceOrder:
         """One of the ranges as an order of its own."""
         return PieceOrder(self.names[place : place + 1], self.starts[place : place + 1], self.ends[place : place + 1])
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {"names": list(self.names), "starts": self.starts.tolist(), "ends": self.ends.tolist()}
-
-    @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> PieceOrder:
-        """Inverse of to_dict."""
-        return cls(tuple(value["names"]), np.array(value["starts"], np.int64), np.array(value["ends"], np.int64))
 
 
 def held_out(rows: int, fraction: float) -> int:

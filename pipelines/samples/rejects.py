@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
 
 import pyarrow as pa
 
+from foreload.pipelines.base.codec import JsonForm
 from foreload.pipelines.samples.cells import parses
 from foreload.pipelines.samples.convert import required_numbers
 from foreload.pipelines.samples.features import FeatureSpec
-from foreload.pipelines.samples.records import Cause
+from foreload.pipelines.samples.records import Cause, RejectedRecord
 
 MOST_CAUSES = 1000
 """Causes that are kept; of more, the most frequent."""
@@ -42,6 +45,26 @@ _MARKERS = frozenset(
         "unknown",
     )
 )
+
+
+CauseCount = tuple[Annotated[Cause, JsonForm(list[str], list, lambda parts: Cause(*parts))], int]
+"""A cause, and how many records it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRejects:
+    """The malformed records of a task: the first, and all causes."""
+
+    first: list[RejectedRecord]
+    causes: list[CauseCount]
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """How many records are malformed, and why."""
+
+    count: int
+    causes: list[CauseCount]
 
 
 def add_causes(causes: Counter[Cause], more: Mapping[Cause, int]) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import zlib
 from bisect import bisect_right
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 import numpy as np
 import pyarrow as pa
 
-from foreload.pipelines.base.codec import MOST, Count, FormError, Name, Natural, between, of_json
+from foreload.pipelines.base.codec import MOST, Count, FormError, LeftOut, Name, Natural, between, of_json, to_stored
 from foreload.pipelines.base.files import replacing
 from foreload.pipelines.errors import ScheduleError
-from foreload.pipelines.samples.features import FeatureSpec, with_labels
+from foreload.pipelines.samples.features import StoredFeatures
 
 FORMAT_VERSION = 1
 """Of a schedule's manifest, and of its header, unless the features are encoded by rule 2."""
@@ -59,7 +59,7 @@ def segment_name(index: int) -> str:
     return f"segment-{index:06d}.json"
 
 
-def write_lists(path: Path, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
+def write_lists(path: Path, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -> FileEntry:
     """Write list columns, name -> (offsets int32 [events + 1], values), as one Arrow record batch with a row per event.
 
     Returns the file's entry in a manifest: name, bytes and CRC-32. Raises OSError.
@@ -148,7 +148,7 @@ class Header:
     """
 
     version: int
-    features: FeatureSpec
+    features: StoredFeatures
     batch_size: Natural
     lanes: Annotated[int, between(1, MOST_LANES)]
     slots: tuple[Slots, ...]
@@ -161,29 +161,19 @@ class Header:
     parent: str | None
     settings: dict[str, Any]
     placement: SampleAssignment = "order"
-    eval_every: Natural | None = None
-    first_epoch: Count = 0
-    evaluation_sets: tuple[tuple[str, Count], ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        told = {name: getattr(self, name) for name in self.__slots__} | {
-            "features": self.features.to_dict(),
-            "slots": list(self.slots),
-        }
-        for name in [name for name in ("eval_every", "first_epoch", "evaluation_sets") if not told[name]]:
-            del told[name]
-        return told
+    eval_every: LeftOut[Natural | None] = None
+    first_epoch: LeftOut[Count] = 0
+    evaluation_sets: LeftOut[tuple[tuple[str, Count], ...]] = ()
 
     @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> Header:
-        """Inverse of to_dict; raises ScheduleError for another format version, FormError for another form."""
+    def of(cls, value: dict[str, Any]) -> Header:
+        """The header in a file; raises ScheduleError for another format version, FormError for another form."""
         if value.get("version") not in HEADER_VERSIONS:
             raise ScheduleError(
                 f"schedule format version: must be {' or '.join(map(str, HEADER_VERSIONS))}, is {value.get('version')!r:.100}: prepare the schedule "
                 "again with this version"
             )
-        header = of_json(value | {"features": with_labels(value.get("features"))}, cls)
+        header = of_json(value, cls)
         if header.features.rule != header.version:
             raise FormError(f"Header.features.rule: must be {header.version}, the header's version; got {header.features.rule}")
         if len(header.slots) != header.lanes:
@@ -197,7 +187,7 @@ class Header:
         """SHA-256 of all that it says but how many slots there are: of one log, schedules that have it in common train the same samples in the same
         steps and lanes, and give their rows the same ordinals.
         """
-        told = self.to_dict()
+        told = to_stored(self)
         del told["slots"]
         told["settings"] = {name: value for name, value in self.settings.items() if name not in _SLOT_SETTINGS}
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
@@ -266,10 +256,6 @@ class Segment:
         tuple[tuple[Count, ...], ...] | None
     )  # with an entry state: per lane and table, the ordinals given before the segment
     counts: dict[str, Count]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return asdict(self)
 
     @property
     def last(self) -> int:

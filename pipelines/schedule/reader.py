@@ -108,7 +108,7 @@ class Schedule:
             )
         header, self.identity = _load_json(self.path / HEADER, "schedule header")
         with _parsing(self.path / HEADER, "schedule header"):
-            self.header = Header.from_dict(header)
+            self.header = Header.of(header)
         self._header_file = self._stat(HEADER)
         if self.complete and self.manifest["header"] != self.identity:
             raise ScheduleError(

@@ -9,6 +9,7 @@ from foreload.cache.client.store import Store, Write
 from foreload.cache.errors import Fenced, NamespaceInUse, RowsLost, StoreError
 from foreload.cache.protocol.fence import fence
 from foreload.cache.protocol.namespace import (
+    Note,
     claim,
     lane_key,
     owner,
@@ -36,7 +37,7 @@ def test_a_namespace_is_taken_once(store: Store) -> None:
     with pytest.raises(NamespaceInUse, match=r"namespace clicks .*--resume.*--overwrite"):
         claim(store, "clicks", {"run": "r2"}, "new")
     claim(store, "clicks2", {"run": "r2"}, "new")
-    assert [note["shard"] for shard in range(3) if (note := owner(store, "clicks", shard)) is not None] == [0, 1, 2]
+    assert [note.shard for shard in range(3) if (note := owner(store, "clicks", shard)) is not None] == [0, 1, 2]
 
 
 def test_a_refused_claim_leaves_nothing_behind(store: Store) -> None:
@@ -53,7 +54,7 @@ def test_overwriting_removes_that_namespace_and_no_other(store: Store) -> None:
     before = keys(store)
     claim(store, "clicks", {"run": "r2"}, "overwrite")
     assert before - keys(store) == 3 * 4
-    assert owner(store, "clicks", 1) == {"format": 1, "shard": 1, "shards": 3, "identity": {"run": "r2"}}
+    assert owner(store, "clicks", 1) == Note(1, 1, 3, {"run": "r2"})
     assert remove(store, "a.b") == 12
     assert store.command(0, "HLEN", lane_key("axb", 0, 0)) == 3
     assert remove(store, "nothing") == 0
@@ -106,7 +107,7 @@ def test_a_namespace_is_a_plain_name(store: Store) -> None:
 def test_what_a_run_claimed_before_it_was_killed_is_still_its_own(store: Store) -> None:
     claim(store, "killed", {"run": "a", "lanes": 2}, "new")
     claim(store, "killed", {"run": "a", "lanes": 4}, "new")
-    assert owner(store, "killed", 2)["identity"] == {"run": "a", "lanes": 4}  # type: ignore[index]
+    assert owner(store, "killed", 2) == Note(1, 2, 3, {"run": "a", "lanes": 4})
     with pytest.raises(NamespaceInUse):
         claim(store, "killed", {"run": "b", "lanes": 4}, "new")
     remove(store, "killed")

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foreload.pipelines.base.codec import of_json, to_stored
 from foreload.pipelines.samples.dense import (
     DenseStatistics,
     Scale,
@@ -36,7 +37,7 @@ def test_statistics_do_not_depend_on_the_pieces(rows: list[list[float]], cut: in
     whole = DenseStatistics.of(dense)
     parts = DenseStatistics.of(dense[cut:]).merge(DenseStatistics.of(dense[:cut])).merge(DenseStatistics.empty(2))
     assert parts == whole
-    assert DenseStatistics.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
+    assert of_json(json.loads(json.dumps(to_stored(whole))), DenseStatistics) == whole
     for place, scale in enumerate(whole.finish()):
         known = [x for x in dense[:, place] if not math.isnan(x)]
         if not known:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foreload.pipelines.base.codec import of_json, to_stored
 from foreload.pipelines.base.hashing import key
 from foreload.pipelines.samples import external_sort, order_keys, piece_order
 from foreload.pipelines.samples.pieces import Samples, write_piece
@@ -154,7 +155,7 @@ def test_slices_of_an_order_are_slices_of_its_samples(rows: list[int], first: in
     cut = order.slice(first, last)
     assert samples(cut) == samples(order)[first:last]
     assert samples(cut.slice(1, 3)) == samples(order)[first:last][1:3]
-    assert piece_order.PieceOrder.from_dict(cut.to_dict()).rows == cut.rows
+    assert of_json(to_stored(cut), piece_order.PieceOrder).rows == cut.rows
 
 
 def test_a_source_of_pieces_counts_numbers_through_pieces(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from test_portable import contents
 
 from foreload.pipelines import prepare
 from foreload.pipelines.beam.growing import GrowingSource
-from foreload.pipelines.beam.order import save_orders
 from foreload.pipelines.beam.read import Encode
 from foreload.pipelines.beam.stages import Stage
 from foreload.pipelines.planning import work_folder
@@ -98,7 +97,7 @@ def test_samples_come_as_soon_as_they_are_certain_and_are_those_of_the_finished_
         plan.save(names_of(task.name), names)
         chunks += until(training, written - held_out(written, fraction), chunks)
     order, kept = PieceOrder.whole(pieces), total - held_out(total, fraction)
-    save_orders(plan, "cut", {"training": order.slice(0, kept), "evaluation": order.slice(kept, total)})
+    plan.save("cut", {"training": order.slice(0, kept), "evaluation": order.slice(kept, total)})
     source.finish(whole=True)
     chunks += training
     everything = list(range(total))

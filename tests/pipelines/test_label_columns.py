@@ -20,7 +20,7 @@ from foreload.pipelines import prepare
 from foreload.pipelines.errors import FeatureError, RecordError, ScheduleError, SourceError
 from foreload.pipelines.planning.data_summary import data_lines
 from foreload.pipelines.samples.feature_file import load_features, parse
-from foreload.pipelines.samples.features import FeatureSpec, Label
+from foreload.pipelines.samples.features import Label, features_of, features_stored
 from foreload.pipelines.schedule.reader import Schedule
 
 FEATURES = """
@@ -272,13 +272,13 @@ def test_one_label_is_the_same_schedule_however_it_is_written(tmp_path: Path) ->
 )
 def test_a_spec_survives_json_and_earlier_versions_refuse_what_they_do_not_know(document: dict[str, Any]) -> None:
     spec = parse(document | {"feature": [FEATURE]})
-    told = json.loads(json.dumps(spec.to_dict()))
-    assert FeatureSpec.from_dict(told) == spec
+    told = json.loads(json.dumps(features_stored(spec)))
+    assert features_of(told) == spec
     known = set(document) <= {"label", "label_at_least"}
     assert ("label" in told, "labels" in told, "weight" in told, "group" in told) == (known, not known, not known, not known)
     without = spec.unlabelled()
     assert (without.labels, without.weight, without.group, without.columns) == ((), None, None, ("a",))
-    assert FeatureSpec.from_dict(without.to_dict()) == without
+    assert features_of(features_stored(without)) == without
 
 
 def test_labels_stand_in_the_order_of_the_file(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import reference_data
 from foreload.pipelines import prepare
 from foreload.pipelines.errors import FeatureError, RecordError
 from foreload.pipelines.samples.feature_file import parse
-from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.features import features_of, features_stored
 from foreload.pipelines.schedule.reader import Schedule
 
 RATINGS = ["0.5", "4", "3.99999999", "4.0", "5", "-1", "1e1", "0", "4.00000001", "+4", "1"]
@@ -93,8 +93,8 @@ def test_a_threshold_that_is_no_finite_number_is_refused(least: str, tmp_path: P
 
 def test_a_spec_without_a_threshold_is_written_as_before() -> None:
     plain = parse({"label": "y", "feature": [{"name": "a", "rows": 5}]})
-    assert "label_at_least" not in plain.to_dict()
-    assert FeatureSpec.from_dict(plain.to_dict()) == plain
+    assert "label_at_least" not in features_stored(plain)
+    assert features_of(features_stored(plain)) == plain
     ratings = parse({"label": "y", "label_at_least": 3.5, "feature": [{"name": "a", "rows": 5}]})
-    assert FeatureSpec.from_dict(json.loads(json.dumps(ratings.to_dict()))) == ratings
+    assert features_of(json.loads(json.dumps(features_stored(ratings)))) == ratings
     assert ratings.unlabelled() == plain.unlabelled()

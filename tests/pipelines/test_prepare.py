@@ -38,6 +38,7 @@ from foreload.pipelines.samples.feature_file import load_features
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.piece_order import OrderedSource
 from foreload.pipelines.samples.pieces import Samples
+from foreload.pipelines.schedule.format import ScheduleManifest
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.sources import Source, plan_splits
 
@@ -136,7 +137,7 @@ def run(tmp_path: Path, *arguments: str | Path) -> dict[str, Any]:
     """Prepare into tmp_path/schedule, keeping what is compiled in tmp_path/dump."""
     words, folder, compile_all = [str(a) for a in arguments], tmp_path / "dump", Compilation.compile
 
-    def keep_and_compile(compilation: Compilation, source: OrderedSource, *further: Any) -> dict[str, Any]:
+    def keep_and_compile(compilation: Compilation, source: OrderedSource, *further: Any) -> ScheduleManifest:
         settings = compilation.settings
         folder.mkdir()
         for epoch in range(settings.epochs):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import pytest
 from small_job import step_report
@@ -14,6 +14,7 @@ from foreload.cache.protocol.server_probe import ServerUnreachable
 from foreload.cache.protocol.shard_table import ShardSnapshot, ShardStatus
 from foreload.cache.repair.inspection import Lag, Scrubbed
 from foreload.cache.repair.scrub import Finding, Findings
+from foreload.pipelines.base.codec import FormError, JsonForm, LeftOut, of_json, to_json, to_stored
 from foreload.trainer.cluster.codec import decode, encode
 from foreload.trainer.cluster.facts import Go, SegmentVerdict, Term
 from foreload.trainer.cluster.faults import Fault
@@ -86,6 +87,24 @@ def test_what_is_none_by_default_is_left_out() -> None:
     assert json.loads(encode(Events((Failed("trainer", "what"),)))) == {
         "kind": "Events", "events": [{"kind": "Failed", "code": "trainer", "message": "what"}],
     }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a file could hold."""
+
+    size: Annotated[int, JsonForm(str, hex, lambda text: int(text, 16))]
+    parent: str | None = None
+    sets: LeftOut[tuple[tuple[str, int], ...]] = ()
+
+
+def test_files_say_null_where_messages_say_nothing_and_leave_out_what_is_marked() -> None:
+    assert (to_stored(Kept(10)), to_json(Kept(10))) == ({"size": "0xa", "parent": None}, {"size": "0xa", "sets": []})
+    whole = Kept(11, "a", (("b", 1),))
+    assert to_stored({"one": whole}) == {"one": {"size": "0xb", "parent": "a", "sets": [["b", 1]]}}
+    assert of_json(to_stored(whole), Kept) == whole
+    with pytest.raises(FormError, match=r"Kept\.size: invalid literal"):
+        of_json({"size": "ten"}, Kept)
 
 
 @pytest.mark.parametrize(

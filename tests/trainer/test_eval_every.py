@@ -11,6 +11,7 @@ from small_terms import assert_same
 from training import Death, Trained, train
 
 from foreload.cache.client.local import LocalStores
+from foreload.pipelines.base.codec import to_stored
 from foreload.pipelines.schedule.reader import Schedule
 
 EVERY = 5
@@ -67,7 +68,7 @@ def test_the_model_is_that_without_evaluations_amid_epochs(
     without = small_terms.schedule(tmp_path)
     assert train(small_terms.job(), without, servers.urls).digest == undisturbed.digest
     assert without.manifest["counts"] == schedule.manifest["counts"], "no training row moves more often"
-    assert not without.header.to_dict().keys() & {"eval_every", "evaluation_sets"}
+    assert not to_stored(without.header).keys() & {"eval_every", "evaluation_sets"}
 
 
 @pytest.mark.parametrize("last", [3, 4, 5, 11, 12])

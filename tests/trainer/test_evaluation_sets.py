@@ -14,6 +14,7 @@ from training import Death, Trained, train
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
+from foreload.pipelines.base.codec import to_stored
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.evaluation_sets import evaluation_sets
 from foreload.pipelines.schedule.reader import Schedule
@@ -98,7 +99,7 @@ def test_metrics_of_each_set_and_the_model_are_those_of_plain_training(
 
 def test_no_evaluation_step_has_samples_of_two_sets(schedule: Schedule) -> None:
     header = schedule.header
-    assert header.to_dict()["evaluation_sets"] == tuple(SETS.items())
+    assert to_stored(header)["evaluation_sets"] == [*map(list, SETS.items())]
     assert header.set_steps == (2, 2, 1)
     first = [event for event in schedule.events() if event.kind == "evaluate"][:5]
     assert [(header.set_of(one.step), one.samples) for one in first] == [

@@ -15,6 +15,7 @@ from training import job_in_memory, train
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
+from foreload.pipelines.base.codec import to_stored
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.own_loss import load_loss
 from foreload.trainer.models import load_model
@@ -115,7 +116,7 @@ def test_every_loss_trains_as_in_memory(case: Case, clicks: Path, servers: Local
         outcome = train(job, schedules[slots], servers.urls[:shards], trainers)
         assert [step.loss for step in outcome.steps] == expected.log_losses
         assert outcome.digest == expected.digest
-        told.append([report.to_dict() for report in outcome.evaluations])
+        told.append([to_stored(report) for report in outcome.evaluations])
     assert all(one == told[0] for one in told)
     names = list(expected.evaluations[0].labels)
     for one, other in zip(told[0], expected.evaluations, strict=True):

@@ -266,7 +266,9 @@ def test_a_spare_that_is_of_no_use_is_named_and_the_next_one_used(
         assert "store shard 0: is whole again" in err
         assert summary(run)["digest"] == undisturbed
         with Store([taken]) as store:
-            assert owner(store, "run", 0)["identity"] == {"run": "another"}  # type: ignore[index]
+            note = owner(store, "run", 0)
+            assert note is not None
+            assert note.identity == {"run": "another"}
 
 
 @contextlib.contextmanager

@@ -106,7 +106,8 @@ def test_a_copy_at_the_same_term_is_not_the_folder_and_a_moved_one_is(clicks: Cl
     with Store(urls) as store:
         note = owner(store, "run", 2)
         assert note is not None
-        assert note["folder"].path == str(elsewhere.resolve())
+        assert note.folder is not None
+        assert note.folder.path == str(elsewhere.resolve())
     # A folder that went to another disk is a copy whose original is gone.
     shutil.rmtree(elsewhere)
     done("train", clicks.schedule, "--run", copy, "--resume", "--moved")
@@ -145,7 +146,7 @@ def test_keys_of_earlier_versions_name_no_folder_and_get_one(clicks: Clicks, tmp
     rewrite_keys(urls, None)
     done("train", clicks.schedule, "--run", run, "--resume")
     with Store(urls) as store:
-        folders = [note.get("folder") for shard in range(3) if (note := owner(store, "run", shard)) is not None]
+        folders = [note.folder for shard in range(3) if (note := owner(store, "run", shard)) is not None]
     assert folders == [FolderId.of(run)] * 3
 
 

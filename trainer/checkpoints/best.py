@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, TypedDict
+from typing import Annotated
 
-from foreload.pipelines.base.codec import Count, FormError, finite, of_json, parse_json
+from foreload.pipelines.base.codec import Count, FormError, finite, of_json, parse_json, to_stored
 from foreload.pipelines.base.files import canonical
 from foreload.trainer.checkpoints.contents import MANIFEST
 from foreload.trainer.checkpoints.writable import folder_of
@@ -15,28 +15,18 @@ from foreload.trainer.run.storage import AnyFolder, write_whole
 BEST = "best.json"  # in the folder of checkpoints
 
 
-class _Noted(TypedDict):
-    """The content of the file."""
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best evaluation of a run so far: metric and value, after a training step. run: the run's id."""
 
     run: str
     metric: str
     value: Annotated[float, finite]
     step: Count
 
-
-@dataclass(frozen=True, slots=True)
-class Best:
-    """The best evaluation of a run so far: metric and value, after a training step. run_id: the run's."""
-
-    run_id: str
-    metric: str
-    value: float
-    step: int
-
     def write(self, folder: AnyFolder) -> None:
         """Note it in a folder of checkpoints, where there is one of its step, durably. Raises OSError and CheckpointUnreachable."""
-        noted = _Noted(run=self.run_id, metric=self.metric, value=self.value, step=self.step)
-        write_whole(folder / BEST, canonical(noted))
+        write_whole(folder / BEST, canonical(to_stored(self)))
 
 
 def best_in(folder: AnyFolder, run_id: str | None = None) -> Best | None:
@@ -48,13 +38,12 @@ def best_in(folder: AnyFolder, run_id: str | None = None) -> Best | None:
         best = _read(folder)
     except (OSError, FormError):
         return None
-    return best if run_id in (None, best.run_id) and (folder / folder_of(best.step) / MANIFEST).is_file() else None
+    return best if run_id in (None, best.run) and (folder / folder_of(best.step) / MANIFEST).is_file() else None
 
 
 def _read(folder: AnyFolder) -> Best:
     """Raises OSError and FormError."""
-    noted = of_json(parse_json((folder / BEST).read_bytes()), _Noted)
-    return Best(noted["run"], noted["metric"], noted["value"], noted["step"])
+    return of_json(parse_json((folder / BEST).read_bytes()), Best)
 
 
 def best_checkpoint(folder: AnyFolder) -> AnyFolder:

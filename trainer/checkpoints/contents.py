@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
 from foreload.cache.rows.layout import RowLayout
-from foreload.pipelines.base.codec import MOST, Amount, Count, FormError, Name, Step, between, of_json
+from foreload.pipelines.base.codec import MOST, Amount, Count, JsonForm, Name, Step, between, of_json, to_stored
 from foreload.pipelines.base.files import sealed
-from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.features import FeatureSpec, StoredFeatures
 from foreload.trainer.checkpoints.row_files import EXACT_BITS, FileEntry, RowFile
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.manifest import Inexact, Manifest
@@ -21,11 +21,19 @@ from foreload.trainer.run.storage import AnyFolder, write_whole
 if TYPE_CHECKING:
     from foreload.trainer.checkpoints.format import Checkpoint
 
-FORMAT = 1
+FORMAT: Literal[1] = 1
 MANIFEST, DENSE = "checkpoint.json", "dense.safetensors"
 
-_ELSEWHERE = ("store_urls", "local_stores")
-"""What a run's manifest says of where its rows are, which a checkpoint does not keep."""
+_ELSEWHERE: dict[str, Any] = {"store_urls": [], "local_stores": None}
+"""What a run's manifest says of where its rows are, which a checkpoint does not keep; and what is read in its place."""
+
+
+def _run_stored(run: Manifest) -> dict[str, Any]:
+    return {name: value for name, value in to_stored(run).items() if name not in _ELSEWHERE}
+
+
+def _run_of(stored: dict[str, Any]) -> Manifest:
+    return of_json(_ELSEWHERE | stored, Manifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +57,17 @@ class Contents:
     step: Step
     state: Literal["stopped", "ended"]
     totals: dict[str, Amount]
-    run: Manifest
+    run: Annotated[Manifest, JsonForm(dict[str, Any], _run_stored, _run_of)]
     tables: tuple[RowLayout, ...]
     ordinals: tuple[tuple[Count, ...], ...]
     rows: tuple[RowFile, ...]
     dense: FileEntry
-    features: dict[str, Any]
+    features: StoredFeatures
     encoding: str | None
     base: Base | None = None
     sizes: tuple[Annotated[float, between(0, MOST)], ...] = ()
     inexact: Inexact | None = None
+    format: Literal[1] = FORMAT
 
     def __post_init__(self) -> None:
         lanes, tables = self.run.lanes, len(self.tables)
@@ -74,6 +83,8 @@ class Contents:
         counted = tuple(tuple(held[lane, table] for table in range(tables)) for lane in range(lanes))
         if self.base is None and counted != self.ordinals:
             raise CheckpointError("rows: must have each row of the model")
+        if [table.name for table in self.features.tables] != [table.name for table in self.tables]:
+            raise CheckpointError("features: must be those of the tables")
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
@@ -87,29 +98,15 @@ class Contents:
 
     def write(self, folder: AnyFolder) -> bytes:
         """Put the manifest into the folder of a checkpoint, last of all, durably; returns it. Raises OSError and CheckpointUnreachable."""
-        run = {name: value for name, value in self.run.to_dict().items() if name not in _ELSEWHERE}
-        told = asdict(self) | {"format": FORMAT, "run": run, "tables": [asdict(table) for table in self.tables]}
-        data = sealed(told)
+        data = sealed(to_stored(self))
         write_whole(folder / MANIFEST, data)
         return data
-
-    @classmethod
-    def of(cls, stored: dict[str, Any]) -> Contents:
-        """The inverse of what `write` wrote. Raises FormError, and FeatureError for features that cannot be."""
-        told = {name: value for name, value in stored.items() if name != "format"}
-        if isinstance(told.get("run"), dict):
-            told["run"] = {"store_urls": [], "local_stores": None} | told["run"]
-        contents = of_json(told, cls)
-        features = FeatureSpec.from_dict(contents.features)
-        if [table.name for table in features.tables] != [table.name for table in contents.tables]:
-            raise FormError("features: must be those of the tables")
-        return contents
 
     @classmethod
     def made(
         cls,
         run: Manifest,
-        features: dict[str, Any],
+        features: FeatureSpec,
         encoding: str | None,
         step: int,
         totals: Mapping[str, float],

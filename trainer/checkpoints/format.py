@@ -15,9 +15,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from foreload.pipelines.base.codec import FormError
+from foreload.pipelines.base.codec import FormError, of_json
 from foreload.pipelines.base.files import unsealed, within
-from foreload.pipelines.errors import FeatureError
 from foreload.trainer.checkpoints.contents import FORMAT, MANIFEST, Contents
 from foreload.trainer.checkpoints.row_files import EXACT_BITS, CheckpointRows, FileEntry, OpenRows, RowFile
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
@@ -237,8 +236,8 @@ def _manifest(path: AnyFolder) -> tuple[dict[str, Any], str]:
 def _contents(path: AnyFolder) -> tuple[Contents, str]:
     stored, sha256 = _manifest(path)
     try:
-        return Contents.of(stored), sha256
-    except (FormError, FeatureError) as error:
+        return of_json(stored, Contents), sha256
+    except FormError as error:
         raise _damaged(path, MANIFEST, str(error)) from error
 
 

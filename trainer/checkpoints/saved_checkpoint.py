@@ -63,10 +63,10 @@ class SavedCheckpoint:
         """That of the run."""
         return self.manifest.training_job
 
-    @cached_property
+    @property
     def features(self) -> FeatureSpec:
         """Those of its schedule's header."""
-        return FeatureSpec.from_dict(self.checkpoint.contents.features)
+        return self.checkpoint.contents.features
 
     @property
     def encoding(self) -> str | None:

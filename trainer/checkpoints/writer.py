@@ -48,7 +48,7 @@ def save(
         on_rows(0, int(ordinals.sum()))
         sink = RowSink(temporary, saved.layouts, bits, () if base is None else base.contents.ordinals)
         _write_rows(saved, sink, ordinals, base, on_rows)
-        encoded = saved.features.to_dict(), saved.encoding
+        encoded = saved.features, saved.encoding
         return Contents.made(
             manifest, *encoded, step, saved.status.totals, saved.layouts, ordinals, sink.files, dense, base, sizes
         )

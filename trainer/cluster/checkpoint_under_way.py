@@ -72,7 +72,7 @@ class CheckpointUnderWay:
         ordinals = np.array([given[lane] for lane in range(manifest.lanes)], np.int64)
         run = replace(manifest, stages=(*manifest.stages[:-1], stage), watched=taken.watched)
         base = () if increment is None else (increment.base, increment.sizes)
-        encoded = header.features.to_dict(), header.settings.get("encoding")
+        encoded = header.features, header.settings.get("encoding")
         return Contents.made(run, *encoded, taken.step, totals, layouts, ordinals, files, dense, *base)
 
     def told(self, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foreload.pipelines.base.codec import to_stored
 from foreload.pipelines.schedule.format import LaneEvent
 from foreload.pipelines.schedule.kept import last_evaluation, last_occupants
 from foreload.pipelines.schedule.reader import Schedule
@@ -59,7 +60,7 @@ def run(path: str, store: str | None, schedule: str | None, accept_model: bool =
         for one in evaluated(model, used, unknown):
             evaluation.add(one.step, one.slice, one.outputs)
     unknown.warn("evaluate")
-    told = [without_calibration(report.to_dict()) for report in evaluation.reports(model.step, used.header.epochs - 1)]
+    told = [without_calibration(to_stored(report)) for report in evaluation.reports(model.step, used.header.epochs - 1)]
     first = {name: value for name, value in told[0].items() if name not in ("epoch", "set")}
     sets = {"sets": {of_set["set"]: metrics_of_set(of_set) for of_set in told}} if used.header.evaluation_sets else {}
     return {"schedule": str(used.path), **first, **sets, "unknown": unknown.to_dict()}

@@ -90,9 +90,9 @@ def _told(holding: Holding) -> dict[str, Any]:
     note = holding.note
     return {
         "namespace": holding.namespace,
-        "shard": note and note["shard"],
-        "shards": note and note["shards"],
-        "run": note and note["identity"].get("run"),
+        "shard": note and note.shard,
+        "shards": note and note.shards,
+        "run": note and note.identity.get("run"),
         "lanes": holding.lanes,
         "rows": holding.rows,
         "bytes": holding.bytes,

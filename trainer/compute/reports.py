@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from foreload.pipelines.base.codec import LeftOut
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -235,29 +237,22 @@ class LabelMetrics:
     Of both: predicted_over_observed: the sum of what is predicted, of clicks their probabilities, over the sum of what was observed.
     """
 
-    log_loss: float | None = None
-    auc: float | None = None
-    normalized_entropy: float | None = None
-    predicted_over_observed: float | None = None
-    grouped_auc: float | None = None
-    rmse: float | None = None
-    mae: float | None = None
-    calibration: tuple[tuple[float, ...], ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """What a label has, as JSON."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, ())}
+    log_loss: LeftOut[float | None] = None
+    auc: LeftOut[float | None] = None
+    normalized_entropy: LeftOut[float | None] = None
+    predicted_over_observed: LeftOut[float | None] = None
+    grouped_auc: LeftOut[float | None] = None
+    rmse: LeftOut[float | None] = None
+    mae: LeftOut[float | None] = None
+    calibration: LeftOut[tuple[tuple[float, ...], ...]] = ()
 
 
 def without_calibration(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What `EvaluationReport.to_dict` tells but for the calibration, also of its labels: one number a metric."""
+    """What metrics.jsonl tells of an evaluation but for the calibration, also of its labels: one number a metric."""
     plain = {name: value for name, value in told.items() if name != "calibration"}
     if "labels" in plain:
         plain["labels"] = {name: without_calibration(label) for name, label in plain["labels"].items()}
     return plain
-
-
-_ALWAYS_TOLD = ("log_loss", "auc", "normalized_entropy")  # null where the label has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,13 +271,13 @@ class EvaluationReport:
     auc: float | None
     normalized_entropy: float | None
     calibration: tuple[tuple[float, ...], ...] = ()
-    predicted_over_observed: float | None = None
-    grouped_auc: float | None = None
-    rmse: float | None = None
-    mae: float | None = None
-    loss: float | None = None
-    labels: dict[str, LabelMetrics] = field(default_factory=dict)
-    set: str = ""
+    predicted_over_observed: LeftOut[float | None] = None
+    grouped_auc: LeftOut[float | None] = None
+    rmse: LeftOut[float | None] = None
+    mae: LeftOut[float | None] = None
+    loss: LeftOut[float | None] = None
+    labels: LeftOut[dict[str, LabelMetrics]] = field(default_factory=dict)
+    set: LeftOut[str] = ""
 
     @classmethod
     def of(
@@ -292,11 +287,3 @@ class EvaluationReport:
         first = {item.name: getattr(next(iter(labels.values())), item.name) for item in fields(LabelMetrics)}
         of_labels = dict(labels) if len(labels) > 1 else {}
         return cls(step=step, epoch=epoch, samples=samples, loss=loss, labels=of_labels, set=name, **first)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As metrics.jsonl has it, without what there is not."""
-        told = {name: value for name, value in asdict(self).items() if value is not None or name in _ALWAYS_TOLD}
-        told["labels"] = {name: label.to_dict() for name, label in self.labels.items()}
-        for name in [name for name in ("labels", "set") if not told[name]]:
-            del told[name]
-        return told

@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -188,7 +188,7 @@ class Run:
             copy.parent.mkdir(exist_ok=True)
             with replacing(copy) as folder:
                 write_code(folder, manifest.code)
-        write_json(self.path / MANIFEST, manifest.to_dict(), durable=True)
+        write_json(self.path / MANIFEST, manifest, durable=True)
 
     def code_copy(self, manifest: Manifest) -> Path:
         """Where the copy of the model's code is that a manifest names; those of code that the run was trained with before are beside it."""
@@ -206,7 +206,7 @@ class Run:
 
     def write_status(self, status: Status) -> None:
         """Publish how far the run is, whole and on the disk: to be called when the rows and the dense part are there."""
-        write_json(self.path / STATUS, asdict(status), durable=True)
+        write_json(self.path / STATUS, status, durable=True)
         if status.state != "training":
             self.forget_saved_placement()
 

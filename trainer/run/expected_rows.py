@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from foreload.cache.repair.scrub import MAY, MUST, TableRows
-from foreload.pipelines.base.files import write_json
+from foreload.pipelines.base.files import read_json, write_json
 from foreload.pipelines.schedule.kept import ordinals_after
 from foreload.pipelines.schedule.reader import Schedule
 
@@ -73,7 +72,7 @@ class MappedRows:
     """The ExpectedRows that `write_expected_rows` wrote, for some lanes; its files may be deleted while it is used. Raises OSError, ValueError."""
 
     def __init__(self, directory: Path, lanes: Sequence[int]) -> None:
-        self._ordinals = np.array(json.loads((directory / _ORDINALS).read_text(encoding="utf-8")), np.int64)
+        self._ordinals = np.array(read_json(directory / _ORDINALS, list[list[int]]), np.int64)
         self._starts = np.cumsum(self._ordinals, axis=1) - self._ordinals
         self._files = {lane: np.load(directory / f"lane-{lane}.npy", mmap_mode="r") for lane in lanes}
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -154,10 +153,7 @@ def kept_lanes(run: Path) -> KeptLanes | None:
 def write_kept_lanes(run: Path, why: str, manifest: Manifest, status: Status, files: Sequence[KeptFile]) -> None:
     """Publish what trainers have written. files: of each lane. Raises OSError."""
     dense = KeptFile(DENSE, _sha256(folder_of(run) / DENSE))
-    told: dict[str, Any] = {
-        "why": why, "manifest": manifest.to_dict(), "status": asdict(status), "dense": asdict(dense), "files": [asdict(file) for file in files],
-    }  # fmt: skip
-    write_sealed(run / KEPT_LANES, told, durable=True)
+    write_sealed(run / KEPT_LANES, KeptLanes(why, manifest, status, dense, tuple(files)), durable=True)
 
 
 def forget_kept_lanes(run: Path) -> None:

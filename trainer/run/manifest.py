@@ -6,13 +6,13 @@ import hashlib
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 from foreload.cache.parity.placement import MOST_SHARDS
-from foreload.pipelines.base.codec import Amount, Count, Name, Natural, RelativePath, Step, between, filled
+from foreload.pipelines.base.codec import Amount, Count, LeftOut, Name, Natural, RelativePath, Step, between, filled, to_stored
 from foreload.pipelines.base.settings import settings_of, spelled
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.format import MOST_LANES
@@ -142,7 +142,7 @@ def code_text(mixed_code: Sequence[Mapping[str, Any]]) -> str:
 
 
 def inexact_text(inexact: Mapping[str, Any]) -> str:
-    """A line about a model that is inexact: as `dataclasses.asdict` has an Inexact."""
+    """A line about a model that is inexact: as `Manifest.caveats` has it."""
     return f"inexact since step {inexact['since']}: {inexact['bits']} bits a weight, restored {inexact['restores']} times"
 
 
@@ -174,19 +174,11 @@ class Manifest:
     version: int = VERSION
     inexact: Inexact | None = None
     rates: tuple[OtherRates, ...] = ()
-    watched: Watched | None = None
-    code: tuple[CodeFile, ...] = ()
-    mixed_code: tuple[OtherCode, ...] = ()
-    former_urls: tuple[str, ...] = ()
-    mixes_samples: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form; `watched`, `code`, `mixed_code`, `former_urls` and `mixes_samples` only where there are any, or it is so."""
-        told = asdict(self)
-        for name in ("watched", "code", "mixed_code", "former_urls", "mixes_samples"):
-            if not getattr(self, name):
-                del told[name]
-        return told
+    watched: LeftOut[Watched | None] = None
+    code: LeftOut[tuple[CodeFile, ...]] = ()
+    mixed_code: LeftOut[tuple[OtherCode, ...]] = ()
+    former_urls: LeftOut[tuple[str, ...]] = ()
+    mixes_samples: LeftOut[bool] = False
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -230,9 +222,8 @@ class Manifest:
         """What its model depends on besides the data and the settings, as JSON has it: "mixed_numerics", "rates" and "mixed_code", [] without, and
         "inexact", None without.
         """
-        inexact = None if self.inexact is None else asdict(self.inexact)
         mixed = {"mixed_numerics": list(self.mixed_numerics), "rates": list(self.rates), "mixed_code": list(self.mixed_code)}
-        return mixed | {"inexact": inexact}
+        return mixed | {"inexact": to_stored(self.inexact)}
 
     @property
     def steps(self) -> int:

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
+from foreload.pipelines.base.codec import to_stored
 from foreload.pipelines.base.files import is_full, write_json
 from foreload.pipelines.base.progress import Display
 from foreload.trainer.compute.reports import SUMMED, EvaluationReport, StepReport, Totals, merged, without_calibration
@@ -186,7 +187,7 @@ class RunReport:
         """The metrics of a set in an evaluation pass. One that is told again, since a trainer was lost behind it, is the same; one that an earlier
         call told, which ended behind it, counts for this one, and is not written again.
         """
-        line = {"kind": "evaluation", **report.to_dict()}
+        line = {"kind": "evaluation", **to_stored(report)}
         written = _written(line)
         if written in map(_written, self.evaluations):
             return

@@ -124,10 +124,10 @@ def check_not_training(namespace: str, store: Store, own: FolderId | None = None
         # A key of another program is no run's.
         with contextlib.suppress(StoreError):
             note = owner(store, namespace, shard)
-            folder = None if note is None else note.get("folder")
+            folder = None if note is None else note.folder
             if own is not None and folder is not None and own.is_same(folder):
                 continue
-            if note is not None and folder is not None and _is_used(folder, str(note["identity"].get("run"))):
+            if note is not None and folder is not None and _is_used(folder, str(note.identity.get("run"))):
                 raise RunError(
                     f"store {store.urls[shard]}: namespace {namespace} is of the run in {folder}, which is being trained or read; stop that first"
                 )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 
 import torch
 
-from foreload.pipelines.base.codec import of_json
+from foreload.pipelines.base.codec import of_json, to_stored
 from foreload.trainer.compute.exchange import STATE
 from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.compute.reports import Totals
@@ -17,12 +17,19 @@ from foreload.trainer.run.dense_file import dense_bytes, load_dense_bytes
 from foreload.trainer.run.early_stopping import Watched
 
 
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """What was counted so far."""
+
+    totals: Totals
+    watched: Watched | None
+
+
 def send_state(
     transport: Transport, ranks: Sequence[int], parts: TrainerParts, step: int, totals: Totals, watched: Watched | None = None
 ) -> None:
     """Send trainers of the term the dense part as it is after `step`, totals, and what evaluations have been. Raises PeerLost."""
-    told = {"totals": asdict(totals), "watched": None if watched is None else asdict(watched)}
-    head, data = json.dumps(told).encode(), dense_bytes(parts.module, parts.optimizer, step)
+    head, data = json.dumps(to_stored(_Counted(totals, watched))).encode(), dense_bytes(parts.module, parts.optimizer, step)
     sizes = torch.tensor([len(head), len(data)], dtype=torch.int64, device=transport.device)
     message = torch.frombuffer(bytearray(head + data), dtype=torch.uint8).to(transport.device)
     transport.post(dict.fromkeys(ranks, sizes), {}, STATE).wait()
@@ -38,5 +45,5 @@ def receive_state(transport: Transport, rank: int, parts: TrainerParts) -> tuple
     transport.post({}, {rank: message}, STATE).wait()
     received = message.cpu().numpy().tobytes()
     load_dense_bytes(received[head:], parts.module, parts.optimizer)
-    told = json.loads(received[:head])
-    return Totals(**told["totals"]), None if told["watched"] is None else of_json(told["watched"], Watched)
+    counted = of_json(json.loads(received[:head]), _Counted)
+    return counted.totals, counted.watched

@@ -1,0 +1,17 @@
+"""Arrays in typed JSON: lists of numbers, or lists of such, for each dimension one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import numpy as np
+
+from foreload.pipelines.base.codec import JsonForm
+
+
+def _array(dtype: type) -> JsonForm:
+    return JsonForm(list[Any], np.ndarray.tolist, lambda values: np.array(values, dtype))
+
+
+Int64s = Annotated[np.ndarray, _array(np.int64)]
+Float64s = Annotated[np.ndarray, _array(np.float64)]

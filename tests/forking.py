@@ -18,6 +18,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
@@ -39,7 +40,6 @@ from foreload.trainer.cluster.processes import (
 from foreload.trainer.compute import numerics
 
 COMMAND_LINE = "foreload.trainer.cli"
-_LAUNCHER = "FORELOAD_LAUNCHER"  # the parent's process number, in a trainer's environment
 _FORKED_FIRST = {
     "train": 4,
     "join": 1,
@@ -240,8 +240,10 @@ def _child(request: Message, control: socket.socket) -> Callable[[], int]:
             os.close(mine)
         os.chdir(request.values["folder"])
         module, environment = request.values["module"], request.values["environment"]
-        # It leaves with its parent, as it would with the launcher.
-        replace_environment(environment | ({_LAUNCHER: str(os.getppid())} if _LAUNCHER in environment else {}))
+        if module == WORKER:
+            # It leaves with its parent, as it would with the launcher.
+            environment |= replace(TrainerStart.of_environment(environment), launcher=os.getppid()).environment()
+        replace_environment(environment)
         slow_steps()
         if module == COMMAND_LINE:
             return _command(request.values)

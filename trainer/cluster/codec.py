@@ -14,7 +14,13 @@ _Message = TypeVar("_Message")
 
 def encode(message: Any) -> str:
     """A message (an instance of a dataclass) with its kind, on one line."""
-    return json.dumps({KIND: type(message).__name__} | to_json(message))
+    return json.dumps(with_kind(message))
+
+
+def with_kind(message: Any) -> dict[str, Any]:
+    """A message with its kind, as JSON."""
+    fields: dict[str, Any] = to_json(message)
+    return {KIND: type(message).__name__} | fields
 
 
 def decode(text: str | bytes, kind: type[_Message]) -> _Message:
@@ -23,8 +29,13 @@ def decode(text: str | bytes, kind: type[_Message]) -> _Message:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:  # the latter where it is nested too deeply
         raise MessageError(f"message: must be JSON; got {text!r:.100}") from error
+    return one_of(value, kind)
+
+
+def one_of(value: Any, *kinds: type[_Message]) -> _Message:
+    """The message of one of some kinds that `with_kind` gave. Raises MessageError."""
     try:
-        message: _Message = tagged([kind])(value, "message")
+        message: _Message = tagged([*kinds])(value, "message")
     except FormError as error:
         raise MessageError(str(error)) from error
     return message

@@ -6,11 +6,10 @@ import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import get_args
 
-from foreload.pipelines.base.codec import KIND, to_json
 from foreload.pipelines.base.socket_messages import receive, send
-from foreload.trainer.cluster.codec import of_json
+from foreload.trainer.cluster.codec import one_of, with_kind
 from foreload.trainer.errors import MessageError
 
 PURPOSE = "coordinator"
@@ -85,9 +84,6 @@ class TrainerExited:
 
 
 HostMessage = AskJoin | StartTrainer | StartAgain | NotWanted | Waits | Beat | EndTrainer | TrainerExited
-_KINDS: dict[str, type] = {
-    kind.__name__: kind for kind in (AskJoin, StartTrainer, StartAgain, NotWanted, Waits, Beat, EndTrainer, TrainerExited)
-}
 
 
 def program_version() -> str:
@@ -100,7 +96,7 @@ def program_version() -> str:
 
 def tell_host(to: socket.socket, message: HostMessage) -> None:
     """Send a message. Raises OSError."""
-    send(to, {KIND: type(message).__name__} | to_json(message))
+    send(to, with_kind(message))
 
 
 def hear_host(source: socket.socket) -> HostMessage | None:
@@ -109,11 +105,5 @@ def hear_host(source: socket.socket) -> HostMessage | None:
         message = receive(source, _MOST_BYTES)
     except ValueError as error:  # no JSON, or not even UTF-8
         raise MessageError(f"message: must be JSON ({error})") from error
-    if message is None:
-        return None
-    values: dict[str, Any] = dict(message.values)
-    kind = _KINDS.get(str(values.pop(KIND, None)))
-    if kind is None:
-        raise MessageError(f"message: must be one of {', '.join(_KINDS)}")
-    heard: HostMessage = of_json(values, kind)
+    heard: HostMessage | None = None if message is None else one_of(message.values, *get_args(HostMessage))
     return heard

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -14,13 +13,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
 
-from foreload.pipelines.base.job_token import TOKEN_VARIABLE
 from foreload.pipelines.base.own_process import command_of
+from foreload.trainer.cluster.codec import decode, encode
 
 WORKER, KEEPER = "foreload.trainer.cluster.worker", "foreload.trainer.cluster.keeper"
-_STORES, _RENDEZVOUS, _ADDRESS = "FORELOAD_STORES", "FORELOAD_RENDEZVOUS", "FORELOAD_ADDRESS"
-_TRAINER, _LAUNCHER, _COMMANDS = "FORELOAD_TRAINER", "FORELOAD_LAUNCHER", "FORELOAD_COMMANDS"
-_HAS_RUN, _SCHEDULE = "FORELOAD_HAS_RUN", "FORELOAD_SCHEDULE"
+_TRAINER, _START = "FORELOAD_TRAINER", "FORELOAD_START"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,36 +84,13 @@ class TrainerStart:
     on_host: OnHost | None = None
 
     def environment(self) -> dict[str, str]:
-        """These fields as variables of the process's environment."""
-        of_host: dict[str, str] = {}
-        if self.on_host is not None:
-            of_host = {_HAS_RUN: json.dumps(self.on_host.has_run), TOKEN_VARIABLE: self.on_host.token}
-            of_host |= {} if self.on_host.schedule is None else {_SCHEDULE: self.on_host.schedule}
-        return of_host | {
-            _TRAINER: str(self.trainer),
-            _RENDEZVOUS: self.rendezvous,
-            _ADDRESS: self.address,
-            _STORES: json.dumps(self.store_urls),
-            _LAUNCHER: str(self.launcher),
-            _COMMANDS: json.dumps(self.commands),
-        }
+        """These fields as variables of the process's environment: all of them, and the trainer's number, by which a process is found."""
+        return {_TRAINER: str(self.trainer), _START: encode(self)}
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> TrainerStart:
         """The inverse of `environment`."""
-        urls = json.loads(environment[_STORES])
-        on_host = None
-        if _HAS_RUN in environment:
-            on_host = OnHost(environment[TOKEN_VARIABLE], json.loads(environment[_HAS_RUN]), environment.get(_SCHEDULE))
-        return cls(
-            int(environment[_TRAINER]),
-            environment[_RENDEZVOUS],
-            environment[_ADDRESS],
-            None if urls is None else tuple(urls),
-            int(environment[_LAUNCHER]),
-            json.loads(environment[_COMMANDS]),
-            on_host,
-        )
+        return decode(environment[_START], cls)
 
 
 class ChildProcess:

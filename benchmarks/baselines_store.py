@@ -16,9 +16,10 @@ from baselines import EPSILON, Rows, Setting, adagrad, sum_by_row
 from caches import LruCache
 from foreload.cache.client.store import COMMAND_ROWS, Read, Store, Write
 from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.places import shards_of
 from foreload.cache.protocol.namespace import lane_key
 from foreload.cache.rows.fields import fields
-from foreload.cache.rows.layout import decode_rows, encode_rows
+from foreload.cache.rows.row_bytes import decode_rows, encode_rows
 from workload import BATCH, DIM, LR, NAMESPACE, SHARDS
 
 _KEYS_A_COMMAND = 2048
@@ -146,7 +147,7 @@ class Lru(Rows):
         for batch in setting.first.rows():
             numbers = bases[batch["table"]] + batch["id"]
             self._names[numbers] = fields(batch["table"], batch["ordinal"])
-            self._shard[numbers] = placement.shards(0, batch["table"], batch["ordinal"])
+            self._shard[numbers] = shards_of(placement, 0, batch["table"], batch["ordinal"])
         self._table_of = np.repeat(np.arange(len(sizes), dtype=np.int8), sizes)
         self._bases = bases
         self._key = lane_key(NAMESPACE, 0, 0)

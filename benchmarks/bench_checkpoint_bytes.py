@@ -24,6 +24,7 @@ from foreload.trainer.checkpoints.changed_rows import increment_sizes
 from foreload.trainer.checkpoints.contents import Contents
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.policies import BITS, POLICIES
+from foreload.trainer.checkpoints.reader import mapped_rows
 from foreload.trainer.checkpoints.row_files import CheckpointRows, write_rows
 from foreload.trainer.run.directory import Run
 from saved_runs import stopped_after
@@ -89,7 +90,7 @@ class Sizes:
         contents, files, bound = own.contents, [], float(own.contents.dense.bytes)
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             for table, layout in enumerate(contents.tables):
-                for file, rows in zip((one for one in contents.rows if one.table == table), own.mapped_rows(table), strict=True):
+                for file, rows in zip((one for one in contents.rows if one.table == table), mapped_rows(own, table), strict=True):
                     changed = np.arange(file.rows) if base is None else np.flatnonzero(rows.tag > base.contents.step + 1)
                     known = 0 if base is None else base.contents.ordinals[file.lane][table]
                     if not len(changed):

@@ -27,8 +27,8 @@ from foreload.trainer.checkpoints.chain import compact
 from foreload.trainer.checkpoints.changed_rows import increment_sizes
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import next_increment, of_run
+from foreload.trainer.checkpoints.policies import EXACT_BITS
 from foreload.trainer.checkpoints.restoring import restore_rows
-from foreload.trainer.checkpoints.row_files import EXACT_BITS
 from saved_runs import stopped_after
 from workload import BATCH, DIM, prepare_first_steps
 

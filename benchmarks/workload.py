@@ -35,11 +35,14 @@ from foreload.cache.client.store import (
     Write,
 )
 from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.places import shards_of
+from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import claim, lane_key
 from foreload.cache.rows.fields import PARITY_BIT, fields
 from foreload.cache.rows.initial import initial_weights
-from foreload.cache.rows.layout import RowLayout, encode_rows
+from foreload.cache.rows.layout import RowLayout
+from foreload.cache.rows.row_bytes import encode_rows
 from foreload.pipelines.schedule.format import Event
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.replay import state_after
@@ -169,7 +172,7 @@ class Workload:
                 names = fields(batch["table"], batch["ordinal"])
                 writes = []
                 for lane in map(int, np.unique(batch["lane"])):
-                    shards = placement.shards(lane, batch["table"], batch["ordinal"])
+                    shards = shards_of(placement, lane, batch["table"], batch["ordinal"])
                     for shard in range(SHARDS):
                         places = np.flatnonzero((shards == shard) & (batch["lane"] == lane))
                         for start in range(0, len(places), COMMAND_ROWS):
@@ -287,7 +290,7 @@ def _write_stripes(store: Store, placement: Placement, lane: int, table: int, or
     members = np.zeros((len(stripe) * k, rows.shape[1]), np.uint8)
     members[ordinals] = rows
     parity = np.bitwise_xor.reduce(members.reshape(len(stripe), k, -1), axis=1)
-    shards = placement.stripes(lane, np.zeros(table + 1, np.int64)).shards(table, stripe)
+    shards = LaneStripes.of(placement, lane, np.zeros(table + 1, np.int64)).shards(table, stripe)
     names = fields(np.full(count, table), np.arange(count))
     parity_names = fields(np.full(len(stripe), table), stripe) | PARITY_BIT
     key = lane_key(NAMESPACE, lane, 0)

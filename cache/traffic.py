@@ -28,11 +28,10 @@ from foreload.cache.protocol.lanes import Ahead, Boundary, LanePlan, Lanes, Lane
 from foreload.cache.protocol.migration import Migration
 from foreload.cache.protocol.monitor import Answer, Monitor
 from foreload.cache.protocol.ownership import UNFENCED, Ownership
+from foreload.cache.protocol.patience import PATIENCE, Patience
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.reconnection import PATIENCE, Patience
 from foreload.cache.protocol.rounds import Rounds, RoundStats
-from foreload.cache.protocol.server_probe import ShardNews
-from foreload.cache.protocol.shard_table import ShardSnapshot
+from foreload.cache.protocol.shard_status import ShardNews, ShardSnapshot
 from foreload.cache.protocol.snapshot import Snapshots
 from foreload.cache.repair.inspection import Inspection
 from foreload.cache.repair.rebuild import Rebuild

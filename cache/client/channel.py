@@ -17,6 +17,8 @@ import numpy as np
 import redis
 
 from foreload.cache.client import frames
+from foreload.cache.client.backoff import pauses
+from foreload.cache.client.connection import new_connection
 from foreload.cache.client.resp import ProtocolError, Request
 from foreload.cache.client.url import PASSWORD_VARIABLE, StoreUrl
 from foreload.cache.errors import (
@@ -33,18 +35,6 @@ from foreload.cache.errors import (
 RETRIED = ("LOADING", "BUSY", "TRYAGAIN")  # errors of a server that will be ready in a moment
 # The other end is gone, or went while the connection was made: it may be there again in a moment. Other TLS errors the user must set right.
 _TLS_CLOSED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
-_FIRST_PAUSE = timedelta(milliseconds=10)
-_LONGEST_PAUSE = timedelta(milliseconds=500)
-
-
-def pauses(limit: timedelta) -> Iterator[None]:
-    """Exponential backoff: each item follows a pause twice as long as the one before, until `limit` would be passed."""
-    deadline = time.monotonic() + limit.total_seconds()
-    pause = _FIRST_PAUSE.total_seconds()
-    while time.monotonic() + pause < deadline:
-        time.sleep(pause)
-        yield
-        pause = min(2 * pause, _LONGEST_PAUSE.total_seconds())
 
 
 def reply_error(url: StoreUrl, text: str) -> StoreError:
@@ -110,7 +100,7 @@ def connect(url: StoreUrl, timeout: timedelta, connect_timeout: timedelta) -> tu
     """
     attempts = pauses(connect_timeout)
     while True:
-        connection = url.connection(timeout)
+        connection = new_connection(url, timeout)
         try:
             connection.connect()
             return url, connection
@@ -166,7 +156,7 @@ class Channel:
         """A channel whose server cannot be reached; nothing can be asked on it."""
         channel = cls.__new__(cls)
         channel.failure = failure
-        channel.url, channel._connection = url, url.connection(timedelta(seconds=1))
+        channel.url, channel._connection = url, new_connection(url, timedelta(seconds=1))
         channel.socket = socket.socket()
         channel.socket.close()
         channel.compiled, channel.tls_wants_write, channel._left = True, False, None

@@ -10,13 +10,8 @@ from datetime import timedelta
 import numpy as np
 
 from foreload.cache.client import frames
-from foreload.cache.client.channel import (
-    RETRIED,
-    Channel,
-    now_ns,
-    pauses,
-    reply_error,
-)
+from foreload.cache.client.backoff import pauses
+from foreload.cache.client.channel import RETRIED, Channel, now_ns, reply_error
 from foreload.cache.client.load import ShardLoad
 from foreload.cache.client.resp import Request, lay_out
 from foreload.cache.errors import (

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Annotated, NotRequired, TypedDict
 
-from foreload.cache.client.channel import pauses
+from foreload.cache.client.backoff import pauses
 from foreload.cache.client.local_server import READY_TIMEOUT, LocalServer
 from foreload.cache.client.servers import SERVER_VARIABLE, find_executable, saved_by, version_of
 from foreload.cache.errors import StoreError, StoreFull, StoreUnavailable

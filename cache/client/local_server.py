@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-
-import redis
 
 from foreload.cache.client.url import StoreUrl, parse_url
 
@@ -110,27 +109,21 @@ class LocalServer:
 
     def answers(self) -> bool:
         """Whether the server answers and has loaded its rows."""
-        connection = self.url.connection(ANSWER_TIMEOUT)
-        try:
-            connection.connect()
-            connection.send_command("PING")
-            return bool(connection.read_response() == b"PONG")
-        except (redis.RedisError, OSError):
-            return False
-        finally:
-            connection.disconnect()
+        return self._ask("PING", ANSWER_TIMEOUT) == "+PONG"
 
     def shut_down(self, save: bool) -> str | None:
         """Ask the server to exit. Returns why it cannot save, if so; a server that does not answer is left to the caller."""
-        connection = self.url.connection(READY_TIMEOUT if save else ANSWER_TIMEOUT)
+        refusal = self._ask(f"SHUTDOWN {'SAVE' if save else 'NOSAVE'}", READY_TIMEOUT if save else ANSWER_TIMEOUT)
+        return refusal.removeprefix("-").removeprefix("ERR ") if refusal.startswith("-") else None
+
+    def _ask(self, command: str, timeout: timedelta) -> str:
+        """The first line of what it answers to a command; "" where there is no answer."""
         try:
-            connection.connect()
-            connection.send_command("SHUTDOWN", "SAVE" if save else "NOSAVE")
-            connection.read_response()
-        except redis.ResponseError as error:
-            return str(error)
-        except (redis.RedisError, OSError):
-            pass
-        finally:
-            connection.disconnect()
-        return None
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(timeout.total_seconds())
+                connection.connect(str(self.socket))
+                connection.sendall(f"{command}\r\n".encode())
+                with connection.makefile("rb") as answer:
+                    return answer.readline().decode(errors="replace").rstrip("\r\n")
+        except OSError:
+            return ""

@@ -6,13 +6,8 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
-
-import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from foreload.cache.errors import StoreError, StoreTls
 
@@ -79,34 +74,16 @@ class StoreUrl:
             location = f"{host}:{self.port}" + (f"/{self.database}" if self.database else "")
         return f"{self.scheme}://{credentials}{location}" + (f"?{urlencode(query, safe='/')}" if query else "")
 
-    def connection(self, timeout: timedelta) -> Any:
-        """A redis-py connection, not yet connected, that never retries or reconnects by itself.
-
-        timeout: for connecting and for each answer of the handshake. Raises StoreTls where an option names a file that is not there.
-        """
-        settings: dict[str, Any] = {
-            "db": self.database,
-            "username": self.username,
-            "password": self.password,
-            "socket_timeout": timeout.total_seconds(),
-            "socket_connect_timeout": timeout.total_seconds(),
-            "retry": Retry(NoBackoff(), 0),
-            "retry_on_timeout": False,
-            "health_check_interval": 0,
-            "protocol": 2,
-        }
-        if self.path is not None:
-            return redis.UnixDomainSocketConnection(path=self.path, **settings)
-        settings |= {"host": self.host, "port": self.port, "socket_keepalive": True}
-        if self.scheme == "redis":
-            return redis.Connection(**settings)
+    def tls_settings(self) -> dict[str, Any]:
+        """The TLS options as redis-py takes them. Raises StoreTls where one names a file that is not there."""
+        settings: dict[str, Any] = {}
         for name, value in self.options:
             if name == _EVICTS:
                 continue
             if name in _FILE_OPTIONS and not os.path.exists(value):
                 raise StoreTls(f"store {self}: {name} names no file: {value}")
             settings[name] = value == "true" if name == "ssl_check_hostname" else value
-        return redis.SSLConnection(**settings)
+        return settings
 
 
 def hidden(text: str) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from foreload.cache.client.store import Read
 from foreload.cache.errors import RowsLost
-from foreload.cache.parity.erasure import accumulate
+from foreload.cache.parity.erasure import Code, accumulate
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.places import placement_group, stripe_hash
 from foreload.cache.parity.stripes import LaneStripes
@@ -35,7 +35,7 @@ class Survivors(NamedTuple):
 
         every_group=False: rows of such groups will not be asked for, and it is no error.
         """
-        code = placement.code
+        code = Code.of(placement)
         assert code is not None
         gone = lost[placement.table]
         if every_group and gone.sum(axis=1).max() > code.r:

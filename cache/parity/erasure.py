@@ -15,9 +15,10 @@ import numba as nb
 import numpy as np
 
 from foreload.cache.errors import CacheError
+from foreload.cache.parity.limits import MOST_ROWS
+from foreload.cache.parity.placement import Placement
 
 _POLYNOMIAL = 0x11D
-MOST_ROWS = 256  # of a stripe: the elements of the field
 _LOW7, _LOW1 = np.uint32(0x7F7F7F7F), np.uint32(0x01010101)
 
 
@@ -136,6 +137,11 @@ class Code:
         cauchy = [[inverse(i ^ (self.r + j)) for j in range(self.k)] for i in range(self.r)]
         scaled = [[multiply(entry, inverse(cauchy[0][j])) for j, entry in enumerate(row)] for row in cauchy]
         object.__setattr__(self, "coefficients", np.array(scaled, np.uint8).reshape(self.r, self.k))
+
+    @classmethod
+    def of(cls, placement: Placement) -> Code | None:
+        """That of a placement's stripes; None without parity."""
+        return cls(placement.k, placement.r) if placement.r else None
 
     def encode(self, members: np.ndarray) -> np.ndarray:
         """The parity rows of one stripe: members uint8 [k, row_bytes] -> uint8 [r, row_bytes]."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numba as nb
 import numpy as np
 
-from foreload.cache.parity.places import GROUPS, placement_group, stripe_hash
+from foreload.cache.parity.limits import GROUPS
+from foreload.cache.parity.places import placement_group, stripe_hash
 from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.rows.fields import PARITY_BIT, fields, pack
 

@@ -8,30 +8,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import numba as nb
 import numpy as np
 
 from foreload.cache.errors import CacheError
-from foreload.cache.parity.erasure import Code
-from foreload.cache.parity.places import GROUPS, NOT_MIGRATED, Places, placement_group, stripe_hash
-from foreload.cache.parity.stripes import LaneStripes, Written
-from foreload.cache.rows.fields import pack
+from foreload.cache.parity.limits import GROUPS, MOST_SHARDS
 from foreload.pipelines.base.codec import Count, Natural, between, of_json, parse_json
 from foreload.pipelines.base.files import replacing
-from foreload.pipelines.base.hashing import key
 
 FORMAT, MIGRATED_FORMAT = 1, 2  # of a placement as a run began with, and of one whose groups have moved, or move
 
-
-@nb.njit(nogil=True, cache=True)
-def _shards(lane_prefix, table, ordinal, members, moved, k, out):  # type: ignore[no-untyped-def]
-    for i in range(out.size):
-        stripe = ordinal[i] // k
-        group = placement_group(stripe_hash(lane_prefix, table[i], stripe), pack(table[i], stripe), moved)
-        out[i] = members[group, ordinal[i] - stripe * k]
-
-
-MOST_SHARDS = 1 << 16
 
 _Shard = Annotated[int, between(0, MOST_SHARDS - 1)]
 
@@ -225,32 +210,8 @@ class Placement:
         """The groups as they are and, while they move, as they will be: int32 [4096, k + r], or [8192, k + r]."""
         return self.members if self.target is None else np.concatenate([self.members, self.target])
 
-    @property
-    def places(self) -> Places:
-        """Where the stripes of a lane are of which nothing has moved yet."""
-        return Places(self.table)
-
-    def shards(self, lane: int, table: np.ndarray, ordinal: np.ndarray, places: Places | None = None) -> np.ndarray:
-        """The store shard of each row of a lane. table: int16 [n]; ordinal: int64 [n], not negative. Returns int32 [n].
-
-        places: the lane's; None: nothing of it has moved.
-        """
-        out = np.empty(len(ordinal), np.int32)
-        members, moved = (self.members, NOT_MIGRATED) if places is None else (places.members, places.migrated)
-        _shards(np.uint64(key(lane)), table, ordinal, members, moved, self.k, out)
-        return out
-
     def mask(self, shards: Collection[int]) -> np.ndarray:
         """Which of all store shards are among these: bool [shard_count]."""
         among = np.zeros(self.shard_count, bool)
         among[list(shards)] = True
         return among
-
-    @property
-    def code(self) -> Code | None:
-        """The erasure code of a stripe; None without parity."""
-        return Code(self.k, self.r) if self.r else None
-
-    def stripes(self, lane: int, written: np.ndarray) -> LaneStripes:
-        """The stripes of a lane of which nothing has moved. written: int64 [tables], all ordinals below which the store has."""
-        return LaneStripes(lane, self.k, self.places, Written(written, self.k))

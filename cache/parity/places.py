@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import numba as nb
 import numpy as np
 
-from foreload.pipelines.base.hashing import mix
+from foreload.cache.parity.limits import GROUPS
+from foreload.cache.parity.placement import Placement
+from foreload.cache.rows.fields import pack
+from foreload.pipelines.base.hashing import key, mix
 
-GROUPS = 4096  # of a placement
 _GROUPS = np.uint64(GROUPS)
 NOT_MIGRATED = np.uint64(0)  # the cursor of a move of which nothing has come to pass
 
@@ -37,3 +39,29 @@ class Places:
 
     members: np.ndarray
     migrated: np.uint64 = NOT_MIGRATED
+
+    @classmethod
+    def of(cls, placement: Placement) -> Places:
+        """Those of a lane of which nothing has moved yet."""
+        return cls(placement.table)
+
+
+@nb.njit(nogil=True, cache=True)
+def _shards(lane_prefix, table, ordinal, members, moved, k, out):  # type: ignore[no-untyped-def]
+    for i in range(out.size):
+        stripe = ordinal[i] // k
+        group = placement_group(stripe_hash(lane_prefix, table[i], stripe), pack(table[i], stripe), moved)
+        out[i] = members[group, ordinal[i] - stripe * k]
+
+
+def shards_of(
+    placement: Placement, lane: int, table: np.ndarray, ordinal: np.ndarray, places: Places | None = None
+) -> np.ndarray:
+    """The store shard of each row of a lane. table: int16 [n]; ordinal: int64 [n], not negative. Returns int32 [n].
+
+    places: the lane's; None: nothing of it has moved.
+    """
+    out = np.empty(len(ordinal), np.int32)
+    members, moved = (placement.members, NOT_MIGRATED) if places is None else (places.members, places.migrated)
+    _shards(np.uint64(key(lane)), table, ordinal, members, moved, placement.k, out)
+    return out

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numba as nb
 import numpy as np
 
+from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.places import Places, placement_group, stripe_hash
 from foreload.cache.rows.fields import PARITY_BIT, pack
 from foreload.pipelines.base.hashing import key
@@ -306,6 +307,11 @@ class LaneStripes:
     k: int
     places: Places
     written: Written
+
+    @classmethod
+    def of(cls, placement: Placement, lane: int, written: np.ndarray) -> LaneStripes:
+        """Those of a lane of which nothing has moved. written: int64 [tables], all ordinals below which the store has."""
+        return cls(lane, placement.k, Places.of(placement), Written(written, placement.k))
 
     @property
     def members(self) -> np.ndarray:

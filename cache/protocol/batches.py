@@ -13,7 +13,7 @@ import numpy as np
 
 from foreload.cache.parity.erasure import Code, accumulate, difference
 from foreload.cache.parity.stripes import Arrangement, Fresh, LaneStripes
-from foreload.cache.rows.layout import encode_rows_at
+from foreload.cache.rows.row_bytes import encode_rows_at
 from foreload.cache.rows.staging import EndedRows, Rows, RowShapes
 from foreload.pipelines.schedule.format import RowColumns
 

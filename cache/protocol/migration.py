@@ -31,7 +31,8 @@ from foreload.cache.protocol.migrated import ALL, Migrated, changed, deletion
 from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.reading import StoredRows, missing_value
 from foreload.cache.protocol.rounds import Rounds
-from foreload.cache.protocol.shard_table import ShardSnapshot, cursor_at, cursor_place
+from foreload.cache.protocol.shard_status import ShardSnapshot
+from foreload.cache.protocol.shard_table import cursor_at, cursor_place
 
 CHUNK_SECONDS = 0.02  # of a chunk while training goes on, about: what is to be read or written meanwhile waits for it
 MOST_CHUNK_SECONDS = 0.1  # where fewer rows would take hardly less

@@ -17,6 +17,7 @@ from foreload.cache.client.store import (
 from foreload.cache.errors import RowError, StoreError
 from foreload.cache.parity.decoding import Decoding, StripePlaces, plan_alone, plan_decoding
 from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.places import shards_of
 from foreload.cache.parity.row_counts import count_rows
 from foreload.cache.parity.stripes import LaneStripes, Written
 from foreload.cache.protocol.fence import judge_wrong_type
@@ -25,7 +26,8 @@ from foreload.cache.protocol.migrated import Migrated
 from foreload.cache.protocol.namespace import lane_key
 from foreload.cache.protocol.shard_table import ShardTable
 from foreload.cache.rows.fields import PARITY_BIT, fields, unpack
-from foreload.cache.rows.layout import RowLayout, decode_rows
+from foreload.cache.rows.layout import RowLayout
+from foreload.cache.rows.row_bytes import decode_rows
 from foreload.cache.rows.staging import Rows, RowShapes, put_rows
 from foreload.pipelines.schedule.format import RowColumns
 
@@ -76,7 +78,7 @@ class StoredRows:
 
     def shards_of(self, lane: int, table: np.ndarray, ordinal: np.ndarray) -> np.ndarray:
         """The store shard of each row of a lane, as `Placement.shards` has it, where they are now."""
-        return self.placement.shards(lane, table, ordinal, self.shards.of(lane).places)
+        return shards_of(self.placement, lane, table, ordinal, self.shards.of(lane).places)
 
     def key(self, lane: int, shard: int) -> bytes:
         """The key of a lane's hash on a store shard."""

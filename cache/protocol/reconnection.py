@@ -26,7 +26,9 @@ from foreload.cache.protocol.fence import Found, fence_all
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import is_run, owner
 from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.patience import Patience
 from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.shard_status import ShardsAwaited
 
 RECONNECT = timedelta(milliseconds=200)  # for a connection that broke, of which nothing more is known
 _LONGEST_LOOK = timedelta(seconds=1)  # at a server that has been silent
@@ -35,33 +37,6 @@ _GRACE = timedelta(seconds=1)  # for the last ones, once parity covers these: if
 
 Markers = Callable[[int], Sequence[Marker]]
 Exchange = Callable[[Sequence[tuple[int, Read]], Sequence[tuple[int, Write]]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long shards are waited for that do not answer, where parity does not cover them. volatile: none is that cannot be reached, for then it has
-    died, and its rows with it.
-    """
-
-    time: timedelta = timedelta(seconds=10)
-    volatile: bool = False
-
-
-PATIENCE = Patience()
-
-
-@dataclass(frozen=True, slots=True)
-class ShardsAwaited:
-    """More store shards do not answer than parity covers, and are waited for; none: they answer again. why: what they do instead."""
-
-    shards: tuple[int, ...]
-    why: str
-
-    def __str__(self) -> str:
-        if not self.shards:
-            return "the store shards answer again"
-        numbers = ", ".join(map(str, self.shards))
-        return f"store shard {numbers}: no answer, and parity does not cover that, so training waits for it ({self.why})"
 
 
 @dataclass(slots=True)

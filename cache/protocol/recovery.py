@@ -9,7 +9,7 @@ import numpy as np
 
 from foreload.cache.client.store import Read, Write
 from foreload.cache.errors import CacheError, StoreError
-from foreload.cache.parity.erasure import accumulate
+from foreload.cache.parity.erasure import Code, accumulate
 from foreload.cache.parity.stripes import ALL_STRIPES, Arrangement
 from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
 from foreload.cache.protocol.fence import Found, fence_all
@@ -186,7 +186,7 @@ def _arranged(stored: StoredRows, unfinished: Unfinished) -> Arrangement:
 
 def _finish_parity(stored: StoredRows, work: Sequence[tuple[Unfinished, Arrangement]], exchange: Exchange) -> list[Write]:
     """Bring the parity rows of batches to the shards that do not have them; returns the Writes."""
-    code = stored.placement.code
+    code = Code.of(stored.placement)
     assert code is not None
     reads, parities = [], []
     for one, placed in work:

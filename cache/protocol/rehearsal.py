@@ -8,8 +8,9 @@ from foreload.cache.client.resp import HmgetReply
 from foreload.cache.parity.decoding import StripePlaces, Survivors, plan_decoding
 from foreload.cache.parity.migrating_rows import migrating_rows
 from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.batch_log import checksum
-from foreload.cache.rows.layout import decode_rows, encode_rows
+from foreload.cache.rows.row_bytes import decode_rows, encode_rows
 
 _NOTHING_THERE = b"*2\r\n$-1\r\n$-1\r\n"  # the reply to an HMGET of the marker and a row, where there is neither
 
@@ -34,7 +35,7 @@ def rehearse_migration(placement: Placement) -> None:
     """Compile what tells which rows move, and what decodes them, or read it from numba's cache: once a process, some 0.1 s. placement: of the run."""
     if not placement.migrating:
         placement = placement.with_migrated(placement.live[0])
-    stripes = placement.stripes(0, np.array([placement.k]))
+    stripes = LaneStripes.of(placement, 0, np.array([placement.k]))
     migrating = migrating_rows(stripes, 0, 0, 1, placement.shard_count)
     if placement.r:
         wanted = StripePlaces(np.zeros(len(migrating.stripe), np.int16), migrating.stripe, migrating.place)

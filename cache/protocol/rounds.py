@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from foreload.cache.client.store import NO_ROWS, Read, Write
+from foreload.cache.parity.erasure import Code
 from foreload.cache.protocol.adaptive_size import AdaptiveSize
 from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
 from foreload.cache.protocol.batches import BATCH_ROWS, WriteBackBatch
@@ -68,7 +69,7 @@ class Rounds:
     ) -> None:
         self._stored, self._shards, self._lanes = stored, stored.shards, lanes
         self._on_action, self._on_stats, self._log = on_action, on_stats, log
-        self._code = stored.placement.code  # None without parity
+        self._code = Code.of(stored.placement)  # None without parity
         self.failover = failover
         self.checked = CheckedReads(stored, failover, self.exchange, check_tags, on_action)
         self._size = AdaptiveSize(BATCH_ROWS, FEWEST_BATCH_ROWS, BATCH_ROWS, BATCH_SECONDS, MOST_BATCH_SECONDS)

@@ -14,25 +14,10 @@ from foreload.cache.errors import NamespaceInUse, StoreError
 from foreload.cache.protocol.namespace import join
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.reconnection import ShardsAwaited
-from foreload.cache.protocol.shard_table import ShardSnapshot
+from foreload.cache.protocol.shard_status import ServerUnreachable
 
 PROBE_PAUSE = timedelta(milliseconds=200)
 UNREACHABLE = timedelta(seconds=5)  # after which a server that is looked for is said not to be there
-
-
-@dataclass(frozen=True, slots=True)
-class ServerUnreachable:
-    """The server of a lost store shard, or the one to take its place, is not there for 5 s, or is of no use. url: its own, without password."""
-
-    shard: int
-    url: str
-    why: str
-
-
-ShardNews = ShardSnapshot | ServerUnreachable | ShardsAwaited
-"""What the owner of lanes tells of store shards: how all are from now on, each time that the state of one changes; a server that is not there; that
-more are waited for than parity covers."""
 
 
 @dataclass(slots=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from foreload.cache.client.store import NO_ROWS, Read
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.row_counts import RowCounts, count_rows
@@ -12,26 +10,9 @@ from foreload.cache.protocol.lanes import Lanes
 from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.rounds import Rounds
+from foreload.cache.protocol.shard_status import Lag
+from foreload.cache.repair.findings import Findings, Scrubbed
 from foreload.cache.repair.live_scrub import ExpectedRows, LiveScrub
-from foreload.cache.repair.scrub import Findings
-
-
-@dataclass(frozen=True, slots=True)
-class Scrubbed:
-    """How far a scrub of lanes that are trained is. stripes: how many there were when it began."""
-
-    stripes: int
-    findings: Findings
-    done: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Lag:
-    """What is on its way to the store: batches not yet released, boundaries with rows not yet acknowledged (both of all lanes), and these rows."""
-
-    batches: int
-    boundaries: int
-    rows: int
 
 
 class Inspection:

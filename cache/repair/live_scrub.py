@@ -16,13 +16,8 @@ from foreload.cache.protocol.lanes import Lanes, LaneWrites
 from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.rounds import Rounds
-from foreload.cache.repair.scrub import (
-    MUST,
-    NEVER,
-    Findings,
-    StripeChunk,
-    TableRows,
-)
+from foreload.cache.repair.findings import Findings
+from foreload.cache.repair.scrub import MUST, NEVER, StripeChunk, TableRows
 
 CHUNK_STRIPES = 1024  # fewer than of lanes at rest: a round waits for a chunk
 

@@ -7,21 +7,22 @@ batch is under way. Nothing is scanned: which stripes there are follows from the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from foreload.cache.client.store import COMMAND_ROWS, Read, Write
+from foreload.cache.parity.erasure import Code
 from foreload.cache.parity.locate_errors import Verdict, locate_errors
 from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.reading import StoredRows, check_answer, check_marker
+from foreload.cache.repair.findings import NAMED, Finding, Findings
 from foreload.cache.rows.fields import PARITY_BIT, fields
 from foreload.pipelines.planning.sizing import TRAILER_BYTES
 
 CHUNK_STRIPES = 8192  # that are read at once
-NAMED = 1000  # findings that are kept one by one
 NEVER, MAY, MUST = 0, 1, 2  # whether a row stands in the store: never written, unknown, written
 # What is wrong with a row. _APART: nothing by itself, but the rest of its stripe says that it is another.
 _FINE, _MISSING, _WRONG, _APART = range(4)
@@ -52,41 +53,6 @@ class TableRows:
             array[: len(inside)] = inside
             arrays.append(array)
         return TableRows(self.table, *arrays)
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A stripe that was not as it must be: ordinals first to last of a table in a lane, its store shards in order, members first; what was wrong."""
-
-    lane: int
-    table: int
-    first: int
-    last: int
-    shards: tuple[int, ...]
-    what: str
-
-
-@dataclass(slots=True)
-class Findings:
-    """What scrubbing found: how many stripes, rows and parity rows were checked; stripes repaired, and damaged, which were left alone.
-
-    repaired, damaged: the first 1,000 of each.
-    """
-
-    stripes: int = 0
-    rows: int = 0
-    parity_rows: int = 0
-    stripes_repaired: int = 0
-    stripes_damaged: int = 0
-    repaired: list[Finding] = field(default_factory=list)
-    damaged: list[Finding] = field(default_factory=list)
-
-    def add(self, other: Findings) -> None:
-        """Count in what another part found."""
-        for name in ("stripes", "rows", "parity_rows", "stripes_repaired", "stripes_damaged"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.repaired += other.repaired[: NAMED - len(self.repaired)]
-        self.damaged += other.damaged[: NAMED - len(self.damaged)]
 
 
 @dataclass(slots=True)
@@ -135,7 +101,7 @@ class StripeChunk:
 
     def judge(self) -> tuple[Findings, list[Write]]:
         """What is wrong, once the reads are done, and the rows that repair it: at most 2,048 a Write, with no marker."""
-        code = self.stored.placement.code
+        code = Code.of(self.stored.placement)
         assert code is not None
         shape = self.shards.shape
         rows = np.zeros((*shape, self.stored.layouts[self.known.table].row_bytes), np.uint8)
@@ -192,7 +158,7 @@ class StripeChunk:
         Each such row is decoded in turn as if it were lost. That is believed where the stripe then agrees, all that was decoded has the id and tag
         that belong there, and it is so of one row of the stripe only.
         """
-        code = self.stored.placement.code
+        code = Code.of(self.stored.placement)
         assert code is not None
         k = code.k
         doubtful = missing[:, :k] & (self.known.presence.reshape(-1, k) == MAY) & verdict.uncorrectable[:, None]

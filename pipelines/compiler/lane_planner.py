@@ -10,7 +10,8 @@ import numpy as np
 from foreload.pipelines.compiler import oracle
 from foreload.pipelines.compiler.next_uses import LaneAccesses
 from foreload.pipelines.errors import SlotsError
-from foreload.pipelines.schedule.format import MOVE_COLUMNS, FileEntry, Header, mask_dtype, write_lists
+from foreload.pipelines.schedule.arrow_files import write_lists
+from foreload.pipelines.schedule.format import MOVE_COLUMNS, FileEntry, Header, mask_dtype
 
 _KINDS = 3 * (oracle.ROWS_USED,) + (oracle.ENDS,) + 6 * (oracle.ARRIVALS,)  # what each of the columns of Moves has an entry for
 

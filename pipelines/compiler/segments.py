@@ -19,6 +19,7 @@ from foreload.pipelines.compiler.row_table import RowTable
 from foreload.pipelines.compiler.serial_pass import SerialPass, Step
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.pieces import Samples
+from foreload.pipelines.schedule.arrow_files import write_lists
 from foreload.pipelines.schedule.format import (
     ROW_TABLE,
     FileEntry,
@@ -28,7 +29,6 @@ from foreload.pipelines.schedule.format import (
     Segment,
     mask_dtype,
     segment_name,
-    write_lists,
 )
 
 ENTRY_SHARE = 10  # entry states take at most one part in this many of a schedule

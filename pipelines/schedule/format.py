@@ -1,21 +1,17 @@
-"""The schedule's format: what its manifests and files hold, and how its Arrow files are written (docs/schedule.md)."""
+"""The schedule's format: what its manifests and files hold (docs/schedule.md)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
-import pyarrow as pa
 
 from foreload.pipelines.base.codec import MOST, Count, FormError, LeftOut, Name, Natural, between, of_json, to_stored
-from foreload.pipelines.base.files import replacing
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples.features import StoredFeatures
 
@@ -57,25 +53,6 @@ def mask_dtype(lanes: int) -> np.dtype:
 def segment_name(index: int) -> str:
     """The manifest of segment `index`."""
     return f"segment-{index:06d}.json"
-
-
-def write_lists(path: Path, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -> FileEntry:
-    """Write list columns, name -> (offsets int32 [events + 1], values), as one Arrow record batch with a row per event.
-
-    Returns the file's entry in a manifest: name, bytes and CRC-32. Raises OSError.
-    """
-    arrays = [pa.ListArray.from_arrays(pa.array(offsets), pa.array(values)) for offsets, values in columns.values()]
-    batch = pa.RecordBatch.from_arrays(arrays, names=list(columns))
-    crc32 = 0
-    # Straight to the file: an entry state is as large as the slots, and is not held twice.
-    with replacing(path) as temporary, open(temporary, "w+b") as file:
-        with pa.ipc.new_file(file, batch.schema) as writer:
-            writer.write_batch(batch)
-        size = file.tell()
-        file.seek(0)
-        while chunk := file.read(1 << 20):
-            crc32 = zlib.crc32(chunk, crc32)
-    return {"name": path.name, "bytes": size, "crc32": crc32}
 
 
 class FileEntry(TypedDict):

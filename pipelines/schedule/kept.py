@@ -18,17 +18,8 @@ from foreload.pipelines.base.codec import Count, Step, of_json
 from foreload.pipelines.base.files import read_sealed, replacing, write_sealed
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples import encoding_state
-from foreload.pipelines.schedule.format import (
-    HEADER,
-    MANIFEST,
-    PROVENANCE,
-    ROW_TABLE,
-    FileEntry,
-    Segment,
-    segment_name,
-    write_lists,
-)
-from foreload.pipelines.schedule.mapped_lists import MappedLists
+from foreload.pipelines.schedule.arrow_files import MappedLists, write_lists
+from foreload.pipelines.schedule.format import HEADER, MANIFEST, PROVENANCE, ROW_TABLE, FileEntry, Segment, segment_name
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.replay import state_after
 

@@ -24,6 +24,7 @@ from foreload.pipelines.base.at_work import Watch
 from foreload.pipelines.base.codec import FormError, of_json, parse_json
 from foreload.pipelines.base.files import read_sealed, unreadable
 from foreload.pipelines.errors import ScheduleError
+from foreload.pipelines.schedule.arrow_files import MappedLists, map_file
 from foreload.pipelines.schedule.format import (
     FAILED,
     HEADER,
@@ -41,7 +42,6 @@ from foreload.pipelines.schedule.format import (
     Segment,
     segment_name,
 )
-from foreload.pipelines.schedule.mapped_lists import MappedLists, map_file
 
 # Columns of moves and of entry states, in the order of the fields of Arrivals and Occupants.
 _ARRIVAL_COLUMNS = ("table", "ordinal", "id", "tag", "slot", "after")

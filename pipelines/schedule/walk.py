@@ -10,7 +10,7 @@ from typing import Literal
 import numba as nb
 import numpy as np
 
-from foreload.pipelines.schedule.mapped_lists import MappedLists
+from foreload.pipelines.schedule.arrow_files import MappedLists
 from foreload.pipelines.schedule.reader import Schedule
 
 Column = tuple[np.ndarray, np.ndarray]

@@ -25,10 +25,9 @@ from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.namespace import claim
 from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.patience import Patience
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.reconnection import Patience
-from foreload.cache.protocol.server_probe import ShardNews
-from foreload.cache.protocol.shard_table import LOST, ShardSnapshot
+from foreload.cache.protocol.shard_status import LOST, ShardNews, ShardSnapshot
 from foreload.cache.traffic import Traffic
 
 LANES = (0, 3)

@@ -14,6 +14,7 @@ from serving import serving
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.batch_log import FileLog, LoggedBatch
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.marker import Marker, first_number, term_of
@@ -120,7 +121,7 @@ def test_an_owner_of_a_later_term_numbers_anew_once_it_writes(three: LocalStores
         for term in (0, 3, 5):
             owner = Ownership(term)
             stored = StoredRows(store, Placement.spread(3, k, r), LAYOUTS, f"run{term}")
-            nothing = stored.placement.stripes(0, np.zeros(len(LAYOUTS), np.int64))
+            nothing = LaneStripes.of(stored.placement, 0, np.zeros(len(LAYOUTS), np.int64))
             stored.stripes = lambda lane, nothing=nothing: nothing
             take_over(stored, owner, {0: 0})
             with serving(stored, [LanePlan(0, iter([]))], SEED, log=FileLog(tmp_path), ownership=owner) as idle:

@@ -38,8 +38,9 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import CacheError, Fenced, StoreError
+from foreload.cache.parity.erasure import Code
+from foreload.cache.parity.limits import GROUPS
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.places import GROUPS
 from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.batch_log import FileLog, LoggedBatch
 from foreload.cache.protocol.lanes import LanePlan
@@ -162,7 +163,7 @@ class Journalled:
         """From the journal of what was ever logged."""
         rows: dict[Field, bytes] = {}
         last: dict[int, int] = {}
-        stripes = {lane: placement.stripes(lane, np.zeros(len(LAYOUTS), np.int64)) for lane in LANES}
+        stripes = {lane: LaneStripes.of(placement, lane, np.zeros(len(LAYOUTS), np.int64)) for lane in LANES}
         with open(folder / "journal", "rb") as journal:
             while True:
                 try:
@@ -181,7 +182,7 @@ class Journalled:
 
     def of_shard(self, lane: int, shard: int) -> dict[bytes, bytes]:
         """Every row and parity row that a shard must hold of a lane."""
-        code = self.placement.code
+        code = Code.of(self.placement)
         assert code is not None
         found: dict[bytes, bytes] = {}
         named = [(int.from_bytes(name, "big"), row) for (of, name), row in self.rows.items() if of == lane]

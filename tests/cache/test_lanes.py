@@ -16,6 +16,7 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.fence import read_epochs
 from foreload.cache.protocol.lanes import LanePlan
@@ -50,7 +51,7 @@ def test_lanes_come_and_go_while_another_is_served(servers: LocalStores, store: 
     programs = {lane: make_program(lane, 20) for lane in range(LANES)}
     stored = StoredRows(store, Placement.spread(3, k, r), LAYOUTS, "t")
     counts = {lane: np.zeros(len(LAYOUTS), np.int64) for lane in range(LANES)}
-    stored.stripes = lambda lane: stored.placement.stripes(lane, counts[lane])
+    stored.stripes = lambda lane: LaneStripes.of(stored.placement, lane, counts[lane])
     proceed, truths = threading.Event(), dict[int, Truth]()
     last_batches = [0] * LANES
     take_over(stored, UNFENCED, {STAYS: 0})

@@ -20,13 +20,14 @@ from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
 from foreload.cache.errors import RowError, RowsLost
 from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.namespace import claim
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.rounds import Rounds
-from foreload.cache.repair.scrub import Findings
+from foreload.cache.repair.findings import Findings
 from foreload.cache.rows.fields import PARITY_BIT, fields
 from foreload.cache.traffic import Traffic
 
@@ -176,7 +177,7 @@ class Damage:
         """Of each row a connection, the shard, the key, and the field."""
         stored, lane = self.scrubbing.stored, LANES[0]
         k, shards = stored.placement.k, stored.placement.shard_count
-        homes = stored.placement.stripes(lane, np.zeros(4, np.int64)).shards(TABLE, np.array([STRIPE]))[0]
+        homes = LaneStripes.of(stored.placement, lane, np.zeros(4, np.int64)).shards(TABLE, np.array([STRIPE]))[0]
         with Store(self.four.urls[:shards], timedelta(seconds=10)) as other:
             rows = []
             for place in self.places:

@@ -20,6 +20,7 @@ from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import NO_ROWS, Read, Store, Write
 from foreload.cache.errors import NamespaceInUse, RowError, RowsLost, StoreError, StoreUnavailable
 from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.failover import Failover
 from foreload.cache.protocol.lanes import LanePlan
@@ -27,8 +28,8 @@ from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.monitor import Monitor
 from foreload.cache.protocol.namespace import claim, lane_key, remove
 from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.patience import Patience
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.reconnection import Patience
 
 # An action of the thread, and the n-th time of it: in the midst of the training.
 MOMENTS = [
@@ -123,7 +124,7 @@ def test_a_row_that_is_missing_on_one_shard_too_many_is_decoded_alone_if_its_str
     with LocalStores(5, tmp_path / "stores") as stores, Store(stores.urls, timedelta(seconds=10)) as store:
         placement = Placement.spread(5, 2, 1)
         stored = StoredRows(store, placement, LAYOUTS, "t")
-        at = placement.stripes(0, np.zeros(len(LAYOUTS), np.int64)).shards(1, np.arange(count) // 2)
+        at = LaneStripes.of(placement, 0, np.zeros(len(LAYOUTS), np.int64)).shards(1, np.arange(count) // 2)
         with_first = (at == 0).any(axis=1)
         gone = int(np.flatnonzero((at[np.arange(count), np.arange(count) % 2] == 1) & (with_first != covered))[0])
         name = (1 << 48 | gone).to_bytes(8, "big")

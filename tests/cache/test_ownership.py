@@ -18,6 +18,7 @@ from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
 from foreload.cache.errors import Fenced, StoreError
 from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.failover import Failover
 from foreload.cache.protocol.lanes import LanePlan
@@ -41,7 +42,7 @@ def taken_over(store: Store, k: int, r: int, last_batch: int = 0) -> tuple[Store
     """Lane 0, of which COUNT rows of table 1 are in the store if there was any batch, with a new owner."""
     stored = StoredRows(store, Placement.spread(3, k, r), LAYOUTS, "t")
     written = np.array([0, COUNT if last_batch else 0, 0, 0])
-    stored.stripes = lambda lane: stored.placement.stripes(lane, written)
+    stored.stripes = lambda lane: LaneStripes.of(stored.placement, lane, written)
     take_over(stored, UNFENCED, {0: last_batch})
     return stored, LanePlan(0, iter([]), last_batch, written=written)
 
@@ -110,7 +111,7 @@ def test_a_run_written_before_there_was_a_fence_goes_on(
     with serving(stored, [LanePlan(0, iter([]))], SEED, log=FileLog(tmp_path / "first")) as traffic:
         traffic.write_back(0, 1, first)
     assert [store.command(shard, "TYPE", lane_key("t", 0, 0)) for shard in range(3)] == ["hash"] * 3
-    stored.stripes = lambda lane: stored.placement.stripes(lane, np.array([0, COUNT, 0, 0]))
+    stored.stripes = lambda lane: LaneStripes.of(stored.placement, lane, np.array([0, COUNT, 0, 0]))
     with Store(servers.urls, timedelta(seconds=10)) as reading:
         assert (weights_read(stored, reading, 1, 5) == 1.0).all()
         taken, traffic = new_owner(reading, k, r, tmp_path / "second", last_batch=1)

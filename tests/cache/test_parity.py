@@ -21,7 +21,9 @@ from serving import serving
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import CacheError
+from foreload.cache.parity.erasure import Code
 from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.places import shards_of
 from foreload.cache.protocol.batch_log import FileLog, LoggedBatch
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.marker import Marker
@@ -57,14 +59,14 @@ class Counted:
 def check_stripes(store: Store, stored: StoredRows, lane: int, program: LaneProgram) -> int:
     """Compare every parity row with its members, as they lie in the store; returns how many parity rows there are."""
     placement, held = stored.placement, contents(store, stored, lane)
-    code = placement.code
+    code = Code.of(placement)
     assert code is not None
     parity_rows = 0
     for table, count in enumerate(row_counts(program).tolist()):
         row_bytes = LAYOUTS[table].row_bytes
         for stripe in range(-(-count // code.k)):
             ordinals = np.arange(stripe * code.k, (stripe + 1) * code.k)
-            shards = placement.shards(lane, np.full(code.k, table, np.int16), ordinals)
+            shards = shards_of(placement, lane, np.full(code.k, table, np.int16), ordinals)
             names = [int(name).to_bytes(8, "big") for name in fields(np.full(code.k, table, np.int16), ordinals)]
             members = np.zeros((code.k, row_bytes), np.uint8)
             for j, (shard, name) in enumerate(zip(shards, names, strict=True)):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from foreload.cache.errors import CacheError
+from foreload.cache.parity.limits import GROUPS
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.places import GROUPS
+from foreload.cache.parity.places import shards_of
 from foreload.pipelines.base.hashing import key
 
 
@@ -20,7 +21,7 @@ def test_a_row_lives_where_its_stripes_group_says(shards: int, k: int, r: int) -
     rng = np.random.default_rng(0)
     table, ordinal = rng.integers(0, 30, 500).astype(np.int16), rng.integers(0, 2**40, 500)
     for lane in (0, 3):
-        got = placement.shards(lane, table, ordinal)
+        got = shards_of(placement, lane, table, ordinal)
         for t, o, shard in zip(table.tolist(), ordinal.tolist(), got.tolist(), strict=True):
             assert shard == placement.members[key(lane, t, o // k) % GROUPS, o % k]
 
@@ -32,7 +33,7 @@ def test_every_shard_gets_its_share_in_every_place(shards: int, k: int, r: int) 
         counts = np.bincount(members[:, place], minlength=shards)
         # 4096 is no multiple of the shards, nor of the rotations of the others: what is left over of each.
         assert counts.max() - counts.min() <= shards
-    rows = Placement.spread(shards, k, r).shards(1, np.zeros(60_000, np.int16), np.arange(60_000))
+    rows = shards_of(Placement.spread(shards, k, r), 1, np.zeros(60_000, np.int16), np.arange(60_000))
     assert np.bincount(rows, minlength=shards).max() < 1.06 * 60_000 / shards
 
 

@@ -21,6 +21,7 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import StoreError
+from foreload.cache.parity.erasure import Code
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.lanes import LanePlan
@@ -108,7 +109,7 @@ def check_recovered(urls: Sequence[str], logs: Path, k: int, r: int, released: i
 
 def check_stripes(store: Store, stored: StoredRows, rows: dict[int, bytes]) -> None:
     """Every parity row is there, and is that of its members in `rows`."""
-    code, held = stored.placement.code, contents(store, stored, 0)
+    code, held = Code.of(stored.placement), contents(store, stored, 0)
     assert code is not None
     stripes = {(name >> 48, (name & ((1 << 48) - 1)) // code.k) for name in rows}
     for table, stripe in stripes:

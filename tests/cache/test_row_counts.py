@@ -16,7 +16,7 @@ from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.row_counts import count_rows
-from foreload.cache.parity.stripes import ALL_STRIPES
+from foreload.cache.parity.stripes import ALL_STRIPES, LaneStripes
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.marker import Marker
@@ -34,7 +34,7 @@ def test_rows_and_parity_rows_are_those_that_the_servers_hold(
         log = FileLog(tmp_path) if r else None
         with serving(stored, [LanePlan(0, plan(program))], SEED, log=log) as traffic:
             run_lane(traffic, 0, program)
-    stripes = stored.placement.stripes(0, row_counts(program))
+    stripes = LaneStripes.of(stored.placement, 0, row_counts(program))
     counted = count_rows(stripes, len(LAYOUTS), 3)
     for shard, held in enumerate(contents(store, stored, 0)):
         assert Marker.parse(held.pop(MARKER)) == Marker(traffic.last_batch(0), traffic.last_batch(0))

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from foreload.cache.errors import CacheError
 from foreload.cache.rows.fields import PARITY_BIT, fields, unpack
-from foreload.cache.rows.layout import RowLayout, decode_rows, encode_rows
+from foreload.cache.rows.layout import RowLayout
+from foreload.cache.rows.row_bytes import decode_rows, encode_rows
 
 PARTS = (("weights", 16), ("linear", 1))
 

@@ -18,16 +18,12 @@ from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store, Write
 from foreload.cache.errors import StoreError
 from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.repair.scrub import (
-    MAY,
-    MUST,
-    Findings,
-    TableRows,
-    scrub_table,
-)
+from foreload.cache.repair.findings import Findings
+from foreload.cache.repair.scrub import MAY, MUST, TableRows, scrub_table
 from foreload.cache.rows.fields import PARITY_BIT, fields
 
 LANE, TABLE, STRIPE = 3, 0, 2  # where a test puts something wrong
@@ -61,7 +57,9 @@ class StoredLane:
 
     def at(self, place: int, stripe: int = STRIPE) -> tuple[int, bytes]:
         """Shard and field of a place of a stripe of the table that is put wrong."""
-        shard = int(self.stored.placement.stripes(LANE, np.zeros(4, np.int64)).shards(TABLE, np.array([stripe]))[0, place])
+        shard = int(
+            LaneStripes.of(self.stored.placement, LANE, np.zeros(4, np.int64)).shards(TABLE, np.array([stripe]))[0, place]
+        )
         number, parity = (stripe * self.k + place, 0) if place < self.k else (stripe, int(PARITY_BIT))
         return shard, (int(fields(np.array([TABLE]), np.array([number]))[0]) | parity).to_bytes(8, "big")
 

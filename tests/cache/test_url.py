@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foreload.cache.client.connection import new_connection
 from foreload.cache.client.url import PASSWORD_VARIABLE, parse_url, parse_urls
 from foreload.cache.errors import StoreError, StoreTls
 
@@ -82,7 +83,7 @@ def test_a_wrong_url_gives_one_line_without_the_password(text: str, words: str) 
 def test_a_missing_certificate_file_is_named() -> None:
     url = parse_url("rediss://h?ssl_ca_certs=/nowhere/ca.pem", {})
     with pytest.raises(StoreTls, match=r"ssl_ca_certs names no file: /nowhere/ca\.pem"):
-        url.connection(timedelta(seconds=1))
+        new_connection(url, timedelta(seconds=1))
 
 
 def test_several_urls_keep_their_order_and_differ() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from clicks import Clicks, write_log
 from command_line import ROOT, SMALL, Command, Remains, done, fill, flip, refused, run_here
@@ -24,14 +25,17 @@ from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.files import write_sealed
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints import row_files
 from foreload.trainer.checkpoints.contents import DENSE, MANIFEST
+from foreload.trainer.checkpoints.files import RowFile
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.reader import dense_of
 from foreload.trainer.checkpoints.restoring import restore_rows
+from foreload.trainer.checkpoints.row_files import OpenRows
 from foreload.trainer.checkpoints.writable import LOCK
 from foreload.trainer.cluster.faults import TrainerFault
 from foreload.trainer.run.assembly import Start, stored_rows_at
@@ -268,9 +272,9 @@ def test_a_shard_may_be_lost_while_rows_are_brought_to_the_store(case: Case, tmp
 
 _KILLED = """
 import os, signal, sys
-from foreload.trainer.checkpoints import format, row_files
+from foreload.trainer.checkpoints import chain, row_files
 from foreload.trainer.cli import main
-of, name = {"save": (row_files, "write_file"), "restore": (format.Checkpoint, "rows")}[sys.argv[1]]
+of, name = {"save": (row_files, "write_file"), "restore": (chain, "OpenRows")}[sys.argv[1]]
 work, left = getattr(of, name), [int(sys.argv[2])]
 def killed(*arguments):
     left[0] -= 1
@@ -335,14 +339,14 @@ def test_a_restore_that_is_killed_can_be_called_again(case: Case, tmp_path: Path
 
 @pytest.mark.full
 def test_a_restore_that_is_interrupted_leaves_nothing(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, read = tmp_path / "new", Checkpoint.rows
+    run = tmp_path / "new"
     call = ("train", case.clicks.schedule, "--from", case.checkpoint, "--run", run, "--store")
 
-    def interrupted(checkpoint: Checkpoint, file: object) -> object:
+    def interrupted(data: pa.Buffer, file: RowFile, layout: RowLayout) -> OpenRows:
         os.kill(os.getpid(), signal.SIGINT)
-        return read(checkpoint, file)  # type: ignore[arg-type]
+        return OpenRows(data, file, layout)
 
-    monkeypatch.setattr(Checkpoint, "rows", interrupted)
+    monkeypatch.setattr("foreload.trainer.checkpoints.chain.OpenRows", interrupted)
     with LocalStores(3, tmp_path / "servers") as servers:
         assert run_here(*call, ",".join(servers.urls))[0] == 130
         assert Run.open(run).status is None

@@ -10,10 +10,8 @@ from typing import Annotated, Any
 import pytest
 from small_job import step_report
 
-from foreload.cache.protocol.server_probe import ServerUnreachable
-from foreload.cache.protocol.shard_table import ShardSnapshot, ShardStatus
-from foreload.cache.repair.inspection import Lag, Scrubbed
-from foreload.cache.repair.scrub import Finding, Findings
+from foreload.cache.protocol.shard_status import Lag, ServerUnreachable, ShardSnapshot, ShardStatus
+from foreload.cache.repair.findings import Finding, Findings, Scrubbed
 from foreload.pipelines.base.codec import FormError, JsonForm, LeftOut, of_json, to_json, to_stored
 from foreload.trainer.cluster.codec import decode, encode
 from foreload.trainer.cluster.facts import Go, SegmentVerdict, Term

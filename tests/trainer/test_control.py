@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from foreload.cache.protocol.shard_table import ShardSnapshot, ShardStatus
+from foreload.cache.protocol.shard_status import ShardSnapshot, ShardStatus
 from foreload.trainer.cluster.control import (
     Answer,
     AskStatus,

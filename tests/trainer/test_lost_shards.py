@@ -23,9 +23,8 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.namespace import claim, owner
-from foreload.cache.protocol.server_probe import ServerUnreachable
-from foreload.cache.protocol.shard_table import ShardSnapshot, ShardState, ShardStatus
-from foreload.cache.rows.layout import decode_rows
+from foreload.cache.protocol.shard_status import ServerUnreachable, ShardSnapshot, ShardState, ShardStatus
+from foreload.cache.rows.row_bytes import decode_rows
 from foreload.pipelines.planning.sizing import TRAILER_BYTES
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.control import AskReplace, Replacing

@@ -14,7 +14,7 @@ from foreload.cache.client import frames, resp
 from foreload.cache.client.local import LocalStores
 from foreload.cache.protocol import batch_log
 from foreload.cache.protocol.rehearsal import rehearse_takeover
-from foreload.cache.rows import layout
+from foreload.cache.rows import row_bytes
 from foreload.pipelines.schedule.reader import Schedule
 
 POINTS = (
@@ -194,7 +194,7 @@ def test_a_trainer_dies_as_training_stops(
 def test_a_takeover_compiles_nothing_that_was_not_rehearsed(
     schedule: Schedule, servers: LocalStores, code: tuple[int, int]
 ) -> None:
-    compiled: list[Any] = [frames.take, resp._parse, batch_log._checksum, layout._encode, layout._decode]
+    compiled: list[Any] = [frames.take, resp._parse, batch_log._checksum, row_bytes._encode, row_bytes._decode]
     rehearse_takeover()
     rehearsed = [list(function.signatures) for function in compiled]
     assert all(rehearsed)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import main
 
-from foreload.cache.protocol.shard_table import ShardSnapshot, ShardStatus
+from foreload.cache.protocol.shard_status import ShardSnapshot, ShardStatus
 from foreload.trainer.cluster.control import CopyStatus, RunStatus
 from foreload.trainer.cluster.control_socket import ControlSocket
 from foreload.trainer.cluster.facts import Term

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from foreload.trainer.checkpoints.contents import DENSE, Contents
 from foreload.trainer.checkpoints.draft import published
-from foreload.trainer.checkpoints.format import Checkpoint
-from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows, RowFile, RowSink, rows_of_a_file, write_file
+from foreload.trainer.checkpoints.files import RowFile
+from foreload.trainer.checkpoints.format import Checkpoint, damaged
+from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows, RowSink, rows_of_a_file, write_file
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.storage import AnyFolder
 
@@ -26,17 +28,33 @@ class _Reading:
     file: RowFile
     rows: OpenRows | None = None
 
+    def _open(self) -> OpenRows:
+        """Its rows, compared with the manifest, in memory. Raises CheckpointError."""
+        data = self.checkpoint.read(self.file)
+        try:
+            return OpenRows(pa.py_buffer(data), self.file, self.checkpoint.contents.tables[self.file.table])
+        except (pa.ArrowException, KeyError, ValueError) as error:
+            raise damaged(self.checkpoint.place, self.file.name, str(error)) from error
+
+    def _part(self, first: int, end: int) -> CheckpointRows:
+        """Rows `first` .. `end` - 1 of the file. Raises CheckpointError."""
+        assert self.rows is not None
+        try:
+            return self.rows.part(first, end)
+        except (pa.ArrowException, KeyError, ValueError) as error:
+            raise damaged(self.checkpoint.place, self.file.name, str(error)) from error
+
     def put(self, first: int, end: int, out: CheckpointRows) -> None:
         """Put its rows with ordinals first .. end - 1 into their places of these."""
         if self.file.last < first or self.file.first >= end:
             self.rows = None
             return
         if self.rows is None:
-            self.rows = self.checkpoint.rows(self.file)
+            self.rows = self._open()
         begin, stop = np.searchsorted(self.rows.ordinals, (first, end))
         if begin == stop:
             return
-        part = self.checkpoint.part(self.file, self.rows, int(begin), int(stop))
+        part = self._part(int(begin), int(stop))
         places = self.rows.ordinals[begin:stop] - first
         with_id = part.id != -1
         out.id[places[with_id]] = part.id[with_id]

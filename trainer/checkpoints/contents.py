@@ -13,7 +13,8 @@ from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.base.codec import MOST, Amount, Count, JsonForm, Name, Step, between, of_json, to_stored
 from foreload.pipelines.base.files import sealed
 from foreload.pipelines.samples.features import FeatureSpec, StoredFeatures
-from foreload.trainer.checkpoints.row_files import EXACT_BITS, FileEntry, RowFile
+from foreload.trainer.checkpoints.files import FileEntry, RowFile
+from foreload.trainer.checkpoints.policies import EXACT_BITS
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.manifest import Inexact, Manifest
 from foreload.trainer.run.storage import AnyFolder, write_whole

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from foreload.pipelines.base.codec import FormError, of_json
 from foreload.pipelines.base.files import unsealed, within
 from foreload.trainer.checkpoints.contents import FORMAT, MANIFEST, Contents
-from foreload.trainer.checkpoints.row_files import EXACT_BITS, CheckpointRows, FileEntry, OpenRows, RowFile
+from foreload.trainer.checkpoints.files import FileEntry
+from foreload.trainer.checkpoints.policies import EXACT_BITS
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
 from foreload.trainer.run.directory import CODE
 from foreload.trainer.run.storage import AnyFolder, ObjectPath, chunks, holds, place
@@ -84,14 +83,14 @@ class Checkpoint:
         """Every file of its own but the manifest."""
         return self.contents.files
 
-    def _at(self, file: FileEntry) -> AnyFolder:
+    def at(self, file: FileEntry) -> AnyFolder:
         """Where a file of its own is. Raises CheckpointError if that is a link out of its folder."""
         if isinstance(self.place, ObjectPath):
             return self.place / file.name
         try:
             return within(self.place, file.name)
         except FormError as error:
-            raise _damaged(self.place, MANIFEST, str(error)) from error
+            raise damaged(self.place, MANIFEST, str(error)) from error
 
     @property
     def bits(self) -> int:
@@ -128,13 +127,13 @@ class Checkpoint:
         if wrong:
             first, name, why = wrong[0]
             more = ", ".join(name if one is first else f"{one.place.name}/{name}" for one, name, _ in wrong[1:6])
-            raise _damaged(first.place, name, f"{why}, and {len(wrong) - 1} more: {more}" if more else why)
+            raise damaged(first.place, name, f"{why}, and {len(wrong) - 1} more: {more}" if more else why)
 
     def _why_damaged(self, file: FileEntry, on_bytes: Callable[[int], object]) -> str:
         """What is wrong with a file; "" where it is as it was written."""
         checksum, size = hashlib.sha256(), 0
         try:
-            for chunk in chunks(self._at(file)):
+            for chunk in chunks(self.at(file)):
                 checksum.update(chunk)
                 size += len(chunk)
                 on_bytes(len(chunk))
@@ -152,27 +151,12 @@ class Checkpoint:
     def read(self, file: FileEntry) -> bytes:
         """The contents of a file of its own, compared with the manifest. Raises CheckpointError."""
         try:
-            data = self._at(file).read_bytes()
+            data = self.at(file).read_bytes()
         except OSError as error:
-            raise _damaged(self.place, file.name, error.strerror or str(error)) from error
+            raise damaged(self.place, file.name, error.strerror or str(error)) from error
         if hashlib.sha256(data).hexdigest() != file.sha256:
-            raise _damaged(self.place, file.name, "its checksum is not the manifest's")
+            raise damaged(self.place, file.name, "its checksum is not the manifest's")
         return data
-
-    def rows(self, file: RowFile) -> OpenRows:
-        """The rows of a file of its own, compared with the manifest, in memory. Raises CheckpointError."""
-        data = self.read(file)
-        try:
-            return OpenRows(pa.py_buffer(data), file, self.contents.tables[file.table])
-        except (pa.ArrowException, KeyError, ValueError) as error:
-            raise _damaged(self.place, file.name, str(error)) from error
-
-    def part(self, file: RowFile, rows: OpenRows, first: int, end: int) -> CheckpointRows:
-        """`rows.part`, of what `rows` gave for a file. Raises CheckpointError."""
-        try:
-            return rows.part(first, end)
-        except (pa.ArrowException, KeyError, ValueError) as error:
-            raise _damaged(self.place, file.name, str(error)) from error
 
     @property
     def code_copy(self) -> str:
@@ -191,7 +175,7 @@ class Checkpoint:
         Raises CheckpointError.
         """
         if isinstance(self.place, Path):
-            yield Path(str(self._at(self.contents.dense)))
+            yield Path(str(self.at(self.contents.dense)))
             return
         with tempfile.NamedTemporaryFile(prefix="foreload-") as copy:
             copy.write(self.read(self.contents.dense))
@@ -207,12 +191,6 @@ class Checkpoint:
             and self.base is None
         )
 
-    def mapped_rows(self, table: int) -> list[CheckpointRows]:
-        """The rows of a table's files, mapped, of a checkpoint that `is_mappable`; whoever asks has verified them."""
-        of_table = (file for file in self.contents.rows if file.table == table)
-        layout = self.contents.tables[table]
-        return [OpenRows(pa.memory_map(str(self._at(file))).read_buffer(), file, layout).part(0, file.rows) for file in of_table]
-
 
 def _manifest(path: AnyFolder) -> tuple[dict[str, Any], str]:
     """What a checkpoint's manifest says, and its SHA-256. Raises CheckpointError."""
@@ -225,7 +203,7 @@ def _manifest(path: AnyFolder) -> tuple[dict[str, Any], str]:
     except OSError as error:
         raise CheckpointError(f"checkpoint {path}: cannot read {MANIFEST}: {error.strerror}; make it readable") from error
     except ValueError as error:
-        raise _damaged(path, MANIFEST, str(error)) from error
+        raise damaged(path, MANIFEST, str(error)) from error
     if stored.get("format") != FORMAT:
         raise CheckpointError(
             f"checkpoint {path}: its format must be {FORMAT}; got {stored.get('format')!r:.100}; use the foreload that wrote it"
@@ -238,7 +216,7 @@ def _contents(path: AnyFolder) -> tuple[Contents, str]:
     try:
         return of_json(stored, Contents), sha256
     except FormError as error:
-        raise _damaged(path, MANIFEST, str(error)) from error
+        raise damaged(path, MANIFEST, str(error)) from error
 
 
 def bases_in(folder: AnyFolder) -> dict[str, str | None]:
@@ -271,5 +249,6 @@ def checkpoints_in(folder: AnyFolder) -> Iterator[AnyFolder]:
     yield from sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
-def _damaged(path: AnyFolder, name: str, why: str) -> CheckpointError:
+def damaged(path: AnyFolder, name: str, why: str) -> CheckpointError:
+    """The error for a damaged file of a checkpoint. path: of the checkpoint; name: of the file."""
     return CheckpointError(f"checkpoint {path}: {name} is damaged: {why}; use another checkpoint, or a copy of this one")

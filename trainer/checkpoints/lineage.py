@@ -7,9 +7,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from foreload.trainer.checkpoints.changed_rows import Plan
 from foreload.trainer.checkpoints.contents import MANIFEST
 from foreload.trainer.checkpoints.format import Checkpoint, bases_in, checkpoints_in, run_of
 from foreload.trainer.checkpoints.policies import LEAST_BITS, Policy, baseline_is_due, bits_for_job, deletable, dependents
@@ -17,6 +16,9 @@ from foreload.trainer.checkpoints.writable import holding, removed
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.storage import AnyFolder, place
+
+if TYPE_CHECKING:
+    from foreload.trainer.checkpoints.changed_rows import Plan
 
 
 @dataclass(frozen=True, slots=True)

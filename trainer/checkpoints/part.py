@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,8 +14,10 @@ from foreload.cache.protocol import snapshot
 from foreload.cache.protocol.snapshot import Snapshot, TakenRows
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ForeloadError
+from foreload.trainer.checkpoints.files import PartFiles
+from foreload.trainer.checkpoints.policies import EXACT_BITS
 from foreload.trainer.checkpoints.quantisation import encode
-from foreload.trainer.checkpoints.row_files import EXACT_BITS, CheckpointRows, FileEntry, RowFile, RowSink, write_file
+from foreload.trainer.checkpoints.row_files import CheckpointRows, RowSink, write_file
 
 BUFFER_BYTES = 1 << 26
 """Of rows that were taken and are in no file yet: beyond that the largest of them are written."""
@@ -25,15 +26,6 @@ NICENESS = 10  # of the thread
 
 GRACE_SECONDS = 30.0
 """How long the end of a call waits for a part under way."""
-
-
-@dataclass(frozen=True, slots=True)
-class PartFiles:
-    """What a trainer wrote. dense: the dense part, by the trainer that leads; seconds: from the copy on."""
-
-    rows: tuple[RowFile, ...]
-    dense: FileEntry | None
-    seconds: float
 
 
 def rehearse(layouts: Sequence[RowLayout], bits: int) -> None:

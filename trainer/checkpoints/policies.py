@@ -15,8 +15,9 @@ import numpy as np
 Policy = Literal["full", "one-shot", "consecutive", "intermittent", "planned"]
 POLICIES: tuple[Policy, ...] = ("full", "one-shot", "consecutive", "intermittent", "planned")
 
-BITS = (32, 8, 4, 3, 2)
-"""What a weight can have, 32 being exact."""
+EXACT_BITS = 32
+WIDTHS = (8, 4, 3, 2)  # bits of a weight that is not exact
+BITS = (EXACT_BITS, *WIDTHS)
 
 LEAST_BITS = BITS[-1]
 

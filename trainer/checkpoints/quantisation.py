@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numba as nb
 import numpy as np
 
-WIDTHS = (8, 4, 3, 2)
+from foreload.trainer.checkpoints.policies import WIDTHS
+
 """Bits a weight can have, besides the 32 that are exact."""
 
 BINS, MOST_CUT = 25, 15

@@ -7,11 +7,13 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 from torch import Tensor
 
 from foreload.pipelines.base.files import is_full
 from foreload.trainer.checkpoints.chain import whole_copy
 from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.dense_file import read_dense
 from foreload.trainer.run.digest import Digest
@@ -49,7 +51,7 @@ def _mapped_by_id(checkpoint: Checkpoint, tables: Collection[int] | None) -> Ite
     for table, layout in enumerate(checkpoint.contents.tables):
         if tables is not None and table not in tables:
             continue
-        files = checkpoint.mapped_rows(table)
+        files = mapped_rows(checkpoint, table)
         if not files:
             continue
         ids = np.concatenate([file.id for file in files])
@@ -66,6 +68,13 @@ def _mapped_by_id(checkpoint: Checkpoint, tables: Collection[int] | None) -> Ite
                 at = places[own] - starts[number]
                 tags[own], weights[own], state[own] = files[number].tag[at], files[number].weights[at], files[number].state[at]
             yield ModelRows(table, ids[places], tags, weights, state)
+
+
+def mapped_rows(checkpoint: Checkpoint, table: int) -> list[CheckpointRows]:
+    """The rows of a table's files, mapped, of a checkpoint that `is_mappable`; whoever asks has verified them."""
+    of_table = (file for file in checkpoint.contents.rows if file.table == table)
+    layout = checkpoint.contents.tables[table]
+    return [OpenRows(pa.memory_map(str(checkpoint.at(file))).read_buffer(), file, layout).part(0, file.rows) for file in of_table]
 
 
 def digest_of(checkpoint: Checkpoint) -> str:

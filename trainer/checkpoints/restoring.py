@@ -11,6 +11,7 @@ import numpy as np
 
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.batch_log import BatchLog
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.ownership import Ownership, take_over
@@ -116,7 +117,7 @@ def restore_rows(
     contents = checkpoint.contents
     lanes, tables = contents.run.lanes, len(contents.tables)
     stored = StoredRows(store, placement, contents.tables, namespace)
-    stored.stripes = lambda lane: placement.stripes(lane, np.zeros(tables, np.int64))
+    stored.stripes = lambda lane: LaneStripes.of(placement, lane, np.zeros(tables, np.int64))
     take_over(stored, ownership, dict.fromkeys(range(lanes), 0))
     with Traffic(stored, 0, log=log, ownership=ownership) as traffic:
         for lane in range(lanes):

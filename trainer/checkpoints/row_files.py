@@ -8,18 +8,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from foreload.cache.rows.layout import RowLayout
-from foreload.pipelines.base.codec import Count, Natural, RelativePath, one_of
-from foreload.trainer.checkpoints.quantisation import WIDTHS, QuantisedRows, decode, encode, packed_bytes
+from foreload.trainer.checkpoints.files import FileEntry, RowFile
+from foreload.trainer.checkpoints.policies import EXACT_BITS
+from foreload.trainer.checkpoints.quantisation import QuantisedRows, decode, encode, packed_bytes
 from foreload.trainer.run.storage import AnyFolder, write_new
-
-EXACT_BITS = 32
 
 FILE_BYTES = 1 << 26
 """About how large a file of rows is at most; as much again is held while one is written."""
@@ -29,34 +27,6 @@ _ZSTD_LEVEL = 3
 # Ordinals and ids by their differences; the bytes of floats and tags apart, the first of each row together, and so on.
 _ENCODINGS = {"ordinal": "DELTA_BINARY_PACKED", "id": "DELTA_BINARY_PACKED", "codes": "PLAIN"}
 _BY_BYTES = ("tag", "weights", "scale", "bias", "exact", "state")
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """A file of a checkpoint, as its manifest has it: name, size, SHA-256."""
-
-    name: RelativePath
-    bytes: Count
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class RowFile(FileEntry):
-    """A file of rows: `rows` of them, of a table in a lane, with ordinals from `first` to `last`, all of these where there are as many; bits: that a
-    weight has.
-    """
-
-    lane: Count
-    table: Count
-    first: Count
-    last: Count
-    rows: Natural
-    bits: Annotated[int, one_of(EXACT_BITS, *WIDTHS)]
-
-    @property
-    def gapless(self) -> bool:
-        """Whether it has all ordinals from first to last, and so no column of them."""
-        return self.last - self.first + 1 == self.rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from foreload.trainer.checkpoints.contents import DENSE, Contents
 from foreload.trainer.checkpoints.draft import published
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import Increment
-from foreload.trainer.checkpoints.row_files import EXACT_BITS, CheckpointRows, RowSink, rows_of_a_file, write_file
+from foreload.trainer.checkpoints.policies import EXACT_BITS
+from foreload.trainer.checkpoints.row_files import CheckpointRows, RowSink, rows_of_a_file, write_file
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.expected_rows import given_ordinals, table_rows
 from foreload.trainer.run.model_rows import lane_rows

@@ -17,8 +17,7 @@ from foreload.trainer.checkpoints.draft import AnyDraft, check_absent, draft
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import next_bits, next_increment, of_run, prune
 from foreload.trainer.checkpoints.part import GRACE_SECONDS
-from foreload.trainer.checkpoints.policies import LEAST_BITS, Policy
-from foreload.trainer.checkpoints.row_files import EXACT_BITS
+from foreload.trainer.checkpoints.policies import EXACT_BITS, LEAST_BITS, Policy
 from foreload.trainer.checkpoints.writable import folder_of
 from foreload.trainer.cluster.best_evaluation import OVERDUE, BestEvaluation, HeldTraining, tell_missing
 from foreload.trainer.cluster.board import Board

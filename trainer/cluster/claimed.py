@@ -15,6 +15,7 @@ from foreload.trainer.errors import after_step
 from foreload.trainer.run.directory import LOG, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Manifest, Status
+from foreload.trainer.run.row_check import check_rows
 from foreload.trainer.run.run_rows import check_not_training, own_rows
 from foreload.trainer.run.servers import asked
 
@@ -33,7 +34,7 @@ def claimed(job: TrainJob, run: Run, manifest: Manifest, start: Status, urls: Se
         claim(store, manifest.namespace, manifest.identity, mode, spared, FolderId.of(run.path))
         if job.resume:
             before = run.saved_status()
-            run.check_rows(store, before)
+            check_rows(run, store, before)
             if before.state == "training":
                 # The log's batches are later than the rows, so replaying them would be wrong.
                 shutil.rmtree(run.path / LOG, ignore_errors=True)

@@ -14,14 +14,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar, Generic, Literal, TypeVar, get_args
 
-from foreload.cache.protocol.shard_table import ShardSnapshot
-from foreload.cache.repair.inspection import Scrubbed
+from foreload.cache.protocol.shard_status import ShardSnapshot
+from foreload.cache.repair.findings import Scrubbed
 from foreload.pipelines.base.codec import to_json
 from foreload.trainer.cluster.codec import of_json
 from foreload.trainer.cluster.messages import HeldRows
 from foreload.trainer.errors import MessageError, RunError
 from foreload.trainer.run.directory import CONTROL
-from foreload.trainer.run.store_moves import Change
+from foreload.trainer.run.shard_change import Change
 
 _MALFORMED = 'a request is a line such as {"do": "status"}'
 

@@ -10,9 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.reconnection import ShardsAwaited
-from foreload.cache.protocol.server_probe import ServerUnreachable, ShardNews
-from foreload.cache.protocol.shard_table import LOST, ShardSnapshot
+from foreload.cache.protocol.shard_status import LOST, ServerUnreachable, ShardNews, ShardsAwaited, ShardSnapshot
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.trainer.cluster.board import Board

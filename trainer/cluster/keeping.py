@@ -25,7 +25,8 @@ from foreload.trainer.compute.program import Trainer
 from foreload.trainer.errors import DenseDiverged, PeerLost, TrainerError
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.dense_file import save_dense
-from foreload.trainer.run.kept_lanes import DENSE, KeptFile, KeptLane, folder_of, write_lane
+from foreload.trainer.run.kept_lanes import DENSE, KeptLane, folder_of, write_lane
+from foreload.trainer.run.kept_manifest import KeptFile
 from foreload.trainer.run.own_exit import exit_error
 
 _ROWS_STAY = (StoreUnavailable, StoreFull, StoreAuth, StoreTls, CommandRefused, ShardsRefuse)

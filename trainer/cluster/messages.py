@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foreload.cache.client.load import ShardLoad
-from foreload.cache.protocol.server_probe import ServerUnreachable
-from foreload.cache.protocol.shard_table import ShardSnapshot
-from foreload.cache.repair.inspection import Lag, Scrubbed
-from foreload.trainer.checkpoints.part import PartFiles
+from foreload.cache.protocol.shard_status import Lag, ServerUnreachable, ShardSnapshot
+from foreload.cache.repair.findings import Scrubbed
+from foreload.trainer.checkpoints.files import PartFiles
 from foreload.trainer.cluster.faults import Fault, TrainerFault
 from foreload.trainer.cluster.process_use import ProcessUse
 from foreload.trainer.compute.reports import EvaluationReport, StepReport, Totals
 from foreload.trainer.run.early_stopping import Watched
-from foreload.trainer.run.kept_lanes import KeptFile
+from foreload.trainer.run.kept_manifest import KeptFile
 from foreload.trainer.run.manifest import Stage
 
 

@@ -27,6 +27,7 @@ from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_code_of_run, check_place
+from foreload.trainer.run.row_check import check_rows
 from foreload.trainer.run.run_rows import own_rows
 from foreload.trainer.run.servers import asked, servers_of, with_named
 from foreload.trainer.run.told_before import reported_step
@@ -113,7 +114,7 @@ def _has_rows_of(run: Run, job: TrainJob, before: Status) -> bool:
             return False
         try:
             claim(store, manifest.namespace, manifest.identity, "resume", spared)
-            run.check_rows(store, before)
+            check_rows(run, store, before)
         except RunError:
             return False
     return True

@@ -23,7 +23,8 @@ from foreload.trainer.run.event_log import EventLog, RowsMove, RowsMoved
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.servers import left_over, with_servers
-from foreload.trainer.run.store_moves import NewServers, ShardChange, check_whole
+from foreload.trainer.run.shard_change import ShardChange
+from foreload.trainer.run.store_moves import NewServers, check_whole
 
 
 class RowMoves:

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.url import StoreUrl, parse_url, parse_urls
 from foreload.cache.errors import CacheError
-from foreload.cache.protocol.server_probe import ServerUnreachable
-from foreload.cache.protocol.shard_table import LOST, OK, REBUILDING, REMOVED, ShardSnapshot
+from foreload.cache.protocol.shard_status import LOST, OK, REBUILDING, REMOVED, ServerUnreachable, ShardSnapshot
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.control import AskReplace, Refused, Replacing
 from foreload.trainer.cluster.facts import StopBy
@@ -22,7 +21,7 @@ from foreload.trainer.errors import RunError
 from foreload.trainer.run.event_log import EventLog, ShardLost, ShardRebuilt, ShardReplaced
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.servers import plain
-from foreload.trainer.run.store_moves import shard_named
+from foreload.trainer.run.shard_change import shard_named
 
 _NEVER = 1 << 62  # a step that no schedule has
 SHOWN_STEP = 0.1  # the share of a rebuild after which the user is told again

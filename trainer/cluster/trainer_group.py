@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import partial
 from typing import assert_never
 
-from foreload.cache.protocol.server_probe import ServerUnreachable
+from foreload.cache.protocol.shard_status import ServerUnreachable
 from foreload.cache.rows.layout import RowLayout, slot_columns
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import ForeloadError

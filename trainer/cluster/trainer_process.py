@@ -40,6 +40,7 @@ from foreload.trainer.cluster.process_use import ProcessUse
 from foreload.trainer.cluster.processes import OnHost
 from foreload.trainer.cluster.run_folder import open_folder
 from foreload.trainer.cluster.segment_gate import SegmentGate, StoppedAtSegment
+from foreload.trainer.cluster.stopping_early import EarlyStopping
 from foreload.trainer.cluster.trainer_checkpoints import TrainerCheckpoints
 from foreload.trainer.cluster.trainer_end import await_saved
 from foreload.trainer.cluster.trainer_terms import TrainerTerms
@@ -52,9 +53,8 @@ from foreload.trainer.compute.reports import EvaluationReport, StepReport, Total
 from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.errors import LossNotFinite, PeerLost, after_step
 from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term, open_no_lanes
-from foreload.trainer.run.early_stopping import EarlyStopping
 from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.kept_lanes import KeptFile
+from foreload.trainer.run.kept_manifest import KeptFile
 from foreload.trainer.run.model_code import check_same_code
 from foreload.trainer.run.next_term import continue_term, segment_after
 from foreload.trainer.run.servers import asked

@@ -124,19 +124,19 @@ def _rate(text: str) -> float:
 
 
 def _save(parsed: argparse.Namespace) -> int:
-    from foreload.trainer.commands import checkpoint
+    from foreload.trainer.commands import checkpoints, save_checkpoint
 
     kind = {name: getattr(parsed, name) for name in ("policy", "bits", "base", "keep", "failures_a_day", "every")}
-    told = checkpoint.saved(parsed.run, parsed.store, parsed.to, **kind)
+    told = save_checkpoint.saved(parsed.run, parsed.store, parsed.to, **kind)
     gone = f"\ndeleted  {', '.join(told['deleted'])}" if told["deleted"] else ""
-    return tell(parsed, told, checkpoint.told_text(told) + gone)
+    return tell(parsed, told, checkpoints.told_text(told) + gone)
 
 
 def _compact(parsed: argparse.Namespace) -> int:
-    from foreload.trainer.commands import checkpoint
+    from foreload.trainer.commands import checkpoints, save_checkpoint
 
-    told = checkpoint.compacted(parsed.checkpoint, parsed.to)
-    return tell(parsed, told, checkpoint.told_text(told))
+    told = save_checkpoint.compacted(parsed.checkpoint, parsed.to)
+    return tell(parsed, told, checkpoints.told_text(told))
 
 
 def _restore(parsed: argparse.Namespace) -> int:
@@ -151,23 +151,23 @@ def _restore(parsed: argparse.Namespace) -> int:
 
 
 def _list(parsed: argparse.Namespace) -> int:
-    from foreload.trainer.commands import checkpoint
+    from foreload.trainer.commands import checkpoints
 
-    listed = checkpoint.listed(parsed.folder)
-    text = "\n".join(map(checkpoint.told_text, listed["checkpoints"])) or f"{parsed.folder}: no checkpoints"
+    listed = checkpoints.listed(parsed.folder)
+    text = "\n".join(map(checkpoints.told_text, listed["checkpoints"])) or f"{parsed.folder}: no checkpoints"
     tell(parsed, listed, text)
     return 2 if any("why" in one for one in listed["checkpoints"]) else 0
 
 
 def _verify(parsed: argparse.Namespace) -> int:
-    from foreload.trainer.commands import checkpoint
+    from foreload.trainer.commands import checkpoints
 
-    told = checkpoint.verified(parsed.checkpoint)
-    return tell(parsed, told, f"{checkpoint.told_text(told)}: every file is as it was saved")
+    told = checkpoints.verified(parsed.checkpoint)
+    return tell(parsed, told, f"{checkpoints.told_text(told)}: every file is as it was saved")
 
 
 def _delete(parsed: argparse.Namespace) -> int:
-    from foreload.trainer.commands import checkpoint
+    from foreload.trainer.commands import checkpoints
 
-    told = checkpoint.deleted(parsed.checkpoint, parsed.with_increments)
+    told = checkpoints.deleted(parsed.checkpoint, parsed.with_increments)
     return tell(parsed, told, "\n".join(f"deleted  {path}" for path in told["deleted"]))

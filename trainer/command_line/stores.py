@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from foreload.trainer.command_line.shared import a_path, add_command, add_group, add_json, add_moved, add_plain, tell
 
 if TYPE_CHECKING:
-    from foreload.trainer.run.store_moves import Change
+    from foreload.trainer.run.shard_change import Change
 
 DAMAGED = 4
 """The exit status of a scrub that found a stripe which it cannot repair."""
@@ -161,7 +161,7 @@ def _stores_move(parsed: argparse.Namespace) -> int:
 
 def _stores_change(parsed: argparse.Namespace, change: Change, shard: str, urls: tuple[str, ...]) -> int:
     from foreload.trainer.commands import store_moves
-    from foreload.trainer.run.store_moves import ShardChange
+    from foreload.trainer.run.shard_change import ShardChange
 
     done = store_moves.run(parsed.run, parsed.store, ShardChange(change, shard, urls), parsed.moved)
     joins, leaves = (", ".join(map(str, done[which])) for which in ("joining", "leaving"))

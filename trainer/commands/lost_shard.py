@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from foreload.cache.client.local import LocalStores
-from foreload.cache.protocol.shard_table import LOST, OK, REBUILDING, ShardSnapshot
+from foreload.cache.protocol.shard_status import LOST, OK, REBUILDING, ShardSnapshot
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.cluster.faults import Fault
 from foreload.trainer.cluster.messages import FaultInjected, ShardsTold, TrainerEvent

@@ -18,7 +18,8 @@ from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.recovery import recover
-from foreload.cache.repair.scrub import Finding, Findings, scrub_table
+from foreload.cache.repair.findings import Finding, Findings
+from foreload.cache.repair.scrub import scrub_table
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.control import Asks, AskScrub, AskScrubbed, Refused, RunStatus, ScrubProgress, ask, training_status
 from foreload.trainer.errors import RunError

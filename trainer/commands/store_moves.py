@@ -22,10 +22,12 @@ from foreload.trainer.run.event_log import EventLog, RowsMove, RowsMoved
 from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.progress_bar import progress_bar
+from foreload.trainer.run.row_check import check_rows
 from foreload.trainer.run.run_rows import own_rows
 from foreload.trainer.run.saved_run import layouts_of, leave_stores
 from foreload.trainer.run.servers import asked, left_over, open_stores, plain, servers_of, with_servers
-from foreload.trainer.run.store_moves import NewServers, ShardChange, check_whole
+from foreload.trainer.run.shard_change import ShardChange
+from foreload.trainer.run.store_moves import NewServers, check_whole
 
 _ASK_TIMEOUT = timedelta(minutes=1)  # the launcher looks at the new servers first
 REBUILT_BY_RESUME = "foreload train --resume, with a server there, rebuilds it"
@@ -117,7 +119,7 @@ def _opened(moved: Run, urls: tuple[str, ...], status: Status) -> Iterator[Store
     manifest = moved.manifest
     with Store(asked(urls), manifest.training_job.store_silence) as opened:
         claim(opened, manifest.namespace, manifest.identity, "resume")
-        moved.check_rows(opened, status)
+        check_rows(moved, opened, status)
         yield opened
 
 

@@ -14,7 +14,7 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.row_counts import RowCounts
 from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.shard_table import REBUILDING, ShardSnapshot, ShardStatus
+from foreload.cache.protocol.shard_status import REBUILDING, ShardSnapshot, ShardStatus
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError, SettingError
 from foreload.pipelines.schedule.reader import Schedule

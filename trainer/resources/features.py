@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from foreload.pipelines.compiler.other_slots import LaneUses, count_moves
-from foreload.pipelines.schedule.mapped_lists import MappedLists
+from foreload.pipelines.schedule.arrow_files import MappedLists
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.walk import LaneMoves
 from foreload.trainer.compute.succession import next_copies

@@ -39,7 +39,7 @@ def counts_of(placement: Placement, ordinals: np.ndarray, layouts: Sequence[RowL
 
 def row_counts(placement: Placement, lane: int, given: np.ndarray) -> RowCounts:
     """What every shard holds of a lane when all ordinals given (int64 [tables]) were written."""
-    return count_rows(placement.stripes(lane, given), len(given), placement.shard_count)
+    return count_rows(LaneStripes.of(placement, lane, given), len(given), placement.shard_count)
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class RowTimeline:
         k, slots = self.placement.k, max(header.slots)
         self._lanes = [
             _LaneState(
-                self.placement.stripes(lane, np.zeros(len(self.layouts), np.int64)),
+                LaneStripes.of(self.placement, lane, np.zeros(len(self.layouts), np.int64)),
                 np.full(slots, _STORED, np.int64),
                 [np.ones(-(-int(count) // k), bool) for count in given],
             )

@@ -24,9 +24,9 @@ from foreload.cache.protocol.ownership import (
     find_rows,
     take_over,
 )
+from foreload.cache.protocol.patience import PATIENCE, Patience
 from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
-from foreload.cache.protocol.reconnection import PATIENCE, Patience
-from foreload.cache.protocol.server_probe import ShardNews
+from foreload.cache.protocol.shard_status import ShardNews
 from foreload.cache.rows.layout import RowLayout
 from foreload.cache.rows.partition import Partition
 from foreload.cache.traffic import Traffic
@@ -146,7 +146,7 @@ def _written_stripes(placement: Placement, ordinals: Callable[[], np.ndarray]) -
 
     @cache
     def of(lane: int) -> LaneStripes:
-        return placement.stripes(lane, known()[lane])
+        return LaneStripes.of(placement, lane, known()[lane])
 
     return of
 

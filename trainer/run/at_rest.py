@@ -11,12 +11,13 @@ from datetime import timedelta
 import numpy as np
 
 from foreload.cache.client.store import Store
+from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.namespace import claim
 from foreload.cache.protocol.ownership import Ownership, stale_shards, take_over
 from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.server_probe import ServerUnreachable, ShardNews
+from foreload.cache.protocol.shard_status import ServerUnreachable, ShardNews
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.base.codec import FormError, parse_json
 from foreload.pipelines.base.files import write_json
@@ -29,6 +30,7 @@ from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.resume import check_place, why_at_end
+from foreload.trainer.run.row_check import check_rows
 from foreload.trainer.run.run_rows import own_rows
 from foreload.trainer.run.saved_run import layouts_of, leave_stores, saved_run_at
 from foreload.trainer.run.servers import asked, open_stores, servers_of, with_named
@@ -47,7 +49,7 @@ def owned_at_rest(run: Run, store: Store, on_shards: Callable[[ShardNews], None]
     term = status.term + 1
     run.raise_term(term)
     stored = StoredRows(store, placement, layouts_of(manifest.training_job, schedule), manifest.namespace)
-    stored.stripes = lambda lane: placement.stripes(lane, given[lane])
+    stored.stripes = lambda lane: LaneStripes.of(placement, lane, given[lane])
     ownership = Ownership(term, manifest.identity)
     last = {lane: int(status.batches[str(lane)]) for lane in range(manifest.lanes)}
     take_over(stored, ownership, last)
@@ -104,7 +106,7 @@ def _rebuild_lost(run: Run, manifest: Manifest, job: TrainJob, status: Status) -
         store = stack.enter_context(Store.connect(asked(urls), silence, placement.r))
         claim(store, manifest.namespace, manifest.identity, "resume", placement.r)
         own_rows(run, store, job.folder_moved)
-        run.check_rows(store, status)
+        check_rows(run, store, status)
         batches = [int(status.batches[str(lane)]) for lane in range(manifest.lanes)]
         lost = sorted({*status.lost, *stale_shards(store, manifest.namespace, batches)} & {*placement.live})
         if not lost:

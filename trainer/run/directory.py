@@ -21,24 +21,19 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from foreload.cache.client.local import LocalStores
-from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.ownership import stale_shards
 from foreload.pipelines.base.codec import FormError, of_json, parse_json
 from foreload.pipelines.base.files import persist, remove_empty, remove_unfinished, replacing, write_json
 from foreload.trainer.errors import CheckpointError, RunError, RunRefused
 from foreload.trainer.run.manifest import VERSION, Manifest, Status, code_sums, write_code
 from foreload.trainer.run.storage import AnyFolder, place
-from foreload.trainer.run.told_before import reported_step
 
 MANIFEST, STATUS, PLACEMENT, SAVED_PLACEMENT = "manifest.json", "status.json", "placement.json", "placement.saved.json"
 METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL = "metrics.jsonl", "summary.json", "tensorboard", "stores", "control.sock"
@@ -263,43 +258,6 @@ class Run:
             return False
         status = self.status
         return status is not None and status.state == "training"  # else they are there, and who brought them was killed just then
-
-    def check_rows(self, store: Store, status: Status) -> None:
-        """Raise RunError unless the rows on an open store are those of the last clean stop, wherever trainers died since.
-
-        They are where no trainer wrote any back, and where local stores were started again from what they saved then.
-        """
-        if status.state != "training":
-            return
-        manifest, placement = self.manifest, self.placement
-        batches = [int(status.batches[str(lane)]) for lane in range(manifest.lanes)]
-        stale = stale_shards(store, manifest.namespace, batches)
-        gone = np.isin(placement.members, stale).sum(axis=1).max(initial=0) if stale else 0
-        if gone > placement.r:
-            raise RunRefused(self._broken_off(store, status, stale))
-
-    def _broken_off(self, store: Store, status: Status, stale: Sequence[int]) -> str:
-        first = self.manifest.stages[0].first_step
-        anew = status.step < first
-        of = "of no step, for it never stopped cleanly" if anew else f"of step {status.step}, where it last stopped cleanly"
-        reported = reported_step(self.path / METRICS)
-        to = "" if reported is None else f" (steps up to {reported} were reported)"
-        told = (
-            f"run {self.path}: was broken off: its dense part is {of}, but rows on store shard {', '.join(map(str, stale))} are of later steps{to}, "
-            "and the dense part of those is nowhere; "
-        )
-        local = LocalStores.find(self.path / STORES)
-        # What local stores have saved is of the last clean stop, and goes before an older checkpoint.
-        if (newest := self.newest_checkpoint(after=-1 if local is None else status.step)) is not None:
-            return told + f"--resume goes on from checkpoint {newest}"
-        running = [str(pid) for pid in local.pids if pid] if local is not None else []
-        if not running:
-            return (
-                told
-                + f"the rows stay where they are, in namespace {self.manifest.namespace}; --overwrite would delete them and train anew"
-            )
-        then = "begins again" if anew else f"goes on from step {status.step}, of which the rows are saved"
-        return told + f"the rows are in servers that still run ({', '.join(running)}): once these are ended, --resume {then}"
 
     def checkpoint_folders(self, named: str | None = None) -> list[AnyFolder]:
         """Where checkpoints of the run may be: in a folder that a call names, where the last one saved them, in its own folder. Raises RunError."""

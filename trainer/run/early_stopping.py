@@ -1,20 +1,15 @@
-"""Training that ends when evaluations get no better (`--stop-early`): the rule, what it has seen so far, and how all trainers decide alike."""
+"""Training that ends when evaluations get no better (`--stop-early`): the rule, and what it has seen so far."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
-
-import torch
 
 from foreload.pipelines.base.codec import Count, Step, finite
 from foreload.pipelines.base.settings import number
 from foreload.pipelines.errors import SettingError
-from foreload.trainer.compute.reports import EvaluationReport
-from foreload.trainer.compute.term_session import TermSession
-from foreload.trainer.run.metric_choice import MetricValue, metric_name, metric_of
+from foreload.trainer.run.metric_choice import MetricValue, metric_name
 
 _MOST_PATIENCE = 10**6
 
@@ -82,25 +77,3 @@ def after_evaluation(before: Watched | None, rule: StopEarly, step: int, measure
     if measured.is_better_than(bar):
         return Watched(rule.metric, step, measured.value, step)
     return Watched(rule.metric, step, before.best, before.best_step, before.worse + 1)
-
-
-class EarlyStopping:
-    """A trainer's side. Every trainer of a call has one, and all have seen the same: of each evaluation the leader tells the others the value.
-
-    rule: None: training does not end so; so_far: what was seen before.
-    """
-
-    def __init__(self, rule: StopEarly | None, so_far: Watched | None) -> None:
-        self._rule, self.so_far = rule, so_far
-
-    def ends_after(self, session: TermSession, step: int, reports: Sequence[EvaluationReport]) -> bool:
-        """Whether training ends, after an evaluation behind step `step`; reports: of its sets, where this trainer leads. Raises PeerLost."""
-        if self._rule is None:
-            return False
-        measured = metric_of(reports, self._rule.metric) if reports else MetricValue(0.0, False)
-        told = torch.tensor(
-            [measured.value, float(measured.higher_is_better)], dtype=torch.float64, device=session.transport.device
-        )
-        value, higher = session.exchange.agree(told).tolist()
-        self.so_far = after_evaluation(self.so_far, self._rule, step, MetricValue(value, bool(higher)))
-        return step == self.so_far.step and self.so_far.ends(self._rule)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from foreload.cache.protocol.reconnection import Patience
+from foreload.cache.protocol.patience import Patience
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
 from foreload.pipelines.base.settings import (
     choice,

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from foreload.cache.parity.erasure import MOST_ROWS
+from foreload.cache.parity.limits import MOST_ROWS
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
 from foreload.pipelines.base.settings import Parse, choice, key_values, number, size_bytes, spelled, text
 from foreload.pipelines.errors import SettingError

@@ -18,11 +18,12 @@ from foreload.cache.protocol.batch_log import LoggedBatch
 from foreload.cache.protocol.takeover import CopiedLane
 from foreload.cache.rows.partition import Partition
 from foreload.cache.rows.staging import EndedRows
-from foreload.pipelines.base.codec import Name, of_json
+from foreload.pipelines.base.codec import of_json
 from foreload.pipelines.base.files import read_sealed, replacing, write_atomically, write_sealed
 from foreload.pipelines.schedule.format import Occupants
 from foreload.trainer.errors import RunRefused
 from foreload.trainer.run.directory import KEPT_LANES
+from foreload.trainer.run.kept_manifest import KeptFile, KeptLanes
 from foreload.trainer.run.manifest import Manifest, Status
 
 DENSE = "dense.safetensors"
@@ -61,27 +62,6 @@ class KeptLane:
         """What a takeover needs."""
         ending = self.ending
         return CopiedLane(self.ordinals, Occupants(*ending.columns(), ending.stored_tag), self.owed, ending, self.released)
-
-
-@dataclass(frozen=True, slots=True)
-class KeptFile:
-    """A file beside `lanes.json`. sha256: of its bytes."""
-
-    name: Name
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class KeptLanes:
-    """What `lanes.json` tells. why: training ended; manifest, status: of the run once the rows are on the store; dense: the file of the dense part;
-    files: of each lane.
-    """
-
-    why: str
-    manifest: Manifest
-    status: Status
-    dense: KeptFile
-    files: tuple[KeptFile, ...]
 
 
 def folder_of(run: Path) -> Path:

@@ -21,7 +21,8 @@ from foreload.trainer.run.dense_file import write_dense
 from foreload.trainer.run.directory import LOG, STORES, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept import keep_schedule
-from foreload.trainer.run.kept_lanes import KeptLane, KeptLanes, checked, forget_kept_lanes, kept_lanes, read_lane
+from foreload.trainer.run.kept_lanes import KeptLane, checked, forget_kept_lanes, kept_lanes, read_lane
+from foreload.trainer.run.kept_manifest import KeptLanes
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.run_rows import own_rows
 from foreload.trainer.run.saved_run import layouts_of

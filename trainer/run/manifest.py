@@ -9,16 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
-from foreload.cache.parity.placement import MOST_SHARDS
+from foreload.cache.parity.limits import MOST_SHARDS
 from foreload.pipelines.base.codec import Amount, Count, LeftOut, Name, Natural, RelativePath, Step, between, filled, to_stored
 from foreload.pipelines.base.settings import settings_of, spelled
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.format import MOST_LANES
-from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.run.early_stopping import Watched
 from foreload.trainer.run.job import TrainJob
+
+if TYPE_CHECKING:
+    from foreload.pipelines.schedule.reader import Schedule
 
 VERSION = 1
 RATE_SETTINGS = ("lr", "lr_schedule", "dense_lr", "dense_lr_schedule", "dense_clip")

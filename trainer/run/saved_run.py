@@ -34,6 +34,7 @@ from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.model_code import check_code, code_of, note_code
 from foreload.trainer.run.model_rows import ModelRows, model_rows
 from foreload.trainer.run.reach import reach
+from foreload.trainer.run.row_check import check_rows
 from foreload.trainer.run.run_rows import check_current
 from foreload.trainer.run.servers import asked, open_stores, servers_of
 from foreload.trainer.run.trained_model import StoreRowReader
@@ -176,6 +177,6 @@ def open_saved(
         # Another run may have taken the name since, with rows that look the same.
         claim(opened, manifest.namespace, manifest.identity, "resume", spared)
         own(run, opened)
-        run.check_rows(opened, status)
+        check_rows(run, opened, status)
         of_the_stop = True
         yield saved_run_at(run, opened, status, accept_model)

@@ -1,4 +1,4 @@
-"""Files of a schedule mapped into memory, each compared with its entry in a manifest."""
+"""Arrow files of a schedule: written, and mapped into memory, each compared with its entry in a manifest."""
 
 from __future__ import annotations
 
@@ -10,9 +10,28 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from foreload.pipelines.base.files import unreadable
+from foreload.pipelines.base.files import replacing, unreadable
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.format import FileEntry
+
+
+def write_lists(path: Path, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -> FileEntry:
+    """Write list columns, name -> (offsets int32 [events + 1], values), as one Arrow record batch with a row per event.
+
+    Returns the file's entry in a manifest: name, bytes and CRC-32. Raises OSError.
+    """
+    arrays = [pa.ListArray.from_arrays(pa.array(offsets), pa.array(values)) for offsets, values in columns.values()]
+    batch = pa.RecordBatch.from_arrays(arrays, names=list(columns))
+    crc32 = 0
+    # Straight to the file: an entry state is as large as the slots, and is not held twice.
+    with replacing(path) as temporary, open(temporary, "w+b") as file:
+        with pa.ipc.new_file(file, batch.schema) as writer:
+            writer.write_batch(batch)
+        size = file.tell()
+        file.seek(0)
+        while chunk := file.read(1 << 20):
+            crc32 = zlib.crc32(chunk, crc32)
+    return {"name": path.name, "bytes": size, "crc32": crc32}
 
 
 def map_file(path: Path, entry: FileEntry, what: str) -> mmap.mmap:

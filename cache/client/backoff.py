@@ -1,0 +1,20 @@
+"""Pauses between attempts to reach a server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+_FIRST_PAUSE = timedelta(milliseconds=10)
+_LONGEST_PAUSE = timedelta(milliseconds=500)
+
+
+def pauses(limit: timedelta) -> Iterator[None]:
+    """Exponential backoff: each item follows a pause twice as long as the one before, until `limit` would be passed."""
+    deadline = time.monotonic() + limit.total_seconds()
+    pause = _FIRST_PAUSE.total_seconds()
+    while time.monotonic() + pause < deadline:
+        time.sleep(pause)
+        yield
+        pause = min(2 * pause, _LONGEST_PAUSE.total_seconds())

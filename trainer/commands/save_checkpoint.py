@@ -1,0 +1,108 @@
+"""`foreload checkpoint save` and `compact` (docs/checkpoints.md)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from foreload.pipelines.errors import SettingError
+from foreload.pipelines.schedule.kept import POSITION
+from foreload.trainer.checkpoints.chain import compact
+from foreload.trainer.checkpoints.changed_rows import Plan
+from foreload.trainer.checkpoints.draft import check_absent
+from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.checkpoints.lineage import (
+    Increment,
+    increment_of,
+    next_bits,
+    next_increment,
+    of_run,
+    prune,
+    why_no_base,
+)
+from foreload.trainer.checkpoints.policies import EXACT_BITS, FAILURES_A_DAY, Policy
+from foreload.trainer.checkpoints.writer import save
+from foreload.trainer.cluster.control import training_status
+from foreload.trainer.commands.checkpoints import told
+from foreload.trainer.commands.live_checkpoint import save_while_training
+from foreload.trainer.errors import CheckpointError
+from foreload.trainer.run.directory import Run
+from foreload.trainer.run.progress_bar import progress_bar
+from foreload.trainer.run.saved_run import SavedRun, open_saved
+from foreload.trainer.run.storage import AnyFolder, place
+
+
+def saved(
+    path: str,
+    store: str | None,
+    to: str | None,
+    policy: Policy = "intermittent",
+    bits: int | Literal["auto"] = 32,
+    base: str | None = None,
+    keep: int | None = None,
+    failures_a_day: float = FAILURES_A_DAY,
+    every: int | None = None,
+) -> dict[str, Any]:
+    """Save a checkpoint of a run into a folder of checkpoints, that of the run by default; returns what `told` tells of it, and "deleted", the names
+    of those that went for it.
+
+    base: the name of the one there of which it is to be an increment; None: as the policy says. keep: how many stay; None: all. every: with policy
+    planned, how many steps lie between those to come. Raises CheckpointError, RunError, SettingError and CacheError.
+    """
+    if (policy == "planned") != (every is not None):
+        raise SettingError("--every: goes with --policy planned, and that with it: give both, or neither")
+    run = Run.open(path)
+    folder = run.checkpoint_folders()[0] if to is None else place(to)
+    if training_status(run.path) is not None:
+        given = {
+            "--policy": policy != "intermittent",
+            "--bits": bits != EXACT_BITS,
+            "--base": base is not None,
+            "--keep": keep is not None,
+        }
+        if flags := [flag for flag, is_given in given.items() if is_given]:
+            raise SettingError(
+                f"{flags[0]}: is for a run that rests; run {path} is being trained, as --checkpoint-policy and --checkpoint-bits say; leave it out"
+            )
+        return told(save_while_training(run, to, folder)) | {"deleted": []}
+    step = run.saved_status().step
+    check_absent(folder, step)
+    with open_saved(path, store) as opened, progress_bar(0, "row") as bar:
+        totals = opened.status.totals
+        width = next_bits(bits, opened.manifest, int(totals.get("steps", 0)), totals.get("seconds", 0.0), failures_a_day)
+        plan = None if every is None else _plan(opened, every)
+        increment = next_increment(of_run(folder, run.manifest), run.manifest, step, policy, width, plan)
+        if base is not None:
+            increment = _increment_of(folder / base, opened, width)
+
+        def show(rows: int, total: int) -> None:
+            bar.total = total
+            bar.update(rows)
+
+        about = told(save(opened, folder, show, width, increment))
+    return about | {"deleted": [] if keep is None else prune(folder, run.manifest, keep)}
+
+
+def _plan(saved: SavedRun, every: int) -> Plan:
+    """The checkpoints to come, up to the end of the run's schedule, where its last one is."""
+    if (saved.schedule.path / POSITION).exists():
+        raise CheckpointError(
+            f"--policy: planned needs the steps of schedule {saved.manifest.stages[-1].path}, which is not there any more; give another policy"
+        )
+    return Plan.of(saved.schedule, saved.status.step, every, saved.layouts, at_end=True)
+
+
+def _increment_of(path: AnyFolder, saved: SavedRun, bits: int) -> Increment:
+    base = Checkpoint.open(path)
+    if why := why_no_base(base, saved.manifest, saved.status.step, bits):
+        raise CheckpointError(f"--base: checkpoint {path} {why}; give another one, or leave it out")
+    return increment_of(base, of_run(path.parent, saved.manifest))
+
+
+def compacted(path: str, to: str) -> dict[str, Any]:
+    """Make a checkpoint that needs no other, in a folder of checkpoints; returns what `told` tells of it. Raises CheckpointError."""
+    checkpoint = Checkpoint.open(path)
+    check_absent(place(to), checkpoint.contents.step)
+    with progress_bar(checkpoint.total_bytes, "B") as bar:
+        checkpoint.verify(bar.update)
+    with progress_bar(checkpoint.row_count, "row") as bar:
+        return told(compact(checkpoint, place(to), bar.update))

@@ -35,8 +35,6 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.faults import RunObserver
 from foreload.trainer.cluster.messages import StepEnded, TrainerEvent
 from foreload.trainer.commands.train import train
-from foreload.trainer.compute.layouts import layouts
-from foreload.trainer.models import load_model
 from foreload.trainer.resources import history
 from foreload.trainer.resources.features import step_counts
 from foreload.trainer.resources.row_timeline import RowTimeline
@@ -44,6 +42,7 @@ from foreload.trainer.resources.step_model import setup_of
 from foreload.trainer.resources.store_memory import StoreMemory
 from foreload.trainer.resources.trainer_memory import LaneLoad, TrainerMemory
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.job_layouts import layouts_of
 
 PARTS = 100
 PAUSE_SECONDS = 0.02
@@ -171,7 +170,7 @@ def compare(one: Training, schedule: Path, folder: Path) -> Compared:
             }
         )  # fmt: skip
         features = whole.header.features
-        rows = layouts(features, load_model(job.model, job.model_folder), job.dim, job.row_optimizers(features))
+        rows = layouts_of(job, features)
         placement = Placement.spread(SHARDS, *job.code(SHARDS))
         nothing = np.zeros((whole.header.lanes, len(rows)), np.int64)
         timeline = RowTimeline(whole, placement, rows, whole.header.first_step - 1, nothing)

@@ -153,7 +153,10 @@ class MemoryTraining:
         """The fingerprint of the model (docs/definitions.md)."""
         module = self._parts.module
         state = dense_optimizers.optimizer_state(module, self._parts.optimizer)
-        return Digest().model((dict(module.named_parameters()), state), self._names, self._rows())
+        parameters, others = (
+            {name: value.detach().numpy() for name, value in part} for part in (module.named_parameters(), state.items())
+        )
+        return Digest().model((parameters, others), self._names, self._rows())
 
     def _rows(self) -> Iterator[ModelRows]:
         for table, layout in enumerate(self._parts.layouts):

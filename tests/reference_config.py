@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from reference_data import Log, criteo, read_features
 
-from foreload.trainer.models import load_model
+from foreload.trainer.models.building import load_model
 from foreload.trainer.models.spec import ModelBuilder
 
 

@@ -28,7 +28,7 @@ from command_line import done
 from grids import covering
 from served_model import model_of
 
-from foreload.trainer.models import load_model
+from foreload.trainer.models.building import load_model
 
 LOGS, IN_SHORT = 24, 11
 TRAINING, HELD_OUT = 150, 70

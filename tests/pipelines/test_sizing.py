@@ -34,9 +34,9 @@ from foreload.pipelines.planning.sizing import (
     stored_bytes,
 )
 from foreload.pipelines.samples.features import Feature, FeatureSpec, Label, Table
-from foreload.trainer.compute.layouts import layouts
-from foreload.trainer.models import MODELS, load_model
+from foreload.trainer.models.built_in import MODELS
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.job_layouts import layouts_of
 
 
 @given(st.integers(0, 1 << 50), st.integers(1, 5000), st.booleans())
@@ -64,10 +64,10 @@ def test_a_partition_takes_what_its_slots_are_said_to_take(slots: int, width: in
 def test_slots_by_default_fit_every_built_in_model_trained_by_default() -> None:
     for features in (FeatureSpec.criteo(), FeatureSpec.synthetic(1000, dimension=8), _spec((10, 64), (10, None))):
         slots = slots_of_size(DEFAULT_MEMORY_BYTES, default_columns(features), with_base=True)
-        job = TrainJob.of({"schedule": "s", "run": "r", "store": "local:3"})
-        assert job.code(job.store.count).r > 0
         for name in MODELS:
-            rows = layouts(features, load_model(name), job.dim, job.row_optimizers(features))
+            job = TrainJob.of({"schedule": "s", "run": "r", "store": "local:3", "model": name})
+            assert job.code(job.store.count).r > 0
+            rows = layouts_of(job, features)
             widest = max(row.width for row in rows) + max(row.state_width for row in rows)
             assert lane_bytes(slots, widest, with_base=True) <= DEFAULT_MEMORY_BYTES
 

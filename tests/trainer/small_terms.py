@@ -16,7 +16,7 @@ from training import Trained, job_in_memory
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.program import Trainer
-from foreload.trainer.models import load_model
+from foreload.trainer.models.building import load_model
 from foreload.trainer.run.job import TrainJob
 
 FEATURES = """

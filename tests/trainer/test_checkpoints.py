@@ -38,11 +38,11 @@ from foreload.trainer.checkpoints.restoring import restore_rows
 from foreload.trainer.checkpoints.row_files import OpenRows
 from foreload.trainer.checkpoints.writable import LOCK
 from foreload.trainer.cluster.faults import TrainerFault
-from foreload.trainer.run.assembly import Start, stored_rows_at
 from foreload.trainer.run.digest import Digest
 from foreload.trainer.run.directory import CHECKPOINTS, STORES, Run
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.model_rows import model_rows
+from foreload.trainer.run.rows_at_rest import Start, stored_rows_at
 
 STOPPED_AT = 40
 

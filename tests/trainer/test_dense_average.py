@@ -22,9 +22,10 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.commands.evaluate import evaluated
 from foreload.trainer.compute import dense_average
 from foreload.trainer.compute.dense_optimizers import build_dense_optimizer
-from foreload.trainer.run.dense_file import read_dense
+from foreload.trainer.run.dense_file import tensors
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.saved_dense import read_dense
 from foreload.trainer.run.saved_run import open_saved
 from foreload.trainer.run.trained_model import dense_module
 
@@ -125,7 +126,7 @@ def test_a_run_evaluates_predicts_and_exports_its_average(
     assert main([*common, "--run", "run", "--digest"]) == 0
     last = [json.loads(line) for line in Path("run/metrics.jsonl").read_text(encoding="utf-8").splitlines()][-1]
     told = summary(Path("run"))
-    parameters, state = read_dense(Run.open("run").dense(29), 29)
+    parameters, state = map(tensors, read_dense(Run.open("run").dense(29), 29))
     averages = dense_average.to_serve(parameters, state)
     assert set(averages) == set(parameters)
     assert not any(torch.equal(averages[name], value) for name, value in parameters.items())

@@ -7,12 +7,15 @@ import struct
 
 import numpy as np
 import pytest
-import torch
 
 from foreload.trainer.run.digest import Digest
 
-PARAMETERS = {"b.weight": torch.tensor([[1.0, 2.0, 3.0]]), "a.bias": torch.tensor([0.5])}
-STATE = {"b.weight/sum": torch.tensor([[4.0, 5.0, 6.0]]), "a.bias/step": torch.tensor(7.0), "a.bias/avg": torch.tensor([8.0])}
+PARAMETERS = {"b.weight": np.array([[1.0, 2.0, 3.0]], np.float32), "a.bias": np.array([0.5], np.float32)}
+STATE = {
+    "b.weight/sum": np.array([[4.0, 5.0, 6.0]], np.float32),
+    "a.bias/step": np.array(7, np.float32),
+    "a.bias/avg": np.array([8.0], np.float32),
+}
 IDS = np.array([2, 3, 10], np.int64)
 WEIGHTS = np.arange(6, dtype=np.float32).reshape(3, 2)
 SUMS = np.array([[0.25], [0.5], [0.75]], np.float32)

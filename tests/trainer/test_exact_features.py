@@ -19,7 +19,7 @@ from training import job_in_memory, train
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.models import load_model
+from foreload.trainer.models.building import load_model
 
 FEATURES = """
 label = "click"

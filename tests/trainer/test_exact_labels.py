@@ -18,7 +18,7 @@ from foreload.pipelines import prepare
 from foreload.pipelines.base.codec import to_stored
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.own_loss import load_loss
-from foreload.trainer.models import load_model
+from foreload.trainer.models.building import load_model
 
 FEATURES = """
 [[feature]]

@@ -15,16 +15,11 @@ from foreload.pipelines.samples.features import (
     Label,
     Table,
 )
-from foreload.trainer.compute.layouts import (
-    MEAN,
-    SINGLE,
-    BlockLayout,
-    UpdateRules,
-    layouts,
-    model_spec,
-)
+from foreload.trainer.compute.layouts import MEAN, SINGLE, BlockLayout, UpdateRules, model_spec
+from foreload.trainer.compute.row_layouts import layouts
 from foreload.trainer.compute.row_optimizers import RowOptimizer
 from foreload.trainer.models.dlrm import DLRM
+from foreload.trainer.models.spec import further_columns
 from foreload.trainer.models.wide_deep import WideDeep
 
 FEATURES = FeatureSpec(
@@ -41,14 +36,14 @@ SGD = RowOptimizer("sgd", 0.5)
 
 
 def test_rows_have_the_tables_dimension_and_the_models_columns() -> None:
-    rows = layouts(FEATURES, WideDeep, 4, [SGD, RowOptimizer("rowwise_adagrad", 0.1)])
+    rows = layouts(FEATURES, further_columns(WideDeep), 4, [SGD, RowOptimizer("rowwise_adagrad", 0.1)])
     assert [row.parts for row in rows] == [(("weights", 4), ("linear", 1)), (("weights", 6), ("linear", 1))]
     assert [(row.width, row.state_width, row.optimizer) for row in rows] == [
         (5, 0, "sgd"),
         (7, 2, "rowwise_adagrad"),
     ]
     # A weight and its state for each of 4 and 6 columns, and id and tag.
-    with_state = layouts(FEATURES, DLRM, 4, [RowOptimizer("adagrad", 0.1)] * 2)
+    with_state = layouts(FEATURES, further_columns(DLRM), 4, [RowOptimizer("adagrad", 0.1)] * 2)
     assert [row.row_bytes for row in with_state] == [2 * 4 * 4 + TRAILER_BYTES, 2 * 4 * 6 + TRAILER_BYTES]
     rules = UpdateRules.of(rows, [SGD, RowOptimizer("rowwise_adagrad", 0.1)])
     assert rules.kinds.tolist() == [0, 2]
@@ -65,7 +60,7 @@ def test_the_model_is_told_names_dimensions_and_tables_in_order() -> None:
 
 
 def test_embeddings_are_views_of_the_block() -> None:
-    layout = BlockLayout.of(FEATURES, layouts(FEATURES, WideDeep, 4, [SGD, SGD]))
+    layout = BlockLayout.of(FEATURES, layouts(FEATURES, further_columns(WideDeep), 4, [SGD, SGD]))
     assert layout.pooling.tolist() == [SINGLE, MEAN, SINGLE]
     assert layout.widths.tolist() == [7, 5, 7]
     assert layout.width == 7
@@ -85,7 +80,7 @@ def test_embeddings_are_views_of_the_block() -> None:
 
 
 def test_gradients_of_views_come_together_in_the_block() -> None:
-    layout = BlockLayout.of(FEATURES, layouts(FEATURES, WideDeep, 4, [SGD, SGD]))
+    layout = BlockLayout.of(FEATURES, layouts(FEATURES, further_columns(WideDeep), 4, [SGD, SGD]))
     block = torch.randn(3, 3, 7, requires_grad=True)
     embeddings = layout.embeddings(block)
     (embeddings["b"].sum() * 2 + embeddings["a.linear"].sum() * 3).backward()
@@ -132,4 +127,4 @@ def test_options_of_row_optimizers_are_checked(name: str, options: dict[str, flo
 
 def test_what_does_not_fit_the_features_is_refused() -> None:
     with pytest.raises(SettingError, match="dim: must be at least 1; got 0"):
-        layouts(FEATURES, DLRM, 0, [SGD, SGD])
+        layouts(FEATURES, further_columns(DLRM), 0, [SGD, SGD])

@@ -11,7 +11,7 @@ from clicks import Clicks
 from command_line import done, refused
 
 from foreload.trainer.errors import ModelError
-from foreload.trainer.models import load_model
+from foreload.trainer.models.building import load_model
 from foreload.trainer.run.directory import Run
 
 OWN = """

@@ -15,11 +15,8 @@ from torch import Tensor, nn
 
 from foreload.trainer.compute.numerics import ENVIRONMENTS, fingerprint
 from foreload.trainer.errors import ModelError
-from foreload.trainer.models import (
-    MODELS,
-    build_model,
-    load_model,
-)
+from foreload.trainer.models.building import build_model, load_model
+from foreload.trainer.models.built_in import MODELS
 from foreload.trainer.models.checking import ignored_inputs
 from foreload.trainer.models.pairwise import (
     SMALL,

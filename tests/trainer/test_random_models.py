@@ -17,7 +17,7 @@ from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.terms import Change
-from foreload.trainer.models import load_model
+from foreload.trainer.models.building import load_model
 from foreload.trainer.run.job import TrainJob
 
 HERE = Path(__file__).parent

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import foreload
 from foreload.trainer.errors import ModelError
-from foreload.trainer.models import MODELS, build_model, load_model
+from foreload.trainer.models.building import build_model, load_model
+from foreload.trainer.models.built_in import MODELS
 from foreload.trainer.models.checking import check_uses
 from foreload.trainer.models.spec import ModelSpec
 

@@ -32,10 +32,11 @@ from foreload.pipelines.samples.feature_file import parse
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.commands import export_torch
 from foreload.trainer.commands.predict import _local, _rows
-from foreload.trainer.compute.layouts import BlockLayout, layouts, model_spec
+from foreload.trainer.compute.layouts import BlockLayout, model_spec
 from foreload.trainer.errors import ExportError
-from foreload.trainer.models import build_model, load_model
+from foreload.trainer.models.building import build_model, load_model
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.job_layouts import layouts_of
 from foreload.trainer.run.model_rows import ModelRows
 from foreload.trainer.run.saved_model import initial_rows
 from foreload.trainer.run.trained_model import DenseForward
@@ -139,7 +140,7 @@ class ModelInMemory:
         job, spec = TrainJob.of(nowhere | {"model": model, "dim": 12, "seed": 5} | settings), parse(features)
         builder = load_model(model, job.model_folder)
         random = np.random.default_rng(1)
-        rows = layouts(spec, builder, job.dim, job.row_optimizers(spec))
+        rows = layouts_of(job, spec)
         trained = []
         for layout in rows:
             ids = np.flatnonzero(random.random(layout.rows) < 0.5)

@@ -23,7 +23,7 @@ from foreload.pipelines.samples.feature_file import load_features
 from foreload.pipelines.samples.features import Label
 from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.errors import ModelError
-from foreload.trainer.models import build_model
+from foreload.trainer.models.building import build_model
 from foreload.trainer.models.layers import connect
 from foreload.trainer.models.spec import Embeddings, ModelSpec
 from foreload.trainer.models.wrapping import Wrapped

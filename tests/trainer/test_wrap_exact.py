@@ -25,7 +25,7 @@ from training import Trained, job_in_memory, train
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.models import load_model
+from foreload.trainer.models.building import load_model
 from foreload.trainer.models.spec import ModelSpec
 
 SAMPLES, HELD_OUT, BATCH, LANES, EPOCHS = 300, 30, 24, 3, 2

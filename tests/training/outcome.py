@@ -13,10 +13,11 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.facts import Term
 from foreload.trainer.compute.dense_optimizers import optimizer_state
 from foreload.trainer.compute.reports import EvaluationReport, StepReport
-from foreload.trainer.run.assembly import DenseModel, Start, stored_rows_at
+from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.digest import Digest
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.model_rows import model_rows
+from foreload.trainer.run.rows_at_rest import Start, stored_rows_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ def stored_fields(
 def digest(job: TrainJob, schedule: Schedule, dense: DenseModel, urls: Sequence[str], at: Start, placement: Placement) -> str:
     """Return the digest of the model as the store and a trainer hold it."""
     whole = Digest()
-    whole.dense(dict(dense.module.named_parameters()), optimizer_state(dense.module, dense.optimizer))
+    parameters = dense.module.named_parameters(), optimizer_state(dense.module, dense.optimizer).items()
+    whole.dense(*({name: value.detach().numpy() for name, value in part} for part in parameters))
     with Store(urls, timedelta(seconds=10)) as store:
         stored = stored_rows_at(store, placement, dense.layouts, job.run_namespace, schedule, at)
         rows = model_rows(schedule, at.step, stored, at.last_batches)

@@ -8,21 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from torch import Tensor
 
 from foreload.pipelines.base.files import is_full
 from foreload.trainer.checkpoints.chain import whole_copy
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows
 from foreload.trainer.errors import CheckpointError
-from foreload.trainer.run.dense_file import read_dense
 from foreload.trainer.run.digest import Digest
 from foreload.trainer.run.model_rows import ModelRows
+from foreload.trainer.run.saved_dense import read_dense
 
 _ROWS = 1 << 16  # that are given at once
 
 
-def dense_of(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def dense_of(checkpoint: Checkpoint) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Parameters by name, and optimizer state by "<parameter>/<key>". Raises RunError."""
     with checkpoint.local_dense() as path:
         return read_dense(path, checkpoint.contents.step)

@@ -10,8 +10,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError
@@ -117,7 +115,7 @@ class SavedCheckpoint:
         counts: np.ndarray = np.array(self.checkpoint.contents.ordinals, np.int64).sum(axis=0)
         return counts
 
-    def dense(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def dense(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """See SavedModel."""
         return dense_of(self.checkpoint)
 
@@ -186,7 +184,6 @@ def open_model(path: str, store: str | None, schedule: str | None = None, accept
     if names_checkpoint(path):
         if store is not None:
             raise RunError(f"--store: is for runs; checkpoint {path} is read without a store; leave it out")
-        torch.set_num_threads(1)
         checkpoint = Checkpoint.open(path)
         if checkpoint.is_local:
             checkpoint.verify()  # others are compared as they are fetched

@@ -52,11 +52,12 @@ from foreload.trainer.compute.program import Trainer
 from foreload.trainer.compute.reports import EvaluationReport, StepReport, Totals
 from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.errors import LossNotFinite, PeerLost, after_step
-from foreload.trainer.run.assembly import DenseModel, Start, StoreAccess, begin_term, join_term, open_no_lanes
+from foreload.trainer.run.assembly import DenseModel, StoreAccess, begin_term, join_term, open_no_lanes
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept_manifest import KeptFile
 from foreload.trainer.run.model_code import check_same_code
 from foreload.trainer.run.next_term import continue_term, segment_after
+from foreload.trainer.run.rows_at_rest import Start
 from foreload.trainer.run.servers import asked
 from foreload.trainer.run.state_transfer import receive_state, send_state
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from safetensors.torch import save
+from safetensors.numpy import save
 from torch import Tensor, nn
 
 from foreload.pipelines.base.files import write_json

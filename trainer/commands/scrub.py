@@ -25,10 +25,11 @@ from foreload.trainer.cluster.control import Asks, AskScrub, AskScrubbed, Refuse
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import LOG, SCRUB, STORES, Run, locked
 from foreload.trainer.run.expected_rows import given_ordinals, table_rows, write_expected_rows
+from foreload.trainer.run.job_layouts import layouts_of
 from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.run_rows import own_rows
-from foreload.trainer.run.saved_run import layouts_of, open_saved
+from foreload.trainer.run.saved_run import open_saved
 from foreload.trainer.run.servers import asked, servers_of
 
 POLL = timedelta(milliseconds=300)
@@ -67,7 +68,7 @@ def _broken_off(scrubbed_run: Run, urls: str | None, moved: bool) -> Iterator[tu
     job, schedule = manifest.training_job, schedule_of(scrubbed_run)
     with Store.connect(asked(servers_of(scrubbed_run, urls)), job.store_silence, scrubbed_run.placement.r) as store:
         own_rows(scrubbed_run, store, moved)
-        stored = StoredRows(store, scrubbed_run.placement, layouts_of(job, schedule), manifest.namespace)
+        stored = StoredRows(store, scrubbed_run.placement, layouts_of(job, schedule.header.features), manifest.namespace)
         log = FileLog(scrubbed_run.path / LOG)
         term = scrubbed_run.saved_status().term + 1
         scrubbed_run.raise_term(term)

@@ -19,12 +19,13 @@ from foreload.trainer.resources.seen_servers import check_room
 from foreload.trainer.run.at_rest import PATIENCE, owned_at_rest
 from foreload.trainer.run.directory import STORES, Run, locked
 from foreload.trainer.run.event_log import EventLog, RowsMove, RowsMoved
+from foreload.trainer.run.job_layouts import layouts_of
 from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.row_check import check_rows
 from foreload.trainer.run.run_rows import own_rows
-from foreload.trainer.run.saved_run import layouts_of, leave_stores
+from foreload.trainer.run.saved_run import leave_stores
 from foreload.trainer.run.servers import asked, left_over, open_stores, plain, servers_of, with_servers
 from foreload.trainer.run.shard_change import ShardChange
 from foreload.trainer.run.store_moves import NewServers, check_whole
@@ -98,7 +99,7 @@ def _servers(moved: Run, store: str | None, status: Status, folder_moved: bool) 
             own_rows(moved, opened, folder_moved)
             whole = True
         manifest, schedule = moved.manifest, schedule_of(moved)
-        room = partial(check_room, manifest, schedule, layouts_of(manifest.training_job, schedule))
+        room = partial(check_room, manifest, schedule, layouts_of(manifest.training_job, schedule.header.features))
         yield urls, NewServers(manifest, manifest.training_job.store_silence, local, room)
 
 

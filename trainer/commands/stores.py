@@ -26,9 +26,9 @@ from foreload.trainer.resources.seen_servers import ask_server, server_seen
 from foreload.trainer.resources.store_memory import ShardServer, Shortage, StoreMemory, hash_bytes, shortage_text
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.expected_rows import given_ordinals
+from foreload.trainer.run.job_layouts import layouts_of
 from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.manifest import Status
-from foreload.trainer.run.saved_run import layouts_of
 from foreload.trainer.run.servers import servers_of
 
 
@@ -105,7 +105,7 @@ def _plan(run: Run) -> tuple[Schedule, list[RowLayout]] | None:
         return None
     try:
         schedule = schedule_of(run)
-        return schedule, layouts_of(run.manifest.training_job, schedule)
+        return schedule, layouts_of(run.manifest.training_job, schedule.header.features)
     except (ScheduleError, SettingError, TrainerError):
         return None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from foreload.trainer.compute import dense_optimizers
 
 AVERAGE = "ema"
 """The key of a parameter's average in the optimizer's state."""
+
+_Value = TypeVar("_Value")  # a tensor, or an array
 
 
 def step(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], decay: float) -> None:
@@ -52,7 +55,7 @@ def averaged(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> 
             parameter.data = own
 
 
-def to_serve(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_serve(parameters: Mapping[str, _Value], state: Mapping[str, _Value]) -> dict[str, _Value]:
     """The parameters that a model is evaluated and served with: their averages where it has any.
 
     parameters: by name; state: by "<parameter>/<key>".
@@ -60,7 +63,7 @@ def to_serve(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> d
     return {name: state.get(f"{name}/{AVERAGE}", parameter) for name, parameter in parameters.items()}
 
 
-def beside_served(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def beside_served(parameters: Mapping[str, _Value], state: Mapping[str, _Value]) -> dict[str, _Value]:
     """What of a dense part `to_serve` leaves out: the optimizer's state, and, where they are not served, the trained parameters as
     "<parameter>/trained".
     """

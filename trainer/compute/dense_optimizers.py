@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.errors import ModelError, RunError
-from foreload.trainer.models import parse_value
+from foreload.trainer.models.building import parse_value
 
 _ALLOWED = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 DENSE_OPTIMIZERS = {name.lower(): name for name in _ALLOWED}

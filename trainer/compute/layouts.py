@@ -10,22 +10,14 @@ import numpy as np
 from torch import Tensor
 
 from foreload.cache.rows.layout import ROW_OPTIMIZERS, RowLayout
-from foreload.pipelines.errors import SettingError
 from foreload.pipelines.samples.features import FeatureSpec
+from foreload.trainer.compute.row_layouts import dimensions
 from foreload.trainer.compute.row_optimizers import RowOptimizer, rule_arrays
-from foreload.trainer.models.spec import Embeddings, ModelBuilder, ModelSpec, further_columns
+from foreload.trainer.models.spec import Embeddings, ModelSpec
 
 # How a bag's rows become one entry of the block, as numbers that the kernels switch on; SINGLE: a feature with one value a sample.
 SINGLE, SUM, MEAN = 0, 1, 2
 POOLING = {"single": SINGLE, "sum": SUM, "mean": MEAN}
-
-
-def dimensions(features: FeatureSpec, dim: int) -> list[int]:
-    """Columns of an embedding, D, by table: the table's own `dimension`, or else `dim`. Raises SettingError unless all are positive."""
-    by_table = [table.dimension or dim for table in features.tables]
-    if min(by_table, default=1) < 1:
-        raise SettingError(f"dim: must be at least 1; got {dim}")
-    return by_table
 
 
 def model_spec(features: FeatureSpec, dim: int) -> ModelSpec:
@@ -41,22 +33,6 @@ def model_spec(features: FeatureSpec, dim: int) -> ModelSpec:
         tuple(label.name for label in features.labels),
         tuple(label.kind for label in features.labels),
     )
-
-
-def layouts(features: FeatureSpec, model: ModelBuilder, dim: int, optimizers: Sequence[RowOptimizer]) -> list[RowLayout]:
-    """The layout of every table's rows, in the order of the tables; optimizers: of each of them, whose state the rows have.
-
-    Raises SettingError and ModelError.
-    """
-    further = further_columns(model)
-    row_layouts = []
-    for number, (table, dimension, optimizer) in enumerate(
-        zip(features.tables, dimensions(features, dim), optimizers, strict=True)
-    ):
-        if table.rows is None:
-            raise SettingError(f"table {table.name}: its number of rows is not known; use the features of a prepared schedule")
-        row_layouts.append(RowLayout(number, table.name, table.rows, (("weights", dimension), *further), optimizer.name))
-    return row_layouts
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,13 +6,14 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 from foreload.pipelines.base.settings import local
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.generators import seeded
+from foreload.trainer.models.search import extend_path, found_file, search_folders
 
 
 def load_named(setting: str, name: str, path: str, folder: str) -> Any:
@@ -33,24 +34,6 @@ def load_named(setting: str, name: str, path: str, folder: str) -> Any:
             f"{setting}: cannot import {name}: {type(error).__name__}: {error}; looked for it in {' and '.join(folders)}: put it there, or its "
             "folder into PYTHONPATH"
         ) from error
-
-
-def search_folders(folder: str) -> list[str]:
-    """Where a user's files are looked for, in order: in `folder`, if it is not "", and in the working directory."""
-    return list(dict.fromkeys(os.path.abspath(place) for place in (folder, os.getcwd()) if place))
-
-
-def found_file(name: str, folders: Iterable[str]) -> str:
-    """The path of a file in the first of these folders that has it. Raises FileNotFoundError."""
-    path = next((path for folder in folders if os.path.isfile(path := os.path.join(folder, name))), None)
-    if path is None:
-        raise FileNotFoundError(f"there is no file {name}")
-    return path
-
-
-def extend_path(folders: Iterable[str]) -> None:
-    """Have Python find modules in these folders, too, behind all others."""
-    sys.path.extend(folder for folder in folders if folder not in sys.path)
 
 
 def _imported(name: str, folders: Sequence[str]) -> ModuleType:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path, PurePosixPath
 
-from foreload.trainer.models.importing import extend_path, found_file, search_folders
+from foreload.trainer.models.search import extend_path, found_file, search_folders
 
 _FOR_PACKAGES = {"site-packages", "dist-packages"}
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from foreload.trainer.models.built_in import LINEAR
 from foreload.trainer.models.spec import (
     ModelSpec,
     flattened,
@@ -21,7 +22,7 @@ from foreload.trainer.models.spec import (
 class WideDeep(nn.Module):
     """Options: deep, sizes of the MLP's hidden layers; dropout between them. The wide part has one weight per row, `linear`."""
 
-    further_columns: ClassVar[dict[str, int]] = {"linear": 1}
+    further_columns: ClassVar[dict[str, int]] = LINEAR
 
     def __init__(self, spec: ModelSpec, *, deep: str | Sequence[int] = "128-64", dropout: float = 0.0) -> None:
         super().__init__()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
@@ -15,13 +14,11 @@ from torch import nn
 
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.batch_log import BatchLog
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.ownership import (
     UNFENCED,
     Ownership,
-    find_rows,
     take_over,
 )
 from foreload.cache.protocol.patience import PATIENCE, Patience
@@ -33,7 +30,6 @@ from foreload.cache.traffic import Traffic
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.planning.sizing import staging_rows
 from foreload.pipelines.schedule.format import Arrivals, Event
-from foreload.pipelines.schedule.kept import ordinals_after
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.replay import Position, state_after
 from foreload.trainer.compute.choose_kernels import kernels_for
@@ -41,30 +37,19 @@ from foreload.trainer.compute.commits import Commits
 from foreload.trainer.compute.copies import LaneCopy
 from foreload.trainer.compute.dense_optimizers import build_dense_optimizer
 from foreload.trainer.compute.hosted_lanes import HostedLanes
-from foreload.trainer.compute.layouts import (
-    BlockLayout,
-    UpdateRules,
-    layouts,
-    model_spec,
-)
+from foreload.trainer.compute.layouts import BlockLayout, UpdateRules, model_spec
 from foreload.trainer.compute.parts import TrainerParts
 from foreload.trainer.compute.program import Trainer
 from foreload.trainer.compute.rates import Rates
 from foreload.trainer.compute.term_session import TermSession
 from foreload.trainer.compute.training_loss import TrainingLoss
 from foreload.trainer.compute.transport import Transport
-from foreload.trainer.models import build_model, load_model
+from foreload.trainer.models.building import build_model, load_model
 from foreload.trainer.models.layers import takes_step
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.job_layouts import layouts_of
 from foreload.trainer.run.job_loss import training_loss
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Where a trainer begins: the last step trained before, and per lane the number of its last write-back batch."""
-
-    step: int
-    last_batches: tuple[int, ...]
+from foreload.trainer.run.rows_at_rest import Start, written_stripes
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +66,7 @@ class DenseModel:
         """A new model and its optimizer, as the job says. twice: as `build_model` has it. Raises ModelError and SettingError."""
         features = schedule.header.features
         model = load_model(job.model, job.model_folder)
-        rows = layouts(features, model, job.dim, job.row_optimizers(features))
+        rows = layouts_of(job, features)
         spec = model_spec(features, job.dim)
         module = build_model(model, spec, job.model_options, job.seed, twice=twice, drop_weights=job.drop_weights).to(job.device)
         optimizer = build_dense_optimizer(job.dense_optimizer, float(job.dense_lr), job.dense_options, module)
@@ -135,30 +120,6 @@ def arrivals_from(schedule: Schedule, segment: int, following: int, lane: int) -
             return
         except ScheduleError:
             yield None
-
-
-def _written_stripes(placement: Placement, ordinals: Callable[[], np.ndarray]) -> Callable[[int], LaneStripes]:
-    """The stripes of each lane when so many ordinals were given, int64 [lanes, tables], and all rows were written back.
-
-    ordinals: called once, when a stripe is first asked for, since only decoding needs it and it may read the whole schedule.
-    """
-    known = cache(ordinals)
-
-    @cache
-    def of(lane: int) -> LaneStripes:
-        return LaneStripes.of(placement, lane, known()[lane])
-
-    return of
-
-
-def stored_rows_at(
-    store: Store, placement: Placement, rows: Sequence[RowLayout], namespace: str, schedule: Schedule, at: Start
-) -> StoredRows:
-    """The rows of a saved run, found on the store shards that have them. at: where it stopped. Raises StoreError and RowsLost."""
-    stored = StoredRows(store, placement, rows, namespace)
-    stored.stripes = _written_stripes(placement, lambda: ordinals_after(schedule, at.step))
-    find_rows(stored, at.last_batches)
-    return stored
 
 
 def remaining(schedule: Schedule, position: Position) -> Iterator[Event]:
@@ -216,7 +177,7 @@ def open_lanes(parts: TrainerParts, access: StoreAccess, lanes: Sequence[int], s
     stored = StoredRows(access.store, access.placement, parts.layouts, access.namespace)
     partitions = free_partitions(parts, lanes, with_base=access.placement.r > 0)
     given = np.array([state.ordinals for state in position.lanes], np.int64)
-    stored.stripes = _written_stripes(stored.placement, lambda: given)
+    stored.stripes = written_stripes(stored.placement, lambda: given)
     take_over(stored, access.ownership, {lane: start.last_batches[lane] for lane in lanes})
     for lane, partition in partitions.items():
         slots, who = position.lanes[lane].slots, position.lanes[lane].occupants

@@ -27,12 +27,13 @@ from foreload.trainer.run.directory import LOG, SUMMARY, Run
 from foreload.trainer.run.event_log import EventLog, ShardRebuilt
 from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.job_layouts import layouts_of
 from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.resume import check_place, why_at_end
 from foreload.trainer.run.row_check import check_rows
 from foreload.trainer.run.run_rows import own_rows
-from foreload.trainer.run.saved_run import layouts_of, leave_stores, saved_run_at
+from foreload.trainer.run.saved_run import leave_stores, saved_run_at
 from foreload.trainer.run.servers import asked, open_stores, servers_of, with_named
 
 PATIENCE = timedelta(milliseconds=100)  # between two looks at how far the work is
@@ -48,7 +49,7 @@ def owned_at_rest(run: Run, store: Store, on_shards: Callable[[ShardNews], None]
     given = given_ordinals(schedule, status.step)
     term = status.term + 1
     run.raise_term(term)
-    stored = StoredRows(store, placement, layouts_of(manifest.training_job, schedule), manifest.namespace)
+    stored = StoredRows(store, placement, layouts_of(manifest.training_job, schedule.header.features), manifest.namespace)
     stored.stripes = lambda lane: LaneStripes.of(placement, lane, given[lane])
     ownership = Ownership(term, manifest.identity)
     last = {lane: int(status.batches[str(lane)]) for lane in range(manifest.lanes)}

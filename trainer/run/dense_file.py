@@ -1,20 +1,19 @@
-"""The dense part of a model at rest: parameters and optimizer state in one safetensors file, published whole."""
+"""The dense part of a model, written and taken up: parameters and optimizer state in one safetensors file, published whole (`saved_dense`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from foreload.pipelines.base.files import persist, replacing
 from foreload.trainer.compute.dense_optimizers import load_optimizer_state, optimizer_state
 from foreload.trainer.errors import RunError
-
-_PARAMETER, _STATE, _STEP = "parameter/", "state/", "step"
+from foreload.trainer.run.saved_dense import PARAMETER, STATE, STEP, read_dense
 
 
 def save_dense(
@@ -52,13 +51,13 @@ def dense_bytes(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) 
 
 def dense_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Parameters and optimizer state by their names in the file; some share memory with the module."""
-    tensors = {_PARAMETER + name: parameter.detach().cpu().contiguous() for name, parameter in module.named_parameters()}
-    return tensors | {_STATE + name: value.contiguous() for name, value in optimizer_state(module, optimizer).items()}
+    tensors = {PARAMETER + name: parameter.detach().cpu().contiguous() for name, parameter in module.named_parameters()}
+    return tensors | {STATE + name: value.contiguous() for name, value in optimizer_state(module, optimizer).items()}
 
 
 def encode_dense(tensors: dict[str, Tensor], step: int) -> bytes:
     """The contents of the file after training step `step`."""
-    return save(tensors, metadata={_STEP: str(step)})
+    return save(tensors, metadata={STEP: str(step)})
 
 
 def load_dense_bytes(data: bytes, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -66,39 +65,22 @@ def load_dense_bytes(data: bytes, module: nn.Module, optimizer: torch.optim.Opti
     tensors = load(data)
     parameters, state = (
         {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        for prefix in (_PARAMETER, _STATE)
+        for prefix in (PARAMETER, STATE)
     )
     load_parameters(module, parameters)
     load_optimizer_state(module, optimizer, state)
 
 
-def read_dense(path: Path, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Parameters by name and optimizer state by "<parameter>/<key>", float32 on the CPU.
-
-    Raises RunError if the file is missing, damaged, or of another step.
-    """
-    parameters: dict[str, Tensor] = {}
-    state: dict[str, Tensor] = {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            saved_step = (file.metadata() or {}).get(_STEP)
-            for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
-                target, prefix = (parameters, _PARAMETER) if name.startswith(_PARAMETER) else (state, _STATE)
-                target[name.removeprefix(prefix)] = file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"{path}: cannot be read ({error}); restore the run's folder or train anew with --overwrite") from error
-    if saved_step != str(step):
-        raise RunError(
-            f"{path}: must be of step {step}, is of {saved_step}; restore the run's folder or train anew with --overwrite"
-        )
-    return parameters, state
-
-
 def load_dense(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Put what save_dense wrote into a module and its optimizer. Raises RunError, also if it is another model's."""
-    parameters, state = read_dense(path, step)
+    parameters, state = map(tensors, read_dense(path, step))
     load_parameters(module, parameters)
     load_optimizer_state(module, optimizer, state)
+
+
+def tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """Arrays by name as tensors, which share their memory."""
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def load_parameters(module: nn.Module, parameters: dict[str, Tensor]) -> None:

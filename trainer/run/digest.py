@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from torch import Tensor
 
 from foreload.trainer.run.model_rows import ModelRows
 
@@ -21,17 +20,17 @@ class Digest:
         self._hash = hashlib.sha256(b"foreload digest 1\n")
         self._last: int | None = None
 
-    def dense(self, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    def dense(self, parameters: Mapping[str, np.ndarray], state: Mapping[str, np.ndarray]) -> None:
         """parameters: by name; state: by "<parameter>/<key>" (dense_optimizers.optimizer_state). All are hashed as float32."""
         for name in sorted(parameters):
-            self._tensor(name, parameters[name])
+            self._array(name, parameters[name])
         for name, key in sorted((path.rpartition("/")[0], path.rpartition("/")[2]) for path in state):
-            self._tensor(f"{name}/{key}", state[f"{name}/{key}"])
+            self._array(f"{name}/{key}", state[f"{name}/{key}"])
 
-    def _tensor(self, name: str, tensor: Tensor) -> None:
-        shape = ",".join(str(size) for size in tensor.shape)
+    def _array(self, name: str, array: np.ndarray) -> None:
+        shape = ",".join(str(size) for size in array.shape)
         self._hash.update(f"{name}\n{shape}\n".encode())
-        self._hash.update(np.ascontiguousarray(tensor.detach().cpu().numpy(), "<f4").tobytes())
+        self._hash.update(np.ascontiguousarray(array, "<f4").tobytes())
 
     def table(self, name: str) -> None:
         """Begin a table."""
@@ -52,7 +51,7 @@ class Digest:
         self._hash.update(np.hstack(pieces).data)
 
     def model(
-        self, dense: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], tables: Sequence[str], rows: Iterator[ModelRows]
+        self, dense: tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]], tables: Sequence[str], rows: Iterator[ModelRows]
     ) -> str:
         """Hash a whole model: parameters and state, the tables' names, and every row by (table, id). Returns the digest, 64 hexadecimal digits."""
         self.dense(*dense)

@@ -20,12 +20,12 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.run.dense_file import write_dense
 from foreload.trainer.run.directory import LOG, STORES, Run
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.job_layouts import layouts_of
 from foreload.trainer.run.kept import keep_schedule
 from foreload.trainer.run.kept_lanes import KeptLane, checked, forget_kept_lanes, kept_lanes, read_lane
 from foreload.trainer.run.kept_manifest import KeptLanes
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.run_rows import own_rows
-from foreload.trainer.run.saved_run import layouts_of
 from foreload.trainer.run.servers import asked, servers_of
 
 
@@ -59,7 +59,7 @@ def put_back(run: Run, job: TrainJob, schedule: Schedule, kept: KeptLanes, urls:
         own_rows(run, store, job.folder_moved)
         term = run.term + 1
         run.raise_term(term)
-        stored = StoredRows(store, placement, layouts_of(manifest.training_job, schedule), manifest.namespace)
+        stored = StoredRows(store, placement, layouts_of(manifest.training_job, schedule.header.features), manifest.namespace)
         lanes = [read_lane(run.path, file) for file in kept.files]
         ownership = Ownership(term, manifest.identity)
         with contextlib.closing(FileLog(run.path / LOG)) if placement.r else contextlib.nullcontext() as log:

@@ -7,9 +7,8 @@ from foreload.pipelines.base.memory import available_bytes
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.sizing import lane_bytes, slot_bytes, slots_of_size, staging_rows, stored_bytes
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.compute.layouts import layouts
-from foreload.trainer.models import load_model
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.job_layouts import layouts_of
 
 _KEPT_ROW_BYTES = 34  # table, ordinal, id, tag, stored tag and boundary
 
@@ -25,9 +24,7 @@ def readable(size_bytes: float) -> str:
 
 def columns_of(job: TrainJob, schedule: Schedule) -> tuple[int, int]:
     """Columns of the widest and of the narrowest row, optimizer state included; a partition's slots are as wide as the widest."""
-    rows = layouts(
-        schedule.header.features, load_model(job.model, job.model_folder), job.dim, job.row_optimizers(schedule.header.features)
-    )
+    rows = layouts_of(job, schedule.header.features)
     return slot_columns(rows), min(row.width + row.state_width for row in rows)
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from foreload.trainer.errors import ModelError
-from foreload.trainer.models import MODELS
+from foreload.trainer.models.built_in import MODELS
 from foreload.trainer.models.own_files import own_files
 from foreload.trainer.run.event_log import CodeAccepted, EventLog
 from foreload.trainer.run.job import TrainJob

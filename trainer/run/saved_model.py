@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
 from foreload.cache.rows.initial import initial_weights
 from foreload.cache.rows.layout import RowLayout
@@ -76,7 +75,7 @@ class SavedModel(Protocol):
     def row_counts(self) -> np.ndarray:
         """How many rows were trained, of each table: int64 [tables]."""
 
-    def dense(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def dense(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Parameters by name, and optimizer state by "<parameter>/<key>"."""
 
     def row_source(self) -> RowSource:

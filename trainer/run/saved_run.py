@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
@@ -19,25 +17,23 @@ from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.compute.layouts import layouts
 from foreload.trainer.errors import RunError
-from foreload.trainer.models import load_model
-from foreload.trainer.run.assembly import Start, stored_rows_at
-from foreload.trainer.run.dense_file import read_dense
 from foreload.trainer.run.digest import Digest
 from foreload.trainer.run.directory import Run, locked
 from foreload.trainer.run.event_log import EventLog
 from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.job import TrainJob
+from foreload.trainer.run.job_layouts import layouts_of
 from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.model_code import check_code, code_of, note_code
 from foreload.trainer.run.model_rows import ModelRows, model_rows
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.row_check import check_rows
+from foreload.trainer.run.rows_at_rest import Start, StoreRowReader, stored_rows_at
 from foreload.trainer.run.run_rows import check_current
+from foreload.trainer.run.saved_dense import read_dense
 from foreload.trainer.run.servers import asked, open_stores, servers_of
-from foreload.trainer.run.trained_model import StoreRowReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +95,7 @@ class SavedRun:
         """See SavedModel."""
         return StoreRowReader(self, self.stored, self.last_batches)
 
-    def dense(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def dense(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Parameters by name, and optimizer state by "<parameter>/<key>"."""
         return read_dense(self.run.dense(self.status.step), self.status.step)
 
@@ -115,16 +111,10 @@ def saved_run_at(run: Run, store: Store, status: Status, accept_model: bool = Fa
     """
     manifest = run.manifest
     job, schedule = manifest.training_job, schedule_of(run)
-    rows = layouts_of(job, schedule)
+    rows = layouts_of(job, schedule.header.features)
     at = Start(status.step, tuple(int(status.batches[str(lane)]) for lane in range(manifest.lanes)))
     stored = stored_rows_at(store, run.placement, rows, manifest.namespace, schedule, at)
     return SavedRun(run, manifest, status, job, schedule, rows, stored, accept_model)
-
-
-def layouts_of(job: TrainJob, schedule: Schedule) -> list[RowLayout]:
-    """How the rows of each table look that a job trains."""
-    features = schedule.header.features
-    return layouts(features, load_model(job.model, job.model_folder), job.dim, job.row_optimizers(features))
 
 
 def leave_stores(local: LocalStores, of_the_stop: bool, changed: bool) -> None:
@@ -152,7 +142,6 @@ def open_saved(
     than it was trained with. own: raises RunError unless the folder may do with the rows what the command does: by default, read them. Local
     stores to which something was written are saved at the end. Raises RunError and CacheError.
     """
-    torch.set_num_threads(1)
     run = Run.open(path)
     with contextlib.ExitStack() as stack:
         # Its local stores are for one command at a time.

@@ -22,7 +22,8 @@ from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.layouts import BlockLayout, model_spec
 from foreload.trainer.errors import ExportError, after_step
-from foreload.trainer.models import generators, load_model, tiles
+from foreload.trainer.models import generators, tiles
+from foreload.trainer.models.building import load_model
 from foreload.trainer.models.mixing import mixes_samples
 from foreload.trainer.run.manifest import inexact_text
 from foreload.trainer.run.model_rows import ModelRows, RowsByTable

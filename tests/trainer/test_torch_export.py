@@ -160,8 +160,8 @@ class ModelInMemory:
     def row_counts(self) -> np.ndarray:
         return np.array([len(ids) for ids, _ in self.stored])
 
-    def dense(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        return {name: value.detach() for name, value in self.parameters.items()}, {}
+    def dense(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        return {name: value.detach().numpy() for name, value in self.parameters.items()}, {}
 
     def read(self, table: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         known, trained = self.stored[table]

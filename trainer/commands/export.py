@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from safetensors.numpy import save
+from safetensors.numpy import save as save_arrays
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from foreload.pipelines.base.files import write_json
@@ -166,7 +167,7 @@ def _check_since(model: SavedModel, before: Predecessor, told: dict[str, Any]) -
 def dense_files(model: SavedModel) -> dict[str, bytes]:
     """The files of a model's dense part, by name."""
     dense = model.dense()
-    return {MODEL: save(to_serve(*dense)), DENSE_STATE: save(beside_served(*dense))}
+    return {MODEL: save_arrays(to_serve(*dense)), DENSE_STATE: save_arrays(beside_served(*dense))}
 
 
 def state_with(told: dict[str, Any], dense: dict[str, bytes]) -> str:

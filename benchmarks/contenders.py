@@ -36,7 +36,7 @@ from foreload.trainer.compute.reports import StepReport  # noqa: E402
 from foreload.trainer.compute.transport import LocalHub, Transport  # noqa: E402
 from foreload.trainer.run.assembly import DenseModel, StoreAccess, begin_term, join_term  # noqa: E402
 from foreload.trainer.run.job import TrainJob  # noqa: E402
-from foreload.trainer.run.rows_at_rest import Start  # noqa: E402
+from foreload.trainer.run.start import Start  # noqa: E402
 from interleaved import InterleavedRuns, Ranks, ready  # noqa: E402
 from workload import PARITY, ROOT, job, last_batches  # noqa: E402
 

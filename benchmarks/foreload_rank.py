@@ -33,7 +33,7 @@ from foreload.trainer.compute.reports import StepReport  # noqa: E402
 from foreload.trainer.compute.transport import GlooTransport  # noqa: E402
 from foreload.trainer.run.assembly import DenseModel, StoreAccess, begin_term, join_term  # noqa: E402
 from foreload.trainer.run.job import TrainJob  # noqa: E402
-from foreload.trainer.run.rows_at_rest import Start  # noqa: E402
+from foreload.trainer.run.start import Start  # noqa: E402
 from interleaved import InterleavedRuns, ready  # noqa: E402
 from workload import PARITY, SHARDS, job, last_batches  # noqa: E402
 

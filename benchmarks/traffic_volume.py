@@ -15,7 +15,7 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.transport import LocalHub
 from foreload.trainer.run.assembly import DenseModel, StoreAccess, begin_term, join_term
 from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.rows_at_rest import Start
+from foreload.trainer.run.start import Start
 from workload import PARITY, SHARDS, Workload, job, last_batches
 
 

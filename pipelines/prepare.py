@@ -34,7 +34,7 @@ from foreload.pipelines.planning.plan import (
 from foreload.pipelines.planning.sizing import Shape, schedule_bytes
 from foreload.pipelines.samples import encoding_state
 from foreload.pipelines.samples.column_counts import ColumnCounts
-from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.features import ENCODING_FOLDER, FeatureSpec
 from foreload.pipelines.samples.piece_order import held_out
 from foreload.pipelines.samples.rejects import Rejected
 from foreload.pipelines.schedule.format import (
@@ -87,7 +87,7 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
             work_folder.make(plan)
             if parent is not None:
                 expected = parent.header.settings.get("encoding")
-                encoding_state.copy(parent.path / encoding_state.FOLDER, plan.encoding, expected)
+                encoding_state.copy(parent.path / ENCODING_FOLDER, plan.encoding, expected)
             counted = not plan.max_rejects and all(map(is_counted, chain(*splits.values())))
             with Progress(plan.pieces, plan.work / PROGRESS, sum(rows.values()), plan.piece_rows):
                 if options.again and parent is not None:

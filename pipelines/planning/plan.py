@@ -24,7 +24,7 @@ from foreload.pipelines.planning.sizing import (
     stored_bytes,
 )
 from foreload.pipelines.samples import encoding_state
-from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.features import ENCODING_FOLDER, FeatureSpec
 from foreload.pipelines.schedule.format import WORK
 from foreload.pipelines.schedule.kept import POSITION
 from foreload.pipelines.schedule.reader import Schedule
@@ -124,7 +124,7 @@ class Plan:
     @property
     def encoding(self) -> Path:
         """The folder of vocabularies and scales, as workers see them."""
-        return self.written / encoding_state.FOLDER
+        return self.written / ENCODING_FOLDER
 
     def compile_settings(self) -> CompileSettings:
         """The settings, with what is known only once the data has been counted, if it is: vocabularies and scales."""

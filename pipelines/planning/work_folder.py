@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from foreload.pipelines.planning.plan import FOLDERS, RESERVE, RESERVE_BYTES, Plan
-from foreload.pipelines.samples import encoding_state
+from foreload.pipelines.samples.features import ENCODING_FOLDER
 from foreload.pipelines.schedule.format import FAILED, LOCK, REJECTS_FILE, WORK
 
 
@@ -39,7 +39,7 @@ def clear(out: Path) -> None:
 def give_encoding(plan: Plan) -> None:
     """Give the schedule its vocabularies and scales, if there are any; workers still read theirs."""
     if plan.encoding.exists():
-        shutil.copytree(plan.encoding, plan.out / encoding_state.FOLDER, copy_function=_linked, dirs_exist_ok=True)
+        shutil.copytree(plan.encoding, plan.out / ENCODING_FOLDER, copy_function=_linked, dirs_exist_ok=True)
 
 
 def give_rejects(plan: Plan) -> None:

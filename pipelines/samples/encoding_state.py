@@ -19,7 +19,7 @@ from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.vocabulary import Vocabulary
 
-FOLDER, INDEX, SCALES = "encoding", "encoding.json", "scales.json"
+INDEX, SCALES = "encoding.json", "scales.json"
 
 
 def needs_state(spec: FeatureSpec) -> bool:

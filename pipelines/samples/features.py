@@ -17,6 +17,7 @@ POOLINGS = ("single", "sum", "mean")
 TRANSFORMS = ("log", "standard", "none")
 LABEL_KINDS = ("click", "number")
 ORDER_TYPES = ("text", "integer", "number")
+ENCODING_FOLDER = "encoding"  # of a schedule: vocabularies, and scales of standardised columns
 
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
 CRITEO_CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))

@@ -17,7 +17,7 @@ import numpy as np
 from foreload.pipelines.base.codec import Count, Step, of_json
 from foreload.pipelines.base.files import read_sealed, replacing, write_sealed
 from foreload.pipelines.errors import ScheduleError
-from foreload.pipelines.samples import encoding_state
+from foreload.pipelines.samples.features import ENCODING_FOLDER
 from foreload.pipelines.schedule.arrow_files import MappedLists, write_lists
 from foreload.pipelines.schedule.format import HEADER, MANIFEST, PROVENANCE, ROW_TABLE, FileEntry, Segment, segment_name
 from foreload.pipelines.schedule.reader import Schedule
@@ -115,7 +115,7 @@ def _files(schedule: Schedule) -> Iterator[str]:
     )
     if (schedule.path / PROVENANCE).exists():
         yield PROVENANCE
-    folder = schedule.path / encoding_state.FOLDER
+    folder = schedule.path / ENCODING_FOLDER
     if folder.exists():
         yield from (f"{folder.name}/{path.name}" for path in sorted(folder.iterdir()))
 

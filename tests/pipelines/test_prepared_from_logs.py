@@ -13,6 +13,7 @@ from reference_data import Data, Log, Placement, Samples, load, read_features, r
 from foreload.pipelines import prepare
 from foreload.pipelines.samples import encoding_state
 from foreload.pipelines.samples.feature_file import load_features as read_spec
+from foreload.pipelines.samples.features import ENCODING_FOLDER
 from foreload.pipelines.schedule.reader import Schedule
 
 LANES, BATCH_SIZE, EPOCHS = 3, 7, 2
@@ -189,7 +190,7 @@ def test_a_held_out_record_that_the_transform_makes_malformed_keeps_its_place_in
     )
     told = prepare.run([str(tmp_path / "log.csv"), "--format=csv", *given, *flags])
     assert (told["training_samples"], told["evaluation_samples"], told["rejected"]) == (160, 37, 3)
-    encoder = encoding_state.load(out / encoding_state.FOLDER, read_spec(tmp_path / "f.toml"))[1]
+    encoder = encoding_state.load(out / ENCODING_FOLDER, read_spec(tmp_path / "f.toml"))[1]
     assert sorted(encoder.vocabularies[0].values.to_pylist()) == sorted(f"only{k}".encode() for k in range(160))
     values = np.array([float(text) for text in x[:160]])
     assert (encoder.scales[0].mean, encoder.scales[0].deviation) == pytest.approx((values.mean(), values.std()), rel=1e-6)

@@ -42,7 +42,8 @@ from foreload.trainer.run.digest import Digest
 from foreload.trainer.run.directory import CHECKPOINTS, STORES, Run
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.model_rows import model_rows
-from foreload.trainer.run.rows_at_rest import Start, stored_rows_at
+from foreload.trainer.run.rows_at_rest import stored_rows_at
+from foreload.trainer.run.start import Start
 
 STOPPED_AT = 40
 

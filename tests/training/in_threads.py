@@ -19,7 +19,7 @@ from foreload.trainer.compute.program import Trainer
 from foreload.trainer.compute.reports import EvaluationReport, StepReport
 from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.rows_at_rest import Start
+from foreload.trainer.run.start import Start
 from training.coordinator import Coordinator, Died
 from training.one_trainer import CopyCheck, Death, OneTrainer
 from training.outcome import Trained, digest, stored_fields

@@ -17,7 +17,8 @@ from foreload.trainer.run.assembly import DenseModel
 from foreload.trainer.run.digest import Digest
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.model_rows import model_rows
-from foreload.trainer.run.rows_at_rest import Start, stored_rows_at
+from foreload.trainer.run.rows_at_rest import stored_rows_at
+from foreload.trainer.run.start import Start
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,8 @@ from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.kept_manifest import KeptFile
 from foreload.trainer.run.model_code import check_same_code
 from foreload.trainer.run.next_term import continue_term, segment_after
-from foreload.trainer.run.rows_at_rest import Start
 from foreload.trainer.run.servers import asked
+from foreload.trainer.run.start import Start
 from foreload.trainer.run.state_transfer import receive_state, send_state
 
 

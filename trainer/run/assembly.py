@@ -49,7 +49,7 @@ from foreload.trainer.models.layers import takes_step
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.job_layouts import layouts_of
 from foreload.trainer.run.job_loss import training_loss
-from foreload.trainer.run.rows_at_rest import Start, written_stripes
+from foreload.trainer.run.start import Start, written_stripes
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Sequence
 
 import numpy as np
 
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.ownership import find_rows
 from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
 from foreload.cache.rows.layout import RowLayout
@@ -18,28 +15,7 @@ from foreload.pipelines.schedule.kept import ordinals_after
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.row_index import RowIndex
 from foreload.trainer.run.saved_model import SavedModel, initial_rows
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Where a trainer begins: the last step trained before, and per lane the number of its last write-back batch."""
-
-    step: int
-    last_batches: tuple[int, ...]
-
-
-def written_stripes(placement: Placement, ordinals: Callable[[], np.ndarray]) -> Callable[[int], LaneStripes]:
-    """The stripes of each lane when so many ordinals were given, int64 [lanes, tables], and all rows were written back.
-
-    ordinals: called once, when a stripe is first asked for, since only decoding needs it and it may read the whole schedule.
-    """
-    known = cache(ordinals)
-
-    @cache
-    def of(lane: int) -> LaneStripes:
-        return LaneStripes.of(placement, lane, known()[lane])
-
-    return of
+from foreload.trainer.run.start import Start, written_stripes
 
 
 def stored_rows_at(

@@ -11,7 +11,7 @@ from foreload.cache.rows.initial import initial_weights
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.samples import encoding_state
 from foreload.pipelines.samples.encode import Encoder
-from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.features import ENCODING_FOLDER, FeatureSpec
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.job import TrainJob
@@ -93,7 +93,7 @@ def encoder_of(model: SavedModel) -> tuple[FeatureSpec, Encoder]:
     if not encoding_state.needs_state(model.features):
         return model.features, Encoder(model.features)
     schedule = model.schedule
-    folder = schedule.path / encoding_state.FOLDER
+    folder = schedule.path / ENCODING_FOLDER
     if encoding_state.identity(folder) != model.encoding:
         raise RunError(f"schedule {schedule.path}: its encoding is not what it was prepared with; put that folder back")
     return encoding_state.load(folder, model.features)

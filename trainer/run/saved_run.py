@@ -30,10 +30,11 @@ from foreload.trainer.run.model_code import check_code, code_of, note_code
 from foreload.trainer.run.model_rows import ModelRows, model_rows
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.row_check import check_rows
-from foreload.trainer.run.rows_at_rest import Start, StoreRowReader, stored_rows_at
+from foreload.trainer.run.rows_at_rest import StoreRowReader, stored_rows_at
 from foreload.trainer.run.run_rows import check_current
 from foreload.trainer.run.saved_dense import read_dense
 from foreload.trainer.run.servers import asked, open_stores, servers_of
+from foreload.trainer.run.start import Start
 
 
 @dataclass(frozen=True, slots=True)

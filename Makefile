@@ -50,6 +50,7 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/trainer/test_imports.py
 
 # About an hour on 2 cores; QUICK=1 for one that takes minutes and only shows that all of it works, ALL=1 for every script, ONLY=step,links for some.
 # MACHINE names this one's pages in docs/benchmarks/.

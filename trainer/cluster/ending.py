@@ -28,7 +28,7 @@ from foreload.trainer.cluster.messages import Departed, TrainerEnd
 from foreload.trainer.cluster.process_use import ProcessUse
 from foreload.trainer.compute.reports import Totals
 from foreload.trainer.errors import after_step
-from foreload.trainer.resources import shard_loads
+from foreload.trainer.run import shard_loads
 from foreload.trainer.run.directory import CONTROL, STORES, SUMMARY, Run
 from foreload.trainer.run.event_log import CallBegan, CallEnded, EventLog, TrainerLost, read_events
 from foreload.trainer.run.kept import keep_schedule

@@ -20,10 +20,10 @@ from foreload.pipelines.errors import ScheduleError, SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.control import AskRowCounts, RowCountsAnswer, ask, training_status
 from foreload.trainer.errors import TrainerError
-from foreload.trainer.resources import shard_loads
 from foreload.trainer.resources.row_timeline import RowTimeline, counts_of, row_counts, sizes_of
 from foreload.trainer.resources.seen_servers import ask_server, server_seen
 from foreload.trainer.resources.store_memory import ShardServer, Shortage, StoreMemory, hash_bytes, shortage_text
+from foreload.trainer.run import shard_loads
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.job_layouts import layouts_of

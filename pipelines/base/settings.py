@@ -27,6 +27,10 @@ Form = Literal["value", "switch", "repeated", "several", "place", "places", "fil
 """How a setting stands on the command line. value: a flag and a word; switch: a flag alone; repeated: a flag and a word, any number of times;
 several: a flag and any number of words; place, places: one word, or any number of words, without a flag; file: not at all, only in the job file."""
 
+Resume = Literal["fixed", "free", "rates", "numerics"]
+"""Whether what was made with a setting may go on with another value. fixed: it may not; free: it may, for the result does not depend on it; rates: it
+may, and notes since when; numerics: it may where that is accepted."""
+
 _MOST_BYTES = 2**63 - 1
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _UNITS = {"": 1, "B": 1}
@@ -39,7 +43,7 @@ class Setting:
 
     group: its heading on the help page. form: see Form. required: whether it must be given, and be other than the default. stated: True for what
     is kept with what is made, in its manifest; False for what concerns this call alone (whether to overwrite, where to write the summary).
-    words: what may stand behind the "=" of a switch, each with its help.
+    words: what may stand behind the "=" of a switch, each with its help. resume: see Resume.
     """
 
     field: str
@@ -54,6 +58,7 @@ class Setting:
     required: bool
     stated: bool
     words: Mapping[str, str]
+    resume: Resume
 
 
 def setting(
@@ -69,9 +74,10 @@ def setting(
     required: bool = False,
     stated: bool = True,
     words: Mapping[str, str] | None = None,
+    resume: Resume = "fixed",
 ) -> Any:
     """A field of a class of settings; the arguments are Setting's. name: given where it is not the field's; flag: where not made of the name."""
-    metadata = {"setting": (name, flag, default, parse, help, group, form, metavar, required, stated, words or {})}
+    metadata = {"setting": (name, flag, default, parse, help, group, form, metavar, required, stated, words or {}, resume)}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -85,6 +91,11 @@ def settings_of(kind: type) -> dict[str, Setting]:
         name = name or item.name
         known[name] = Setting(item.name, name, flag or "--" + spelled(name), *rest)
     return known
+
+
+def names_by_resume(kind: type, resume: Resume) -> tuple[str, ...]:
+    """The names of a class' settings that are so, in order. resume: see Resume."""
+    return tuple(name for name, known in settings_of(kind).items() if known.resume == resume)
 
 
 def spelled(name: str) -> str:

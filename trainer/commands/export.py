@@ -28,7 +28,6 @@ from foreload.trainer.run.directory import MANIFEST as RUN
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.model_rows import RowsByTable
-from foreload.trainer.run.resume import FREE_SETTINGS, NUMERICS_SETTINGS
 from foreload.trainer.run.saved_model import SavedModel, encoder_of
 from foreload.trainer.run.storage import place
 from foreload.trainer.run.trained_model import dense_module
@@ -178,12 +177,14 @@ def state_with(told: dict[str, Any], dense: dict[str, bytes]) -> str:
 def told_of(model: SavedModel) -> dict[str, Any]:
     """What a manifest says of the model, whatever of it is exported."""
     job = model.job.to_dict() | model.manifest.job  # settings that an older run does not know are at their defaults
-    beside = {*FREE_SETTINGS, *NUMERICS_SETTINGS, *_IN_THE_MODEL, "seed"}
+    trained_by = {
+        name for name, setting in settings_of(TrainJob).items() if setting.stated and setting.resume in ("fixed", "rates")
+    }
     return {
         "step": model.step,
         "seed": model.job.seed,
         "model": {name: job[name] for name in _IN_THE_MODEL},
-        "settings": {name: job[name] for name, setting in settings_of(TrainJob).items() if setting.stated and name not in beside},
+        "settings": {name: job[name] for name in settings_of(TrainJob) if name in trained_by - {*_IN_THE_MODEL, "seed"}},
         "inexact": model.manifest.caveats["inexact"],
         "dense": MODEL,
         "dense_optimizer_state": DENSE_STATE,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foreload.cache.errors import CacheError
-from foreload.pipelines.base.settings import read_job_file, settings_of
+from foreload.pipelines.base.settings import names_by_resume, read_job_file, settings_of
 from foreload.pipelines.errors import ForeloadError, SettingError
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import named_or_newest
@@ -19,7 +19,6 @@ from foreload.trainer.run.event_log import CallBegan, CallEnded, read_events
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.job_values import AUTO
 from foreload.trainer.run.manifest import Manifest
-from foreload.trainer.run.resume import FREE_SETTINGS
 from foreload.trainer.run.servers import own_servers, store_setting
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
         values["from_checkpoint"] = str(checkpoint.place)
         before = _remembered(checkpoint.contents.run)
         # Where it was trained says nothing of where it is to be.
-        elsewhere = set(FREE_SETTINGS) - {"schedule", "model_folder", "stop_early"}
+        elsewhere = set(names_by_resume(TrainJob, "free")) - {"schedule", "model_folder", "stop_early"}
         return {name: value for name, value in before.items() if name not in elsewhere} | values
     return values
 

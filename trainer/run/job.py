@@ -61,10 +61,23 @@ class TrainJob:
     """One call of `foreload train`, parsed and checked. Raises SettingError; the message names the setting, the rule, the value and the remedy."""
 
     schedule: str = setting(
-        "", local, "the folder that `foreload prepare` wrote", form="place", metavar="SCHEDULE", flag="SCHEDULE", required=True
+        "",
+        local,
+        "the folder that `foreload prepare` wrote",
+        form="place",
+        metavar="SCHEDULE",
+        flag="SCHEDULE",
+        required=True,
+        resume="free",
     )
     run: str = setting(
-        "", local, "folder for everything this training leaves: model, metrics, summary", _WHAT, metavar="DIR", required=True
+        "",
+        local,
+        "folder for everything this training leaves: model, metrics, summary",
+        _WHAT,
+        metavar="DIR",
+        required=True,
+        resume="free",
     )
     model: str = setting(
         "dlrm",
@@ -74,7 +87,8 @@ class TrainJob:
         metavar="MODEL",
     )
     model_folder: str = setting(
-        "", local, "folder of a --model of one's own, remembered by the run; by default the one where this is called", _WHAT, metavar="DIR"
+        "", local, "folder of a --model of one's own, remembered by the run; by default the one where this is called",
+        _WHAT, metavar="DIR", resume="free"
     )  # fmt: skip
     dim: int = setting(32, integer(1), "columns of an embedding, for tables whose feature file gives none", _WHAT, metavar="D")
     model_options: dict[str, Any] = setting(
@@ -89,15 +103,20 @@ class TrainJob:
     )  # fmt: skip
     drop_weights: bool = setting(
         False, switch, "train a wrapped module whose embeddings were given weights; these are lost, and rows begin with random values", _WHAT,
-        form="switch",
+        form="switch", resume="free",
     )  # fmt: skip
     seed: int = setting(0, integer(0), "seed of the initial model and of everything random in training", _WHAT, metavar="S")
     row_optimizer: str = setting(
         "adagrad", choice(*ROW_OPTIMIZERS), "optimizer of the embedding rows", _HOW, metavar=f"{{{','.join(ROW_OPTIMIZERS)}}}"
     )
-    lr: float = setting(0.05, number(0), "learning rate of the rows", _HOW, metavar="X")
+    lr: float = setting(0.05, number(0), "learning rate of the rows", _HOW, metavar="X", resume="rates")
     lr_schedule: RateSchedule | None = setting(
-        None, RateSchedule.parse, "what --lr is multiplied by, such as warmup:1000,cosine:20000:0.1", _HOW, metavar="FACTORS"
+        None,
+        RateSchedule.parse,
+        "what --lr is multiplied by, such as warmup:1000,cosine:20000:0.1",
+        _HOW,
+        metavar="FACTORS",
+        resume="rates",
     )
     row_options: dict[str, float] = setting(
         {}, row_options, "options of the row optimizer, such as beta1=0.8 of adam", _HOW, form="several", metavar="K=V"
@@ -106,10 +125,17 @@ class TrainJob:
         {}, tables, "job file only: row-optimizer, lr and row-options of single tables, in [train.tables.NAME]", _HOW, form="file"
     )
     dense_optimizer: str = setting("Adagrad", text, "optimizer of the dense part, as torch.optim names it", _HOW, metavar="NAME")
-    dense_lr: float = setting(0.01, number(0), "learning rate of the dense part", _HOW, metavar="X")
-    dense_lr_schedule: RateSchedule | None = setting(None, RateSchedule.parse, "the same of --dense-lr", _HOW, metavar="FACTORS")
+    dense_lr: float = setting(0.01, number(0), "learning rate of the dense part", _HOW, metavar="X", resume="rates")
+    dense_lr_schedule: RateSchedule | None = setting(
+        None, RateSchedule.parse, "the same of --dense-lr", _HOW, metavar="FACTORS", resume="rates"
+    )
     dense_clip: float | None = setting(
-        None, positive, "the most that the norm of the dense gradients may be; they are scaled down to it", _HOW, metavar="X"
+        None,
+        positive,
+        "the most that the norm of the dense gradients may be; they are scaled down to it",
+        _HOW,
+        metavar="X",
+        resume="rates",
     )
     dense_ema: float | None = setting(
         None, decay, "evaluate, export and serve a moving average of the dense parameters, of which each step keeps this much, such as 0.999",
@@ -120,11 +146,11 @@ class TrainJob:
     )
     store: Servers = setting(
         "", Servers.parse, "where rows live: local:N starts N redis-servers for this job, or the URLs of running ones, with commas between",
-        _WHERE, metavar="local:N|URL,...", required=True,
+        _WHERE, metavar="local:N|URL,...", required=True, resume="free",
     )  # fmt: skip
     parity: Parity | None = setting(
         None, Parity.parse, "off, or K+R: any R of K+R store shards may be lost; by default 2+1 with three or more shards, else off",
-        _WHERE, metavar="off|K+R",
+        _WHERE, metavar="off|K+R", resume="free",
     )  # fmt: skip
     spare: str | None = setting(
         None, text, "URLs of servers, empty ones, to take the place of store shards that are lost and do not come back",
@@ -134,24 +160,44 @@ class TrainJob:
         False, switch, "do not start a local server, or a trainer, again when it has died", _WHERE, form="switch", stated=False
     )
     trainers: int = setting(
-        1, integer(1, MOST_LANES), "trainer processes; each hosts one or more of the schedule's lanes", _WHERE, metavar="N"
+        1,
+        integer(1, MOST_LANES),
+        "trainer processes; each hosts one or more of the schedule's lanes",
+        _WHERE,
+        metavar="N",
+        resume="free",
     )
     threads: int = setting(
-        1, integer(1), "threads of the arithmetic in each trainer; part of the numerics fingerprint", _WHERE, metavar="T"
+        1,
+        integer(1),
+        "threads of the arithmetic in each trainer; part of the numerics fingerprint",
+        _WHERE,
+        metavar="T",
+        resume="numerics",
     )
     cpu_capability: str = setting(
         "avx2", choice("avx2", "avx512", "avx512-onednn"),
         "vector instructions of the arithmetic, which every host of the run must have; part of the numerics fingerprint", _WHERE,
-        metavar="{avx2,avx512,avx512-onednn}",
+        metavar="{avx2,avx512,avx512-onednn}", resume="numerics",
     )  # fmt: skip
     device: str = setting(
-        "cpu", choice("cpu", "cuda"), "where the partitions and the dense part live", _WHERE, metavar="{cpu,cuda}"
+        "cpu",
+        choice("cpu", "cuda"),
+        "where the partitions and the dense part live",
+        _WHERE,
+        metavar="{cpu,cuda}",
+        resume="numerics",
     )
     memory: Size | None = setting(
-        None, Size.parse, "most bytes a lane's slots may take; the schedule's own bound by default", _WHERE, metavar="SIZE"
+        None,
+        Size.parse,
+        "most bytes a lane's slots may take; the schedule's own bound by default",
+        _WHERE,
+        metavar="SIZE",
+        resume="free",
     )
     namespace: str | None = setting(
-        None, text, "name of the run on the store; the name of the run's folder by default", _WHERE, metavar="NAME"
+        None, text, "name of the run on the store; the name of the run's folder by default", _WHERE, metavar="NAME", resume="free"
     )
     address: str | None = setting(
         None, text,
@@ -159,20 +205,22 @@ class TrainJob:
         _WHERE, metavar="HOST", stated=False,
     )  # fmt: skip
     store_timeout: float | None = setting(
-        None, number(0.1), "seconds of silence after which a store shard counts as lost; by default 1 with parity, else 10", _WHERE, metavar="S"
+        None, number(0.1), "seconds of silence after which a store shard counts as lost; by default 1 with parity, else 10",
+        _WHERE, metavar="S", resume="free"
     )  # fmt: skip
     store_patience: float = setting(
         10.0, number(0), "seconds for which store shards that do not answer are waited for, where parity does not cover them", _WHERE,
-        metavar="S", stated=False,
+        metavar="S", stated=False, resume="free",
     )  # fmt: skip
     copies: int | None = setting(
         None, integer(1),
         "how many trainers hold each lane's rows, its own included: one less may be lost at once; by default 2 where there are so many, "
         "but 1 under a scheduler and with --device cuda",
-        _WHERE, metavar="N",
+        _WHERE, metavar="N", resume="free",
     )  # fmt: skip
     peer_timeout: float | None = setting(
-        None, number(0.1), "seconds of silence after which a trainer counts as lost; by default 5 with copies, else 300", _WHERE, metavar="S"
+        None, number(0.1), "seconds of silence after which a trainer counts as lost; by default 5 with copies, else 300",
+        _WHERE, metavar="S", resume="free"
     )  # fmt: skip
     rebalance: bool = setting(
         False,
@@ -196,7 +244,7 @@ class TrainJob:
     )  # fmt: skip
     checkpoint: str | None = setting(
         None, storage_place, "folder, or URL, for checkpoints that are saved while it trains, which all hosts reach; by default checkpoints in RUN",
-        _CALL, metavar="DIR|URL",
+        _CALL, metavar="DIR|URL", resume="free",
     )  # fmt: skip
     checkpoint_every: Interval | None = setting(
         None, Interval.parse, "save a checkpoint while it trains: behind every so many steps, or every so often, such as 10m", _CALL,
@@ -228,7 +276,7 @@ class TrainJob:
     stop_early: StopEarly | None = setting(
         None, StopEarly.parse,
         "end training after PATIENCE evaluations in a row that are not better, by more than MIN_CHANGE, than the best, such as auc:3; off", _CALL,
-        metavar="METRIC:PATIENCE[:MIN_CHANGE]",
+        metavar="METRIC:PATIENCE[:MIN_CHANGE]", resume="free",
     )  # fmt: skip
     history: str = setting(
         "", local, "file for the figures that a run leaves at its end, for foreload history and plan; by default in the user's data folder", _CALL,

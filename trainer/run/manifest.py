@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from foreload.cache.parity.limits import MOST_SHARDS
 from foreload.pipelines.base.codec import Amount, Count, LeftOut, Name, Natural, RelativePath, Step, between, filled, to_stored
-from foreload.pipelines.base.settings import settings_of, spelled
+from foreload.pipelines.base.settings import names_by_resume, settings_of, spelled
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.format import MOST_LANES
 from foreload.trainer.run.early_stopping import Watched
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from foreload.pipelines.schedule.reader import Schedule
 
 VERSION = 1
-RATE_SETTINGS = ("lr", "lr_schedule", "dense_lr", "dense_lr_schedule", "dense_clip")
+RATE_SETTINGS = names_by_resume(TrainJob, "rates")
 """Settings that the trained model depends on, and with other ones of which a run may go on: it notes since which step."""
 
 State = Literal["training", "stopped", "ended"]

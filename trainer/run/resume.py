@@ -4,37 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreload.pipelines.base.settings import settings_of
+from foreload.pipelines.base.settings import names_by_resume, settings_of
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import RunRefused, after_step
 from foreload.trainer.run.directory import MANIFEST, Run
 from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.job_values import masked
-from foreload.trainer.run.manifest import RATE_SETTINGS, Manifest, Stage, State, remembered_folder
+from foreload.trainer.run.manifest import Manifest, Stage, State, remembered_folder
 from foreload.trainer.run.model_code import check_code, code_of
 from foreload.trainer.run.servers import store_setting
-
-# Settings that the trained model does not depend on: a run may go on with other ones.
-FREE_SETTINGS = (
-    "schedule",
-    "run",
-    "model_folder",
-    "drop_weights",
-    "store",
-    "parity",  # checked against RUN's placement, which holds in any case
-    "trainers",
-    "memory",
-    "namespace",
-    "store_timeout",
-    "store_patience",
-    "copies",
-    "peer_timeout",
-    "checkpoint",
-    "stop_early",
-)
-
-# Settings of the numerics fingerprint: a run may go on with other ones where that is accepted.
-NUMERICS_SETTINGS = ("threads", "cpu_capability", "device")
 
 
 def check_trainable(schedule: Schedule, job: TrainJob) -> None:
@@ -102,15 +80,17 @@ def continued(
     """`resumed`, of what a run is (manifest) and how far it came (state, step). what: its name in messages; goes_on: it must have steps left."""
     before = manifest.training_job
     for name, setting in settings_of(TrainJob).items():
-        of_numerics = name in NUMERICS_SETTINGS
-        if name in (*FREE_SETTINGS, *RATE_SETTINGS) or not setting.stated or (of_numerics and job.accept_numerics):
+        of_numerics = setting.resume == "numerics"
+        if setting.resume in ("free", "rates") or not setting.stated or (of_numerics and job.accept_numerics):
             continue
         if getattr(before, name) != getattr(job, name):
             was, now = before.to_dict()[name], job.to_dict()[name]
             remedy = "leave it out" + (", or add --accept-numerics" if of_numerics else "")
             raise RunRefused(f"{setting.flag}: must be what the run was started with, {was!r}; got {now!r}; {remedy}")
     if job.accept_numerics:
-        manifest = replace(manifest, job=manifest.job | {name: getattr(job, name) for name in NUMERICS_SETTINGS})
+        manifest = replace(
+            manifest, job=manifest.job | {name: getattr(job, name) for name in names_by_resume(TrainJob, "numerics")}
+        )
     if schedule.header.lanes != manifest.lanes:
         raise RunRefused(
             f"schedule {schedule.path}: has {schedule.header.lanes} lanes, the run {manifest.lanes}; prepare it with --after"

@@ -33,8 +33,8 @@ from foreload.trainer.cluster.messages import (
     TakeCheckpoint,
     WriteCheckpoint,
 )
-from foreload.trainer.cluster.run_requests import TrainerRequests
 from foreload.trainer.cluster.trainer_checkpoints import TrainerCheckpoints
+from foreload.trainer.cluster.trainer_requests import TrainerRequests
 from foreload.trainer.compute.copies import LaneCopy
 from foreload.trainer.compute.hosted_lanes import HostedLanes
 from foreload.trainer.run.directory import STORES

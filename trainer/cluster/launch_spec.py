@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from foreload.pipelines.base.codec import FormError, of_json
 from foreload.trainer.cluster.faults import Fault, TrainerFault
+from foreload.trainer.cluster.folder_over_hosts import run_facts
 from foreload.trainer.cluster.messages import LaunchSpec
-from foreload.trainer.cluster.run_folder import run_facts
 from foreload.trainer.cluster.store_shards import StoreShards
 from foreload.trainer.compute.reports import Totals
 from foreload.trainer.errors import RunError

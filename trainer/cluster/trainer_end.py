@@ -11,9 +11,9 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.board import Board
 from foreload.trainer.cluster.ending import end_alone
 from foreload.trainer.cluster.facts import Orphaned, RunSaved, Term
+from foreload.trainer.cluster.folder_over_hosts import save_over_hosts
 from foreload.trainer.cluster.hosted_log import TermLog
 from foreload.trainer.cluster.messages import Departed, LaunchSpec, TrainerEnd
-from foreload.trainer.cluster.run_folder import save_over_hosts
 from foreload.trainer.errors import PeerLost
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.job import TrainJob

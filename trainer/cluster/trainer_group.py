@@ -26,6 +26,7 @@ from foreload.trainer.cluster.events import EventReceiver
 from foreload.trainer.cluster.facts import Go, RunSaved, StopWanted, Term
 from foreload.trainer.cluster.failures import Failures, GuestsRefused
 from foreload.trainer.cluster.faults import RunObserver
+from foreload.trainer.cluster.folder_over_hosts import publish_dense, save_over_hosts
 from foreload.trainer.cluster.hosts import Hosts
 from foreload.trainer.cluster.keeper import Keeper
 from foreload.trainer.cluster.lane_copies import LaneCopies
@@ -61,7 +62,6 @@ from foreload.trainer.cluster.messages import (
 from foreload.trainer.cluster.processes import StartProcess
 from foreload.trainer.cluster.rebalancing import Rebalancing
 from foreload.trainer.cluster.row_moves import RowMoves
-from foreload.trainer.cluster.run_folder import publish_dense, save_over_hosts
 from foreload.trainer.cluster.run_requests import RunRequests
 from foreload.trainer.cluster.scaling import Scaling
 from foreload.trainer.cluster.spawned_trainers import SpawnedTrainers

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from foreload.cache.rows.initial import initial_weights
 from foreload.pipelines.base.memory import zeros_in_huge_pages
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.assembly.assembly import DenseModel
 from foreload.trainer.models.spec import Embeddings
-from foreload.trainer.run.assembly import DenseModel
 from workload import BATCH, DIM, LR, SEED, events_of
 
 EPSILON = 1e-8

@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 
 from comparison import Claim, Results, Series, Table, arguments, save, spread, tell
 from foreload.trainer.commands.train import train
-from foreload.trainer.run.job import TrainJob
+from foreload.trainer.job.job import TrainJob
 from workload import BATCH, DIM, SLOTS, job, prepare_first_steps
 
 STEPS = (3600, 160)  # trained, in full and with --quick

@@ -22,9 +22,9 @@ import numpy as np
 
 from comparison import Cell, Claim, Results, Series, Table, arguments, save, tell
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.facts import contiguous_lanes
-from foreload.trainer.run.assembly import DenseModel
-from foreload.trainer.run.job import TrainJob
+from foreload.trainer.assembly.assembly import DenseModel
+from foreload.trainer.cluster.messages.facts import contiguous_lanes
+from foreload.trainer.job.job import TrainJob
 from workload import BATCH, DIM, LR, MODELS, ROOT, SEED, SHARDS, SLOTS, events_of, job
 
 MODEL = "small"
@@ -148,7 +148,7 @@ def measure(folder: Path, trainers: int, lanes: int, steps: int) -> tuple[float,
         *options,
     ]
     tell(f"training with {trainers} trainers, {lanes} lanes")
-    sockets = SocketBytes("foreload.trainer.cluster.worker")
+    sockets = SocketBytes("foreload.trainer.cluster.member.worker")
     foreload(["train", str(path), *given], sockets)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if line["kind"] == "step"]

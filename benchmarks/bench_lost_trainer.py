@@ -20,7 +20,7 @@ from pathlib import Path
 
 from comparison import Budget, Cell, Claim, Results, Table, arguments, save, tell
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.run.job import TrainJob
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.timeline import Timeline
 from shard_loss import Pulse, launched, run_training
 from torchft_environment import TORCHFT

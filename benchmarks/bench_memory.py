@@ -134,7 +134,7 @@ def train(folder: Path, table_rows: int, rows: int) -> Peak:
     given += ["--values", "100000", "--table-rows", str(table_rows)]
     measure(["foreload.pipelines.prepare", *given], "foreload.pipelines.prepare")
     options = ["--run", str(folder / f"run-{table_rows}"), "--store", "local:1", "--parity", "off", "--overwrite", "--dim", "32"]
-    return measure(["foreload.trainer.cli", "train", schedule, *options], "foreload.trainer.cluster.worker")
+    return measure(["foreload.trainer.cli", "train", schedule, *options], "foreload.trainer.cluster.member.worker")
 
 
 def compare(what: str, unit: str, peaks: dict[int, Peak], most: float) -> tuple[Claim, list[Cell]]:

@@ -32,17 +32,17 @@ from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.fence import read_epochs
 from foreload.cache.protocol.namespace import lane_key
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.faults import RunObserver
-from foreload.trainer.cluster.messages import StepEnded, TrainerEvent
+from foreload.trainer.cluster.messages.faults import RunObserver
+from foreload.trainer.cluster.messages.trainers import StepEnded, TrainerEvent
 from foreload.trainer.commands.train import train
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.job_layouts import layouts_of
 from foreload.trainer.resources import history
 from foreload.trainer.resources.features import step_counts
 from foreload.trainer.resources.row_timeline import RowTimeline
 from foreload.trainer.resources.step_model import setup_of
 from foreload.trainer.resources.store_memory import StoreMemory
 from foreload.trainer.resources.trainer_memory import LaneLoad, TrainerMemory
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.job_layouts import layouts_of
 
 PARTS = 100
 PAUSE_SECONDS = 0.02

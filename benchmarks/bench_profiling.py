@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from comparison import Cell, Claim, Ratio, Results, Table, arguments, save, tell
-from foreload.trainer.compute.clock import Clock
 from foreload.trainer.compute.reports import COLUMNS
 from foreload.trainer.resources import history
 from foreload.trainer.resources.job_shape import machine
+from foreload.trainer.step.clock import Clock
 from step_configurations import Configuration, schedule_of, trainers
 
 CONFIGURATION = Configuration(trainers=2, shards=3, parity="2+1", slots=30_000, model="small", batch_size=1024)

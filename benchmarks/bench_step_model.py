@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from comparison import Cell, Claim, Results, Table, arguments, save, tell
+from foreload.trainer.assembly.assembly import DenseModel
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.resources.step_model import Observation, StepModel
-from foreload.trainer.run.assembly import DenseModel
-from foreload.trainer.run.job import TrainJob
 from step_configurations import Configuration, Piece, Turn, job_of, observation, schedule_of, trainers, turn
 
 SHARDS = ((1, "off"), (2, "off"), (3, "off"), (5, "off"), (3, "2+1"), (4, "2+1"), (5, "2+1"))

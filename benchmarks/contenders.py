@@ -31,12 +31,12 @@ from foreload.cache.client.store import Store  # noqa: E402
 from foreload.cache.parity.placement import Placement  # noqa: E402
 from foreload.cache.protocol.batch_log import FileLog  # noqa: E402
 from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
-from foreload.trainer.compute.nccl import NcclTransport  # noqa: E402
+from foreload.trainer.assembly.assembly import DenseModel, StoreAccess, begin_term, join_term  # noqa: E402
+from foreload.trainer.assembly.start import Start  # noqa: E402
 from foreload.trainer.compute.reports import StepReport  # noqa: E402
-from foreload.trainer.compute.transport import LocalHub, Transport  # noqa: E402
-from foreload.trainer.run.assembly import DenseModel, StoreAccess, begin_term, join_term  # noqa: E402
-from foreload.trainer.run.job import TrainJob  # noqa: E402
-from foreload.trainer.run.start import Start  # noqa: E402
+from foreload.trainer.job.job import TrainJob  # noqa: E402
+from foreload.trainer.step.nccl import NcclTransport  # noqa: E402
+from foreload.trainer.step.transport import LocalHub, Transport  # noqa: E402
 from interleaved import InterleavedRuns, Ranks, ready  # noqa: E402
 from workload import PARITY, ROOT, job, last_batches  # noqa: E402
 

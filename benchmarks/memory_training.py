@@ -18,14 +18,15 @@ from foreload.cache.rows.initial import initial_weights
 from foreload.pipelines.schedule.format import Arrivals, Event, LaneEvent
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.sources.synthetic import Generator
+from foreload.trainer.assembly.assembly import DenseModel
 from foreload.trainer.checkpoints.quantisation import decode, encode
-from foreload.trainer.compute import dense_optimizers, slices
+from foreload.trainer.compute import dense_optimizers
 from foreload.trainer.compute.metrics import EvaluationSamples
-from foreload.trainer.compute.slices import LocalRows
-from foreload.trainer.run.assembly import DenseModel
-from foreload.trainer.run.digest import Digest
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.model_rows import ModelRows
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.saved.digest import Digest
+from foreload.trainer.saved.model_rows import ModelRows
+from foreload.trainer.step import slices
+from foreload.trainer.step.slices import LocalRows
 
 CHUNK_BATCHES = 64  # whose samples are made at once
 CHUNK_ROWS = 1 << 16  # rounded at once, and of a piece of the digest

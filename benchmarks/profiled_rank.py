@@ -2,7 +2,7 @@
 
     python benchmarks/profiled_rank.py '{"rank": 0, ...}'
 
-It is put together as `foreload.trainer.cluster.worker` does it, and tells what a profile keeps of each step.
+It is put together as `foreload.trainer.cluster.member.worker` does it, and tells what a profile keeps of each step.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from foreload.cache.client.store import Store  # noqa: E402
 from foreload.cache.parity.placement import Placement  # noqa: E402
 from foreload.cache.protocol.batch_log import FileLog  # noqa: E402
 from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
-from foreload.trainer.cluster.terms import first_term  # noqa: E402
-from foreload.trainer.compute import clock  # noqa: E402
+from foreload.trainer.assembly.assembly import DenseModel, StoreAccess, begin_term, join_term  # noqa: E402
+from foreload.trainer.assembly.start import Start  # noqa: E402
+from foreload.trainer.cluster.coordinator.terms import first_term  # noqa: E402
 from foreload.trainer.compute.reports import StepReport  # noqa: E402
-from foreload.trainer.compute.transport import GlooTransport  # noqa: E402
-from foreload.trainer.run.assembly import DenseModel, StoreAccess, begin_term, join_term  # noqa: E402
-from foreload.trainer.run.job import TrainJob  # noqa: E402
-from foreload.trainer.run.start import Start  # noqa: E402
+from foreload.trainer.job.job import TrainJob  # noqa: E402
+from foreload.trainer.step import clock  # noqa: E402
+from foreload.trainer.step.transport import GlooTransport  # noqa: E402
 from interleaved import InterleavedRuns, ready  # noqa: E402
 
 SILENCE = timedelta(minutes=10)

@@ -1,4 +1,4 @@
-"""What the copies of lanes weigh: bytes of replicas, counted by the schedule as `foreload.trainer.compute.replication` sends them."""
+"""What the copies of lanes weigh: bytes of replicas, counted by the schedule as `foreload.trainer.step.replication` sends them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 
 from comparison import tell
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.facts import Term
-from foreload.trainer.cluster.terms import first_term
+from foreload.trainer.cluster.coordinator.terms import first_term
+from foreload.trainer.cluster.messages.facts import Term
 from workload import BATCH, DIM, ROOT, SEED, SLOTS
 
 LANES = 4

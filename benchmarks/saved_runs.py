@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from foreload.trainer.cluster.faults import RunObserver, TrainerFault
+from foreload.trainer.cluster.messages.faults import RunObserver, TrainerFault
 from foreload.trainer.commands.train import train
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.saved_run import SavedRun, open_saved
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.saved.saved_run import SavedRun, open_saved
 from workload import job
 
 STOP_LAG = 2  # steps that a training goes on once it was asked to stop

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from comparison import Cell, Claim, Series, Table, spread, tell
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.run.job import TrainJob
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.timeline import Timeline
 from shard_loss import Injection, Pulse, ShardInjector, ShardLoss, launched, run_training
 from workload import BATCH, ROOT, SEED

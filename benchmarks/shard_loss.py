@@ -24,14 +24,14 @@ from foreload.cache.client.local import LocalStores  # noqa: E402
 from foreload.cache.parity.placement import Placement  # noqa: E402
 from foreload.cache.protocol.shard_status import ShardSnapshot  # noqa: E402
 from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
-from foreload.trainer.cluster.control import AskStop, ask  # noqa: E402
-from foreload.trainer.cluster.faults import RunObserver  # noqa: E402
-from foreload.trainer.cluster.messages import ShardsTold, StepEnded, TrainerEvent  # noqa: E402
+from foreload.trainer.assembly.assembly import DenseModel  # noqa: E402
+from foreload.trainer.assembly.dense_file import save_dense  # noqa: E402
+from foreload.trainer.cluster.messages.control import AskStop, ask  # noqa: E402
+from foreload.trainer.cluster.messages.faults import RunObserver  # noqa: E402
+from foreload.trainer.cluster.messages.trainers import ShardsTold, StepEnded, TrainerEvent  # noqa: E402
 from foreload.trainer.commands.train import train  # noqa: E402
-from foreload.trainer.run.assembly import DenseModel  # noqa: E402
-from foreload.trainer.run.dense_file import save_dense  # noqa: E402
+from foreload.trainer.job.job import TrainJob  # noqa: E402
 from foreload.trainer.run.directory import STORES, Run  # noqa: E402
-from foreload.trainer.run.job import TrainJob  # noqa: E402
 from foreload.trainer.run.manifest import Status, new_manifest  # noqa: E402
 from foreload.trainer.run.timeline import StepTimes, Timeline  # noqa: E402
 from workload import FILLED, RUN_ID, SHARDS, Workload, job  # noqa: E402

@@ -12,10 +12,10 @@ from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.compute.transport import LocalHub
-from foreload.trainer.run.assembly import DenseModel, StoreAccess, begin_term, join_term
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.start import Start
+from foreload.trainer.assembly.assembly import DenseModel, StoreAccess, begin_term, join_term
+from foreload.trainer.assembly.start import Start
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.step.transport import LocalHub
 from workload import PARITY, SHARDS, Workload, job, last_batches
 
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from foreload.trainer.cluster.control import AskStatus, AskStop, RunStatus, ask
-from foreload.trainer.cluster.faults import RunObserver
-from foreload.trainer.cluster.messages import Ready, StepEnded, TermLeft, TrainerEvent
+from foreload.trainer.cluster.messages.control import AskStatus, AskStop, RunStatus, ask
+from foreload.trainer.cluster.messages.faults import RunObserver
+from foreload.trainer.cluster.messages.trainers import Ready, StepEnded, TermLeft, TrainerEvent
 from foreload.trainer.run.timeline import StepTimes, Timeline
 
 AFTER_SECONDS = 0.2  # at random, that an injection comes after the event that it follows: nothing is synchronous with it

@@ -327,7 +327,7 @@ def prepare_first_steps(out: Path, steps: int) -> Schedule:
 
 
 def job(schedule: Path, model: str, **settings: Any) -> dict[str, Any]:
-    """The settings of foreload.trainer.run.job.TrainJob for this workload."""
+    """The settings of foreload.trainer.job.job.TrainJob for this workload."""
     given = {"dim": DIM, "row_optimizer": "rowwise_adagrad", "lr": LR, "seed": SEED, "namespace": NAMESPACE, "history": "off"}
     return {"schedule": str(schedule), "run": "none", "store": "local:1", "model_options": MODELS[model], **given, **settings}
 

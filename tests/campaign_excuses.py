@@ -8,7 +8,7 @@ import time
 from campaign_plan import ALL_SERVERS_FAULTS, FAILING_MODEL, LOST, MEMBER_FAULTS, MODEL_FAULTS, SERVER_FAULTS, Fault
 from campaign_run import CampaignRun
 
-from foreload.trainer.cluster.control import RunStatus, training_status
+from foreload.trainer.cluster.messages.control import RunStatus, training_status
 from foreload.trainer.errors import TrainerError
 
 NOTICED_SECONDS = 2.0

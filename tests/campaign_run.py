@@ -26,7 +26,7 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
-from foreload.trainer.cluster.control import RunStatus, training_status
+from foreload.trainer.cluster.messages.control import RunStatus, training_status
 from foreload.trainer.errors import TrainerError
 from foreload.trainer.run.directory import PLACEMENT
 
@@ -217,7 +217,7 @@ class CampaignRun:
 
     def workers(self) -> list[psutil.Process]:
         """The trainers, also those that start."""
-        return [process for process in self._remains.processes() if "foreload.trainer.cluster.worker" in _words(process)]
+        return [process for process in self._remains.processes() if "foreload.trainer.cluster.member.worker" in _words(process)]
 
     def strangers(self) -> list[str]:
         """Processes of the episode that are no servers."""

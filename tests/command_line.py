@@ -23,7 +23,7 @@ import psutil
 from forking import COMMAND_LINE, FORKER, ForkedCommand
 
 from foreload.trainer import cli
-from foreload.trainer.cluster.control import training_status
+from foreload.trainer.cluster.messages.control import training_status
 
 if TYPE_CHECKING:
     from injection import AnyFault
@@ -182,7 +182,9 @@ class Command:
         if isinstance(self.process, ForkedCommand):
             alive = {process.pid: process for process in self.remains.processes()}
             return [alive[pid] for _, (pid, _) in sorted(self.process.trainers().items()) if pid in alive]
-        workers = [process for process in self.remains.processes() if "foreload.trainer.cluster.worker" in process.cmdline()]
+        workers = [
+            process for process in self.remains.processes() if "foreload.trainer.cluster.member.worker" in process.cmdline()
+        ]
         return sorted(workers, key=lambda process: int(process.environ()["FORELOAD_TRAINER"]))
 
     @property

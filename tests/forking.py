@@ -28,8 +28,8 @@ from injection import STARTED, AnyFault, Injector, slow_steps, to_json
 
 from foreload.pipelines.base.forking import THREADLESS, fork, replace_environment
 from foreload.pipelines.base.socket_messages import Message, receive, send
-from foreload.trainer.cluster.preforked import ForkedProcess, Preforked
-from foreload.trainer.cluster.processes import (
+from foreload.trainer.cluster.processes.preforked import ForkedProcess, Preforked
+from foreload.trainer.cluster.processes.starting import (
     KEEPER,
     WORKER,
     ChildProcess,
@@ -308,7 +308,7 @@ def _serve(control: socket.socket) -> None:
             commands = (
                 ("pipelines.prepare",)
                 if request.values["arguments"][0] == "prepare"
-                else ("trainer.cli", "trainer.cluster.launcher", "trainer.cluster.run_requests")
+                else ("trainer.cli", "trainer.cluster.launcher", "trainer.cluster.coordinator.run_requests")
             )
             for name in commands:
                 importlib.import_module(f"foreload.{name}")

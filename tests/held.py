@@ -22,7 +22,7 @@ from foreload.cache.client.local import LocalStores
 from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.schedule.format import LOCK, MANIFEST, WORK
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.control import AskStop, RunStatus, Stopping, ask, training_status
+from foreload.trainer.cluster.messages.control import AskStop, RunStatus, Stopping, ask, training_status
 from foreload.trainer.run.directory import Run
 
 Hold = Callable[..., "HeldRun"]

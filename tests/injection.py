@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foreload.pipelines.sources.files import quiet_import
-from foreload.trainer.cluster.faults import Fault, RunObserver, TrainerFault
-from foreload.trainer.cluster.messages import CanJoin
+from foreload.trainer.cluster.messages.faults import Fault, RunObserver, TrainerFault
+from foreload.trainer.cluster.messages.trainers import CanJoin
 from foreload.trainer.run.directory import STORES
 
 if TYPE_CHECKING:
-    from foreload.trainer.cluster.messages import TrainerEvent
+    from foreload.trainer.cluster.messages.trainers import TrainerEvent
 
 CAN_JOIN = "test: trainer {} can join"
 """The observer writes this to stderr when a trainer that was started while others train can join."""
@@ -120,7 +120,7 @@ def slow_steps() -> None:
     if SLOWER not in os.environ:
         return
     seconds, _, file = os.environ[SLOWER].partition(":")
-    from foreload.trainer.compute.step import TrainingStep
+    from foreload.trainer.step.step import TrainingStep
 
     boundary = TrainingStep.boundary
 

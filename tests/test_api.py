@@ -30,7 +30,7 @@ from foreload.pipelines.base.settings import settings_of
 from foreload.pipelines.errors import PipelineError, SettingError
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.trainer.errors import ModelError, RunError
-from foreload.trainer.run.job import TrainJob
+from foreload.trainer.job.job import TrainJob
 
 ROWS, HELD_OUT = 3000, 300
 

@@ -14,7 +14,7 @@ from foreload.api.models import plain
 from foreload.pipelines.base.settings import settings_of
 from foreload.pipelines.errors import ForeloadError, SettingError
 from foreload.pipelines.planning.options import PrepareOptions
-from foreload.trainer.run.job import TrainJob
+from foreload.trainer.job.job import TrainJob
 
 
 class Strange:

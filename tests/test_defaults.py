@@ -11,8 +11,8 @@ from clicks import Clicks
 from command_line import done, refused
 
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.memory_check import check_fit
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.memory_check import check_fit
 
 
 def prepare(clicks: Clicks, out: Path, *further: object) -> Path:

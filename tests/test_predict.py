@@ -24,7 +24,7 @@ from foreload.trainer.commands import predict
 from foreload.trainer.commands.evaluate import evaluated
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import RunError
-from foreload.trainer.run.saved_run import open_saved
+from foreload.trainer.saved.saved_run import open_saved
 from foreload.trainer.serving import standalone
 
 ROWS, HELD_OUT = 2400, 400

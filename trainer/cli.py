@@ -16,12 +16,12 @@ from foreload.pipelines.base.files import is_full
 from foreload.pipelines.base.interrupts import Interrupts, heeded_afterwards
 from foreload.pipelines.base.output import results_told
 from foreload.pipelines.errors import ForeloadError, OutputLost
-from foreload.trainer.cluster.processes import ChildProcess, StartProcess
+from foreload.trainer.cluster.processes.starting import ChildProcess, StartProcess
 from foreload.trainer.command_line.shared import Command, Parser, check_json
 from foreload.trainer.run.own_exit import exits_told
 
 if TYPE_CHECKING:
-    from foreload.trainer.cluster.faults import RunObserver
+    from foreload.trainer.cluster.messages.faults import RunObserver
 
 ABOUT = """\
 Trains click models whose embedding tables live in Redis. The order of the data is known before training begins, so `prepare` compiles it into a

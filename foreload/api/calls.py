@@ -65,12 +65,12 @@ def _prepare(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
 
 
 def _train(values: dict[str, Any], leave: Callable[[], None]) -> Iterator[Part]:
-    from foreload.trainer.cluster.preforked import Preforked
-    from foreload.trainer.cluster.processes import ChildProcess
+    from foreload.trainer import storage
+    from foreload.trainer.cluster.processes.preforked import Preforked
+    from foreload.trainer.cluster.processes.starting import ChildProcess
     from foreload.trainer.commands.train import as_it_stands, call_values, train
-    from foreload.trainer.run import storage
-    from foreload.trainer.run.job import TrainJob
-    from foreload.trainer.run.scheduler import under_scheduler
+    from foreload.trainer.job.job import TrainJob
+    from foreload.trainer.job.scheduler import under_scheduler
 
     job_file = values.pop("job", None)
     # The second is where the file wants the summary, which is written for the command line only.
@@ -127,7 +127,7 @@ def _digest(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
 
 def _delete(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.commands import rows
-    from foreload.trainer.run.run_rows import Overrule
+    from foreload.trainer.saved.run_rows import Overrule
 
     yield rows.run(values["run"], values["store"], Overrule(values["folder_moved"], values["force"])), b""
 

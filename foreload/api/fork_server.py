@@ -21,9 +21,9 @@ from foreload.pipelines.base.socket_messages import Message, receive, send
 # Imported at the first call that needs torch. None of them starts a thread, owing to the variables of the numerics and THREADLESS.
 _PRELOADED = (
     "foreload.trainer.cluster.launcher",
-    "foreload.trainer.cluster.preforked",
-    "foreload.trainer.cluster.keeper",
-    "foreload.trainer.cluster.worker",
+    "foreload.trainer.cluster.processes.preforked",
+    "foreload.trainer.cluster.processes.keeper",
+    "foreload.trainer.cluster.member.worker",
     "foreload.trainer.commands.train",
     "foreload.trainer.commands.evaluate",
     "foreload.trainer.models.dlrm",

@@ -128,7 +128,7 @@ class Checkpoint(Model):
         super().__init__(path)
         self._accept_model = accept_model
         if "://" in os.fspath(path):
-            from foreload.trainer.run.storage import place
+            from foreload.trainer.storage import place
 
             self.path = place(os.fspath(path))
         self._schedule = None if schedule is None else os.fspath(schedule)

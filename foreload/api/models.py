@@ -19,7 +19,7 @@ from foreload.trainer.errors import RunError
 if TYPE_CHECKING:
     import numpy as np
 
-    from foreload.trainer.run.storage import AnyFolder
+    from foreload.trainer.storage import AnyFolder
 
 AnyPath = str | os.PathLike[str]
 RECORDS = "predict reads files; write the records into a CSV or Parquet file, or export_torch the model, which then takes records"

@@ -13,7 +13,7 @@ from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.planning import command_line
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.trainer import cli
-from foreload.trainer.run.job import TrainJob
+from foreload.trainer.job.job import TrainJob
 
 WORDS = (
     "", "0", "1", "-1", "1.5", "8", "65", "nan", "x", "a,b", "a=1", "10s", "2h", "2GiB", "auto", "off", "min", "all", "2+1", "local:3", "s3://b/k",

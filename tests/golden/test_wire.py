@@ -15,9 +15,9 @@ from golden import pinned
 
 from foreload.pipelines.base.codec import of_json, to_json
 from foreload.pipelines.base.socket_messages import packed_head
-from foreload.trainer.cluster import control, facts, host_messages, messages
-from foreload.trainer.cluster.codec import decode, encode
-from foreload.trainer.compute import host_link
+from foreload.trainer.cluster.messages import control, facts, host_messages, trainers
+from foreload.trainer.cluster.messages.codec import decode, encode
+from foreload.trainer.step import host_link
 
 CHECKED: dict[str, dict[str, Any]] = {"TrainerFault": {"point": "committed"}, "RowFile": {"bits": 8}}
 """By class, fields whose values are checked when one is made."""
@@ -90,7 +90,7 @@ def made(kind: type) -> Iterator[Any]:
         yield bare
 
 
-@pytest.mark.parametrize("module", [messages, facts])
+@pytest.mark.parametrize("module", [trainers, facts])
 def test_messages_between_coordinator_and_trainers(module: types.ModuleType) -> None:
     told = {kind.__name__: [encode(message) for message in made(kind)] for kind in classes(module)}
     for kind in classes(module):

@@ -12,8 +12,8 @@ from foreload.pipelines.base.settings import integer, key_values, number, settin
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.command_line import read
 from foreload.pipelines.planning.options import LaneSize, PrepareOptions
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.job_values import Parity
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.job_values import Parity
 
 LEAST: dict[type, dict[str, Any]] = {
     PrepareOptions: {"format": "synthetic", "rows": 9, "out": "s", "batch_size": 4},

@@ -34,9 +34,9 @@ from foreload.pipelines.planning.sizing import (
     stored_bytes,
 )
 from foreload.pipelines.samples.features import Feature, FeatureSpec, Label, Table
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.job_layouts import layouts_of
 from foreload.trainer.models.built_in import MODELS
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.job_layouts import layouts_of
 
 
 @given(st.integers(0, 1 << 50), st.integers(1, 5000), st.booleans())

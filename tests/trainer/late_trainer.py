@@ -12,9 +12,9 @@ from collections.abc import Callable
 from unittest import mock
 
 from foreload.trainer.cli import main
-from foreload.trainer.cluster.coordinator_link import CoordinatorLink
-from foreload.trainer.cluster.facts import ShardsLooked, Term
-from foreload.trainer.cluster.faults import Fault
+from foreload.trainer.cluster.member.coordinator_link import CoordinatorLink
+from foreload.trainer.cluster.messages.facts import ShardsLooked, Term
+from foreload.trainer.cluster.messages.faults import Fault
 from foreload.trainer.run.directory import STORES
 
 finish = CoordinatorLink.finish

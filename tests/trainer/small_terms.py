@@ -15,9 +15,9 @@ from training import Trained, job_in_memory
 
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.compute.program import Trainer
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.models.building import load_model
-from foreload.trainer.run.job import TrainJob
+from foreload.trainer.step.program import Trainer
 
 FEATURES = """
 label = "label"

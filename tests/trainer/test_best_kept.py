@@ -12,9 +12,9 @@ from live_runs import saved
 from small_job import arguments, summary, synthetic_schedule
 from test_early_stopping import stops_at, told
 
-from foreload.trainer.cluster.faults import TrainerFault
+from foreload.trainer.cluster.messages.faults import TrainerFault
+from foreload.trainer.job.early_stopping import StopEarly
 from foreload.trainer.run.directory import CHECKPOINTS
-from foreload.trainer.run.early_stopping import StopEarly
 
 EVERY, PATIENCE = 3, 2  # steps between evaluations, fewer than a checkpoint takes to be asked for
 

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from small_job import step_report
 
-from foreload.trainer.cluster.board import PART_BYTES, Board, StopAgreement, host_store, join_store
-from foreload.trainer.cluster.events import EventReceiver, EventSender
-from foreload.trainer.cluster.facts import DenseAtEnd, RunSaved, StopAfter, StopWanted, Term, contiguous_lanes
-from foreload.trainer.cluster.messages import Ended, ScrubFailed, StepEnded
-from foreload.trainer.cluster.terms import first_term
-from foreload.trainer.compute.transport import LocalHub, Transport
+from foreload.trainer.cluster.coordinator.terms import first_term
+from foreload.trainer.cluster.messages.board import PART_BYTES, Board, StopAgreement, host_store, join_store
+from foreload.trainer.cluster.messages.events import EventReceiver, EventSender
+from foreload.trainer.cluster.messages.facts import DenseAtEnd, RunSaved, StopAfter, StopWanted, Term, contiguous_lanes
+from foreload.trainer.cluster.messages.trainers import Ended, ScrubFailed, StepEnded
 from foreload.trainer.errors import MessageError, PeerLost
+from foreload.trainer.step.transport import LocalHub, Transport
 
 TIMEOUT = timedelta(seconds=20)
 

@@ -7,12 +7,12 @@ import itertools
 import pytest
 from test_membership import Coordinator, left
 
-from foreload.trainer.cluster.control import Refused, ScaleBegun, ScaleProgress
-from foreload.trainer.cluster.facts import Admitted, HandedOver, StopWanted, Term, TermOver
-from foreload.trainer.cluster.membership import LEAVE_TIMEOUT
-from foreload.trainer.cluster.messages import CopiesTold, SeededCopy, TermLeft
-from foreload.trainer.cluster.scaling import FRUITLESS_STARTS, JOIN_PATIENCE, Scaling
-from foreload.trainer.cluster.terms import NO_CHANGE, Change, changed_term, first_term, next_term, wants_change
+from foreload.trainer.cluster.coordinator.membership import LEAVE_TIMEOUT
+from foreload.trainer.cluster.coordinator.scaling import FRUITLESS_STARTS, JOIN_PATIENCE, Scaling
+from foreload.trainer.cluster.coordinator.terms import NO_CHANGE, Change, changed_term, first_term, next_term, wants_change
+from foreload.trainer.cluster.messages.control import Refused, ScaleBegun, ScaleProgress
+from foreload.trainer.cluster.messages.facts import Admitted, HandedOver, StopWanted, Term, TermOver
+from foreload.trainer.cluster.messages.trainers import CopiesTold, SeededCopy, TermLeft
 
 
 def planned(term: Term, trainer: int, complete: bool = True, step: int = 9) -> TermLeft:

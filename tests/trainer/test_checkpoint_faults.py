@@ -19,7 +19,7 @@ from foreload.pipelines.base.at_work import at_work
 from foreload.trainer.checkpoints.contents import MANIFEST
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.writable import LOCK
-from foreload.trainer.cluster.faults import Fault, TrainerFault
+from foreload.trainer.cluster.messages.faults import Fault, TrainerFault
 from foreload.trainer.run.directory import CHECKPOINTS
 
 pytestmark = pytest.mark.full

@@ -18,8 +18,8 @@ from training import Trained, job_in_memory, train
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import Run
-from foreload.trainer.run.job import TrainJob
 
 SLOTS = {"few": 430, "many": 4000}
 """423 are needed, and more than 4000 rows are in no lane."""

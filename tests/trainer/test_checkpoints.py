@@ -29,6 +29,7 @@ from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.files import write_sealed
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.assembly.start import Start
 from foreload.trainer.checkpoints import row_files
 from foreload.trainer.checkpoints.contents import DENSE, MANIFEST
 from foreload.trainer.checkpoints.files import RowFile
@@ -37,13 +38,12 @@ from foreload.trainer.checkpoints.reader import dense_of
 from foreload.trainer.checkpoints.restoring import restore_rows
 from foreload.trainer.checkpoints.row_files import OpenRows
 from foreload.trainer.checkpoints.writable import LOCK
-from foreload.trainer.cluster.faults import TrainerFault
-from foreload.trainer.run.digest import Digest
+from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.run.directory import CHECKPOINTS, STORES, Run
 from foreload.trainer.run.manifest import Status
-from foreload.trainer.run.model_rows import model_rows
-from foreload.trainer.run.rows_at_rest import stored_rows_at
-from foreload.trainer.run.start import Start
+from foreload.trainer.saved.digest import Digest
+from foreload.trainer.saved.model_rows import model_rows
+from foreload.trainer.saved.rows_at_rest import stored_rows_at
 
 STOPPED_AT = 40
 

@@ -13,9 +13,9 @@ from foreload.pipelines.base.settings import settings_of
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.cli import main, parser
 from foreload.trainer.command_line.training import job_values
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.job_values import TableSettings
 from foreload.trainer.run.directory import Run
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.job_values import TableSettings
 from foreload.trainer.run.manifest import Manifest, Stage
 
 

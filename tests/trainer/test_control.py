@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from foreload.cache.protocol.shard_status import ShardSnapshot, ShardStatus
-from foreload.trainer.cluster.control import (
+from foreload.trainer.cluster.coordinator.control_socket import ControlSocket
+from foreload.trainer.cluster.messages.control import (
     Answer,
     AskStatus,
     AskStop,
@@ -27,7 +28,6 @@ from foreload.trainer.cluster.control import (
     ask,
     training_status,
 )
-from foreload.trainer.cluster.control_socket import ControlSocket
 from foreload.trainer.errors import MessageError, RunError
 
 SHARDS = ShardSnapshot((ShardStatus("redis://a:1", "rebuilding", "", 0.25), ShardStatus("redis://b:1")))

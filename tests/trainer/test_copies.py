@@ -11,7 +11,7 @@ from training import Trained, train
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.terms import Change
+from foreload.trainer.cluster.coordinator.terms import Change
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

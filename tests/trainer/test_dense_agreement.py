@@ -14,14 +14,14 @@ from training import train
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.checkpoint_under_way import CheckpointUnderWay
-from foreload.trainer.cluster.messages import CheckpointTaken
-from foreload.trainer.cluster.wanted_checkpoints import Wanted
-from foreload.trainer.compute.dense_agreement import check_alike
-from foreload.trainer.compute.program import Trainer
+from foreload.trainer.cluster.coordinator.checkpoint_under_way import CheckpointUnderWay
+from foreload.trainer.cluster.coordinator.wanted_checkpoints import Wanted
+from foreload.trainer.cluster.messages.trainers import CheckpointTaken
 from foreload.trainer.compute.reports import StepReport
 from foreload.trainer.errors import DenseDiverged
 from foreload.trainer.run.directory import Run
+from foreload.trainer.step.dense_agreement import check_alike
+from foreload.trainer.step.program import Trainer
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.usefixtures("one_thread", "cases_on_path")

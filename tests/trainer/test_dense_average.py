@@ -19,15 +19,15 @@ from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.assembly.dense_file import tensors
+from foreload.trainer.assembly.saved_dense import read_dense
 from foreload.trainer.commands.evaluate import evaluated
 from foreload.trainer.compute import dense_average
 from foreload.trainer.compute.dense_optimizers import build_dense_optimizer
-from foreload.trainer.run.dense_file import tensors
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import Run
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.saved_dense import read_dense
-from foreload.trainer.run.saved_run import open_saved
-from foreload.trainer.run.trained_model import dense_module
+from foreload.trainer.saved.saved_run import open_saved
+from foreload.trainer.saved.trained_model import dense_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,13 +15,13 @@ from small_job import BATCH, summary, synthetic_schedule, train_undisturbed
 from test_timeline import STEP, steady
 
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.faults import Fault
+from foreload.trainer.cluster.messages.faults import Fault
 from foreload.trainer.commands import drill
 from foreload.trainer.commands.drill import Picture
 from foreload.trainer.commands.lost_shard import LostShard
 from foreload.trainer.commands.scale_drill import Change, account_changes
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import DRILL, SUMMARY, Run
-from foreload.trainer.run.job import TrainJob
 
 STEPS = 80
 LAST = STEPS - 1

@@ -20,12 +20,12 @@ from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.faults import TrainerFault
-from foreload.trainer.cluster.stopping_early import EarlyStopping
-from foreload.trainer.compute.program import Trainer
-from foreload.trainer.run.early_stopping import StopEarly, Watched, after_evaluation
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.metric_choice import MetricValue
+from foreload.trainer.cluster.member.stopping_early import EarlyStopping
+from foreload.trainer.cluster.messages.faults import TrainerFault
+from foreload.trainer.job.early_stopping import StopEarly, Watched, after_evaluation
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.metric_choice import MetricValue
+from foreload.trainer.step.program import Trainer
 
 HIGHER = {"auc"}
 

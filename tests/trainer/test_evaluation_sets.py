@@ -19,7 +19,7 @@ from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.evaluation_sets import evaluation_sets
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.reports import EvaluationReport
-from foreload.trainer.run.metric_choice import check_metric, metric_of
+from foreload.trainer.job.metric_choice import check_metric, metric_of
 
 SETS = {"late": 50, "new-users": 33, "b": 7}
 """Samples of each; a step has 32."""

@@ -22,9 +22,9 @@ from foreload.cache.rows.staging import EndedRows
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute import onednn
-from foreload.trainer.compute.program import Trainer
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.models.building import load_model
-from foreload.trainer.run.job import TrainJob
+from foreload.trainer.step.program import Trainer
 
 FEATURES = """
 label = "is_attributed"

@@ -23,8 +23,8 @@ from foreload.cache.protocol.namespace import lane_key
 from foreload.cache.traffic import Traffic
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.compute.program import Trainer
 from foreload.trainer.compute.reports import StepReport
+from foreload.trainer.step.program import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,8 +17,8 @@ from foreload.pipelines.base.files import write_json
 from foreload.pipelines.schedule.format import (
     FAILED,
 )
-from foreload.trainer.cluster.control import training_status
-from foreload.trainer.cluster.faults import TrainerFault
+from foreload.trainer.cluster.messages.control import training_status
+from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.run.directory import Run
 
 LAST_STEP = 59

@@ -11,8 +11,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from foreload.trainer.compute import host_link
-from foreload.trainer.compute.host_link import HostLink, LinkClosed
+from foreload.trainer.step import host_link
+from foreload.trainer.step.host_link import HostLink, LinkClosed
 
 PATIENCE = timedelta(seconds=20)
 MIB = 1 << 20

@@ -18,8 +18,8 @@ from small_job import arguments, check_end, failing_model, summary, synthetic_sc
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.base.job_token import new_token
-from foreload.trainer.cluster.messages import TermLeft
-from foreload.trainer.cluster.terms import first_term, next_term
+from foreload.trainer.cluster.coordinator.terms import first_term, next_term
+from foreload.trainer.cluster.messages.trainers import TermLeft
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import read_events
 
@@ -217,7 +217,7 @@ def test_a_launcher_that_is_killed_while_lanes_change_hands_over_hosts_loses_no_
 ) -> None:
     """The next term is stated by nobody: a trainer that has the run's folder notes it there, whoever leads."""
     run = tmp_path / "run"
-    killed = CallFault("foreload.trainer.cluster.membership:TrainerLeft", signal.SIGKILL)
+    killed = CallFault("foreload.trainer.cluster.coordinator.membership:TrainerLeft", signal.SIGKILL)
     job = Job(launched, hold, schedule, run, *servers, "--trainers", "2", "--copies", "2", faults=[killed])
     guest = job.join()
     job.coordinator.until(job.coordinator.waits)

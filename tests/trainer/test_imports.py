@@ -14,7 +14,7 @@ import pytest
 from command_line import Command
 from small_job import arguments, synthetic_schedule
 
-from foreload.trainer.cluster.processes import WORKER
+from foreload.trainer.cluster.processes.starting import WORKER
 
 KERNELS = ("numba", "torch")
 ALL_HEAVY = (*KERNELS, "apache_beam", "matplotlib", "pandas", "pyarrow", "redis", "tensorboard")

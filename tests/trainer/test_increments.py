@@ -32,7 +32,7 @@ from foreload.trainer.checkpoints.row_files import CheckpointRows, write_file, w
 from foreload.trainer.checkpoints.writable import LOCK
 from foreload.trainer.checkpoints.writer import save
 from foreload.trainer.run.directory import Run
-from foreload.trainer.run.saved_run import open_saved
+from foreload.trainer.saved.saved_run import open_saved
 
 STOPS = (10, 30)
 

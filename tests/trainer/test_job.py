@@ -12,8 +12,8 @@ from foreload.pipelines.base.settings import read_job_file, size_bytes
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.row_optimizers import RowOptimizer
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.job_values import Servers
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.job_values import Servers
 
 LEAST: dict[str, Any] = {"schedule": "s", "run": "r", "store": "local:1"}
 

@@ -16,10 +16,10 @@ from injection import CallFault
 from small_job import arguments, failing_model, summary, synthetic_schedule, train_undisturbed
 
 from foreload.cache.client.local import LocalStores
-from foreload.trainer.cluster.faults import Fault, TrainerFault
+from foreload.trainer.cluster.messages.faults import Fault, TrainerFault
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.event_log import read_events
-from foreload.trainer.run.kept_lanes import folder_of
+from foreload.trainer.saved.kept_lanes import folder_of
 
 HELD = 40  # the step at which runs are held
 IMPATIENT = ("--store-patience", "0", "--store-timeout", "1")
@@ -179,7 +179,7 @@ def test_who_brings_the_rows_to_the_servers_may_die_and_another_does(
     send(servers, signal.SIGSTOP)
     assert job.end()[0] == 2
     send(servers, signal.SIGCONT)
-    fault = CallFault(f"foreload.trainer.run.kept_rows:{function}", signal.SIGKILL)
+    fault = CallFault(f"foreload.trainer.saved.kept_rows:{function}", signal.SIGKILL)
     command = launched(*arguments(schedule, run, *store, "--resume", "--digest"), faults=[fault])
     assert command.end()[0] == -signal.SIGKILL
     status, err = resumed(schedule, run, store)

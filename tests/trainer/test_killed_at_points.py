@@ -13,9 +13,10 @@ from command_line import Command
 from held import Hold
 from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 
-from foreload.trainer.cluster.control import AskStop, Stopping, ask
-from foreload.trainer.cluster.facts import Term
-from foreload.trainer.cluster.faults import (
+from foreload.trainer.cluster.coordinator.terms import first_term, next_term
+from foreload.trainer.cluster.messages.control import AskStop, Stopping, ask
+from foreload.trainer.cluster.messages.facts import Term
+from foreload.trainer.cluster.messages.faults import (
     BEST_POINTS,
     CHECKPOINT_POINTS,
     END_POINTS,
@@ -28,8 +29,7 @@ from foreload.trainer.cluster.faults import (
     FaultPoints,
     TrainerFault,
 )
-from foreload.trainer.cluster.messages import TermLeft
-from foreload.trainer.cluster.terms import first_term, next_term
+from foreload.trainer.cluster.messages.trainers import TermLeft
 from foreload.trainer.run.directory import METRICS, Run
 
 MOVE_POINTS = ("rows to move read", "rows copied", "rows moved")  # at which test_store_moves.py has trainers killed

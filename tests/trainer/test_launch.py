@@ -23,7 +23,7 @@ from injection import STARTED, LauncherFault
 from small_job import arguments, scheduler_environment, summary, synthetic_schedule, train_undisturbed, under_torchrun
 
 from foreload.cache.client.local import LocalStores
-from foreload.trainer.cluster.faults import TrainerFault
+from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.compute.numerics import ENVIRONMENTS, fingerprint
 from foreload.trainer.run import reach
 from foreload.trainer.run.directory import STORES, Run

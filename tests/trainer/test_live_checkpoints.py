@@ -23,15 +23,15 @@ from foreload.cache.client.store import Store
 from foreload.cache.protocol.namespace import claim
 from foreload.trainer.checkpoints.contents import MANIFEST
 from foreload.trainer.checkpoints.draft import Draft
-from foreload.trainer.cluster import trainer_checkpoints
-from foreload.trainer.cluster.control import (
+from foreload.trainer.cluster.member import trainer_checkpoints
+from foreload.trainer.cluster.messages.control import (
     AskCheckpoint,
     CheckpointBegun,
     ask,
 )
-from foreload.trainer.cluster.facts import CheckpointAt
-from foreload.trainer.cluster.faults import CHECKPOINT_POINTS, TrainerFault
-from foreload.trainer.cluster.messages import CheckpointArmed, CheckpointTaken, TakeCheckpoint, WriteCheckpoint
+from foreload.trainer.cluster.messages.facts import CheckpointAt
+from foreload.trainer.cluster.messages.faults import CHECKPOINT_POINTS, TrainerFault
+from foreload.trainer.cluster.messages.trainers import CheckpointArmed, CheckpointTaken, TakeCheckpoint, WriteCheckpoint
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.directory import CHECKPOINTS, Run
 

@@ -27,14 +27,14 @@ from foreload.cache.protocol.shard_status import ServerUnreachable, ShardSnapsho
 from foreload.cache.rows.row_bytes import decode_rows
 from foreload.pipelines.planning.sizing import TRAILER_BYTES
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.control import AskReplace, Replacing
-from foreload.trainer.cluster.coordinator_link import CoordinatorLink
-from foreload.trainer.cluster.faults import RunObserver
-from foreload.trainer.cluster.messages import ShardsTold
-from foreload.trainer.cluster.store_shards import StoreShards
+from foreload.trainer.cluster.coordinator.store_shards import StoreShards
+from foreload.trainer.cluster.member.coordinator_link import CoordinatorLink
+from foreload.trainer.cluster.messages.control import AskReplace, Replacing
+from foreload.trainer.cluster.messages.faults import RunObserver
+from foreload.trainer.cluster.messages.trainers import ShardsTold
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.event_log import EventLog, read_events
-from foreload.trainer.run.job import TrainJob
 
 
 @pytest.fixture(scope="module")

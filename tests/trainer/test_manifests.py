@@ -34,8 +34,8 @@ from foreload.trainer.checkpoints.contents import MANIFEST as CHECKPOINT
 from foreload.trainer.cli import main
 from foreload.trainer.commands.predict import Records
 from foreload.trainer.commands.train import call_values
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import MANIFEST, PLACEMENT, STATUS, STORES, SUMMARY
-from foreload.trainer.run.job import TrainJob
 from foreload.trainer.serving.format import ABOUT
 
 EXAMPLES = settings(max_examples=30, phases=[Phase.generate])

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from foreload.trainer.cluster.board import host_store, join_store
+from foreload.trainer.cluster.messages.board import host_store, join_store
 from foreload.trainer.errors import PeerLost
-from foreload.trainer.run.scheduler import FAILED, NO_STEPS, Meeting, meet_at
+from foreload.trainer.job.scheduler import FAILED, NO_STEPS, Meeting, meet_at
 
 TIMEOUT = timedelta(seconds=60)
 WORLD = 3

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from test_board import TIMEOUT
 
-from foreload.trainer.cluster.board import Board, host_store
-from foreload.trainer.cluster.facts import Lease, Term, TermBegins, TermOver
-from foreload.trainer.cluster.membership import FRUITLESS_TERMS, LEAVE_TIMEOUT, UNCOVERED_TIMEOUT, Membership
-from foreload.trainer.cluster.messages import Ready, TermLeft
-from foreload.trainer.cluster.terms import first_term, next_term
+from foreload.trainer.cluster.coordinator.membership import FRUITLESS_TERMS, LEAVE_TIMEOUT, UNCOVERED_TIMEOUT, Membership
+from foreload.trainer.cluster.coordinator.terms import first_term, next_term
+from foreload.trainer.cluster.messages.board import Board, host_store
+from foreload.trainer.cluster.messages.facts import Lease, Term, TermBegins, TermOver
+from foreload.trainer.cluster.messages.trainers import Ready, TermLeft
 from foreload.trainer.errors import LanesLost
 from foreload.trainer.run.event_log import EventLog, read_events
 

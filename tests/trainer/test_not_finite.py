@@ -18,8 +18,8 @@ from training import Trained, job_in_memory, train
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import Run
-from foreload.trainer.run.job import TrainJob
 
 FEATURES = """
 label = "clicked"

@@ -17,10 +17,10 @@ from small_job import summary, synthetic_schedule
 from foreload.cache.client.local import LocalStores
 from foreload.trainer.checkpoints.contents import MANIFEST
 from foreload.trainer.checkpoints.format import Checkpoint
-from foreload.trainer.cluster.faults import TrainerFault
+from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
 from foreload.trainer.run.directory import STORES
-from foreload.trainer.run.storage import ObjectPath, place
+from foreload.trainer.storage import ObjectPath, place
 
 MODEL = ("--dim", "4", "--lr", "0.05", "--model-options", "bottom=512-512-4", "top=512-512-1")
 """Its dense part is large, so that steps take a while."""

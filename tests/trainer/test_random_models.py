@@ -16,9 +16,9 @@ from training import Death, train
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.terms import Change
+from foreload.trainer.cluster.coordinator.terms import Change
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.models.building import load_model
-from foreload.trainer.run.job import TrainJob
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.usefixtures("one_thread", "cases_on_path")

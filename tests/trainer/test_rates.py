@@ -23,8 +23,8 @@ from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.rate_schedules import RateSchedule
 from foreload.trainer.compute.rates import clip
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.models.building import load_model
-from foreload.trainer.run.job import TrainJob
 
 LANES, BATCH, EPOCHS, SAMPLES = 4, 24, 2, 240
 OPTIONS = {"bottom": "8-4", "top": "8-1"}

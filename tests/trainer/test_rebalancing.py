@@ -12,9 +12,9 @@ from small_job import arguments, summary, synthetic_schedule
 from test_changed_terms import until_done
 from test_membership import Coordinator
 
-from foreload.trainer.cluster.membership import Membership
-from foreload.trainer.cluster.rebalancing import GAIN, WINDOW, WINDOWS, Rebalancing, better_hosts
-from foreload.trainer.cluster.terms import Change, first_term
+from foreload.trainer.cluster.coordinator.membership import Membership
+from foreload.trainer.cluster.coordinator.rebalancing import GAIN, WINDOW, WINDOWS, Rebalancing, better_hosts
+from foreload.trainer.cluster.coordinator.terms import Change, first_term
 from foreload.trainer.compute.reports import StepReport
 from foreload.trainer.run.event_log import EventLog, read_events
 

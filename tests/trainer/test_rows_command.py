@@ -123,7 +123,7 @@ def test_a_run_that_trains_is_not_deleted_and_its_local_servers_go_with_it(click
         trainers = [
             process
             for process in command.remains.processes()
-            if {"foreload.trainer.cli", "foreload.trainer.cluster.worker"} & set(process.cmdline())
+            if {"foreload.trainer.cli", "foreload.trainer.cluster.member.worker"} & set(process.cmdline())
         ]
         for process in trainers:
             process.kill()

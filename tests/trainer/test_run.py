@@ -24,8 +24,8 @@ from foreload.trainer.commands.train import call_values
 from foreload.trainer.compute.numerics import mixed_text
 from foreload.trainer.compute.reports import FIGURES, EvaluationReport, StepReport, Totals
 from foreload.trainer.errors import RunError
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import METRICS, SUMMARY, Run, check_free, locked
-from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Status, new_manifest, rates_text
 from foreload.trainer.run.report import RunReport
 from foreload.trainer.run.resume import resumed

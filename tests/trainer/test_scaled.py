@@ -11,8 +11,8 @@ from training import Death, Trained, train
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.facts import Term
-from foreload.trainer.cluster.terms import Change
+from foreload.trainer.cluster.coordinator.terms import Change
+from foreload.trainer.cluster.messages.facts import Term
 
 CODES = ((1, 0), (2, 1))
 JOINS = Change(joining=(1,)), Change(joining=(2, 3))

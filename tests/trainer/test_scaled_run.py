@@ -146,7 +146,7 @@ def test_a_launcher_that_is_killed_while_lanes_change_hands_loses_no_step(
     words = arguments(
         schedule, tmp_path / "run", "--store", "local:3", "--trainers", "3", "--copies", copies, "--peer-timeout", "60"
     )
-    run = hold(words, 12, faults=[CallFault("foreload.trainer.cluster.membership:clear_agreement", signal.SIGKILL)])
+    run = hold(words, 12, faults=[CallFault("foreload.trainer.cluster.coordinator.membership:clear_agreement", signal.SIGKILL)])
     if change == "leave":
         run.workers[1].send_signal(signal.SIGTERM)
     else:

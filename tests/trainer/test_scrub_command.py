@@ -19,10 +19,10 @@ from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.marker import Marker
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.control import AskScrub, AskScrubbed, Refused, ScrubBegun, ScrubProgress, ask
+from foreload.trainer.cluster.messages.control import AskScrub, AskScrubbed, Refused, ScrubBegun, ScrubProgress, ask
 from foreload.trainer.command_line.stores import DAMAGED
 from foreload.trainer.run.directory import SCRUB, STORES
-from foreload.trainer.run.expected_rows import write_expected_rows
+from foreload.trainer.saved.expected_rows import write_expected_rows
 
 
 @pytest.fixture(scope="module")

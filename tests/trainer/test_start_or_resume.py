@@ -19,8 +19,8 @@ from small_job import arguments, failing_model, summary, synthetic_schedule, tra
 
 import foreload
 from foreload.cache.client.local import LocalStores
-from foreload.trainer.cluster.control import AskStop, Stopping, ask, training_status
-from foreload.trainer.cluster.faults import TrainerFault
+from foreload.trainer.cluster.messages.control import AskStop, Stopping, ask, training_status
+from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import read_events
 

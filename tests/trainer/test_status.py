@@ -9,11 +9,11 @@ import pytest
 from command_line import main
 
 from foreload.cache.protocol.shard_status import ShardSnapshot, ShardStatus
-from foreload.trainer.cluster.control import CopyStatus, RunStatus
-from foreload.trainer.cluster.control_socket import ControlSocket
-from foreload.trainer.cluster.facts import Term
-from foreload.trainer.cluster.lane_copies import LaneCopies
-from foreload.trainer.cluster.messages import CopiesTold, SeededCopy
+from foreload.trainer.cluster.coordinator.control_socket import ControlSocket
+from foreload.trainer.cluster.coordinator.lane_copies import LaneCopies
+from foreload.trainer.cluster.messages.control import CopyStatus, RunStatus
+from foreload.trainer.cluster.messages.facts import Term
+from foreload.trainer.cluster.messages.trainers import CopiesTold, SeededCopy
 from foreload.trainer.commands import status
 from foreload.trainer.run.directory import MANIFEST
 from foreload.trainer.run.event_log import EventLog, read_events

@@ -14,7 +14,7 @@ from clicks import Clicks
 from foreload.pipelines.compiler.other_slots import LaneUses, count_moves, lane_uses
 from foreload.pipelines.errors import SlotsError
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.facts import contiguous_lanes
+from foreload.trainer.cluster.messages.facts import contiguous_lanes
 from foreload.trainer.resources.features import lane_map, step_counts, with_slots
 from foreload.trainer.resources.least_squares import non_negative_fit
 from foreload.trainer.resources.step_model import Load, Observation, Setup, StepModel, loads_of

@@ -19,8 +19,8 @@ from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.fence import read_epochs
 from foreload.cache.protocol.namespace import lane_key
-from foreload.trainer.cluster.control import training_status
-from foreload.trainer.cluster.faults import TrainerFault
+from foreload.trainer.cluster.messages.control import training_status
+from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.run.directory import Run
 
 LANES = 4

@@ -18,12 +18,12 @@ from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.namespace import claim, owner
 from foreload.cache.protocol.shard_status import ShardSnapshot, ShardStatus
-from foreload.trainer.cluster.faults import RunObserver, TrainerFault
-from foreload.trainer.cluster.store_shards import StoreShards
+from foreload.trainer.cluster.coordinator.store_shards import StoreShards
+from foreload.trainer.cluster.messages.faults import RunObserver, TrainerFault
 from foreload.trainer.commands import store_moves, stores
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.event_log import EventLog, read_events
-from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.shard_change import ShardChange
 
 POINTS = ("rows to move read", "rows copied", "rows moved")

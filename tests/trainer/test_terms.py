@@ -12,12 +12,12 @@ from training import Trained, train
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.facts import contiguous_lanes
-from foreload.trainer.cluster.terms import Change
+from foreload.trainer.cluster.coordinator.terms import Change
+from foreload.trainer.cluster.messages.facts import contiguous_lanes
 from foreload.trainer.compute.choose_kernels import kernels_for
-from foreload.trainer.compute.program import Trainer
-from foreload.trainer.compute.term_session import TermSession
-from foreload.trainer.compute.transport import LocalHub, LocalTransport
+from foreload.trainer.step.program import Trainer
+from foreload.trainer.step.term_session import TermSession
+from foreload.trainer.step.transport import LocalHub, LocalTransport
 
 PARITY = ((1, 0), (2, 1))
 ONE, FOUR, CROSSED, THREE = (0, 0, 0, 0), tuple(contiguous_lanes(LANES, LANES)), (1, 0, 1, 0), (2, 2, 3, 0)

@@ -34,12 +34,12 @@ from foreload.trainer.commands import export_torch
 from foreload.trainer.commands.predict import _local, _rows
 from foreload.trainer.compute.layouts import BlockLayout, model_spec
 from foreload.trainer.errors import ExportError
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.job_layouts import layouts_of
 from foreload.trainer.models.building import build_model, load_model
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.job_layouts import layouts_of
-from foreload.trainer.run.model_rows import ModelRows
-from foreload.trainer.run.saved_model import initial_rows
-from foreload.trainer.run.trained_model import DenseForward
+from foreload.trainer.saved.model_rows import ModelRows
+from foreload.trainer.saved.saved_model import initial_rows
+from foreload.trainer.saved.trained_model import DenseForward
 from foreload.trainer.serving import dense_program
 from foreload.trainer.serving.torch_folder import TorchOptions, write_folder
 

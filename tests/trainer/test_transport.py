@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from foreload.pipelines.errors import SettingError
-from foreload.trainer.compute.nccl import NcclTransport, peers_lost
-from foreload.trainer.compute.transport import GlooTransport, LocalHub, Transport
 from foreload.trainer.errors import PeerLost
+from foreload.trainer.step.nccl import NcclTransport, peers_lost
+from foreload.trainer.step.transport import GlooTransport, LocalHub, Transport
 
 TIMEOUT = timedelta(seconds=20)
 SHORT = timedelta(seconds=0.3)

@@ -9,9 +9,9 @@ import pytest
 
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.schedule.format import Header
-from foreload.trainer.cluster.control import AskCheckpoint, CheckpointProgress
-from foreload.trainer.cluster.wanted_checkpoints import WantedCheckpoints
-from foreload.trainer.run.job import TrainJob
+from foreload.trainer.cluster.coordinator.wanted_checkpoints import WantedCheckpoints
+from foreload.trainer.cluster.messages.control import AskCheckpoint, CheckpointProgress
+from foreload.trainer.job.job import TrainJob
 
 FOLDER, ELSEWHERE = Path("run/checkpoints"), Path("elsewhere")
 EPOCHS, EPOCH = 3, 40  # of how many steps; notice is a quarter of an epoch
@@ -119,7 +119,7 @@ def test_who_asks_too_late_is_told() -> None:
 
 def test_a_folder_in_which_another_process_saves_one_is_waited_for_up_to_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("foreload.trainer.cluster.wanted_checkpoints.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("foreload.trainer.cluster.coordinator.wanted_checkpoints.time.monotonic", lambda: now[0])
     checkpoints = wanted(checkpoint_every=7)
     checkpoints.ask(AskCheckpoint(str(ELSEWHERE)))
     for now[0] in (100.0, 130.0, 159.0):

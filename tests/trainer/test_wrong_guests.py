@@ -17,9 +17,9 @@ from small_job import arguments, check_end, summary, synthetic_schedule, train_u
 from foreload.cache.errors import CopyLost
 from foreload.pipelines.base.job_token import new_token
 from foreload.pipelines.base.token_server import connected
-from foreload.trainer.cluster.failures import Failures, guests_to_blame
-from foreload.trainer.cluster.host_messages import PURPOSE, AskJoin, program_version, tell_host
-from foreload.trainer.cluster.messages import Failed
+from foreload.trainer.cluster.coordinator.failures import Failures, guests_to_blame
+from foreload.trainer.cluster.messages.host_messages import PURPOSE, AskJoin, program_version, tell_host
+from foreload.trainer.cluster.messages.trainers import Failed
 from foreload.trainer.errors import FingerprintError, PeerLost
 from foreload.trainer.run.event_log import read_events
 

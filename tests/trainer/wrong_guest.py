@@ -9,9 +9,10 @@ from typing import Any
 from unittest import mock
 
 from foreload.trainer import cli
-from foreload.trainer.cluster import hosted_log, joining_host, trainer_process, worker
-from foreload.trainer.cluster.facts import TrainerPlace
-from foreload.trainer.cluster.trainer_terms import TrainerTerms
+from foreload.trainer.cluster.member import hosted_log, trainer_process, worker
+from foreload.trainer.cluster.member.trainer_terms import TrainerTerms
+from foreload.trainer.cluster.messages.facts import TrainerPlace
+from foreload.trainer.cluster.processes import joining_host
 from foreload.trainer.compute import numerics
 
 

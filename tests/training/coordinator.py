@@ -1,14 +1,14 @@
-"""A coordinator in memory for `training.train`: it states each term by the rules of `foreload.trainer.cluster.terms`, as the real one does."""
+"""A coordinator in memory for `training.train`: it states each term by the rules of `coordinator.terms`, as the real one does."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from foreload.trainer.cluster.facts import Term
-from foreload.trainer.cluster.messages import TermLeft
-from foreload.trainer.cluster.terms import NO_CHANGE, Change, changed_term, next_term, wants_change
-from foreload.trainer.compute.transport import LocalHub, LocalTransport
+from foreload.trainer.cluster.coordinator.terms import NO_CHANGE, Change, changed_term, next_term, wants_change
+from foreload.trainer.cluster.messages.facts import Term
+from foreload.trainer.cluster.messages.trainers import TermLeft
+from foreload.trainer.step.transport import LocalHub, LocalTransport
 
 PATIENCE_SECONDS = 60.0
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.terms import Change, first_term
+from foreload.trainer.assembly.assembly import DenseModel
+from foreload.trainer.assembly.start import Start
+from foreload.trainer.cluster.coordinator.terms import Change, first_term
 from foreload.trainer.compute.dense_optimizers import load_optimizer_state, optimizer_state
-from foreload.trainer.compute.program import Trainer
 from foreload.trainer.compute.reports import EvaluationReport, StepReport
-from foreload.trainer.run.assembly import DenseModel
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.start import Start
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.step.program import Trainer
 from training.coordinator import Coordinator, Died
 from training.one_trainer import CopyCheck, Death, OneTrainer
 from training.outcome import Trained, digest, stored_fields

@@ -14,16 +14,16 @@ from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.rows.partition import Partition
 from foreload.pipelines.schedule.format import Event
-from foreload.trainer.cluster.faults import STEP_POINTS, TRAINER_POINTS
-from foreload.trainer.cluster.messages import TermLeft
-from foreload.trainer.compute.commits import Commits, Standing
-from foreload.trainer.compute.hosted_lanes import HostedLanes
-from foreload.trainer.compute.program import Trainer
+from foreload.trainer.assembly.assembly import StoreAccess, begin_term, join_term, open_no_lanes
+from foreload.trainer.assembly.next_term import continue_term
+from foreload.trainer.assembly.state_transfer import receive_state, send_state
+from foreload.trainer.cluster.messages.faults import STEP_POINTS, TRAINER_POINTS
+from foreload.trainer.cluster.messages.trainers import TermLeft
 from foreload.trainer.compute.reports import EvaluationReport, StepReport, Totals
 from foreload.trainer.errors import LossNotFinite, PeerLost
-from foreload.trainer.run.assembly import StoreAccess, begin_term, join_term, open_no_lanes
-from foreload.trainer.run.next_term import continue_term
-from foreload.trainer.run.state_transfer import receive_state, send_state
+from foreload.trainer.step.commits import Commits, Standing
+from foreload.trainer.step.hosted_lanes import HostedLanes
+from foreload.trainer.step.program import Trainer
 from training.coordinator import Died
 
 if TYPE_CHECKING:

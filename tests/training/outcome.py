@@ -10,15 +10,15 @@ from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.facts import Term
+from foreload.trainer.assembly.assembly import DenseModel
+from foreload.trainer.assembly.start import Start
+from foreload.trainer.cluster.messages.facts import Term
 from foreload.trainer.compute.dense_optimizers import optimizer_state
 from foreload.trainer.compute.reports import EvaluationReport, StepReport
-from foreload.trainer.run.assembly import DenseModel
-from foreload.trainer.run.digest import Digest
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.model_rows import model_rows
-from foreload.trainer.run.rows_at_rest import stored_rows_at
-from foreload.trainer.run.start import Start
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.saved.digest import Digest
+from foreload.trainer.saved.model_rows import model_rows
+from foreload.trainer.saved.rows_at_rest import stored_rows_at
 
 
 @dataclass(frozen=True, slots=True)

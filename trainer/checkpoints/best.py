@@ -10,7 +10,7 @@ from foreload.pipelines.base.files import canonical
 from foreload.trainer.checkpoints.contents import MANIFEST
 from foreload.trainer.checkpoints.writable import folder_of
 from foreload.trainer.errors import CheckpointError
-from foreload.trainer.run.storage import AnyFolder, write_whole
+from foreload.trainer.storage import AnyFolder, write_whole
 
 BEST = "best.json"  # in the folder of checkpoints
 

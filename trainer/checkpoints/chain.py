@@ -15,7 +15,7 @@ from foreload.trainer.checkpoints.files import RowFile
 from foreload.trainer.checkpoints.format import Checkpoint, damaged
 from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows, RowSink, rows_of_a_file, write_file
 from foreload.trainer.errors import CheckpointError
-from foreload.trainer.run.storage import AnyFolder
+from foreload.trainer.storage import AnyFolder
 
 _ROWS = 1 << 16  # that are given at once
 

@@ -17,7 +17,7 @@ from foreload.trainer.checkpoints.files import FileEntry, RowFile
 from foreload.trainer.checkpoints.policies import EXACT_BITS
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.manifest import Inexact, Manifest
-from foreload.trainer.run.storage import AnyFolder, write_whole
+from foreload.trainer.storage import AnyFolder, write_whole
 
 if TYPE_CHECKING:
     from foreload.trainer.checkpoints.format import Checkpoint

@@ -16,7 +16,7 @@ from foreload.trainer.checkpoints.writable import clear_left_overs, draft_name, 
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
 from foreload.trainer.run.directory import CODE
 from foreload.trainer.run.manifest import write_code
-from foreload.trainer.run.storage import AnyFolder, ObjectPath, holds
+from foreload.trainer.storage import AnyFolder, ObjectPath, holds
 
 DISCARD_SECONDS = 5.0
 """How long is waited for an object store to delete what is given up; the next checkpoint of the run deletes it, too."""

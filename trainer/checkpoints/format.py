@@ -20,7 +20,7 @@ from foreload.trainer.checkpoints.files import FileEntry
 from foreload.trainer.checkpoints.policies import EXACT_BITS
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
 from foreload.trainer.run.directory import CODE
-from foreload.trainer.run.storage import AnyFolder, ObjectPath, chunks, holds, place
+from foreload.trainer.storage import AnyFolder, ObjectPath, chunks, holds, place
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from foreload.trainer.checkpoints.policies import LEAST_BITS, Policy, baseline_i
 from foreload.trainer.checkpoints.writable import holding, removed
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
 from foreload.trainer.run.manifest import Manifest
-from foreload.trainer.run.storage import AnyFolder, place
+from foreload.trainer.storage import AnyFolder, place
 
 if TYPE_CHECKING:
     from foreload.trainer.checkpoints.changed_rows import Plan

@@ -10,8 +10,8 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.chain import newest_rows
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.errors import CheckpointError, after_step
-from foreload.trainer.run.expected_rows import given_ordinals, table_rows
 from foreload.trainer.run.manifest import Manifest, Stage
+from foreload.trainer.saved.expected_rows import given_ordinals, table_rows
 
 
 def on_other_slots(checkpoint: Checkpoint, schedule: Schedule) -> Manifest:

@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 
 from foreload.pipelines.base.files import is_full
+from foreload.trainer.assembly.saved_dense import read_dense
 from foreload.trainer.checkpoints.chain import whole_copy
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.row_files import CheckpointRows, OpenRows
 from foreload.trainer.errors import CheckpointError
-from foreload.trainer.run.digest import Digest
-from foreload.trainer.run.model_rows import ModelRows
-from foreload.trainer.run.saved_dense import read_dense
+from foreload.trainer.saved.digest import Digest
+from foreload.trainer.saved.model_rows import ModelRows
 
 _ROWS = 1 << 16  # that are given at once
 

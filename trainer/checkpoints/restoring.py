@@ -19,15 +19,15 @@ from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.rows.staging import EndedRows
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.assembly.assembly import DenseModel
+from foreload.trainer.assembly.dense_file import load_dense, write_dense
 from foreload.trainer.checkpoints.chain import newest_rows
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.other_slots import on_other_slots
 from foreload.trainer.checkpoints.row_files import CheckpointRows
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import CheckpointError
-from foreload.trainer.run.assembly import DenseModel
-from foreload.trainer.run.dense_file import load_dense, write_dense
-from foreload.trainer.run.job import TrainJob
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.manifest import Inexact, Manifest
 from foreload.trainer.run.resume import continued
 

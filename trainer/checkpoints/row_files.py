@@ -17,7 +17,7 @@ from foreload.cache.rows.layout import RowLayout
 from foreload.trainer.checkpoints.files import FileEntry, RowFile
 from foreload.trainer.checkpoints.policies import EXACT_BITS
 from foreload.trainer.checkpoints.quantisation import QuantisedRows, decode, encode, packed_bytes
-from foreload.trainer.run.storage import AnyFolder, write_new
+from foreload.trainer.storage import AnyFolder, write_new
 
 FILE_BYTES = 1 << 26
 """About how large a file of rows is at most; as much again is held while one is written."""

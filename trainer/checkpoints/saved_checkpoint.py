@@ -19,14 +19,14 @@ from foreload.trainer.checkpoints.contents import MANIFEST
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.reader import dense_of, digest_of, rows_by_id
 from foreload.trainer.errors import RunError
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import CHECKPOINTS, KEPT
-from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.model_code import check_code, code_of, note_code
-from foreload.trainer.run.model_rows import ModelRows, RowsByTable
-from foreload.trainer.run.saved_model import SavedModel, check_fitting, initial_rows
-from foreload.trainer.run.saved_run import open_saved
-from foreload.trainer.run.storage import place
+from foreload.trainer.saved.model_rows import ModelRows, RowsByTable
+from foreload.trainer.saved.saved_model import SavedModel, check_fitting, initial_rows
+from foreload.trainer.saved.saved_run import open_saved
+from foreload.trainer.storage import place
 
 
 @dataclass(frozen=True)

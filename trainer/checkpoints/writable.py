@@ -14,7 +14,7 @@ from foreload.pipelines.base.at_work import at_work
 from foreload.pipelines.base.codec import parse_json
 from foreload.trainer.checkpoints.contents import MANIFEST
 from foreload.trainer.errors import FolderBusy
-from foreload.trainer.run.storage import AnyFolder, ObjectPath
+from foreload.trainer.storage import AnyFolder, ObjectPath
 
 LOCK = ".saving"
 """In a local folder of checkpoints, held while one is saved or deleted there."""

@@ -17,10 +17,10 @@ from foreload.trainer.checkpoints.lineage import Increment
 from foreload.trainer.checkpoints.policies import EXACT_BITS
 from foreload.trainer.checkpoints.row_files import CheckpointRows, RowSink, rows_of_a_file, write_file
 from foreload.trainer.errors import CheckpointError
-from foreload.trainer.run.expected_rows import given_ordinals, table_rows
-from foreload.trainer.run.model_rows import lane_rows
-from foreload.trainer.run.saved_run import SavedRun
-from foreload.trainer.run.storage import AnyFolder
+from foreload.trainer.saved.expected_rows import given_ordinals, table_rows
+from foreload.trainer.saved.model_rows import lane_rows
+from foreload.trainer.saved.saved_run import SavedRun
+from foreload.trainer.storage import AnyFolder
 
 
 def save(

@@ -12,12 +12,12 @@ from typing import Literal
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.namespace import FolderId, claim, remove
 from foreload.trainer.errors import after_step
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import LOG, Run
-from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Manifest, Status
-from foreload.trainer.run.row_check import check_rows
-from foreload.trainer.run.run_rows import check_not_training, own_rows
 from foreload.trainer.run.servers import asked
+from foreload.trainer.saved.row_check import check_rows
+from foreload.trainer.saved.run_rows import check_not_training, own_rows
 
 
 @contextlib.contextmanager

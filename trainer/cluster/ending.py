@@ -23,18 +23,18 @@ from foreload.pipelines.base.codec import of_json, parse_json
 from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.planning.sizing import lane_bytes
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.host_messages import HOST_GONE
-from foreload.trainer.cluster.messages import Departed, TrainerEnd
-from foreload.trainer.cluster.process_use import ProcessUse
+from foreload.trainer.cluster.messages.host_messages import HOST_GONE
+from foreload.trainer.cluster.messages.process_use import ProcessUse
+from foreload.trainer.cluster.messages.trainers import Departed, TrainerEnd
 from foreload.trainer.compute.reports import Totals
 from foreload.trainer.errors import after_step
 from foreload.trainer.run import shard_loads
 from foreload.trainer.run.directory import CONTROL, STORES, SUMMARY, Run
 from foreload.trainer.run.event_log import CallBegan, CallEnded, EventLog, TrainerLost, read_events
-from foreload.trainer.run.kept import keep_schedule
-from foreload.trainer.run.kept_lanes import write_kept_lanes
 from foreload.trainer.run.manifest import Manifest, Stage, Status
 from foreload.trainer.run.step_lines import rows_of_steps
+from foreload.trainer.saved.kept import keep_schedule
+from foreload.trainer.saved.kept_lanes import write_kept_lanes
 
 _IN_SUMMARY = {"rows_written_at_stop": "rows_written_beyond"}  # names that summary.json has had from the beginning
 

@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Mapping
 
 from foreload.cache.protocol.batch_log import FileLog, LoggedBatch
-from foreload.trainer.cluster.board import Board
-from foreload.trainer.cluster.facts import DenseAtEnd, DenseAtStart, KeptFileElsewhere
-from foreload.trainer.cluster.messages import LaunchSpec, RunFacts, TrainerEnd
+from foreload.trainer.assembly.dense_file import write_dense
+from foreload.trainer.cluster.messages.board import Board
+from foreload.trainer.cluster.messages.facts import DenseAtEnd, DenseAtStart, KeptFileElsewhere
+from foreload.trainer.cluster.messages.trainers import LaunchSpec, RunFacts, TrainerEnd
 from foreload.trainer.errors import RunError
-from foreload.trainer.run.dense_file import write_dense
 from foreload.trainer.run.directory import LOG, Run
-from foreload.trainer.run.kept_lanes import write_kept
 from foreload.trainer.run.manifest import Manifest
+from foreload.trainer.saved.kept_lanes import write_kept
 
 
 def run_facts(run: Run, manifest: Manifest) -> RunFacts:

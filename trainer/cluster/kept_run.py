@@ -7,19 +7,19 @@ from dataclasses import replace
 
 from foreload.cache.errors import CacheError, RowsLost
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.keeping import rows_stay
+from foreload.trainer.assembly.assembly import DenseModel
+from foreload.trainer.cluster.coordinator.store_shards import StoreShards
+from foreload.trainer.cluster.coordinator.trainer_group import TrainerGroup
+from foreload.trainer.cluster.member.keeping import rows_stay
 from foreload.trainer.cluster.restored_run import restore_broken_off
-from foreload.trainer.cluster.store_shards import StoreShards
-from foreload.trainer.cluster.trainer_group import TrainerGroup
 from foreload.trainer.errors import RunRefused, ShardsLost, TrainerError, after_step
-from foreload.trainer.run.assembly import DenseModel
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import CallEnded, EventLog, RowsKept
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.kept_lanes import folder_of, forget_kept_lanes, kept_lanes
-from foreload.trainer.run.kept_rows import put_back, put_kept_back
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.resume import check_place
+from foreload.trainer.saved.kept_lanes import folder_of, forget_kept_lanes, kept_lanes
+from foreload.trainer.saved.kept_rows import put_back, put_kept_back
 
 
 def at_rest_again(job: TrainJob, run: Run, before: Status, schedule: Schedule, model: DenseModel, events: EventLog) -> TrainJob:

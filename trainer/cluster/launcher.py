@@ -21,47 +21,47 @@ from foreload.pipelines.base.files import write_json
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.errors import ForeloadError, SettingError
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.assembly.assembly import DenseModel
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.restoring import check_restorable, restored_manifest
-from foreload.trainer.cluster.board import join_store
 from foreload.trainer.cluster.claimed import claimed
+from foreload.trainer.cluster.coordinator.failures import GuestsRefused
+from foreload.trainer.cluster.coordinator.hosts import Hosts
+from foreload.trainer.cluster.coordinator.spares import check_spares, spare_check
+from foreload.trainer.cluster.coordinator.store_shards import StoreShards
+from foreload.trainer.cluster.coordinator.store_watch import StoreWatch, warn_of_machine
+from foreload.trainer.cluster.coordinator.trainer_group import TrainerGroup
 from foreload.trainer.cluster.ending import Ending, ending_before
-from foreload.trainer.cluster.failures import GuestsRefused
-from foreload.trainer.cluster.faults import RunObserver
-from foreload.trainer.cluster.hosts import Hosts
 from foreload.trainer.cluster.kept_run import at_rest_again, rest_at_end
-from foreload.trainer.cluster.processes import ChildProcess, StartProcess
+from foreload.trainer.cluster.member.worker import JOIN_TIMEOUT, work
+from foreload.trainer.cluster.messages.board import join_store
+from foreload.trainer.cluster.messages.faults import RunObserver
+from foreload.trainer.cluster.processes.starting import ChildProcess, StartProcess
 from foreload.trainer.cluster.profiling import Profiling
 from foreload.trainer.cluster.restored_run import restore
-from foreload.trainer.cluster.spares import check_spares, spare_check
-from foreload.trainer.cluster.store_shards import StoreShards
-from foreload.trainer.cluster.store_watch import StoreWatch, warn_of_machine
-from foreload.trainer.cluster.trainer_group import TrainerGroup
-from foreload.trainer.cluster.worker import JOIN_TIMEOUT, work
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.errors import CheckpointError, ShardsLost, TrainerError
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.job_values import AUTO
+from foreload.trainer.job.memory_check import check_fit
+from foreload.trainer.job.metric_choice import check_metric
+from foreload.trainer.job.scheduler import FAILED, NO_STEPS, Meeting, meet, under_scheduler
 from foreload.trainer.models.checking import check_apart_later, doubts, ignored_inputs
 from foreload.trainer.models.mixing import mixes_samples
 from foreload.trainer.pages.report import leave_report
-from foreload.trainer.run.assembly import DenseModel
-from foreload.trainer.run.at_rest import rebuild_at_end
 from foreload.trainer.run.directory import STORES, SUMMARY, Run, check_free, locked
 from foreload.trainer.run.event_log import CallBegan, EventLog
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.job_values import AUTO
-from foreload.trainer.run.kept import keep_schedule, open_schedule
 from foreload.trainer.run.manifest import Manifest, Status, new_manifest, rates_text
-from foreload.trainer.run.memory_check import check_fit
-from foreload.trainer.run.metric_choice import check_metric
 from foreload.trainer.run.model_code import check_code, code_of, note_code
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_trainable, resumed, why_ended
-from foreload.trainer.run.run_rows import delete_replaced
-from foreload.trainer.run.saved_run import saved_run_at
-from foreload.trainer.run.scheduler import FAILED, NO_STEPS, Meeting, meet, under_scheduler
 from foreload.trainer.run.servers import asked, open_stores, servers_of, with_named
+from foreload.trainer.saved.at_rest import rebuild_at_end
+from foreload.trainer.saved.kept import keep_schedule, open_schedule
+from foreload.trainer.saved.run_rows import delete_replaced
+from foreload.trainer.saved.saved_run import saved_run_at
 
 
 def train(job: TrainJob, observer: RunObserver | None = None, start_process: StartProcess = ChildProcess) -> Ending | None:

@@ -15,22 +15,22 @@ from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.namespace import FolderId, claim, foreign_note, owner
 from foreload.cache.protocol.ownership import Ownership
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.assembly.assembly import DenseModel
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import newest_of_run, unusable
 from foreload.trainer.checkpoints.restoring import check_restorable, restore_dense, restore_rows, restored_manifest
 from foreload.trainer.cluster.claimed import claimed
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable, RunError, after_step
-from foreload.trainer.run.assembly import DenseModel
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import LOG, METRICS, PLACEMENT, STORES, Run
-from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_code_of_run, check_place
-from foreload.trainer.run.row_check import check_rows
-from foreload.trainer.run.run_rows import own_rows
 from foreload.trainer.run.servers import asked, servers_of, with_named
 from foreload.trainer.run.told_before import reported_step
+from foreload.trainer.saved.row_check import check_rows
+from foreload.trainer.saved.run_rows import own_rows
 
 
 def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedule, model: DenseModel) -> TrainJob:

@@ -10,7 +10,7 @@ from foreload.pipelines.errors import SettingError
 from foreload.trainer.checkpoints.policies import BITS, POLICIES
 from foreload.trainer.command_line.shared import add_command, add_group, add_json, add_plain, tell
 from foreload.trainer.errors import after_step
-from foreload.trainer.run.job import TrainJob
+from foreload.trainer.job.job import TrainJob
 
 
 def add_to(commands: Any) -> None:

@@ -10,7 +10,7 @@ from foreload.pipelines.errors import SettingError
 from foreload.trainer.command_line.shared import a_path, add_accept_model, add_command, add_json, add_plain, add_schedule, tell
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import after_step
-from foreload.trainer.run.job import TrainJob
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.manifest import code_text, inexact_text, rates_text
 from foreload.trainer.run.metric_text import metric_lines
 

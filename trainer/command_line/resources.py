@@ -11,7 +11,7 @@ from foreload.pipelines.base.memory import total_bytes
 from foreload.pipelines.base.settings import add_arguments, given, size_bytes
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.command_line.shared import a_path, add_json, add_plain, tell
-from foreload.trainer.run.job import TrainJob
+from foreload.trainer.job.job import TrainJob
 
 _OF_THE_JOB = (
     *(

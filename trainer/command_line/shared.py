@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from foreload.pipelines.base.files import unwritable
 from foreload.pipelines.base.settings import local
 from foreload.pipelines.errors import SettingError
-from foreload.trainer.run.job_values import masked
+from foreload.trainer.job.job_values import masked
 
 Command = Callable[[argparse.Namespace], int]
 """What a command does with what was parsed; gives the exit status."""

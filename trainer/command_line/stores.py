@@ -132,7 +132,7 @@ def _stores_status(parsed: argparse.Namespace) -> int:
 
 
 def _stores_replace(parsed: argparse.Namespace) -> int:
-    from foreload.trainer.cluster.control import AskReplace, Refused, ask
+    from foreload.trainer.cluster.messages.control import AskReplace, Refused, ask
     from foreload.trainer.errors import RunError
 
     answer = ask(Path(parsed.run), AskReplace(parsed.old, parsed.new), _REPLACE_TIMEOUT)
@@ -187,7 +187,7 @@ def _stores_delete(parsed: argparse.Namespace) -> int:
 
 def _delete(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import rows
-    from foreload.trainer.run.run_rows import Overrule
+    from foreload.trainer.saved.run_rows import Overrule
 
     return _tell_gone(parsed, rows.run(parsed.run, parsed.store, Overrule(parsed.moved, parsed.force)))
 

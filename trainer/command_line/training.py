@@ -12,9 +12,9 @@ from foreload.pipelines.errors import ForeloadError
 from foreload.trainer.command_line.shared import a_path, add_group, add_json, add_plain, check_json, tell
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import after_step
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.job_values import AUTO
 from foreload.trainer.run import shard_loads
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.job_values import AUTO
 from foreload.trainer.run.manifest import code_text, inexact_text, rates_text
 from foreload.trainer.run.metric_text import metric_lines
 

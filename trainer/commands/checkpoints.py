@@ -16,7 +16,7 @@ from foreload.trainer.errors import CheckpointError, after_step
 from foreload.trainer.run.directory import MANIFEST, Run
 from foreload.trainer.run.manifest import inexact_text
 from foreload.trainer.run.progress_bar import progress_bar
-from foreload.trainer.run.storage import AnyFolder, place
+from foreload.trainer.storage import AnyFolder, place
 
 
 def listed(path: str) -> dict[str, Any]:

@@ -17,15 +17,15 @@ import numpy as np
 from foreload.pipelines.base.files import write_json
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.faults import Fault, RunObserver, TrainerFault
-from foreload.trainer.cluster.messages import EvaluationEnded, StepEnded, TrainerEvent
-from foreload.trainer.cluster.processes import ChildProcess, StartProcess
+from foreload.trainer.cluster.messages.faults import Fault, RunObserver, TrainerFault
+from foreload.trainer.cluster.messages.trainers import EvaluationEnded, StepEnded, TrainerEvent
+from foreload.trainer.cluster.processes.starting import ChildProcess, StartProcess
 from foreload.trainer.commands.train import train
 from foreload.trainer.errors import TrainerError, after_step
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.job_values import Servers
+from foreload.trainer.job.scheduler import under_scheduler
 from foreload.trainer.run.directory import DRILL, SUMMARY, check_free
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.job_values import Servers
-from foreload.trainer.run.scheduler import under_scheduler
 from foreload.trainer.run.timeline import StepTimes, Timeline
 
 if TYPE_CHECKING:

@@ -23,14 +23,13 @@ from foreload.trainer.checkpoints.best import best_checkpoint, best_in
 from foreload.trainer.checkpoints.saved_checkpoint import names_checkpoint, open_model
 from foreload.trainer.compute.dense_average import beside_served, to_serve
 from foreload.trainer.errors import ExportError, ModelError
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.models.mixing import mixes_samples
 from foreload.trainer.run.directory import MANIFEST as RUN
 from foreload.trainer.run.directory import Run
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.model_rows import RowsByTable
-from foreload.trainer.run.saved_model import SavedModel, encoder_of
-from foreload.trainer.run.storage import place
-from foreload.trainer.run.trained_model import dense_module
+from foreload.trainer.saved.model_rows import RowsByTable
+from foreload.trainer.saved.saved_model import SavedModel, encoder_of
+from foreload.trainer.saved.trained_model import dense_module
 from foreload.trainer.serving.format import (
     ABOUT,
     BUFFERS,
@@ -46,6 +45,7 @@ from foreload.trainer.serving.format import (
     write_about,
 )
 from foreload.trainer.serving.plain_files import weights_of
+from foreload.trainer.storage import place
 
 _HASH = (
     "id = 1 + hash64(UTF-8 bytes of the text) mod (rows - 1), 0 where missing; hash64 is defined (docs/definitions.md, Mixing)"

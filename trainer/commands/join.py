@@ -8,9 +8,9 @@ from datetime import timedelta
 from foreload.pipelines.base.interrupts import Interrupts
 from foreload.pipelines.base.job_token import TOKEN_VARIABLE, given_token
 from foreload.pipelines.errors import SettingError
-from foreload.trainer.cluster.joining_host import HostJob, report, run_host
-from foreload.trainer.cluster.processes import StartProcess
-from foreload.trainer.run.job_values import Place, Servers
+from foreload.trainer.cluster.processes.joining_host import HostJob, report, run_host
+from foreload.trainer.cluster.processes.starting import StartProcess
+from foreload.trainer.job.job_values import Place, Servers
 
 
 def run(

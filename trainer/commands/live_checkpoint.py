@@ -7,10 +7,17 @@ from pathlib import Path
 
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import of_run
-from foreload.trainer.cluster.control import AskCheckpoint, AskCheckpointed, CheckpointBegun, CheckpointProgress, Refused, ask
+from foreload.trainer.cluster.messages.control import (
+    AskCheckpoint,
+    AskCheckpointed,
+    CheckpointBegun,
+    CheckpointProgress,
+    Refused,
+    ask,
+)
 from foreload.trainer.errors import CheckpointError, RunError
 from foreload.trainer.run.directory import Run
-from foreload.trainer.run.storage import AnyFolder, place
+from foreload.trainer.storage import AnyFolder, place
 
 _PAUSE_SECONDS = 0.2  # between two looks how far it is
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.checkpoints.saved_checkpoint import open_model
-from foreload.trainer.run.saved_model import SavedModel, encoder_of
+from foreload.trainer.saved.saved_model import SavedModel, encoder_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from foreload.cache.client.local import LocalStores
 from foreload.cache.protocol.shard_status import LOST, OK, REBUILDING, ShardSnapshot
 from foreload.pipelines.errors import SettingError
-from foreload.trainer.cluster.faults import Fault
-from foreload.trainer.cluster.messages import FaultInjected, ShardsTold, TrainerEvent
+from foreload.trainer.cluster.messages.faults import Fault
+from foreload.trainer.cluster.messages.trainers import FaultInjected, ShardsTold, TrainerEvent
 from foreload.trainer.commands.drill import FaultDrill, Moments, after, milliseconds, percent
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import STORES
-from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.timeline import Timeline
 
 if TYPE_CHECKING:

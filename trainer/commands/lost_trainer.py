@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.sizing import slot_bytes
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.faults import TrainerFault
-from foreload.trainer.cluster.messages import CopiesTold, Ready, TermLeft, TrainerEvent, TrainerFaultInjected
+from foreload.trainer.cluster.messages.faults import TrainerFault
+from foreload.trainer.cluster.messages.trainers import CopiesTold, Ready, TermLeft, TrainerEvent, TrainerFaultInjected
 from foreload.trainer.commands.drill import FaultDrill, Moments, after, milliseconds, percent
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.memory_check import columns_of, readable
 from foreload.trainer.run.event_log import LanesTakenOver, TermBegan, read_events
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.memory_check import columns_of, readable
 from foreload.trainer.run.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -21,14 +21,14 @@ from foreload.pipelines.schedule.format import PROVENANCE, SET_NAME
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import HistoryError, PlanError
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.job_values import Parity
 from foreload.trainer.resources import history
 from foreload.trainer.resources.choices import Choice, choose, front
 from foreload.trainer.resources.features import StepCounts, step_counts, with_slots
 from foreload.trainer.resources.job_memory import JobMemory
 from foreload.trainer.resources.job_shape import alike, machine, settings_of_job
 from foreload.trainer.resources.step_model import CONFIDENCE, Setup, StepModel, loads_of, observation_of
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.job_values import Parity
 
 DECIDED = ("store", "trainers", "parity", "run", "schedule")
 """Settings of `foreload train` that a plan is about."""
@@ -89,7 +89,7 @@ def run(request: PlanRequest, tell: Tell) -> dict[str, Any]:
     job = TrainJob.of({**request.given, "schedule": request.schedule, "run": "plan", "store": "local:5"})
     numerics.set_environment(job.cpu_capability, job.threads)
     # torch reads the environment as it is imported.
-    from foreload.trainer.run.assembly import DenseModel
+    from foreload.trainer.assembly.assembly import DenseModel
 
     model = DenseModel.build(replace(job, device="cpu"), schedule)
     settings = settings_of_job(job, schedule, model)

@@ -30,9 +30,9 @@ from foreload.trainer.checkpoints.saved_checkpoint import open_model
 from foreload.trainer.commands.evaluate import last_pass
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import RunError
-from foreload.trainer.run.saved_model import RowSource, SavedModel, check_fitting, encoder_of
-from foreload.trainer.run.trained_model import DenseForward
-from foreload.trainer.run.unknown_values import UnknownValues
+from foreload.trainer.saved.saved_model import RowSource, SavedModel, check_fitting, encoder_of
+from foreload.trainer.saved.trained_model import DenseForward
+from foreload.trainer.saved.unknown_values import UnknownValues
 from foreload.trainer.serving.standalone import probabilities
 
 FORMATS = ("criteo", "csv", "tsv", "parquet")

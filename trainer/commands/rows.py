@@ -10,11 +10,11 @@ from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_urls
 from foreload.cache.protocol.holdings import Holding, all_holdings, holding_of
 from foreload.cache.protocol.namespace import check_name, remove
-from foreload.trainer.cluster.control import training_status
+from foreload.trainer.cluster.messages.control import training_status
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import Run, locked
-from foreload.trainer.run.run_rows import Overrule, Server, check_not_training, delete_rows, reached
 from foreload.trainer.run.servers import servers_had
+from foreload.trainer.saved.run_rows import Overrule, Server, check_not_training, delete_rows, reached
 
 
 def listed(urls: str) -> dict[str, Any]:

@@ -21,14 +21,14 @@ from foreload.trainer.checkpoints.lineage import (
 )
 from foreload.trainer.checkpoints.policies import EXACT_BITS, FAILURES_A_DAY, Policy
 from foreload.trainer.checkpoints.writer import save
-from foreload.trainer.cluster.control import training_status
+from foreload.trainer.cluster.messages.control import training_status
 from foreload.trainer.commands.checkpoints import told
 from foreload.trainer.commands.live_checkpoint import save_while_training
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.progress_bar import progress_bar
-from foreload.trainer.run.saved_run import SavedRun, open_saved
-from foreload.trainer.run.storage import AnyFolder, place
+from foreload.trainer.saved.saved_run import SavedRun, open_saved
+from foreload.trainer.storage import AnyFolder, place
 
 
 def saved(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from foreload.trainer.cluster.control import AskScale, AskScaled, Refused, ScaleProgress, ask
+from foreload.trainer.cluster.messages.control import AskScale, AskScaled, Refused, ScaleProgress, ask
 from foreload.trainer.errors import RunError
 
 _PAUSE = timedelta(milliseconds=200)  # between two looks how far it is

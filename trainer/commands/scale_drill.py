@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.control import AskScale, AskScaled, Refused, ask
-from foreload.trainer.cluster.messages import StepEnded, TrainerEvent
+from foreload.trainer.cluster.messages.control import AskScale, AskScaled, Refused, ask
+from foreload.trainer.cluster.messages.trainers import StepEnded, TrainerEvent
 from foreload.trainer.commands.drill import Drill, Picture, finite, milliseconds
 from foreload.trainer.errors import after_step
-from foreload.trainer.run.job import TrainJob
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.timeline import Timeline
 
 if TYPE_CHECKING:

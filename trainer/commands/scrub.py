@@ -21,16 +21,25 @@ from foreload.cache.protocol.recovery import recover
 from foreload.cache.repair.findings import Finding, Findings
 from foreload.cache.repair.scrub import scrub_table
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.control import Asks, AskScrub, AskScrubbed, Refused, RunStatus, ScrubProgress, ask, training_status
+from foreload.trainer.cluster.messages.control import (
+    Asks,
+    AskScrub,
+    AskScrubbed,
+    Refused,
+    RunStatus,
+    ScrubProgress,
+    ask,
+    training_status,
+)
 from foreload.trainer.errors import RunError
+from foreload.trainer.job.job_layouts import layouts_of
 from foreload.trainer.run.directory import LOG, SCRUB, STORES, Run, locked
-from foreload.trainer.run.expected_rows import given_ordinals, table_rows, write_expected_rows
-from foreload.trainer.run.job_layouts import layouts_of
-from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.progress_bar import progress_bar
-from foreload.trainer.run.run_rows import own_rows
-from foreload.trainer.run.saved_run import open_saved
 from foreload.trainer.run.servers import asked, servers_of
+from foreload.trainer.saved.expected_rows import given_ordinals, table_rows, write_expected_rows
+from foreload.trainer.saved.kept import schedule_of
+from foreload.trainer.saved.run_rows import own_rows
+from foreload.trainer.saved.saved_run import open_saved
 
 POLL = timedelta(milliseconds=300)
 

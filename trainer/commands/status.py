@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from foreload.trainer.cluster.control import RunStatus, training_status
+from foreload.trainer.cluster.messages.control import RunStatus, training_status
 from foreload.trainer.run.directory import Run
 
 

@@ -13,22 +13,22 @@ from foreload.cache.client.local import clear_removed
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.namespace import claim
-from foreload.trainer.cluster.control import AskMove, Refused, ask
+from foreload.trainer.cluster.messages.control import AskMove, Refused, ask
 from foreload.trainer.errors import RunError
+from foreload.trainer.job.job_layouts import layouts_of
 from foreload.trainer.resources.seen_servers import check_room
-from foreload.trainer.run.at_rest import PATIENCE, owned_at_rest
 from foreload.trainer.run.directory import STORES, Run, locked
 from foreload.trainer.run.event_log import EventLog, RowsMove, RowsMoved
-from foreload.trainer.run.job_layouts import layouts_of
-from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.progress_bar import progress_bar
-from foreload.trainer.run.row_check import check_rows
-from foreload.trainer.run.run_rows import own_rows
-from foreload.trainer.run.saved_run import leave_stores
 from foreload.trainer.run.servers import asked, left_over, open_stores, plain, servers_of, with_servers
 from foreload.trainer.run.shard_change import ShardChange
-from foreload.trainer.run.store_moves import NewServers, check_whole
+from foreload.trainer.saved.at_rest import PATIENCE, owned_at_rest
+from foreload.trainer.saved.kept import schedule_of
+from foreload.trainer.saved.row_check import check_rows
+from foreload.trainer.saved.run_rows import own_rows
+from foreload.trainer.saved.saved_run import leave_stores
+from foreload.trainer.saved.store_moves import NewServers, check_whole
 
 _ASK_TIMEOUT = timedelta(minutes=1)  # the launcher looks at the new servers first
 REBUILT_BY_RESUME = "foreload train --resume, with a server there, rebuilds it"

@@ -18,18 +18,18 @@ from foreload.cache.protocol.shard_status import REBUILDING, ShardSnapshot, Shar
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError, SettingError
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.control import AskRowCounts, RowCountsAnswer, ask, training_status
+from foreload.trainer.cluster.messages.control import AskRowCounts, RowCountsAnswer, ask, training_status
 from foreload.trainer.errors import TrainerError
+from foreload.trainer.job.job_layouts import layouts_of
 from foreload.trainer.resources.row_timeline import RowTimeline, counts_of, row_counts, sizes_of
 from foreload.trainer.resources.seen_servers import ask_server, server_seen
 from foreload.trainer.resources.store_memory import ShardServer, Shortage, StoreMemory, hash_bytes, shortage_text
 from foreload.trainer.run import shard_loads
 from foreload.trainer.run.directory import STORES, Run
-from foreload.trainer.run.expected_rows import given_ordinals
-from foreload.trainer.run.job_layouts import layouts_of
-from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.servers import servers_of
+from foreload.trainer.saved.expected_rows import given_ordinals
+from foreload.trainer.saved.kept import schedule_of
 
 
 def run(path: str, store: str | None) -> dict[str, Any]:

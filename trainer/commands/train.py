@@ -12,18 +12,18 @@ from foreload.pipelines.base.settings import names_by_resume, read_job_file, set
 from foreload.pipelines.errors import ForeloadError, SettingError
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import named_or_newest
-from foreload.trainer.cluster.processes import ChildProcess, StartProcess
+from foreload.trainer.cluster.processes.starting import ChildProcess, StartProcess
 from foreload.trainer.compute import numerics
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.job_values import AUTO
 from foreload.trainer.run.directory import MANIFEST, Run
 from foreload.trainer.run.event_log import CallBegan, CallEnded, read_events
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.job_values import AUTO
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.servers import own_servers, store_setting
 
 if TYPE_CHECKING:
     from foreload.trainer.cluster.ending import Ending
-    from foreload.trainer.cluster.faults import RunObserver
+    from foreload.trainer.cluster.messages.faults import RunObserver
 
 _GOING_ON = ("accept_numerics", "accept_model", "folder_moved")  # settings for a run that goes on
 

@@ -1,1 +1,1 @@
-"""A training step: kernels, exchange, optimizers, numerics. Knows no files."""
+"""Arithmetic: kernels, optimizers, losses, metrics, numerics. Knows no files."""

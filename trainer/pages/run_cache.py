@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from foreload.trainer.job.memory_check import readable
 from foreload.trainer.pages.markup import Html, count, missing, table, tag
 from foreload.trainer.pages.plots import Plot, Series, bars, of_total
 from foreload.trainer.pages.run_figures import CacheCounts, RunFigures
 from foreload.trainer.pages.run_metrics import lines, named
-from foreload.trainer.run.memory_check import readable
 
 
 def cache(runs: Sequence[RunFigures]) -> list[Html]:

@@ -21,8 +21,8 @@ from foreload.trainer.pages.run_story import Story, story_of
 from foreload.trainer.pages.step_figures import StepFigures, read_steps
 from foreload.trainer.run.directory import METRICS, SUMMARY, Run
 from foreload.trainer.run.event_log import read_events
-from foreload.trainer.run.kept import schedule_of
 from foreload.trainer.run.manifest import Manifest
+from foreload.trainer.saved.kept import schedule_of
 
 USES_AT_ONCE = 10_000_000
 """Rows used, over all steps, up to which the end of a run counts what an LRU cache would do: some 0.1 us each."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from foreload.trainer.job.memory_check import readable
 from foreload.trainer.pages.markup import Html, count, fixed, missing, number, table, table_of, tag
 from foreload.trainer.pages.plots import spans
 from foreload.trainer.pages.run_figures import RunFigures
 from foreload.trainer.pages.run_metrics import named
-from foreload.trainer.run.memory_check import readable
 
 
 def store(runs: Sequence[RunFigures]) -> list[Html]:

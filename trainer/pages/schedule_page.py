@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from foreload.trainer.job.memory_check import readable
 from foreload.trainer.pages.markup import Html, count, missing, page, section, share, table, table_of, tag, tile
 from foreload.trainer.pages.plots import Plot, Series, bars_of
 from foreload.trainer.pages.schedule_figures import ScheduleFigures
-from foreload.trainer.run.memory_check import readable
 
 _MOST_TABLES = 30  # that are drawn, those with most rows
 

@@ -15,7 +15,7 @@ from foreload.pipelines.compiler.other_slots import LaneUses, count_moves
 from foreload.pipelines.schedule.arrow_files import MappedLists
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.walk import LaneMoves
-from foreload.trainer.compute.succession import next_copies
+from foreload.trainer.job.succession import next_copies
 
 MASKED_STEPS = 64  # in which it is counted who uses whose rows
 _FLOAT = 4

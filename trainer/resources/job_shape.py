@@ -12,9 +12,9 @@ from typing import Any
 from foreload.cache.rows.layout import slot_columns
 from foreload.pipelines.base.memory import total_bytes
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.assembly.assembly import DenseModel
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.models.built_in import MODELS
-from foreload.trainer.run.assembly import DenseModel
-from foreload.trainer.run.job import TrainJob
 
 OWN_MODEL = "own"
 ALIKE = (

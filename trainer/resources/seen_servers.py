@@ -19,12 +19,12 @@ from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import RunError
+from foreload.trainer.job.memory_check import readable
 from foreload.trainer.resources.hash_memory import HashMemory
 from foreload.trainer.resources.row_timeline import counts_of, sizes_of
 from foreload.trainer.resources.store_memory import ShardServer, counted_bytes, hash_bytes
-from foreload.trainer.run.expected_rows import given_ordinals
 from foreload.trainer.run.manifest import Manifest
-from foreload.trainer.run.memory_check import readable
+from foreload.trainer.saved.expected_rows import given_ordinals
 
 _TIMEOUT, _CONNECT = timedelta(seconds=5), timedelta(seconds=1)
 _SAMPLES = 200  # values of a hash that Redis looks at to tell its size

@@ -1,1 +1,1 @@
-"""A run: its folder, its settings, its model at rest, its reports, and how a trainer is put together for it."""
+"""A run: its folder, what stands in it, and what is told of it."""

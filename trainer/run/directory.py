@@ -33,7 +33,7 @@ from foreload.pipelines.base.codec import FormError, of_json, parse_json
 from foreload.pipelines.base.files import persist, remove_empty, remove_unfinished, replacing, write_json
 from foreload.trainer.errors import CheckpointError, RunError, RunRefused
 from foreload.trainer.run.manifest import VERSION, Manifest, Status, code_sums, write_code
-from foreload.trainer.run.storage import AnyFolder, place
+from foreload.trainer.storage import AnyFolder, place
 
 MANIFEST, STATUS, PLACEMENT, SAVED_PLACEMENT = "manifest.json", "status.json", "placement.json", "placement.saved.json"
 METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL = "metrics.jsonl", "summary.json", "tensorboard", "stores", "control.sock"

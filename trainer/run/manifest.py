@@ -16,8 +16,8 @@ from foreload.pipelines.base.codec import Amount, Count, LeftOut, Name, Natural,
 from foreload.pipelines.base.settings import names_by_resume, settings_of, spelled
 from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.format import MOST_LANES
-from foreload.trainer.run.early_stopping import Watched
-from foreload.trainer.run.job import TrainJob
+from foreload.trainer.job.early_stopping import Watched
+from foreload.trainer.job.job import TrainJob
 
 if TYPE_CHECKING:
     from foreload.pipelines.schedule.reader import Schedule

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Mapping
 
 from foreload.trainer.errors import ModelError
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.models.built_in import MODELS
 from foreload.trainer.models.own_files import own_files
 from foreload.trainer.run.event_log import CodeAccepted, EventLog
-from foreload.trainer.run.job import TrainJob
 from foreload.trainer.run.manifest import CodeFile, Manifest, code_sums
 
 

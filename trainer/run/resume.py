@@ -7,9 +7,9 @@ from dataclasses import replace
 from foreload.pipelines.base.settings import names_by_resume, settings_of
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import RunRefused, after_step
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.job_values import masked
 from foreload.trainer.run.directory import MANIFEST, Run
-from foreload.trainer.run.job import TrainJob
-from foreload.trainer.run.job_values import masked
 from foreload.trainer.run.manifest import Manifest, Stage, State, remembered_folder
 from foreload.trainer.run.model_code import check_code, code_of
 from foreload.trainer.run.servers import store_setting

@@ -15,9 +15,9 @@ from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
 from foreload.pipelines.errors import SettingError
 from foreload.trainer.errors import RunError, after_step
+from foreload.trainer.job.job_values import Parity
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.event_log import ShardReplaced, read_events
-from foreload.trainer.run.job_values import Parity
 from foreload.trainer.run.manifest import Manifest, Status
 
 

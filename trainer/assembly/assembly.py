@@ -1,0 +1,246 @@
+"""Putting a trainer together: the parts that outlive terms, the lanes that it opens, and the term that it joins.
+
+`foreload.trainer.step.program.Trainer` runs what comes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from foreload.cache.client.store import Store
+from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.batch_log import BatchLog
+from foreload.cache.protocol.lanes import LanePlan
+from foreload.cache.protocol.ownership import (
+    UNFENCED,
+    Ownership,
+    take_over,
+)
+from foreload.cache.protocol.patience import PATIENCE, Patience
+from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
+from foreload.cache.protocol.shard_status import ShardNews
+from foreload.cache.rows.layout import RowLayout
+from foreload.cache.rows.partition import Partition
+from foreload.cache.traffic import Traffic
+from foreload.pipelines.errors import ScheduleError
+from foreload.pipelines.planning.sizing import staging_rows
+from foreload.pipelines.schedule.format import Arrivals, Event
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.schedule.replay import Position, state_after
+from foreload.trainer.assembly.start import Start, written_stripes
+from foreload.trainer.compute.choose_kernels import kernels_for
+from foreload.trainer.compute.dense_optimizers import build_dense_optimizer
+from foreload.trainer.compute.layouts import BlockLayout, UpdateRules, model_spec
+from foreload.trainer.compute.rates import Rates
+from foreload.trainer.compute.training_loss import TrainingLoss
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.job_layouts import layouts_of
+from foreload.trainer.job.job_loss import training_loss
+from foreload.trainer.models.building import build_model, load_model
+from foreload.trainer.models.layers import takes_step
+from foreload.trainer.step.commits import Commits
+from foreload.trainer.step.copies import LaneCopy
+from foreload.trainer.step.hosted_lanes import HostedLanes
+from foreload.trainer.step.parts import TrainerParts
+from foreload.trainer.step.program import Trainer
+from foreload.trainer.step.term_session import TermSession
+from foreload.trainer.step.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class DenseModel:
+    """The dense part of the model, the same on every trainer, and the layouts that follow from the model."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    layouts: list[RowLayout]
+    loss: TrainingLoss
+
+    @classmethod
+    def build(cls, job: TrainJob, schedule: Schedule, *, twice: bool = False) -> DenseModel:
+        """A new model and its optimizer, as the job says. twice: as `build_model` has it. Raises ModelError and SettingError."""
+        features = schedule.header.features
+        model = load_model(job.model, job.model_folder)
+        rows = layouts_of(job, features)
+        spec = model_spec(features, job.dim)
+        module = build_model(model, spec, job.model_options, job.seed, twice=twice, drop_weights=job.drop_weights).to(job.device)
+        optimizer = build_dense_optimizer(job.dense_optimizer, float(job.dense_lr), job.dense_options, module)
+        return cls(module, optimizer, rows, training_loss(job, features))
+
+    def parts(self, job: TrainJob, schedule: Schedule) -> TrainerParts:
+        """What a trainer of this model has as long as it lives."""
+        optimizers = tuple(job.row_optimizers(schedule.header.features))
+        rules = UpdateRules.of(self.layouts, optimizers)
+        return TrainerParts(
+            schedule=schedule,
+            module=self.module,
+            takes_step=takes_step(self.module),
+            parameters=[parameter for parameter in self.module.parameters() if parameter.requires_grad],
+            optimizer=self.optimizer,
+            layouts=self.layouts,
+            block=BlockLayout.of(schedule.header.features, self.layouts),
+            rules=rules,
+            rates=Rates(rules, optimizers, job.lr_schedule, float(job.dense_lr), job.dense_lr_schedule),
+            clip_dense=job.dense_clip,
+            dense_ema=job.dense_ema,
+            kernels=kernels_for(job.device),
+            loss=self.loss,
+            seed=job.seed,
+            device=torch.device(job.device),
+            allow_nan=job.allow_nan,
+        )
+
+
+def _plan(schedule: Schedule, position: Position, lane: int) -> Iterator[tuple[int, Arrivals] | None]:
+    """A lane's arrivals from a position on."""
+    if position.next_event is None:
+        return iter(())
+    return arrivals_from(schedule, position.segment, position.next_event.index, lane)
+
+
+def arrivals_from(schedule: Schedule, segment: int, following: int, lane: int) -> Iterator[tuple[int, Arrivals] | None]:
+    """A lane's arrivals from event `following` on, which is in `segment` or behind it.
+
+    None stands for what is not known yet, and for what cannot be read: the trainer says so when it comes to that segment.
+    """
+    while True:
+        try:
+            for event in schedule.known_events(segment):
+                if event is None:
+                    yield None
+                elif event.index >= following:
+                    arrivals = schedule.arrivals(event, lane)
+                    following = event.index + 1
+                    yield event.index, arrivals
+            return
+        except ScheduleError:
+            yield None
+
+
+def remaining(schedule: Schedule, position: Position) -> Iterator[Event]:
+    """The events from a position on."""
+    if position.next_event is None:
+        return iter(())
+    return events_from(schedule, position.segment, position.next_event.index)
+
+
+def events_from(schedule: Schedule, segment: int, index: int) -> Iterator[Event]:
+    """The events from number `index` of the program on, which is in `segment` or behind it."""
+    return (event for event in schedule.events(segment) if event.index >= index)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAccess:
+    """The store that has a run's rows, as an owner of lanes comes to it.
+
+    log, check_tags, on_shards, on_action, patience: as Traffic has them, the log needed where there is parity; ownership: whose lanes are taken over.
+    """
+
+    store: Store
+    placement: Placement
+    namespace: str
+    log: BatchLog | None = None
+    check_tags: bool = True
+    ownership: Ownership = UNFENCED
+    on_shards: Callable[[ShardNews], None] | None = None
+    on_action: Callable[[str], None] | None = None
+    patience: Patience = PATIENCE
+
+
+def free_partitions(parts: TrainerParts, lanes: Sequence[int], with_base: bool) -> dict[int, Partition]:
+    """The lanes' arrays, every slot free."""
+    schedule, rules = parts.schedule, parts.rules
+    evaluation_slots = schedule.manifest["evaluation_slots"] if schedule.complete else [0] * schedule.header.lanes
+    return {
+        lane: Partition(schedule.slots[lane], evaluation_slots[lane], rules.width, rules.state_width, parts.device, with_base)
+        for lane in lanes
+    }
+
+
+def open_lanes(parts: TrainerParts, access: StoreAccess, lanes: Sequence[int], start: Start, position: Position) -> HostedLanes:
+    """Take over the lanes of a run that has not begun or was stopped, and begin their traffic.
+
+    From then on no earlier owner can write them. The rows that sat in their slots are read back from the store.
+
+    Args:
+        start: where the run stopped.
+        position: the schedule's position after that step.
+
+    Raises:
+        CacheError: the store refuses or loses something.
+    """
+    stored = StoredRows(access.store, access.placement, parts.layouts, access.namespace)
+    partitions = free_partitions(parts, lanes, with_base=access.placement.r > 0)
+    given = np.array([state.ordinals for state in position.lanes], np.int64)
+    stored.stripes = written_stripes(stored.placement, lambda: given)
+    take_over(stored, access.ownership, {lane: start.last_batches[lane] for lane in lanes})
+    for lane, partition in partitions.items():
+        slots, who = position.lanes[lane].slots, position.lanes[lane].occupants
+        rows = read_rows(stored, Expected(*who.columns(), lane))
+        # -1: no write-back of this schedule is to be waited for.
+        partition.admit(Arrivals(*who.columns(), slots, np.full(len(slots), -1, np.int32)), rows)
+    hosted = _with_traffic(parts, access, stored)
+    for lane, partition in partitions.items():
+        # Every row that has an ordinal was trained, and written back when the run stopped.
+        plan = LanePlan(lane, _plan(parts.schedule, position, lane), start.last_batches[lane], start.step, given[lane].copy())
+        hosted.add(partition, plan, given[lane])
+    return hosted
+
+
+def open_no_lanes(parts: TrainerParts, access: StoreAccess) -> HostedLanes:
+    """What a trainer has that hosts no lane yet: the traffic that will serve those that it takes over. Raises CacheError."""
+    stored = StoredRows(access.store, access.placement, parts.layouts, access.namespace)
+    take_over(stored, access.ownership, {})  # finds the shards that are lost
+    return _with_traffic(parts, access, stored)
+
+
+def _with_traffic(parts: TrainerParts, access: StoreAccess, stored: StoredRows) -> HostedLanes:
+    """No lanes, and a traffic with the store for those to come."""
+    traffic = Traffic(
+        stored,
+        parts.seed,
+        staging_rows=staging_rows(max(parts.schedule.slots)),
+        check_tags=access.check_tags,
+        log=access.log,
+        ownership=access.ownership,
+        on_shards=access.on_shards,
+        on_action=access.on_action,
+        patience=access.patience,
+    )
+    return HostedLanes(stored, traffic)
+
+
+def join_term(
+    parts: TrainerParts, transport: Transport, lane_map: Sequence[int], copy_map: Sequence[Sequence[int]] = ()
+) -> TermSession:
+    """A trainer's part in a term, whose group `transport` is. lane_map: of each lane, the rank that hosts it; copy_map: those with copies of it."""
+    return TermSession(transport, lane_map, parts.kernels, parts.rules.width, copy_map)
+
+
+def begin_term(parts: TrainerParts, access: StoreAccess, session: TermSession, start: Start) -> tuple[Trainer, Iterator[Event]]:
+    """Open the lanes that the first term of a call gives this trainer.
+
+    Returns the trainer for that term, and the events of the schedule after `start`. Raises CacheError.
+    """
+    position = state_after(parts.schedule, start.step)
+    hosted = open_lanes(parts, access, session.hosted, start, position)
+    commits = _commits(parts, hosted, session, start, position)
+    return Trainer(parts, hosted, session, start.step, commits), remaining(parts.schedule, position)
+
+
+def _commits(parts: TrainerParts, hosted: HostedLanes, session: TermSession, start: Start, position: Position) -> Commits | None:
+    """What a term needs whose lanes have copies. Copies of lanes in which nothing sits lack nothing; the others are seeded before training begins."""
+    if not session.has_copies:
+        return None
+    header = parts.schedule.header
+    empty = [not state.slots.size for state in position.lanes]
+    partitions = free_partitions(parts, session.copied, with_base=False)
+    tables = len(header.features.tables)
+    copies = {lane: LaneCopy(lane, partition, tables, empty[lane]) for lane, partition in partitions.items()}
+    seeded = [(lane, rank) for lane, ranks in enumerate(session.copy_map) for rank in ranks if empty[lane]]
+    return Commits(parts, hosted, session, copies, start.step, seeded, seeds_first=True)

@@ -1,0 +1,90 @@
+"""What the coordinator knows of a checkpoint that is being saved while a run trains: who has told what of it, and so what its manifest is to say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.schedule.format import Header
+from foreload.trainer.checkpoints.best import Best
+from foreload.trainer.checkpoints.contents import Contents
+from foreload.trainer.checkpoints.draft import AnyDraft
+from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.checkpoints.lineage import Increment
+from foreload.trainer.cluster.coordinator.wanted_checkpoints import Wanted
+from foreload.trainer.cluster.messages.trainers import CheckpointTaken, CheckpointWritten
+from foreload.trainer.run.manifest import Manifest
+from foreload.trainer.step.dense_agreement import check_alike
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Where the files of a checkpoint are put, of how many bits its weights are, and what it is an increment of; None: it has all rows."""
+
+    draft: AnyDraft
+    bits: int
+    increment: Increment | None
+
+
+@dataclass(slots=True)
+class CheckpointUnderWay:
+    """The checkpoint under way. opening: gives None where there is one of its step already; since: time.monotonic() of its beginning; best: what the
+    evaluation was behind its step, where that was the best so far; seconds_waited: how long training waited until it could be begun.
+    """
+
+    number: int
+    wanted: Wanted
+    best: Best | None = None
+    seconds_waited: float = 0.0
+    since: float = field(default_factory=time.monotonic)
+    armed: set[int] = field(default_factory=set)
+    ready: bool = False
+    taken: dict[int, CheckpointTaken] = field(default_factory=dict)
+    opening: Future[Opened | None] | None = None
+    opened: Opened | None = None
+    written: dict[int, CheckpointWritten] = field(default_factory=dict)
+    publishing: Future[Checkpoint] | None = None
+
+    @property
+    def step(self) -> int:
+        """Of which it is, once that is known."""
+        return next(iter(self.taken.values())).step
+
+    def note_taken(self, trainer: int, taken: CheckpointTaken) -> None:
+        """A trainer has it in memory. Raises DenseDiverged where its dense part is not that of the others: training must end then."""
+        self.taken[trainer] = taken
+        check_alike({holder: of_holder.dense for holder, of_holder in self.taken.items()}, taken.step)
+
+    def contents(self, manifest: Manifest, totals: dict[str, float], header: Header, layouts: Sequence[RowLayout]) -> Contents:
+        """What its manifest says, once all have written. manifest: the run's; totals: as after its step."""
+        assert self.opened is not None
+        taken, increment = next(iter(self.taken.values())), self.opened.increment
+        files = [file for written in self.written.values() for file in written.files.rows]
+        dense = next(written.files.dense for written in self.written.values() if written.files.dense is not None)
+        stage = replace(manifest.stages[-1], segments=taken.segments, prefix=taken.prefix)
+        given = {lane: ordinals for one in self.taken.values() for lane, ordinals in one.given.items()}
+        ordinals = np.array([given[lane] for lane in range(manifest.lanes)], np.int64)
+        run = replace(manifest, stages=(*manifest.stages[:-1], stage), watched=taken.watched)
+        base = () if increment is None else (increment.base, increment.sizes)
+        encoded = header.features, header.settings.get("encoding")
+        return Contents.made(run, *encoded, taken.step, totals, layouts, ordinals, files, dense, *base)
+
+    def told(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """What metrics.jsonl has of it, once it is there."""
+        assert self.opened is not None
+        return {
+            "step": checkpoint.contents.step,
+            "checkpoint": str(checkpoint.place),
+            "rows": sum(file.rows for file in checkpoint.contents.rows),
+            "bits": self.opened.bits,
+            "bytes": checkpoint.own_bytes,
+            "seconds": max(written.files.seconds for written in self.written.values()),
+            "seconds_stalled": max(taken.seconds for taken in self.taken.values()),
+            **({"seconds_waited": self.seconds_waited} if self.seconds_waited else {}),
+        }

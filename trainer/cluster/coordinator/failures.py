@@ -1,0 +1,113 @@
+"""Why trainers ended before their time, and what follows: the call ends, or, where only other hosts' trainers are to blame, these alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from foreload.cache.errors import CopyLost, RowsLost
+from foreload.pipelines.errors import ForeloadError, error_of
+from foreload.trainer.cluster.messages.facts import Term
+from foreload.trainer.cluster.messages.trainers import Failed, LostRows
+from foreload.trainer.errors import PeerLost, ShardsLost, TrainerError
+
+_OF_OTHERS = {PeerLost.code, CopyLost.code}
+"""The codes of errors that another trainer causes."""
+
+
+class GuestsRefused(Exception):
+    """Training did not begin, and only guests, the trainers of other hosts, are to blame.
+
+    why: of each of them, what is wrong; said: those that have said so themselves, on their hosts.
+    """
+
+    def __init__(self, why: Mapping[int, str], said: Collection[int]) -> None:
+        super().__init__()
+        self.why, self.said = why, said
+
+
+class Failures:
+    """What trainers reported before they ended. machines: which machine each trainer is on, "" for the coordinator's."""
+
+    def __init__(self, machines: Mapping[int, str]) -> None:
+        self._machines = machines
+        self._reports: list[tuple[int, Failed]] = []
+        self._of_lost: dict[int, str] = {}  # what guests reported whose loss is survived
+
+    def __bool__(self) -> bool:
+        return bool(self._reports)
+
+    @property
+    def explained(self) -> bool:
+        """Whether a trainer reported the cause, and not only that it lost another one, or rows."""
+        return any(failed.code not in _OF_OTHERS and failed.lost is None for _, failed in self._reports)
+
+    def guests(self, term: Term) -> set[int]:
+        """The members of a term that other hosts run."""
+        return {trainer for trainer in term.members if self._machines.get(trainer)}
+
+    def receive(self, trainer: int, failed: Failed, survived: bool) -> None:
+        """Take in a trainer's report. survived: whether training goes on without a trainer; then a guest that fails is only lost."""
+        if survived and self._machines.get(trainer):
+            self._of_lost[trainer] = failed.message
+        else:
+            self._reports.append((trainer, failed))
+
+    def with_reports(self, ended: Mapping[int, str]) -> dict[int, str]:
+        """How processes ended, in the words of their trainers where a guest reported why."""
+        return {trainer: self._of_lost.get(trainer, how) for trainer, how in ended.items()}
+
+    def reason(self, term: Term, unheard: Mapping[int, str], begun: bool) -> ForeloadError | GuestsRefused:
+        """Why trainers ended before their time. unheard: the members that ended without a report, or are silent, and how. begun: training did."""
+        if not begun and (refused := guests_to_blame(self.guests(term), self._reports, unheard)):
+            return GuestsRefused(refused, self.heard())
+        return _reason([failed for _, failed in self._reports], unheard, term)
+
+    def heard(self) -> set[int]:
+        """The trainers that reported."""
+        return {trainer for trainer, _ in self._reports}
+
+
+def guests_to_blame(guests: Collection[int], reports: Sequence[tuple[int, Failed]], unheard: Mapping[int, str]) -> dict[int, str]:
+    """Return the guests because of which training did not begin, each with the reason; none if one of the coordinator's own trainers failed.
+
+    Args:
+        guests: The trainers that other hosts run.
+        reports: What trainers reported.
+        unheard: The trainers that ended without a report, or are silent, and how.
+    """
+    causes = {trainer: failed.message for trainer, failed in reports if failed.code not in _OF_OTHERS} | dict(unheard)
+    if causes or not reports:
+        return causes if causes.keys() <= set(guests) else {}
+    heard = {trainer for trainer, _ in reports}
+    why = f"the trainers do not reach each other: {reports[0][1].message}"
+    return dict.fromkeys(set(guests) - heard or guests, why)
+
+
+def _all_lost(told: Sequence[LostRows]) -> ShardsLost:
+    """What trainers told of the rows that are gone, as one error."""
+    rows: Counter[str] = Counter()
+    for one in told:
+        rows.update(one.rows or {})
+    shards = sorted({shard for one in told for shard in one.shards})
+    counted = any(one.rows is not None for one in told)
+    return ShardsLost(str(RowsLost(shards, told[0].covered, rows if counted else None)), shards)
+
+
+def _reason(failures: Sequence[Failed], unheard: Mapping[int, str], term: Term) -> ForeloadError:
+    """Why trainers ended before their time: rows that are lost; else the first reason that is not a lost peer; else who ended without a word.
+
+    unheard: how those did.
+    """
+    causes = [failed for failed in failures if failed.code != PeerLost.code]
+    if lost := [failed.lost for failed in causes if failed.lost is not None]:
+        return _all_lost(lost)
+    if causes:
+        return error_of(causes[0].code, causes[0].message)
+    for trainer, how in unheard.items():
+        hosted = ", ".join(map(str, term.lanes_of(trainer)))
+        return TrainerError(
+            f"trainer {trainer} (lanes {hosted}): {how}; the others were stopped, and the dense part since the last clean stop "
+            "is lost; --resume goes on from that stop if its rows are still there, or says what is missing"
+        )
+    return PeerLost(failures[0].message)

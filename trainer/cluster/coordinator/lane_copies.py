@@ -1,0 +1,61 @@
+"""The coordinator's view of the copies of lanes: how far each is seeded, as the trainers tell, and whether the loss of a trainer is survived now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from foreload.trainer.cluster.messages.control import CopyStatus
+from foreload.trainer.cluster.messages.facts import Term
+from foreload.trainer.cluster.messages.trainers import CopiesTold, SeededCopy
+from foreload.trainer.run.event_log import CopiesComplete, CopiesIncomplete, EventLog
+
+_NOTHING = SeededCopy(0, 0, False)
+
+
+class LaneCopies:
+    """The copies in the term that is. The launcher's thread tells it; threads of the control socket read `status`. tell: a line for the user."""
+
+    def __init__(self, term: Term, tell: Callable[[str], None], events: EventLog) -> None:
+        self._term, self._tell, self._events = term, tell, events
+        self._told: dict[int, CopiesTold] = {}  # by each trainer, of the term
+        self._exposed = False  # whether the user knows that the loss of a trainer is not survived for now
+
+    def now_term(self, term: Term) -> None:
+        """A further term: how its copies are is told anew."""
+        self._term, self._told = term, {}
+
+    def told(self, trainer: int, event: CopiesTold) -> None:
+        """Note how a trainer's copies are, and tell the user when that decides whether a further loss is survived."""
+        if event.term != self._term.number:
+            return
+        self._told = self._told | {trainer: event}
+        holders = {holder for lane in self._term.copies for holder in lane}
+        # Without --copies there are some only of lanes that are to move.
+        if not all(self._term.copies) or not holders <= self._told.keys():
+            return
+        lacking = self.lacking
+        if lacking and not self._exposed:
+            lanes = ", ".join(map(str, lacking))
+            self._tell(f"lane {lanes}: no complete copy yet; until there is, the loss of its trainer is not survived")
+            self._events.note(CopiesIncomplete(lanes=tuple(lacking)))
+        elif self._exposed and not lacking:
+            self._tell("every lane has a complete copy again; a further loss is survived")
+            self._events.note(CopiesComplete())
+        self._exposed = bool(lacking)
+
+    @property
+    def lacking(self) -> list[int]:
+        """The lanes that no trainer but their owner has whole, as far as the trainers have told."""
+        status = self.status
+        return [lane for lane in range(len(self._term.hosts)) if not any(copy.lane == lane and copy.complete for copy in status)]
+
+    @property
+    def status(self) -> tuple[CopyStatus, ...]:
+        """Each copy of each lane."""
+        term, told = self._term, self._told
+        found = []
+        for lane, holders in enumerate(term.copies):
+            for trainer in holders:
+                copy = told[trainer].copies.get(lane, _NOTHING) if trainer in told else _NOTHING
+                found.append(CopyStatus(lane, trainer, copy.slots, copy.of, copy.complete))
+        return tuple(found)

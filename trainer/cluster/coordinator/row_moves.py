@@ -1,0 +1,201 @@
+"""The coordinator's side of what changes about store shards while trainers run: servers that take the place of others, and rows that move since
+shards are added, removed or moved.
+
+For the latter, at first the new servers are noted as the run's, and RUN says where rows move to; then trainers are told, and move the rows of their
+lanes. What they tell of the shards says how far that is. Once all of it has moved, RUN has the new placement, and trainers are told; a server that
+they ask no more is left: what the run has there is removed.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Collection, Sequence
+
+from foreload.cache.errors import CacheError
+from foreload.cache.parity.placement import Placement
+from foreload.trainer.cluster.coordinator.store_shards import SHOWN_STEP, StoreShards
+from foreload.trainer.cluster.messages.control import AskMove, MoveBegun, Refused
+from foreload.trainer.cluster.messages.trainers import EndMove, MoveRows, ReplaceServer, TrainerCommand
+from foreload.trainer.errors import RunError
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.run.directory import Run
+from foreload.trainer.run.event_log import EventLog, RowsMove, RowsMoved
+from foreload.trainer.run.manifest import Manifest
+from foreload.trainer.run.servers import left_over, with_servers
+from foreload.trainer.run.shard_change import ShardChange
+from foreload.trainer.saved.store_moves import NewServers, check_whole
+
+
+class RowMoves:
+    """Of one call. Threads of the control socket call `want`, the launcher's own all else.
+
+    manifest: the run's, as it is by now; write_manifest: publishes another one; check_room: as NewServers has it.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        job: TrainJob,
+        shards: StoreShards,
+        events: EventLog,
+        manifest: Callable[[], Manifest],
+        write_manifest: Callable[[Manifest], None],
+        check_room: Callable[[Placement, Sequence[str]], None],
+    ) -> None:
+        self._run, self._shards, self._local, self._events = run, shards, shards.local, events
+        self._manifest, self._write_manifest = manifest, write_manifest
+        self._new = NewServers(manifest(), job.store_silence, shards.local, check_room)
+        self._placement = run.placement
+        self._asking = threading.Lock()
+        self._wanted: tuple[Placement, tuple[str, ...]] | None = None  # what is to begin, and the URLs of all shards then
+        # The servers of shards that are none any more, yet to be left; of an earlier call, which did not come to that, too.
+        self._leaving = left_over(manifest(), self._placement)
+        self._left: threading.Thread | None = None  # what leaves these servers
+        self._emptied: set[str] = set()  # servers that were left, and have nothing of the run any more
+        self._shown = 0.0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether rows move, or are about to."""
+        return self._wanted is not None or self._placement.migrating or bool(self._leaving)
+
+    def want(self, request: AskMove) -> MoveBegun | Refused:
+        """Have rows begin to move as is asked, if they can; the new servers are ready then."""
+        if not self._asking.acquire(blocking=False):
+            return Refused("another change of its store shards is asked for right now; try again in a moment")
+        try:
+            change = ShardChange(request.change, request.shard, request.urls)
+            self._check_free()
+            placement = change.placement_after(self._placement, self._shards.urls)
+            urls = self._new.made_ready(change.urls, placement, self._shards.urls, self._shards.about_to_come)
+            self._wanted = placement, urls
+            return MoveBegun(placement.version, placement.joining, placement.leaving)
+        except (CacheError, RunError) as error:
+            return Refused(str(error))
+        finally:
+            self._asking.release()
+
+    def _check_free(self) -> None:
+        """Raise RunError where nothing can be begun."""
+        if self.under_way:
+            share = self._shards.share_moved(self._placement.version) if self._placement.migrating else 1.0
+            raise RunError(
+                f"its rows are on their way to other store shards already ({share:.0%} moved); wait until `foreload stores status` says no "
+                "more of that"
+            )
+        together = self._shards.together
+        check_whole(together.lost, [shard for shard in together.not_whole if shard not in together.lost])
+        if self._shards.about_to_come:
+            raise RunError("a server is about to take a store shard's place; ask again when that is whole")
+
+    def see(self, members: Collection[int], tell: Callable[[TrainerCommand], None]) -> None:
+        """Tell of servers that take the place of others; begin a move that is wanted, look how far one is, settle it when it is through.
+
+        tell: a command to all trainers, of which these are the members.
+        """
+        while (replacement := self._shards.take_replacement()) is not None:
+            shard, url = replacement
+            tell(ReplaceServer(shard, url))
+            self._write_servers()
+            sys.stderr.write(f"store shard {shard}: {url} takes its place\n")
+        self._see_to_move(members, tell)
+
+    def _see_to_move(self, members: Collection[int], tell: Callable[[TrainerCommand], None]) -> None:
+        if self._wanted is not None:
+            (placement, urls), self._wanted = self._wanted, None
+            self._begin(placement, urls)
+            tell(MoveRows(placement.text, self._shards.plain_urls))
+        elif self._placement.migrating:
+            moved = self._shards.share_moved(self._placement.version)
+            if moved >= self._shown + SHOWN_STEP:
+                self._shown = moved
+                sys.stderr.write(f"store shards: {moved:.0%} of the rows have moved\n")
+            if self._shards.all_moved(members, self._placement.version):
+                self._complete()
+                tell(EndMove(self._placement.text))
+        elif self._leaving and self._left is None and self._shards.all_without(members, self._leaving):
+            self._leave()
+        elif self._left is not None and not self._left.is_alive():
+            self._forget_left()
+
+    def _begin(self, placement: Placement, urls: tuple[str, ...]) -> None:
+        # The manifest may name a server more than the placement knows, not one less.
+        before, self._placement, self._shown = self._shards.plain_urls, placement, 0.0
+        self._shards.use((*self._shards.urls, *urls[len(before) :]))
+        self._write_servers()
+        self._run.write_placement(placement)
+        self._watch()
+        self._events.note(RowsMove(joining=placement.joining, leaving=placement.leaving))
+        sys.stderr.write(f"store shards: {said_of(placement)}; rows move while training goes on\n")
+
+    def _complete(self) -> None:
+        before = self._placement
+        self._placement = before.completed()
+        self._run.write_placement(self._placement)
+        self._watch()
+        self._leaving = {shard: self._shards.plain_urls[shard] for shard in before.leaving}
+        self._shards.use([url if shard in self._placement.live else "" for shard, url in enumerate(self._shards.urls)])
+        self._events.note(RowsMoved(joining=before.joining, leaving=before.leaving))
+        sys.stderr.write(f"store shards: all rows have moved; {said_of(before)}\n")
+        self._write_servers()
+
+    def _watch(self) -> None:
+        if self._shards.memory is not None:
+            self._shards.memory.use(self._placement)
+
+    def _leave(self) -> None:
+        """Nobody asks these servers any more: remove what the run has there, in a thread, since one may not answer."""
+
+        def leave() -> None:
+            for shard, url in self._leaving.items():
+                if self._local is not None:
+                    self._local.remove(shard)
+                elif (why := self._new.leave(url)) is None:
+                    self._emptied.add(url)
+                else:
+                    sys.stderr.write(f"store shard {shard}: is removed, but not all of it: {why}\n")
+
+        self._left = threading.Thread(target=leave, name="leave servers", daemon=True)
+        self._left.start()
+
+    def _forget_left(self) -> None:
+        self._leaving, self._left = {}, None
+        self._write_servers()
+
+    def _write_servers(self) -> None:
+        """Publish which servers the run has, with those that are yet to be left."""
+        urls = [self._leaving.get(shard, url) for shard, url in enumerate(self._shards.plain_urls)]
+        self._write_manifest(with_servers(self._manifest(), self._placement, urls, self._emptied))
+
+    def finish(self, members: Collection[int]) -> None:
+        """All trainers, these, have ended: settle what is through, and leave servers that nobody asks any more. The rest goes on at the next call."""
+        with self._asking:
+            wanted, self._wanted = self._wanted, None
+        if wanted is not None:
+            placement, urls = wanted
+            self._new.give_back([urls[shard] for shard in placement.joining], placement.shard_count - len(placement.joining))
+            sys.stderr.write("store shards: training is over, so they stay as they were; ask again, now that it rests\n")
+        if self._placement.migrating and self._shards.all_moved(members, self._placement.version):
+            self._complete()
+        elif self._placement.migrating:
+            sys.stderr.write(
+                f"store shards: not all rows have moved ({said_of(self._placement)}); the same command, now that the run rests, or a --resume "
+                "that trains on, goes on with that\n"
+            )
+        if self._leaving and self._left is None:
+            self._leave()
+        if self._left is not None:
+            self._left.join()
+            self._forget_left()
+
+    @property
+    def removed(self) -> tuple[int, ...]:
+        """The store shards that there are no more."""
+        return self._placement.removed
+
+
+def said_of(placement: Placement) -> str:
+    """What becomes of store shards by a placement under way, in words."""
+    said = [f"shard {shard} joins" for shard in placement.joining] + [f"shard {shard} leaves" for shard in placement.leaving]
+    return ", ".join(said)

@@ -1,0 +1,209 @@
+"""How many trainers a job is to have, and what is done to get there: trainers are started, and told to leave, while the others train."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+from foreload.trainer.cluster.coordinator.membership import Membership
+from foreload.trainer.cluster.coordinator.rebalancing import Rebalancing
+from foreload.trainer.cluster.coordinator.terms import Change
+from foreload.trainer.cluster.messages.control import Refused, ScaleBegun, ScaleProgress
+from foreload.trainer.compute.reports import StepReport
+
+JOIN_PATIENCE = timedelta(
+    seconds=60
+)  # for which trainers that can join wait for others that are still starting, so that all join at once
+FRUITLESS_STARTS = (
+    3  # trainers started in a row that were lost before they trained a step; then no further one is started by itself
+)
+
+
+class Scaling:
+    """The coordinator's side. `ask` and `progress` are called in threads of the control socket, the rest in the main one.
+
+    trainers: how many there are at the beginning; lanes: of the schedule; restarts: whether one that is lost is replaced. start, end: start a
+    trainer's process by its number, and end it. tell: what the user is told, a line. rebalancing: where lanes are to leave slow trainers.
+    """
+
+    def __init__(
+        self,
+        trainers: int,
+        lanes: int,
+        restarts: bool,
+        start: Callable[[int], None],
+        end: Callable[[int], object],
+        tell: Callable[[str], None],
+        rebalancing: Rebalancing | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lanes, self._restarts, self._start, self._end, self._tell, self._clock = lanes, restarts, start, end, tell, clock
+        self._rebalancing = rebalancing
+        self._wanted, self._next = trainers, trainers
+        self._starting: dict[int, bool] = {}  # trainer -> whether it can join
+        self._offered: set[int] = set()  # those of these that other hosts started, and nobody asked for
+        self._waited_since: float | None = None  # since when one that can join waits for others
+        self._leaving: set[int] = set()
+        self._new: set[int] = set()  # members that have not trained a step yet
+        self._reasons: dict[int, str] = {}  # why trainers that could not join say so
+        self._fruitless = 0
+        self._changed = threading.Lock()
+        self._asked = 0  # how often another number was asked for
+        self._failed: str | None = None
+        self._progress = (0, ScaleProgress(trainers, trainers, 0, 0, True))
+
+    def ask(self, trainers: int) -> ScaleBegun | Refused:
+        """Have so many trainers from now on."""
+        if not 1 <= trainers <= self._lanes:
+            return Refused(
+                f"the number of trainers must be 1 to the schedule's lanes, {self._lanes}; got {trainers}; prepare with more --lanes"
+            )
+        with self._changed:
+            before, self._wanted, self._failed, self._fruitless = self._wanted, trainers, None, 0
+            self._offered.clear()
+            self._asked += 1
+            return ScaleBegun(self._asked, before, trainers)
+
+    def offer(self) -> int | None:
+        """A further trainer, which another host starts, is to join: its number; None where there are as many as lanes already."""
+        with self._changed:
+            if self._wanted >= self._lanes:
+                return None
+            self._wanted += 1
+            trainer, self._next = self._next, self._next + 1
+            self._starting[trainer] = False
+            self._offered.add(trainer)
+            return trainer
+
+    def progress(self, number: int) -> ScaleProgress | Refused:
+        """How far what was asked for is. number: which time."""
+        with self._changed:
+            seen, progress = self._progress
+            if number != self._asked:
+                return Refused(f"another number of trainers was asked for meanwhile, {self._wanted}")
+            if seen != number:
+                return ScaleProgress(progress.trainers, self._wanted, progress.starting, progress.lanes_to_move, False)
+            return progress
+
+    def can_join(self, trainer: int) -> None:
+        """A trainer that was started can join."""
+        if trainer in self._starting:
+            self._starting[trainer] = True
+
+    def cannot_join(self, trainer: int, why: str) -> None:
+        """A trainer that was started says why it cannot join; it ends."""
+        self._reasons[trainer] = why
+
+    def is_starting(self, trainer: int) -> bool:
+        """Whether it was started, and is no member yet."""
+        return trainer in self._starting
+
+    def has_trained(self, trainer: int, report: StepReport) -> None:
+        """A trainer has trained a step."""
+        if trainer in self._new:
+            self._new.discard(trainer)
+            self._fruitless = 0
+        if self._rebalancing is not None:
+            self._rebalancing.add(trainer, report)
+
+    @property
+    def rebalanced(self) -> list[dict[str, object]]:
+        """Which lanes were to leave slow trainers, and why, as the run's report has it."""
+        return [] if self._rebalancing is None else self._rebalancing.moves
+
+    def leave(self, trainer: int, members: Membership) -> bool:
+        """A trainer is to leave, since it was asked to. Returns false where no other one stays."""
+        if not self._staying(members) - {trainer}:
+            return False
+        with self._changed:
+            if trainer not in self._leaving:
+                self._wanted = max(self._wanted - 1, 1)
+            self._leaving.add(trainer)
+        return True
+
+    def lost(self, trainer: int, elsewhere: bool = False) -> None:
+        """A member is lost; another one takes its place, where that is wanted. elsewhere: it was on another host, which has to offer another one."""
+        with self._changed:
+            if trainer in self._leaving:
+                return
+            if not self._restarts or elsewhere:
+                self._wanted = max(self._wanted - 1, 1)
+            elif trainer in self._new:
+                self._fruitless += 1
+
+    def see(self, members: Membership, ended: Mapping[int, str], goes_on: bool) -> None:
+        """Start trainers, have some leave, and tell `members` who joins and leaves. ended: of processes, how; goes_on: false where training ends."""
+        with self._changed:
+            there = set(members.term.members)
+            for trainer in there & self._starting.keys():
+                del self._starting[trainer]
+                self._offered.discard(trainer)
+                self._new.add(trainer)
+            self._leaving &= there
+            for trainer in [trainer for trainer in self._starting if trainer in ended]:
+                self._did_not_join(trainer, ended[trainer])
+            staying = self._staying(members)
+            if self._fruitless >= FRUITLESS_STARTS and self._wanted > len(staying) + len(self._starting):
+                self._wanted = len(staying) + len(self._starting)
+                self._failed = (
+                    f"{self._fruitless} trainers in a row were lost before they trained a step; no further one is started"
+                )
+                self._tell(f"{self._failed}, until `foreload scale` asks for it")
+            # A process that starts takes a core for seconds: not while the others take lanes over.
+            self._start_and_end(staying, goes_on, members.begun)
+            members.change = Change(self._can_join_now(), tuple(sorted(self._leaving)))
+            if self._rebalancing is not None:
+                self._rebalancing.see(members)
+            done = members.at_rest and not self._starting and len(there) == self._wanted
+            progress = ScaleProgress(len(there), self._wanted, len(self._starting), members.lanes_to_move, done, self._failed)
+            self._progress = self._asked, progress
+
+    def end_starting(self) -> None:
+        """End those that are not members yet: there is nothing to join any more."""
+        for trainer in list(self._starting):
+            del self._starting[trainer]
+            self._end(trainer)
+
+    def _staying(self, members: Membership) -> set[int]:
+        return set(members.term.members) - self._leaving
+
+    def _did_not_join(self, trainer: int, how: str) -> None:
+        del self._starting[trainer]
+        if trainer in self._offered:
+            # It would have been one more; none is started here in its place.
+            self._offered.discard(trainer)
+            self._wanted -= 1
+        else:
+            self._fruitless += 1
+        why = self._reasons.pop(trainer, None) or f"it {how} before it joined"
+        self._tell(f"trainer {trainer}: did not join: {why}")
+        self._end(trainer)
+
+    def _start_and_end(self, staying: set[int], goes_on: bool, may_start: bool) -> None:
+        """Have as many on their way as are missing, if any may be started now, and none that is not."""
+        missing = self._wanted - len(staying) - len(self._starting) if goes_on else -len(self._starting)
+        for _ in range(missing if may_start else 0):
+            self._starting[self._next] = False
+            self._start(self._next)
+            self._next += 1
+        for _ in range(-missing):
+            if self._starting:
+                last = max(self._starting)
+                del self._starting[last]
+                self._end(last)
+            else:
+                # Those that came last, so that who leads stays.
+                self._leaving.add(max(staying - self._leaving))
+
+    def _can_join_now(self) -> tuple[int, ...]:
+        """Those that can join, once all that are starting can, or were waited for."""
+        ready = tuple(sorted(trainer for trainer, can in self._starting.items() if can))
+        if not ready:
+            self._waited_since = None
+            return ()
+        if self._waited_since is None:
+            self._waited_since = self._clock()
+        waited = self._clock() - self._waited_since >= JOIN_PATIENCE.total_seconds()
+        return ready if waited or len(ready) == len(self._starting) else ()

@@ -1,0 +1,196 @@
+"""What the launcher does about store shards while trainers run: it knows how each is, starts dead local servers again, and has spares and
+servers that the user names take the place of others.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.url import StoreUrl, parse_url, parse_urls
+from foreload.cache.errors import CacheError
+from foreload.cache.protocol.shard_status import LOST, OK, REBUILDING, REMOVED, ServerUnreachable, ShardSnapshot
+from foreload.trainer.cluster.coordinator.store_watch import StoreWatch
+from foreload.trainer.cluster.messages.board import Board
+from foreload.trainer.cluster.messages.control import AskReplace, Refused, Replacing
+from foreload.trainer.cluster.messages.facts import StopBy
+from foreload.trainer.cluster.messages.faults import RunObserver
+from foreload.trainer.errors import RunError
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.run.event_log import EventLog, ShardLost, ShardRebuilt, ShardReplaced
+from foreload.trainer.run.servers import plain
+from foreload.trainer.run.shard_change import shard_named
+
+_NEVER = 1 << 62  # a step that no schedule has
+SHOWN_STEP = 0.1  # the share of a rebuild after which the user is told again
+
+
+class StoreShards:
+    """The store shards of one call. Threads of the control socket call `want_replacement` and `together`, the launcher's own all else.
+
+    urls: of their servers by number, with passwords, "" where a shard was removed; those that trainers were told of. protected: whether there is
+    parity. check: called with a server that the user names to take a shard's place, and with those in use and the numbers of their shards; raises
+    StoreError where it cannot.
+    """
+
+    def __init__(
+        self,
+        job: TrainJob,
+        urls: Sequence[str],
+        local: LocalStores | None,
+        protected: bool,
+        observer: RunObserver,
+        check: Callable[[StoreUrl, Sequence[tuple[int, StoreUrl]]], None],
+        events: EventLog,
+    ) -> None:
+        self.urls, self.local, self._events = list(urls), local, events
+        self.protected, self._observer, self._check = protected, observer, check
+        self._restarted = local if protected and not job.no_restart else None
+        self._spares = [url.plain for url in parse_urls(job.spare)] if job.spare else []
+        self._wanted: deque[tuple[int, str]] = deque()  # servers that are to take the place of shards'
+        self._told: dict[int, ShardSnapshot] = {}  # by each trainer, the last
+        # How they were for the trainers of the term before, until those of this one have told.
+        self._before_term: ShardSnapshot | None = None
+        self._begun = False  # whether the trainers of the first term have told of all lanes that they have; before, of some
+        self._shown: dict[int, float] = {}  # shard -> how much of its rebuild the user was told of
+        self.memory: StoreWatch | None = None  # where servers have a limit
+        self._stop_by: int | None = None  # as trainers were told
+
+    @property
+    def plain_urls(self) -> tuple[str, ...]:
+        """`urls` without passwords."""
+        return plain(self.urls)
+
+    @property
+    def about_to_come(self) -> list[tuple[int, str]]:
+        """The servers that are to take the place of shards', and those shards."""
+        return list(self._wanted)
+
+    def use(self, urls: Sequence[str]) -> None:
+        """These are the URLs from now on, since shards were added or removed."""
+        self.urls[:] = urls
+
+    def share_moved(self, version: int) -> float:
+        """How much of all trainers' rows is where the placement of that version has it, from 0 to 1."""
+        before = () if self._before_term is None else (self._before_term,)
+        return min((one.migrated if one.version == version else 0.0 for one in (*self._told.values(), *before)), default=0.0)
+
+    def all_moved(self, trainers: Collection[int], version: int) -> bool:
+        """Whether each of these trainers has told that all of its rows are where the placement of that version has them."""
+        return self._begun and self._told.keys() >= set(trainers) and self.share_moved(version) >= 1.0
+
+    def all_without(self, trainers: Collection[int], shards: Collection[int]) -> bool:
+        """Whether each of these trainers has told that these shards are none any more."""
+        told = [self._told.get(trainer) for trainer in trainers]
+        return all(one is not None and all(one.shards[shard].state == REMOVED for shard in shards) for one in told)
+
+    @property
+    def servers_return(self) -> bool:
+        """Whether a lost shard may get a server again without its user: its own, started again, or a spare."""
+        return self._restarted is not None or bool(self._spares)
+
+    def see(self, board: Board, step: int) -> None:
+        """Start dead local servers again, and tell trainers by which step they must stop, before a server is full. step: the last one trained."""
+        self._restart_dead()
+        if self.memory is None:
+            return
+        self.memory.step = step
+        if (stop_by := self.memory.stop_by) != self._stop_by:
+            self._stop_by = stop_by
+            # Where it suffices by now, since a server was given more, what was said before must not stand.
+            board.publish(StopBy(_NEVER if stop_by is None else stop_by))
+
+    def _restart_dead(self) -> None:
+        """Start dead local servers again, empty, where that is wanted."""
+        if self._restarted is None:
+            return
+        for shard in range(self._restarted.count):
+            if self._observer.may_start(shard) and self._restarted.restart(shard):
+                sys.stderr.write(f"store shard {shard}: its server died, and was started again, empty\n")
+                self._events.note(ShardReplaced(shard=shard, cause="its server died, and was started again, empty"))
+
+    @property
+    def together(self) -> ShardSnapshot:
+        """How the shards are for all trainers that told of them; while a term is about to begin at best as they were before."""
+        before = self._before_term
+        return ShardSnapshot.together(self._told.values() if before is None else (*self._told.values(), before))
+
+    def told(self, trainer: int, shards: ShardSnapshot) -> None:
+        """Note how the shards are for a trainer, and tell the user where that changes how they are for all together; spares may take places."""
+        before = self.together if self._told else None
+        changes = shards.changes_since(self._told.get(trainer))
+        # Replaced by a new one, since threads of the control socket read it.
+        self._told = self._told | {trainer: shards}
+        self._show(before)
+        for shard, status in changes.items():
+            if status.state == LOST:
+                self._use_spare(shard, status.url)
+
+    def now_trainers(self, trainers: Collection[int]) -> None:
+        """Who tells of shards from now on: what others told counts no more, once these have told of the lanes that they have now."""
+        self._before_term = self.together if self._told or self._before_term is not None else None
+        self._told = {trainer: shards for trainer, shards in self._told.items() if trainer in trainers}
+
+    def term_begins(self) -> None:
+        """All trainers of the term have told how the shards are for their lanes."""
+        before, self._before_term, self._begun = self._before_term, None, True
+        if before is not None:
+            self._show(before)
+
+    def _show(self, before: ShardSnapshot | None) -> None:
+        """Tell the user what changed for all trainers together."""
+        after = self.together
+        for shard, status in after.changes_since(before).items():
+            if status.state == LOST:
+                sys.stderr.write(f"store shard {shard}: is lost; training goes on, its rows come from parity ({status.why})\n")
+                self._events.note(ShardLost(shard=shard, cause=status.why))
+                self._shown[shard] = 0.0
+            elif status.state == OK:
+                sys.stderr.write(f"store shard {shard}: is whole again\n")
+                self._events.note(ShardRebuilt(shard=shard))
+        for shard, status in enumerate(after.shards):
+            if status.state == REBUILDING and status.rebuilt >= self._shown.get(shard, 0.0) + SHOWN_STEP:
+                self._shown[shard] = status.rebuilt
+                sys.stderr.write(f"store shard {shard}: {status.rebuilt:.0%} rebuilt\n")
+
+    def unreachable(self, event: ServerUnreachable) -> None:
+        """A trainer looks for the server of a lost shard in vain; a spare may take its place."""
+        if self._in_use(event.shard, event.url):
+            sys.stderr.write(f"store shard {event.shard}: no server for it yet ({event.why})\n")
+        self._use_spare(event.shard, event.url)
+
+    def _use_spare(self, shard: int, url: str) -> None:
+        """Have the next spare take the place of a shard's server, if that is the one at `url`, and none that comes back by itself."""
+        if self._spares and self._restarted is None and self._in_use(shard, url):
+            self._wanted.append((shard, self._spares.pop(0)))
+
+    def _in_use(self, shard: int, url: str) -> bool:
+        """Whether it is a shard's server, and not one that another takes the place of."""
+        return url == self.plain_urls[shard] and all(wanted != shard for wanted, _ in list(self._wanted))
+
+    def want_replacement(self, request: AskReplace) -> Replacing | Refused:
+        """Have a server take the place of a shard's, if it can. request.old: the shard's number, or its server's URL without password."""
+        old = request.old
+        if not self.protected:
+            return Refused("the run has no parity, so a shard's rows are nowhere else; train with --parity")
+        try:
+            shard = shard_named(old, self.plain_urls)
+            url = parse_url(request.new)
+            in_use = [(number, used) for number, used in [*enumerate(self.urls), *list(self._wanted)] if used]
+            self._check(url, [(number, parse_url(used)) for number, used in in_use])
+        except (CacheError, RunError) as error:
+            return Refused(str(error))
+        self._wanted.append((shard, url.plain))
+        return Replacing(shard, url.plain)
+
+    def take_replacement(self) -> tuple[int, str] | None:
+        """The next shard whose server another is to take the place of from now on, and that one's URL, without password; None: there is none."""
+        if not self._wanted:
+            return None
+        shard, url = self._wanted.popleft()
+        self.urls[shard] = url
+        self._spares = [spare for spare in self._spares if spare != url]
+        self._events.note(ShardReplaced(shard=shard, url=self.plain_urls[shard]))
+        return shard, self.plain_urls[shard]

@@ -1,0 +1,239 @@
+"""Between steps: what a trainer tells its coordinator of store shards and run requests, and what it does at its command."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.shard_status import LOST, ServerUnreachable, ShardNews, ShardsAwaited, ShardSnapshot
+from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.base.interrupts import Interrupts
+from foreload.trainer.cluster.member.trainer_checkpoints import TrainerCheckpoints
+from foreload.trainer.cluster.member.trainer_requests import TrainerRequests
+from foreload.trainer.cluster.messages.board import Board
+from foreload.trainer.cluster.messages.events import EventSender
+from foreload.trainer.cluster.messages.facts import ShardsLooked, StopWanted, Term
+from foreload.trainer.cluster.messages.faults import Fault, TrainerFault
+from foreload.trainer.cluster.messages.trainers import (
+    Commanded,
+    CopiesTold,
+    CountRows,
+    DropCheckpoint,
+    EndMove,
+    FaultInjected,
+    LaunchSpec,
+    MoveRows,
+    ReplaceServer,
+    Scrub,
+    SeededCopy,
+    ShardsTold,
+    TakeCheckpoint,
+    WriteCheckpoint,
+)
+from foreload.trainer.run.directory import STORES
+from foreload.trainer.run.servers import asked, numbered
+from foreload.trainer.step.copies import LaneCopy
+from foreload.trainer.step.hosted_lanes import HostedLanes
+
+RETURN_TIMEOUT = timedelta(seconds=30)  # for a server that is to take the place of one that is gone, once training is over
+SHARDS_PAUSE = timedelta(milliseconds=100)  # between two looks at commands and at what is rebuilt
+BOARD_PAUSE = timedelta(milliseconds=10)  # between two looks for a fact that is waited for
+
+
+class CoordinatorLink:
+    """Of one trainer; its main thread uses it, but for `shard_news`, which the traffic's threads call. store_urls: with passwords; interrupts: of a
+    process that a scheduler started.
+
+    placement: of the run's rows; stores: the URLs of its store shards by number, "" for those removed. Both are as the trainer is to begin with.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        events: EventSender,
+        trainer: int,
+        run: Path,
+        spec: LaunchSpec,
+        store_urls: Sequence[str],
+        interrupts: Interrupts | None,
+        commands: int,
+        checkpoints: TrainerCheckpoints,
+    ) -> None:
+        """commands: how many of the board's are not for this trainer, since they came before it was started."""
+        self._checkpoints = checkpoints
+        self._board, self._events, self._trainer, self._run = board, events, trainer, run
+        self._servers_return, self._interrupts, self._stop_asked = spec.servers_return, interrupts, False
+        self._news: deque[tuple[ServerUnreachable | ShardSnapshot, float]] = deque()
+        self._told: ShardSnapshot | None = None  # what the coordinator was told last
+        self._commands = commands  # how many were taken from the board
+        self.placement = self._placement_after(spec.placement, commands)
+        self.stores = numbered(store_urls, self.placement)
+        self._later: deque[Scrub | CountRows | TakeCheckpoint | WriteCheckpoint | DropCheckpoint] = (
+            deque()
+        )  # taken, and yet to be done
+        self._copies: Callable[[], CopiesTold | None] = lambda: None
+        self._copies_told: CopiesTold | None = None
+        self._lost = 0  # how many times a shard was lost, or had its server replaced, for this trainer
+        self._asked_at = 0.0  # when the board was last looked at for commands, time.monotonic()
+
+    def serve(self, lanes: HostedLanes, layouts: Sequence[RowLayout]) -> None:
+        """Have run requests done by the traffic of these lanes, for those that are hosted then."""
+        self._traffic = lanes.traffic
+        self._requests = TrainerRequests(
+            self._events, self._run, lanes.traffic, lambda: lanes.numbers, layouts, lambda: lanes.stored.store.loads
+        )
+
+    def serve_copies(self, term: int, copies: Mapping[int, LaneCopy]) -> None:
+        """Tell of these copies of lanes from now on."""
+
+        def told() -> CopiesTold:
+            seeded = {lane: SeededCopy(copy.cursor, copy.partition.slots, copy.complete) for lane, copy in sorted(copies.items())}
+            return CopiesTold(term, seeded)
+
+        self._copies = told
+
+    def _placement_after(self, begun_with: str, commands: int) -> Placement:
+        """Where rows live after so many commands, which were told before this trainer was started."""
+        text = begun_with
+        for number in range(commands):
+            command = self._board.read(Commanded, number).command
+            if isinstance(command, MoveRows | EndMove):
+                text = command.placement
+        return Placement.of_text(text, "the coordinator's placement")
+
+    def catch_up(self) -> None:
+        """Use the servers that were told of by now, and where rows are: before it serves lanes that were another trainer's, which may know more."""
+        while (commanded := self._board.poll(Commanded, self._commands)) is not None:
+            self._commands += 1
+            match commanded.command:
+                case ReplaceServer() as command:
+                    self._replace(command)
+                case MoveRows(text, stores):
+                    self._traffic.migration.begin(Placement.of_text(text, "the coordinator's placement"), asked(stores))
+                case EndMove(text):
+                    self._traffic.migration.complete(Placement.of_text(text, "the coordinator's placement"))
+                case other:
+                    self._later.append(other)
+
+    def join(self) -> None:
+        """Catch up once the traffic is there; what else was asked since this trainer was started is not for it."""
+        self.catch_up()
+        self._later.clear()
+
+    def _do(self, command: Scrub | CountRows | TakeCheckpoint | WriteCheckpoint | DropCheckpoint) -> None:
+        """Do what else the coordinator commands."""
+        match command:
+            case Scrub() | CountRows() as request:
+                self._requests.begin(request)
+            case TakeCheckpoint() as wanted:
+                self._checkpoints.begin(wanted)
+            case WriteCheckpoint() as written:
+                self._checkpoints.write(written)
+            case DropCheckpoint(number):
+                self._checkpoints.drop("it is given up", number)
+
+    def _replace(self, command: ReplaceServer) -> None:
+        self._traffic.replace(command.shard, command.url)
+        self._lost += 1  # of the server that had the shard
+
+    def shard_news(self, news: ShardNews) -> None:
+        """What became of store shards, to be told at the next `tell`; that they are waited for is said at once: nothing else is done meanwhile."""
+        if isinstance(news, ShardsAwaited):
+            sys.stderr.write(f"trainer {self._trainer}: {news}\n")
+        else:
+            self._news.append((news, time.monotonic()))
+
+    def inject(self, faults: Sequence[Fault | TrainerFault], step: int) -> None:
+        """Put in the store shards' faults that are due after a step."""
+        for fault in faults:
+            if isinstance(fault, Fault) and fault.step == step:
+                at = time.monotonic()
+                fault.inject(self._run / STORES)
+                self._events.send(FaultInjected(fault.shard, at))
+
+    def tell(self, at_once: bool = False) -> None:
+        """Tell the coordinator what became of store shards, and how far run requests are; do what it commands.
+
+        Changes are told at every call, the rest every SHARDS_PAUSE, or at once.
+        """
+        self._tell_news()
+        if not at_once and time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
+            return
+        self._asked_at = time.monotonic()
+        if self._interrupts is not None and self._interrupts.received and not self._stop_asked:
+            self._stop_asked = True
+            self._board.publish(StopWanted())
+        self.tell_shards()
+        if (copies := self._copies()) is not None and copies != self._copies_told:
+            self._copies_told = copies
+            self._events.send(copies)
+        self._requests.tell()
+        self._checkpoints.tell()
+        self.catch_up()
+        while self._later:
+            self._do(self._later.popleft())
+
+    def tell_shards(self) -> None:
+        """Tell how the store shards are for the lanes that are hosted now, where that is another state than was told last, or more is rebuilt."""
+        self._tell_news()
+        shards = self._traffic.shards
+        if shards != self._told and not (self._told is None and shards.whole and not shards.version):
+            self._tell_shards(shards, time.monotonic())
+
+    def _tell_news(self) -> None:
+        while self._news:
+            news, at = self._news.popleft()
+            if isinstance(news, ServerUnreachable):
+                self._events.send(news)
+            else:
+                self._tell_shards(news, at)
+
+    def _tell_shards(self, shards: ShardSnapshot, at: float) -> None:
+        """Tell the coordinator how the store shards are for this trainer. at: since when, time.monotonic()."""
+        self._lost += sum(status.state == LOST for status in shards.changes_since(self._told).values())
+        self._told = shards
+        self._events.send(ShardsTold(shards, at))
+
+    def finish(self, term: Term, check: Callable[[], None]) -> list[int]:
+        """Bring a checkpoint under way and run requests to their end, and wait until all shards are whole again and rows that move have moved, for
+        every trainer, as long as there is hope; returns the shards that are not whole. check: called while others are waited for, raises where they
+        are not to be waited for any more.
+
+        A shard that one trainer finds lost may have been whole when another looked, so all look, turn by turn, until none finds a further one. There
+        is hope where servers come back by themselves, for RETURN_TIMEOUT at most, and not again once a shard was given up.
+        """
+        self._checkpoints.finish(check, self.tell)
+        lost: list[int] = []
+        turn, known = 0, self._lost
+        while True:
+            hopeful = self._servers_return and not lost
+            deadline = time.monotonic() + (RETURN_TIMEOUT.total_seconds() if hopeful else 0.0)
+            while True:
+                lost = self._traffic.repair_shards(SHARDS_PAUSE)
+                self.tell()
+                shards = self._traffic.shards
+                # Rows that are to move do, as long as no shard is lost.
+                through = shards.not_whole.keys() <= set(lost) if lost else shards.whole and shards.migrated >= 1.0
+                if through and (not lost or time.monotonic() >= deadline):
+                    break
+                check()
+            further, known = self._lost > known, self._lost
+            self._board.publish(ShardsLooked(further), term.number, turn, self._trainer)
+            if not any(self._found_lost(term, turn, trainer, check) for trainer in term.members):
+                break
+            turn += 1
+        self._requests.finish()
+        return lost
+
+    def _found_lost(self, term: Term, turn: int, trainer: int, check: Callable[[], None]) -> bool:
+        """Whether a trainer found a shard lost in a turn of `finish`, waited for as long as its rebuilding takes."""
+        while (looked := self._board.poll(ShardsLooked, term.number, turn, trainer)) is None:
+            check()
+            self.tell()
+            time.sleep(BOARD_PAUSE.total_seconds())
+        return looked.found_lost

@@ -1,0 +1,311 @@
+"""A trainer's side of checkpoints that are saved while it trains: the step is agreed on, the copy made behind it, the files written meanwhile.
+
+No step asks the board for anything while none is wanted. A checkpoint is asked for by a command. When all trainers have told that they know of it,
+the coordinator lets the one that leads name the step. It does so behind a step, before it sends anything of the next: so no other one can end that
+without seeing the name, if it looks behind every step from then on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foreload.cache.protocol.snapshot import Snapshot, rehearse
+from foreload.cache.rows.layout import RowLayout
+from foreload.cache.rows.slot_copy import SlotCopy
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.assembly.dense_file import dense_tensors, encode_dense
+from foreload.trainer.checkpoints.changed_rows import changed_rows
+from foreload.trainer.checkpoints.contents import DENSE
+from foreload.trainer.checkpoints.part import GRACE_SECONDS, PartWriter
+from foreload.trainer.checkpoints.part import rehearse as rehearse_part
+from foreload.trainer.checkpoints.policies import LEAST_BITS
+from foreload.trainer.checkpoints.row_files import RowSink
+from foreload.trainer.cluster.member.step_pace import StepPace
+from foreload.trainer.cluster.messages.board import Board
+from foreload.trainer.cluster.messages.events import EventSender
+from foreload.trainer.cluster.messages.facts import CheckpointAt, CheckpointReady, GoOnAfter, Orphaned, StopWanted
+from foreload.trainer.cluster.messages.trainers import (
+    CheckpointArmed,
+    CheckpointFailed,
+    CheckpointTaken,
+    CheckpointWritten,
+    TakeCheckpoint,
+    WriteCheckpoint,
+)
+from foreload.trainer.job.early_stopping import Watched
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.step.dense_agreement import dense_checksums
+from foreload.trainer.step.parts import TrainerParts
+from foreload.trainer.step.program import Trainer
+from foreload.trainer.storage import place
+
+_PAUSE_SECONDS = 0.02  # between two looks whether a part is written, or training goes on
+_GO_ON, _TAKE, _WAIT = 0, 1, 2  # what the trainer that leads says behind an evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What a trainer has in memory of a checkpoint. dense: gives file name and contents of the dense part; began: time.monotonic() of the copy;
+    room: what it was made in, by lane.
+    """
+
+    snapshot: Snapshot
+    parts: TrainerParts
+    dense: Callable[[], tuple[str, bytes]] | None
+    began: float
+    room: dict[int, Future[SlotCopy]]
+
+
+class TrainerCheckpoints:
+    """Of one trainer, the checkpoint under way; its main thread uses it.
+
+    come_to: told the points of one (`faults`).
+    """
+
+    def __init__(self, board: Board, events: EventSender, come_to: Callable[[str], None]) -> None:
+        self._board, self._events, self._come_to = board, events, come_to
+        self._begun: Callable[[], int] = lambda: 0
+        # What evaluations have been, asked behind the step that a checkpoint is of.
+        self.watched: Callable[[], Watched | None] = lambda: None
+        self._wanted: TakeCheckpoint | None = None
+        self._at: int | None = None
+        self._taken: _Taken | None = None
+        self._told: WriteCheckpoint | None = None  # of the checkpoint under way
+        self._part: PartWriter | None = None
+        # Memory for the copy, by lane. Whoever writes it has it meanwhile, and gives it back if all goes well.
+        self._room: dict[int, Future[SlotCopy]] = {}
+        self._room_stays = False
+        self._keeps_best = False
+        # The term in which training waits behind the evaluation that is over, where this trainer leads.
+        self._waits_in: int | None = None
+        self._pace = StepPace()
+        self._maker = ThreadPoolExecutor(1, "checkpoint memory")  # to be given memory takes long
+
+    def prepare(self, job: TrainJob, layouts: Sequence[RowLayout]) -> None:
+        """Before training: have ready what the checkpoints of a job need."""
+        self._room_stays, self._keeps_best = job.saves_checkpoints, job.keep_best is not None
+        if job.saves_checkpoints:
+            rehearse_part(layouts, LEAST_BITS if job.checkpoint_bits == "auto" else job.checkpoint_bits)
+
+    def now_trains(self, trainer: Trainer, begun: Callable[[], int]) -> None:
+        """A term begins. begun: how many segments of the schedule were begun, asked behind the step that a checkpoint is of."""
+        self._begun = begun
+        if self._room_stays:
+            self._make_room(trainer)
+
+    def _make_room(self, trainer: Trainer) -> None:
+        """Have memory for copies of the lanes' slots made, where there is none."""
+        partitions = trainer.lanes.partitions
+        if self._room.keys() != partitions.keys():
+            self._room = {
+                lane: self._room.get(lane) or self._maker.submit(SlotCopy, partition) for lane, partition in partitions.items()
+            }
+
+    def begin(self, wanted: TakeCheckpoint) -> None:
+        """Look for the step of this checkpoint from now on."""
+        self.drop("another one is wanted")
+        rehearse()
+        self._wanted, self._at = wanted, None
+        self._events.send(CheckpointArmed(wanted.number))
+        self._come_to("checkpoint asked for")
+
+    def drop(self, why: str, number: int | None = None) -> None:
+        """Do no more for the checkpoint under way, or only if it has that number; nobody waits for it any more."""
+        if self._wanted is not None and number in (None, self._wanted.number):
+            if self._taken is not None:
+                self._taken.snapshot.abandon(why)
+            self._wanted = self._taken = self._told = self._part = None
+            if not self._room_stays:
+                self._room = {}
+
+    def after_step(self, trainer: Trainer, step: int) -> None:
+        """Behind each training step, before anything of the next one leaves: make the copy, if the checkpoint is of this step."""
+        wanted, taken = self._wanted, self._taken
+        self._pace.step(time.monotonic(), beside=taken is not None)
+        if taken is not None:
+            taken.snapshot.share = self._pace.share
+        if wanted is None or taken is not None or wanted.behind is not None:
+            return
+        self._make_room(trainer)
+        if self._at is None:
+            self._at = self._named(wanted, step, trainer.session.leads)
+        if self._at == step:
+            self._take_if_room(wanted, trainer, step)
+
+    def _take_if_room(self, wanted: TakeCheckpoint, trainer: Trainer, step: int) -> None:
+        """Copy what changes with the next step, or tell that there is no memory for that."""
+        try:
+            self._take(wanted, trainer, step)
+        except MemoryError:
+            self.drop("there is not enough memory for it")
+            self._events.send(CheckpointFailed(wanted.number, "there is not enough memory for it"))
+
+    def waits_in(self, term: int, step: int) -> int | None:
+        """The term, if training is to wait behind an evaluation, after training step `step`, as no copy of that step was made for evaluations. The
+        trainer that leads asks this, and then tells the coordinator.
+        """
+        wanted, taken = self._wanted, self._taken
+        has_copy = wanted is not None and taken is not None and taken.snapshot.step == step and step in wanted.steps
+        self._waits_in = term if self._keeps_best and not has_copy else None
+        return self._waits_in
+
+    def after_evaluation(self, trainer: Trainer, step: int, check: Callable[[], None], look: Callable[[bool], object]) -> None:
+        """Behind each evaluation, on every trainer alike: where the one that leads says so, wait until the coordinator wants none of this step, or
+        a checkpoint of it is begun, and make the copy. check, look: as in `finish`. Raises PeerLost.
+
+        All ask the one that leads again and again, so that nobody waits for one that is gone, or stands still, for longer than in a step.
+        """
+        if not self._keeps_best:
+            return
+        waits_in, self._waits_in = self._waits_in, None
+        leads, session = trainer.session.leads, trainer.session
+        while True:
+            said = self._next_of_wait(waits_in, step) if leads else _GO_ON
+            said = int(session.exchange.agree(torch.tensor([said], device=session.transport.device)).item())
+            if said == _GO_ON:
+                if self._taken is not None:
+                    self._taken.snapshot.throttled = True
+                return
+            if self._taken is not None:
+                self._taken.snapshot.hurry()
+            self._come_to("best waited for")
+            check()
+            self._events.flush()
+            look(True)
+            if said == _TAKE:
+                # What the one that leads was told before, this one was told by now.
+                if self._wanted is not None and self._wanted.behind == step:
+                    self._make_room(trainer)
+                    self._take_if_room(self._wanted, trainer, step)
+                return
+            time.sleep(_PAUSE_SECONDS)
+
+    def _next_of_wait(self, waits_in: int | None, step: int) -> int:
+        """What the trainer that leads says to the others, which wait with it."""
+        if waits_in is None or self._board.poll(GoOnAfter, waits_in, step) is not None or self._board.poll(Orphaned) is not None:
+            return _GO_ON
+        return _TAKE if self._wanted is not None and self._wanted.behind == step and self._taken is None else _WAIT
+
+    def _named(self, wanted: TakeCheckpoint, step: int, leads: bool) -> int | None:
+        """The step of the checkpoint, once it has one: whoever leads names one that is yet to come."""
+        if not leads:
+            at = self._board.poll(CheckpointAt, wanted.number)
+            return None if at is None else at.step
+        if self._board.poll(CheckpointReady, wanted.number) is None:
+            return None
+        to_come = [one for one in wanted.steps if one > step]
+        if wanted.every is not None:
+            to_come.append(-(-(step + 2) // wanted.every) * wanted.every - 1)
+        if not to_come:
+            return None
+        named = CheckpointAt(min(to_come))
+        self._board.publish(named, wanted.number)
+        return named.step
+
+    def _take(self, wanted: TakeCheckpoint, trainer: Trainer, step: int) -> None:
+        """Copy what changes with the next step."""
+        began = time.monotonic()
+        parts, lanes, room = trainer.parts, trainer.lanes, self._room
+        self._room = {}
+        held = {
+            lane: (room[lane].result().of(partition), lanes.given[lane].copy()) for lane, partition in lanes.partitions.items()
+        }
+        snapshot = lanes.traffic.snapshots.begin(step, held)
+        dense = None
+        if trainer.session.leads:
+            tensors = {name: value.clone() for name, value in dense_tensors(parts.module, parts.optimizer).items()}
+            dense = partial(_dense_file, tensors, step)
+        self._taken = _Taken(snapshot, parts, dense, began, room)
+        snapshot.share = self._pace.share
+        segments = self._begun()
+        sums = dense_checksums(parts) if trainer.session.transport.world > 1 else {}
+        seconds = time.monotonic() - began
+        prefix = parts.schedule.prefix(segments)
+        given = {lane: tuple(ordinals.tolist()) for lane, (_, ordinals) in held.items()}
+        self._events.send(CheckpointTaken(wanted.number, step, seconds, segments, prefix, given, sums, self.watched()))
+        self._come_to("checkpoint taken")
+        self._begin_writing()
+
+    def write(self, told: WriteCheckpoint) -> None:
+        """Write the files of what is taken, in a thread of their own. Where others were faster, this is told before it is taken here."""
+        if self._wanted is not None and self._wanted.number == told.number:
+            self._told = told
+            self._begin_writing()
+
+    def _begin_writing(self) -> None:
+        told, taken, changed = self._told, self._taken, None
+        if told is None or taken is None:
+            return
+        if told.since >= 0:
+            schedule = taken.parts.schedule
+            changed = partial(_changed, schedule.path, schedule.follow, told.since, taken.snapshot.step)
+        layouts, folder = taken.parts.layouts, place(told.folder)
+        sink = RowSink(folder, layouts, told.bits, told.known, lambda file: self._come_to("checkpoint file written"))
+        self._part = PartWriter(taken.snapshot, layouts, sink, told.since, changed, taken.dense, taken.began)
+        self._part.start()
+
+    def tell(self) -> None:
+        """Tell the coordinator when the files are written, or cannot be."""
+        part, wanted = self._part, self._wanted
+        if part is None or wanted is None or part.is_alive():
+            return
+        taken = self._taken
+        self._wanted = self._taken = self._told = self._part = None
+        if taken is not None and self._room_stays:
+            self._room = taken.room
+        if part.result is None:
+            self._events.send(CheckpointFailed(wanted.number, part.failure or "the thread that writes it has ended; see above"))
+            return
+        self._events.send(CheckpointWritten(wanted.number, part.result))
+        self._come_to("checkpoint part written")
+
+    def finish(self, check: Callable[[], None], look: Callable[[], object]) -> None:
+        """Training is over: finish what is under way, or give it up, within a bound from where it is not the best model, or an end is asked for.
+
+        check: called again and again meanwhile, may raise; look: has the coordinator's commands done, and tells of what is.
+        """
+        deadline = time.monotonic() + GRACE_SECONDS
+        if self._taken is not None:
+            self._taken.snapshot.hurry()
+        while self._taken is not None and time.monotonic() < deadline:
+            if self._told is None and self._board.poll(Orphaned) is not None:
+                break  # nobody will tell where it is to be written
+            if self._may_take_longer():
+                deadline = time.monotonic() + GRACE_SECONDS
+            check()
+            look()
+            time.sleep(_PAUSE_SECONDS)
+        self.drop("training is over")
+
+    def _may_take_longer(self) -> bool:
+        """Whether what is written may be the best model of all, and nobody wants an end."""
+        wanted, taken = self._wanted, self._taken
+        if (
+            wanted is None
+            or taken is None
+            or self._told is None
+            or not self._keeps_best
+            or taken.snapshot.step not in wanted.steps
+        ):
+            return False
+        return self._board.poll(StopWanted) is None and self._board.poll(Orphaned) is None
+
+
+def _changed(schedule: Path, follow: bool, since: int, until: int) -> dict[int, np.ndarray]:
+    """By lane, the rows that changed, as `Snapshot.want` has it."""
+    # One of its own: the schedule of the steps belongs to their thread.
+    lanes = changed_rows(Schedule(schedule, follow), since, until)
+    return {lane: np.concatenate(tables) for lane, tables in enumerate(lanes)}
+
+
+def _dense_file(tensors: dict[str, Tensor], step: int) -> tuple[str, bytes]:
+    return DENSE, encode_dense(tensors, step)

@@ -1,0 +1,423 @@
+"""One trainer's part of a job, from joining to leaving, over as many terms as there are (docs/internals/trainer.md, Terms)."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foreload.cache.client.store import Store
+from foreload.cache.errors import CacheError, CopyLost
+from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.rehearsal import rehearse
+from foreload.pipelines.base.interrupts import Interrupts
+from foreload.pipelines.schedule.format import Event
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.assembly.assembly import DenseModel, StoreAccess, begin_term, join_term, open_no_lanes
+from foreload.trainer.assembly.next_term import continue_term, segment_after
+from foreload.trainer.assembly.start import Start
+from foreload.trainer.assembly.state_transfer import receive_state, send_state
+from foreload.trainer.cluster.ending import counters_of
+from foreload.trainer.cluster.member.coordinator_link import CoordinatorLink
+from foreload.trainer.cluster.member.hosted_log import open_log
+from foreload.trainer.cluster.member.keeping import CannotGoOn, cannot_go_on, keep
+from foreload.trainer.cluster.member.run_folder import open_folder
+from foreload.trainer.cluster.member.segment_gate import SegmentGate, StoppedAtSegment
+from foreload.trainer.cluster.member.stopping_early import EarlyStopping
+from foreload.trainer.cluster.member.trainer_checkpoints import TrainerCheckpoints
+from foreload.trainer.cluster.member.trainer_end import await_saved
+from foreload.trainer.cluster.member.trainer_terms import TrainerTerms
+from foreload.trainer.cluster.messages.board import Board, StopAgreement
+from foreload.trainer.cluster.messages.events import EventSender
+from foreload.trainer.cluster.messages.faults import FaultPoints, TrainerFault
+from foreload.trainer.cluster.messages.process_use import ProcessUse
+from foreload.trainer.cluster.messages.trainers import (
+    Departed,
+    Ended,
+    EvaluationEnded,
+    LaunchSpec,
+    LeaveWanted,
+    StepEnded,
+    TrainerEnd,
+    TrainerFaultInjected,
+)
+from foreload.trainer.cluster.processes.starting import OnHost
+from foreload.trainer.compute import numerics
+from foreload.trainer.compute.reports import EvaluationReport, StepReport, Totals
+from foreload.trainer.errors import LossNotFinite, PeerLost, after_step
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.run.model_code import check_same_code
+from foreload.trainer.run.servers import asked
+from foreload.trainer.saved.kept_manifest import KeptFile
+from foreload.trainer.step.commits import Standing
+from foreload.trainer.step.hosted_lanes import HostedLanes
+from foreload.trainer.step.parts import TrainerParts
+from foreload.trainer.step.program import Trainer
+from foreload.trainer.step.term_session import TermSession
+
+
+class TrainerProcess:
+    """One trainer's part of a spec. ready: set when this process no longer leaves with the launcher; leaving: set when it is to hand its lanes over.
+
+    connect: makes a further connection to the rendezvous store, None where the loss of a trainer is not survived. commands: how many commands to
+    trainers came before it was started, where it joins others that train; None: it is one of the first.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Any,
+        board: Board,
+        events: EventSender,
+        trainer: int,
+        address: str,
+        spec: LaunchSpec,
+        store_urls: Sequence[str],
+        interrupts: Interrupts | None,
+        ready: threading.Event,
+        leaving: threading.Event,
+        connect: Callable[[], Any] | None,
+        commands: int | None,
+        on_host: OnHost | None,
+    ) -> None:
+        self._board, self._events, self._interrupts = board, events, interrupts
+        self._trainer, self._spec, self._ready = trainer, spec, ready
+        self._job = TrainJob.of(spec.job)
+        if on_host is not None and on_host.schedule is not None:
+            self._job = replace(self._job, schedule=on_host.schedule)
+        self._address, self._on_host, self._run = address, on_host, Path(self._job.run)
+        self._points = FaultPoints(spec.faults, trainer, self._tell_fault)
+        self._leaving, self._leave_told, self._begun = leaving, False, False
+        self._terms = TrainerTerms(
+            rendezvous, board, events, trainer, spec, self._job, self._device(), address, connect, commands is not None,
+            self._points.come_to, run=self._run,
+        )  # fmt: skip
+        self._checkpoints = TrainerCheckpoints(board, events, self._points.come_to)
+        self._checkpoints.watched = lambda: self._early.so_far
+        further = commands or 0, self._checkpoints
+        self._link = CoordinatorLink(board, events, trainer, self._run, spec, store_urls, interrupts, *further)
+        self._last_step, self._totals = spec.start_step, Totals()  # and what its steps of this call add up to
+        self._segments = self._flushed = 0  # how many of the schedule were begun; rows written beyond the schedule
+        self._early = EarlyStopping(self._job.stop_early, spec.watched)
+        # How the last term ended, until a step of the next one is through: its frames hold the group, which takes as long to end as to form.
+        self._over: PeerLost | CopyLost | None = None
+        self._hosted: HostedLanes | None = None  # once there are any
+
+    def run(self) -> None:
+        """Train to the end of the schedule, or to an agreed stop. Raises the package's errors."""
+        spec, job, board, trainer, on_host = self._spec, self._job, self._board, self._trainer, self._on_host
+        numerics.set_up(job.threads, job.device, job.cpu_capability)
+        self._terms.check_fingerprint(numerics.fingerprint(self._device()), spec.fingerprint)
+        self._schedule = schedule = Schedule(job.schedule, follow=job.follow)
+        self._folder = folder = open_folder(board, self._run, spec, self._on_host is None or self._on_host.has_run)
+        folder.check_schedule(schedule, spec.resumes)
+        self._dense = dense = DenseModel.build(job, schedule)
+        check_same_code(f"trainer {self._trainer}", spec.code, job)
+        if spec.resumes and not self._terms.joins:
+            folder.load_dense(dense, spec.start_step)
+        rehearse(self._link.placement, takeover=self._terms.survives or self._terms.joins)
+        self._checkpoints.prepare(job, dense.layouts)
+        with (
+            Store.connect(asked(self._link.stores), job.store_silence, self._link.placement.r) as store,
+            self._terms.watched(),
+            contextlib.closing(open_log(board, trainer, self._address, on_host, spec, job, self._lose_holder)) as log,
+        ):
+            folder.check_stores(store, job.run_namespace)
+            access = StoreAccess(
+                store, self._link.placement, job.run_namespace, log.log,
+                ownership=Ownership(self._terms.term.number, folder.identity),
+                on_shards=self._link.shard_news, on_action=self._points.in_traffic if self._points.any else None, patience=job.patience,
+            )  # fmt: skip
+            self._log, self._terms.keeps_folder = log, log.keeps_folder
+            self._run_terms(dense.parts(job, schedule), access)
+
+    def _lose_holder(self, why: str) -> None:
+        """A trainer that holds the batch log of a lane that is hosted here does not answer: the term is over. The traffic's thread says so."""
+        self._end_waits(why)
+        self._terms.break_off()
+
+    def _end_waits(self, why: str) -> None:
+        if self._hosted is not None:
+            self._hosted.traffic.interrupt(CopyLost(why))
+
+    def _run_terms(self, parts: TrainerParts, access: StoreAccess) -> None:
+        """Train in one term after the other, until there is no further one, or none with this trainer."""
+        terms, before, hosted = self._terms, None, None
+        with contextlib.ExitStack() as stack:
+            if terms.joins:
+                hosted = open_no_lanes(parts, access)
+                self._serve(hosted, parts, stack)
+                self._link.join()
+                terms.join()
+            self._log.begin_term(terms.term, ())
+            while True:
+                why, keeps = None, False
+                try:
+                    with terms.transport() as transport:
+                        self._points.come_to("group formed")
+                        session = join_term(parts, transport, terms.term.lane_map, terms.term.copy_map)
+                        try:
+                            if hosted is None:
+                                start = Start(self._spec.start_step, tuple(self._spec.last_batches))
+                                before, events = begin_term(parts, access, session, start)
+                                hosted = before.lanes
+                                self._serve(hosted, parts, stack)
+                            else:
+                                before, events = self._continue(parts, access, session, before, hosted)
+                            if not self._run_term(before, events):
+                                return
+                        except (Exception, SystemExit) as error:
+                            raise self._found_to_fail(error, before) from error
+                except CannotGoOn as error:
+                    why, keeps = str(error), True
+                except (PeerLost, CopyLost) as error:
+                    if hosted is None:
+                        raise PeerLost(str(error)) from error
+                    # It may be gone because rows are: then that is said, of this trainer's rows.
+                    self._terms.on_over()
+                    self._over, why = error, str(error)
+                    if not terms.ends_keeping:
+                        try:
+                            hosted.traffic.probe()
+                        except CacheError as found:
+                            if not isinstance(found, CopyLost):
+                                why, keeps = self._cannot_go_on(found, before)
+                        if not terms.survives:
+                            raise
+                    self._points.come_to("term over")
+                self._next_term(before, why, keeps)
+                self._points.come_to("rolled back")
+                assert hosted is not None
+                if terms.term.keeps is not None:
+                    given = terms.term, self._trainer, hosted, before, self._last_step, self._dense
+                    files = keep(self._folder, self._log, *given)
+                    self._points.come_to("kept")
+                    batches = dict.fromkeys(terms.term.lanes_of(self._trainer), 0)
+                    self._publish_end(terms.term.committed, True, terms.term.keeps, batches, kept=files)
+                    self._await_saved(lambda: None)
+                    return
+                if not terms.is_member:
+                    terms.depart(Departed(self._totals, counters_of(hosted.traffic), ProcessUse.now(), hosted.stored.store.loads))
+                    return
+
+    def _serve(self, hosted: HostedLanes, parts: TrainerParts, stack: contextlib.ExitStack) -> None:
+        """Have what is asked of this trainer done by the traffic of its lanes, which lives as long as `stack`."""
+        self._link.serve(hosted, parts.layouts)
+        stack.enter_context(hosted.traffic)
+        # Whatever waits there for the next term does not, once there is none.
+        stack.callback(self._log.close)
+        self._hosted = hosted
+        if self._on_host is not None:
+            self._terms.on_over = self._see_over
+
+    def _found_to_fail(self, error: Exception | SystemExit, trainer: Trainer | None) -> Exception | SystemExit:
+        """What a term ends with that ended with an error: CannotGoOn, where the run can come to rest in the next one; then the others know it.
+
+        trainer: who trained in it, or in the one before; None where nobody has here.
+        """
+        if trainer is None or not self._begun:
+            return error
+        failed = cannot_go_on(error, trainer, self._trainer)
+        if failed is None:
+            return error
+        self._terms.end_keeping(trainer.commits is None)
+        return failed
+
+    def _cannot_go_on(self, error: CacheError, trainer: Trainer | None) -> tuple[str, bool]:
+        """Why the run is to come to rest in the next term, where it can after this error behind a term's steps, and True. Raises it otherwise."""
+        failed = self._found_to_fail(error, trainer)
+        if not isinstance(failed, CannotGoOn):
+            raise error
+        return str(failed), True
+
+    def _next_term(self, before: Trainer | None, why: str | None, keeps: bool) -> None:
+        """Leave the term and come to the next, at the step that is committed, without the lanes that go to others. Raises PeerLost, TrainerError."""
+        terms = self._terms
+        self._checkpoints.drop("the term is over")
+        commits = None if before is None else before.commits
+        while True:
+            standing = None
+            if before is not None:
+                standing = Standing(self._last_step, (), False) if commits is None else commits.standing()
+            terms.next(standing, why, keeps)
+            keeping = terms.term.keeps is not None
+            if not keeping:
+                try:
+                    self._log.begin_term(terms.term, () if before is None else before.lanes.numbers)
+                except CopyLost as error:
+                    why = str(error)
+                    continue
+            if self._hosted is not None:
+                self._hosted.traffic.interrupt(None)
+                if keeping:
+                    self._log.close()
+                    self._hosted.traffic.end_unwritten()
+            if before is None:
+                return
+            if commits is not None:
+                commits.roll_back(terms.term.committed)
+            if keeping:
+                return
+            try:
+                terms.hand_over(commits, before.lanes.numbers)
+                return
+            except CacheError as error:
+                if not terms.is_member:
+                    raise
+                why, keeps = self._cannot_go_on(error, before)
+
+    def _see_over(self) -> None:
+        """The term is over: nobody here waits for other trainers any more. The thread that watches the term says so."""
+        why = f"trainer {self._trainer}: term {self._terms.term.number} is over"
+        self._log.interrupt(why)
+        self._end_waits(why)
+
+    def _continue(
+        self, parts: TrainerParts, access: StoreAccess, session: TermSession, before: Trainer | None, hosted: HostedLanes
+    ) -> tuple[Trainer, Iterator[Event]]:
+        """Take part in a further term, after the step that is committed. before: who trained in the last; None where this trainer joins."""
+        term = self._terms.term
+        if before is None:
+            self._totals, self._early.so_far = receive_state(session.transport, term.members.index(term.leader), parts)
+            self._last_step = term.committed
+        elif term.joined and session.leads:
+            ranks = [term.members.index(trainer) for trainer in term.joined]
+            send_state(session.transport, ranks, parts, term.committed, self._totals.shared(), self._early.so_far)
+        self._terms.await_handed_over([lane for lane in session.hosted if lane not in hosted.partitions])
+        self._link.catch_up()  # who had these lanes may know of servers that this trainer was not told of yet
+        access = replace(access, ownership=replace(access.ownership, term=term.number))
+        copies = dict(before.commits.copies) if before is not None and before.commits is not None else {}
+        return continue_term(
+            parts, access, session, hosted, copies, term.committed, term.seeded, term.stopping, last_owner_dead=term.dead
+        )
+
+    def _run_term(self, trainer: Trainer, events: Iterator[Event]) -> bool:
+        """Train in a term, to the end or to a stop, and leave everything where the next one finds it. Returns whether there is a further term, since
+        this one alone has ended. Raises PeerLost.
+        """
+        terms, lanes, session, schedule = self._terms, trainer.lanes, trainer.session, self._schedule
+        term = terms.term
+        self._link.serve_copies(term.number, {} if trainer.commits is None else trainer.commits.copies)
+        begins = segment_after(schedule, term.committed) if term.number > self._spec.first_term else None
+        gate = SegmentGate(self._board, schedule, events, self._trainer, term, begins)
+        self._segments = max(self._segments, gate.begun)
+        if self._points.any:
+            trainer.on_point = self._points.in_step
+        # From here on it is the keeper that tells whether the launcher is there.
+        self._ready.set()
+        if self._interrupts is not None:
+            self._interrupts.defer_signals = True
+        self._link.tell_shards()
+        terms.await_begin(numerics.fingerprint(self._device()), session)
+        self._begun = True
+        stopped, failure, goes_on = self._train(trainer, gate)
+        self._segments = max(self._segments, gate.begun)
+        if goes_on:
+            # Who leaves closes its connections; another one may still wait for a message of the last step.
+            session.barrier()
+            return True
+        self._points.come_to("last write-back")
+        self._flushed = lanes.write_everything_back(self._last_step + 1, at_stop=stopped)
+        self._points.come_to("last rows written")
+        lost = self._link.finish(term, lambda: terms.check_waiting(session.transport))
+        # From here on no lane of any trainer is written any more: the dense part of this step may replace that of the last clean stop.
+        session.barrier()
+        if session.leads:
+            self._folder.save_dense(self._dense, self._last_step, term.number, self._on_dense_written)
+        self._publish_end(self._last_step, stopped, failure, lanes.last_batches(), lost)
+        self._points.come_to("ended")
+        if session.leads or terms.survives or self._on_host is not None:
+            self._await_saved(terms.check)
+        return False
+
+    def _publish_end(
+        self, step: int, stopped: bool, failure: str | None, batches: dict[int, int], lost: Sequence[int] = (), kept: tuple[KeptFile, ...] = ()
+    ) -> None:  # fmt: skip
+        """Tell how this trainer ended; the arguments as `TrainerEnd` has them."""
+        assert self._hosted is not None
+        end = TrainerEnd(
+            step=step, stopped=stopped, failure=failure, flushed=self._flushed, last_batches=batches, lost=tuple(lost),
+            traffic=counters_of(self._hosted.traffic), segments=self._segments, prefix=self._schedule.prefix(self._segments), totals=self._totals,
+            use=ProcessUse.now(), loads=self._hosted.stored.store.loads, watched=self._early.so_far, kept=kept,
+        )  # fmt: skip
+        self._board.publish(end, self._terms.term.number, self._trainer)
+        self._events.send_last(Ended())
+
+    def _await_saved(self, check: Callable[[], None]) -> None:
+        await_saved(self._board, self._spec, self._run, self._schedule, self._terms.term, self._log, check)
+
+    def _train(self, trainer: Trainer, gate: SegmentGate) -> tuple[bool, str | None, bool]:
+        """Run the program; returns whether training stopped early, what went wrong if that is why, and whether it is the term alone that ended."""
+        agreement = StopAgreement(self._board, trainer.session.leads, self._terms.term.number, self._job.until_full)
+        self._checkpoints.now_trains(trainer, lambda: gate.begun)
+
+        def tell() -> None:
+            self._link.tell()
+            if self._leaving.is_set() and not self._leave_told:
+                self._leave_told = True
+                self._events.send(LeaveWanted())
+
+        def on_step(report: StepReport) -> None:
+            self._last_step = report.step
+            self._totals.add(report)
+            self._over = None
+            self._events.send(StepEnded(report, time.monotonic()))
+            if trainer.session.leads:
+                self._link.inject(self._spec.faults, report.step)
+            tell()
+
+        def on_evaluation(report: EvaluationReport) -> None:
+            self._events.send(EvaluationEnded(report, self._checkpoints.waits_in(self._terms.term.number, report.step)))
+
+        def stop_after(step: int) -> bool:
+            self._checkpoints.after_step(trainer, step)
+            return agreement.stop_after(step)
+
+        def ends_after(step: int, reports: Sequence[EvaluationReport]) -> bool:
+            self._checkpoints.after_evaluation(trainer, step, self._terms.check, self._link.tell)
+            ended = self._early.ends_after(trainer.session, step, reports)
+            if ended and step < self._schedule.header.end_step - 1:
+                agreement.stop_now(step)
+            return ended
+
+        def while_waiting() -> None:
+            self._terms.check_waiting(trainer.session.transport)
+            self._events.flush()
+            tell()
+
+        if agreement.reached(self._last_step):
+            trainer.commit_last()
+            return True, None, False
+        trainer.ends_after, events = ends_after, gate.events(while_waiting)
+        try:
+            stopped = trainer.run(events, stop_after, on_step, on_evaluation, agreement.goes_on) is not None
+            return stopped, None, agreement.goes_on() and stopped
+        except StoppedAtSegment as stop:
+            # Every trainer is here, after the same step.
+            trainer.commit_last(stopping=not stop.goes_on)
+            if stop.failure is None:
+                return True, None, stop.goes_on
+            return True, f"{stop.failure} (training stopped {after_step(self._last_step)}, with everything saved)", False
+        except LossNotFinite as error:
+            trainer.commit_last()
+            failure = (
+                f"{error}; training stopped as {after_step(self._last_step)}, with everything saved; train anew with a lower --lr or "
+                "--dense-lr, or go on with --resume --allow-nan"
+            )
+            return True, failure, False
+
+    def _on_dense_written(self) -> None:
+        self._points.come_to("dense part written")
+        # Where this trainer stood still meanwhile, the run may have gone far beyond it.
+        self._terms.check()
+
+    def _tell_fault(self, fault: TrainerFault) -> None:
+        self._events.send(TrainerFaultInjected(fault, time.monotonic()))
+
+    def _device(self) -> str:
+        return "cpu" if self._job.device != "cuda" else f"cuda:{self._trainer % max(torch.cuda.device_count(), 1)}"

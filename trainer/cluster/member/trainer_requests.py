@@ -1,0 +1,71 @@
+"""What a trainer does for the requests of a run (`run_requests`): each for its lanes, a scrub, and a count of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from foreload.cache.client.load import ShardLoad
+from foreload.cache.errors import CacheError
+from foreload.cache.rows.layout import RowLayout
+from foreload.cache.traffic import Traffic
+from foreload.trainer.cluster.messages.events import EventSender
+from foreload.trainer.cluster.messages.trainers import CountRows, HeldRows, RowsCounted, Scrub, ScrubFailed, ScrubTold
+from foreload.trainer.run.directory import SCRUB
+from foreload.trainer.saved.expected_rows import MappedRows
+
+
+class TrainerRequests:
+    """A trainer's side; its main thread uses it."""
+
+    def __init__(
+        self,
+        sender: EventSender,
+        run: Path,
+        traffic: Traffic,
+        lanes: Callable[[], Sequence[int]],
+        layouts: Sequence[RowLayout],
+        loads: Callable[[], dict[int, ShardLoad]],
+    ) -> None:
+        self._loads = loads
+        self._events, self._run, self._traffic, self._lanes, self._layouts = sender, run, traffic, lanes, layouts
+        self._scrub: int | None = None
+        self._row_counts: int | None = None
+
+    def begin(self, command: Scrub | CountRows) -> None:
+        """Begin what the coordinator asks for."""
+        match command:
+            case CountRows(number):
+                self._row_counts = number
+                self._traffic.inspection.begin_row_counts()
+            case Scrub(number, rows):
+                try:
+                    self._traffic.inspection.begin_scrub(MappedRows(self._run / SCRUB / rows, list(self._lanes())))
+                    self._scrub = number
+                except (OSError, ValueError, CacheError) as error:
+                    self._events.send(ScrubFailed(number, str(error)))
+
+    def tell(self) -> None:
+        """Tell how far that is."""
+        counted = self._traffic.inspection.row_counts()
+        if self._row_counts is not None and counted is not None:
+            held = HeldRows(
+                rows=tuple(counted.rows.sum(axis=0).tolist()),
+                parity_rows=tuple(counted.parity_rows.sum(axis=0).tolist()),
+                row_bytes=tuple(counted.row_bytes(self._layouts).tolist()),
+                lag=self._traffic.inspection.lag(),
+                loads=self._loads(),
+            )
+            self._events.send(RowsCounted(self._row_counts, held))
+            self._row_counts = None
+        progress = self._traffic.inspection.scrubbed()
+        if self._scrub is not None and progress is not None:
+            self._events.send(ScrubTold(self._scrub, progress))
+            if progress.done:
+                self._scrub = None
+
+    def finish(self) -> None:
+        """Bring what was begun to its end, and tell of it."""
+        if self._scrub is not None:
+            self._traffic.inspection.scrubbed(finish=True)
+        self.tell()

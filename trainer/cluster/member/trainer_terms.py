@@ -1,0 +1,239 @@
+"""A trainer's side of terms: the one that it is in, its group, whether it is over, and the way into the next (docs/internals/trainer.md, Terms)."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foreload.trainer.cluster.member.term_watch import TermWatch
+from foreload.trainer.cluster.messages.board import Board
+from foreload.trainer.cluster.messages.events import EventSender
+from foreload.trainer.cluster.messages.facts import (
+    Admitted,
+    EndsKeeping,
+    Fingerprint,
+    HandedOver,
+    Orphaned,
+    Term,
+    TermBegins,
+    TermOver,
+)
+from foreload.trainer.cluster.messages.trainers import CanJoin, Departed, LaunchSpec, Ready, TermLeft
+from foreload.trainer.compute import numerics
+from foreload.trainer.errors import PeerLost, TrainerError, after_step
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.run.directory import Run
+from foreload.trainer.step.commits import Commits, Standing
+from foreload.trainer.step.nccl import NcclTransport
+from foreload.trainer.step.term_session import TermSession
+from foreload.trainer.step.transport import GlooTransport, Transport
+
+BOARD_PAUSE = timedelta(milliseconds=2)  # between two looks for a fact that is waited for
+PATIENCE = timedelta(hours=1)  # for a peer's message where losses are survived: whether it is gone, the coordinator knows
+FIRST_FORMING = timedelta(minutes=5)  # for the first group to be formed: trainers are still starting
+STEP_PATIENCE = timedelta(seconds=1)  # for a step that one trainer has ended to end on the others, which have all that it takes
+FORMING = timedelta(seconds=5)  # for a later one; when it begins, all members were there a moment ago
+
+
+class TrainerTerms:
+    """The terms of one trainer; its main thread uses it.
+
+    term: the one that it is in, or was in last. connect: makes a further connection to the rendezvous store; None: the loss of a trainer is not
+    survived. joins: whether it was started while others train, and is no member yet. come_to: told the points of a takeover (`faults`). run: the
+    run's folder, on hosts that have it. keeps_folder: `TermLog.keeps_folder`, once there is that log.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Any,
+        board: Board,
+        events: EventSender,
+        trainer: int,
+        spec: LaunchSpec,
+        job: TrainJob,
+        device: str,
+        address: str,
+        connect: Callable[[], Any] | None,
+        joins: bool = False,
+        come_to: Callable[[str], None] = lambda point: None,
+        *,
+        run: Path,
+    ) -> None:
+        self._rendezvous, self._board, self._events, self._trainer = rendezvous, board, events, trainer
+        self._job, self._device, self._address, self.joins = job, device, address, joins
+        self._come_to, self._run = come_to, run
+        self.term = board.read(Term, spec.first_term)
+        self._first_term = spec.first_term
+        self._watch = TermWatch(connect, trainer, job.peer_silence) if connect is not None else None
+        self.keeps_folder: Callable[[Term], int | None] = lambda term: None
+        self.on_over: Callable[[], None] = lambda: None  # called, in another thread, when a term is over
+
+    @property
+    def survives(self) -> bool:
+        """Whether this trainer goes on in a further term where another one is lost."""
+        return self._watch is not None and any(self.term.copies)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the term is one that this trainer takes part in."""
+        return self._trainer in self.term.members
+
+    def check_fingerprint(self, mine: dict[str, str], of_run: dict[str, str] | None) -> None:
+        """Raise FingerprintError unless the numerics here are the run's, or, where it has none or others are accepted, the first trainer's."""
+        if of_run is not None:
+            numerics.check(mine, of_run, goes_on="--resume")
+        elif self.joins or self._trainer != self.term.members[0]:
+            numerics.check(mine, self._board.read(Fingerprint).fields)
+        else:
+            self._board.publish(Fingerprint(mine))
+
+    def join(self) -> None:
+        """Tell that this trainer can join, and wait until a term has it as a member. Raises PeerLost where training is over before."""
+        self._events.send(CanJoin())
+        while (admitted := self._board.poll(Admitted, self._trainer)) is None:
+            if self._board.poll(Orphaned) is not None:
+                raise PeerLost(f"trainer {self._trainer}: the launcher is gone, so there is nothing to join")
+            time.sleep(BOARD_PAUSE.total_seconds())
+        self.term = self._board.read(Term, admitted.term)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """While entered, the coordinator knows that this trainer is alive, where that matters."""
+        with self._watch or contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def transport(self) -> Iterator[Transport]:
+        """The group of the term, formed while entered, and interrupted when the term is over. Raises PeerLost, TrainerError."""
+        job, number, members = self._job, self.term.number, self.term.members
+        silence = PATIENCE if self.survives else job.peer_silence
+        transport: Transport
+        if job.device == "cuda":
+            if not torch.cuda.is_available():
+                raise TrainerError(f"--device cuda: trainer {self._trainer} finds no CUDA device; use --device cpu")
+            torch.cuda.set_device(self._device)
+            transport = NcclTransport(self._rendezvous, number, self._trainer, members, silence, torch.device(self._device))
+        else:
+            forming = (FIRST_FORMING if number == self._first_term else FORMING) if self.survives else silence
+            transport = GlooTransport(
+                self._rendezvous, number, self._trainer, members, silence, self._address, forming, self.check
+            )
+        try:
+            with self._watch.watching(number, transport, self.on_over) if self._watch is not None else contextlib.nullcontext():
+                yield transport
+        finally:
+            transport.close()
+
+    def await_begin(self, fingerprint: dict[str, str], session: TermSession) -> None:
+        """Tell that this trainer is ready for the term's steps, and wait until all members are. Raises PeerLost."""
+        self._events.send(Ready(self.term.number, fingerprint))
+        self._come_to("ready")
+        while self._board.poll(TermBegins, self.term.number) is None:
+            self.check()
+            if self._board.poll(Orphaned) is not None and self._board.poll(TermBegins, self.term.number) is None:
+                # The coordinator is gone, so the members find out among themselves.
+                session.barrier()
+                return
+            time.sleep(BOARD_PAUSE.total_seconds())
+
+    def hand_over(self, commits: Commits | None, hosted: list[int]) -> None:
+        """Hand over the lanes hosted here that the term gives to others. Raises CacheError."""
+        given = [lane for lane in hosted if self.term.hosts[lane] != self._trainer]
+        if given:
+            assert commits is not None
+            commits.give_away(given)
+            self._board.publish(HandedOver(), self.term.number, self._trainer)
+
+    def await_handed_over(self, lanes: list[int]) -> None:
+        """Wait until the trainers that hosted these lanes, and are there, have handed them over. Raises PeerLost."""
+        number = self.term.number
+        for trainer in sorted({former for lane in lanes if self.term.former and (former := self.term.former[lane]) is not None}):
+            while self._board.poll(HandedOver, number, trainer) is None:
+                self.check()
+                if self._board.poll(Orphaned) is not None:
+                    raise PeerLost(f"trainer {self._trainer}: the launcher is gone, and trainer {trainer} hands nothing over")
+                time.sleep(BOARD_PAUSE.total_seconds())
+
+    def depart(self, departed: Departed) -> None:
+        """Tell what this trainer has done, which is no member any more and has handed its lanes over."""
+        self._board.publish(departed, self._trainer)
+
+    def break_off(self) -> None:
+        """The term is over for this trainer, though nobody has said so; any thread may tell."""
+        if self._watch is not None:
+            self._watch.break_off(self.term.number)
+
+    def check(self) -> None:
+        """Raise PeerLost if the term is over: whoever waits for another trainer by the board calls this again and again."""
+        if self.survives and self._board.poll(TermOver, self.term.number) is not None:
+            raise PeerLost(f"trainer {self._trainer}: term {self.term.number} is over")
+
+    def check_waiting(self, transport: Transport) -> None:
+        """The same, while none may leave; also where nobody else would find a peer gone: under a scheduler, whose launcher starts one trainer alone,
+        and when the launcher has died.
+        """
+        self.check()
+        if not self.survives or self._board.poll(Orphaned) is not None:
+            transport.check_peers()
+
+    def end_keeping(self, together: bool) -> None:
+        """Tell the others that this trainer cannot go on, before they find it gone: the next term is to keep what the store lacks.
+
+        together: no step can be undone, so they are given the time to end the one that this trainer has ended.
+        """
+        self._board.publish(EndsKeeping(), self.term.number)
+        if together and len(self.term.members) > 1:
+            time.sleep(STEP_PATIENCE.total_seconds())
+
+    @property
+    def ends_keeping(self) -> bool:
+        """Whether a trainer has told that, in this term."""
+        return self._board.poll(EndsKeeping, self.term.number) is not None
+
+    def next(self, standing: Standing | None, why: str | None, keeps: bool = False) -> None:
+        """Leave the term, and come to the next, which `term` then is. standing: None where this trainer has nothing yet. why: what was noticed, None
+        where the end was planned. keeps: it cannot go on.
+
+        This trainer may be no member of the next term if it has left in order: then it hands its lanes over. Raises PeerLost where there will be
+        none, since the coordinator is gone, and a trainer too, and TrainerError where it was taken for lost.
+        """
+        number = self.term.number
+        if standing is None:
+            self._events.send(TermLeft(number, -1, (), False, why, joins=True))
+        else:
+            self._events.send(TermLeft(number, standing.step, standing.copies, standing.stopping, why, keeps=keeps))
+        self._come_to("left")
+        number += 1
+        while (term := self._board.poll(Term, number)) is None:
+            if self._board.poll(Orphaned) is not None:
+                # It may have stated one before it died.
+                term = self._board.poll(Term, number) or self._last_term(standing, why)
+                break
+            time.sleep(BOARD_PAUSE.total_seconds())
+        if self._trainer not in (*term.members, *term.left):
+            raise TrainerError(
+                f"trainer {self._trainer}: was taken for lost {after_step(term.committed)}, and the others went on without it; it stops"
+            )
+        self.term = term
+
+    def _last_term(self, standing: Standing | None, why: str | None) -> Term:
+        """The term after one that was to end for lanes to change hands, where the launcher died before it stated one: its members stand at the same
+        step, so each of them knows that they go on as they were, to the stop that the keeper asks for. Raises PeerLost where one was lost, or where
+        none has the run's folder.
+        """
+        before, nobody = self.term, ((),) * len(self.term.hosts)
+        keeps_folder = self.keeps_folder(before)
+        if why is not None or standing is None or keeps_folder is None:
+            raise PeerLost(f"{why or 'the term is over'}; and the launcher is gone, so there is no further one")
+        if keeps_folder == self._trainer:
+            # On disk before it is on a server, for the others wait for this trainer before they own anything in it.
+            Run(self._run).raise_term(before.number + 1)
+        return Term(
+            before.number + 1, before.members, before.hosts, nobody, nobody, standing.step, standing.stopping, left=before.left
+        )

@@ -1,0 +1,126 @@
+"""A trainer process: it joins a job, trains its lanes, and leaves rows and dense part where the next one finds them.
+
+The launcher starts it (`own_process`), or has a forked process run `main`; a scheduler's process calls `work` itself.
+What it is told comes over the rendezvous store, passwords in its environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from foreload.cache.errors import RowsLost
+from foreload.pipelines.base.files import is_full
+from foreload.pipelines.base.interrupts import Interrupts
+from foreload.pipelines.errors import ForeloadError
+from foreload.trainer.cluster.member.trainer_process import TrainerProcess
+from foreload.trainer.cluster.messages.board import Board, join_store
+from foreload.trainer.cluster.messages.events import EventSender
+from foreload.trainer.cluster.messages.trainers import Failed, LaunchSpec, LostRows
+from foreload.trainer.cluster.processes.starting import OnHost, TrainerStart
+from foreload.trainer.errors import PeerLost, TrainerError
+from foreload.trainer.run.own_exit import exits_told
+
+JOIN_TIMEOUT = timedelta(minutes=5)
+LAUNCHER_PAUSE = timedelta(milliseconds=200)  # between two looks whether the launcher lives, before training begins
+
+_ready = threading.Event()  # set when this process no longer leaves with the launcher
+_leaving = threading.Event()  # set when it is to hand its lanes over, and leave
+
+
+def main() -> int:
+    """The process that the launcher starts; returns its exit status."""
+    signal.signal(signal.SIGTERM, _leave)
+    start = TrainerStart.of_environment(os.environ)
+    threading.Thread(target=_leave_with, args=(start.launcher,), name="launcher", daemon=True).start()
+
+    def connect() -> Any:
+        return join_store(start.rendezvous, JOIN_TIMEOUT)
+
+    try:
+        return work(
+            connect(),
+            start.trainer,
+            start.address,
+            start.store_urls,
+            connect=connect,
+            commands=start.commands,
+            on_host=start.on_host,
+        )
+    except PeerLost as error:
+        sys.stderr.write(f"foreload: error: {error}\n")
+        return 2
+
+
+def _leave(number: int, _: object) -> None:
+    """SIGTERM at this trainer alone: as soon as it trains it leaves in order; before, nothing is lost with it."""
+    if _ready.is_set():
+        _leaving.set()
+    else:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+
+def _leave_with(launcher: int) -> None:
+    """End this process if the launcher dies before the trainer is ready: until then nothing is lost, whatever it waits for."""
+    while not _ready.wait(LAUNCHER_PAUSE.total_seconds()):
+        if os.getppid() != launcher:
+            os._exit(2)
+
+
+def work(
+    rendezvous: Any,
+    trainer: int,
+    address: str,
+    store_urls: Sequence[str] | None,
+    interrupts: Interrupts | None = None,
+    connect: Callable[[], Any] | None = None,
+    commands: int | None = None,
+    on_host: OnHost | None = None,
+) -> int:
+    """Train as trainer number `trainer`; returns the exit status: 0, 2 where the coordinator was told why it failed, 1 for an error that was not
+    foreseen, with its traceback. rendezvous: the store that the board is on; address: of this machine, at which other trainers reach this one.
+
+    store_urls: with passwords, where they are not the coordinator's. interrupts: of a process that a scheduler started; once training
+    begins, a signal asks for a clean stop of all trainers. connect: makes a further connection to the rendezvous store; None: the loss of another
+    trainer is not survived. commands, on_host: as in `TrainerStart`.
+    """
+    board = Board(rendezvous)
+    sender = EventSender(board, trainer)
+    try:
+        spec = board.read(LaunchSpec)
+        # What was imported stays: a search for cycles of garbage that goes through it takes a tenth of a second, and may come in any step.
+        gc.freeze()
+        with exits_told(f"trainer {trainer}"):
+            TrainerProcess(
+                rendezvous, board, sender, trainer, address, spec, store_urls or spec.stores, interrupts, _ready, _leaving, connect,
+                commands, on_host,
+            ).run()  # fmt: skip
+    except ForeloadError as error:
+        if on_host is not None and not on_host.has_run:
+            sys.stderr.write(f"foreload: error: trainer {trainer}: {error}\n")  # the coordinator tells its own host
+        with contextlib.suppress(PeerLost):
+            sender.send(Failed(error.code, str(error), _lost_rows(error) if isinstance(error, RowsLost) else None))
+        return 2
+    except Exception as error:
+        if isinstance(error, OSError) and is_full(error):
+            with contextlib.suppress(PeerLost):
+                sender.send(Failed(TrainerError.code, f"trainer {trainer}: the disk is full: free space there"))
+            return 2
+        traceback.print_exc()
+        with contextlib.suppress(PeerLost):
+            sender.send(Failed(TrainerError.code, f"trainer {trainer}: {type(error).__name__}: {error} (see above)"))
+        return 1
+    return 0
+
+
+def _lost_rows(error: RowsLost) -> LostRows:
+    return LostRows(tuple(error.shards), error.covered, None if error.rows is None else dict(error.rows))

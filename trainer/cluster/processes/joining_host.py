@@ -1,0 +1,250 @@
+"""`foreload join` on another host: offers the coordinator a trainer, runs it as a child, and stays until it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from foreload.pipelines.base.interrupts import Interrupts
+from foreload.pipelines.base.job_token import WrongToken
+from foreload.pipelines.base.token_server import connected
+from foreload.trainer.cluster.messages.host_messages import (
+    BEAT,
+    PURPOSE,
+    AskJoin,
+    Beat,
+    EndTrainer,
+    NotWanted,
+    StartAgain,
+    StartTrainer,
+    TrainerExited,
+    Waits,
+    hear_host,
+    program_version,
+    tell_host,
+)
+from foreload.trainer.cluster.processes.starting import (
+    WORKER,
+    OnHost,
+    ProcessStart,
+    StartedProcess,
+    StartProcess,
+    TrainerStart,
+)
+from foreload.trainer.compute import numerics
+from foreload.trainer.errors import MessageError, PeerLost, RunError, TrainerError
+
+CONNECT_TIMEOUT = timedelta(seconds=10)
+_PAUSE = timedelta(seconds=1)  # between two attempts to reach the coordinator
+_POLL = timedelta(milliseconds=50)
+_SILENCE = timedelta(seconds=30)  # of the coordinator, before it has said how long it may be
+
+
+@dataclass(frozen=True, slots=True)
+class HostJob:
+    """What a host that joins knows. host, port: the coordinator's; token: the job's; schedule: its folder here, None: as on the coordinator's host.
+
+    address: of this machine; None: that on the way to the coordinator. stores: URLs with passwords; None: the coordinator's, without. patience:
+    for the coordinator to be there.
+    """
+
+    host: str
+    port: int
+    token: str
+    schedule: str | None
+    address: str | None
+    stores: tuple[str, ...] | None
+    patience: timedelta
+
+
+class _Coordinator:
+    """The connection, and what came on it. A thread takes messages in, another one tells that this host is there."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._sending = connection, threading.Lock()
+        self._changed = threading.Condition()
+        self.start: StartTrainer | None = None
+        self.refused: str | None = None
+        self.waits: Waits | None = None
+        self.ends = False  # whether the trainer is to be ended
+        self.gone = False  # whether the connection is closed
+        self.heard_at = time.monotonic()
+        # Before any sign of life: by this the coordinator knows what the connection is for.
+        self.tell(AskJoin(socket.gethostname(), os.getpid(), program_version()))
+        for work in (self._hear, self._beat):
+            threading.Thread(target=work, name="coordinator", daemon=True).start()
+
+    def tell(self, message: AskJoin | Beat | TrainerExited) -> None:
+        with self._sending, contextlib.suppress(OSError):
+            tell_host(self._connection, message)
+
+    def await_change(self) -> None:
+        with self._changed:
+            self._changed.wait(_POLL.total_seconds())
+
+    def _hear(self) -> None:
+        with contextlib.suppress(OSError, MessageError):
+            while (message := hear_host(self._connection)) is not None:
+                with self._changed:
+                    self.heard_at = time.monotonic()
+                    match message:
+                        case StartTrainer():
+                            self.start = message
+                        case StartAgain():
+                            self.start = None
+                        case NotWanted(why):
+                            self.refused = why
+                        case Waits():
+                            self.waits = message
+                        case EndTrainer():
+                            self.ends = True
+                        case _:
+                            pass
+                    self._changed.notify_all()
+        with self._changed:
+            self.gone = True
+            self._changed.notify_all()
+
+    def _beat(self) -> None:
+        while not self.gone:
+            self.tell(Beat())
+            time.sleep(BEAT.total_seconds())
+
+
+def run_host(job: HostJob, interrupts: Interrupts, tell: Callable[[str], None], start_process: StartProcess) -> None:
+    """Offer a trainer, and run it to its end. tell: told what happens, a line; start_process: starts the trainer.
+
+    Raises TrainerError, RunError, PeerLost; KeyboardInterrupt before the trainer is started.
+    """
+    with contextlib.closing(_reached(job, tell)) as connection:
+        coordinator = _Coordinator(connection)
+        tell(f"coordinator at {job.host}:{job.port}: reached; it says when there is something to train")
+        while _run_trainer(job, connection.getsockname()[0], coordinator, interrupts, tell, start_process):
+            tell("training could not begin because of another host's trainer; waiting until it begins again")
+
+
+def _run_trainer(
+    job: HostJob,
+    own_address: str,
+    coordinator: _Coordinator,
+    interrupts: Interrupts,
+    tell: Callable[[str], None],
+    start_process: StartProcess,
+) -> bool:
+    """Wait until the coordinator starts a trainer, and run it to its end. Returns whether the coordinator will start another in its place.
+
+    own_address: of this machine, on the way to the coordinator. Raises as `run_host` does.
+    """
+    start = _started(job, coordinator, tell)
+    interrupts.defer_signals = True
+    told = TrainerStart(
+        start.trainer,
+        start.rendezvous,
+        job.address or own_address,
+        job.stores or start.stores,
+        os.getpid(),
+        start.commands,
+        OnHost(job.token, has_run=False, schedule=job.schedule or start.schedule),
+    )
+    variables = numerics.environment(start.cpu_capability, start.threads) | told.environment()
+    process = start_process(ProcessStart(WORKER, (), variables))
+    tell(f"trainer {start.trainer}: started here, pid {process.pid}, address {told.address}")
+    again = False
+    try:
+        again = _follow(start, process, coordinator, interrupts, tell)
+    finally:
+        process.kill()
+        process.wait()
+        if not again:
+            coordinator.tell(TrainerExited(process.poll() or 0))
+    if again:
+        interrupts.heed()
+    return again
+
+
+def _reached(job: HostJob, tell: Callable[[str], None]) -> socket.socket:
+    """The connection to the coordinator, waited for."""
+    deadline = time.monotonic() + job.patience.total_seconds()
+    said = False
+    while True:
+        try:
+            return connected(job.host, job.port, job.token, PURPOSE, CONNECT_TIMEOUT.total_seconds())
+        except WrongToken as error:
+            raise RunError(
+                f"coordinator at {job.host}:{job.port}: refuses this host: {error}; give what RUN/token has there, with --token-file"
+            ) from error
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise PeerLost(
+                    f"coordinator at {job.host}:{job.port}: cannot be reached ({error}); is `foreload train --coordinator` running?"
+                ) from error
+            if not said:
+                said = True
+                tell(f"coordinator at {job.host}:{job.port}: not there yet ({error}); it is tried again")
+            time.sleep(_PAUSE.total_seconds())
+
+
+def _started(job: HostJob, coordinator: _Coordinator, tell: Callable[[str], None]) -> StartTrainer:
+    """What the coordinator says that is to be started, waited for."""
+    place = f"coordinator at {job.host}:{job.port}"
+    said: Waits | None = None
+    while (start := coordinator.start) is None:
+        if coordinator.refused is not None:
+            raise RunError(f"{place}: {coordinator.refused}")
+        if coordinator.gone or time.monotonic() - coordinator.heard_at > _SILENCE.total_seconds():
+            raise PeerLost(f"{place}: is gone, before training began")
+        if coordinator.waits is not None and coordinator.waits != said:
+            said = coordinator.waits
+            tell(f"{place}: {said.there} of {said.wanted} further trainers are there")
+        coordinator.await_change()
+    return start
+
+
+def _follow(
+    start: StartTrainer, process: StartedProcess, coordinator: _Coordinator, interrupts: Interrupts, tell: Callable[[str], None]
+) -> bool:
+    """Stay until the trainer has ended, and tell how, or until the coordinator wants it started again: returns whether it does.
+
+    Raises TrainerError, PeerLost.
+    """
+    name, heeded, alone = f"trainer {start.trainer}", 0, False
+    while (status := process.poll()) is None:
+        if coordinator.start is not start:
+            return True
+        if coordinator.refused is not None:
+            raise TrainerError(f"{name}: refused by the coordinator: {coordinator.refused}")
+        if coordinator.ends:
+            raise TrainerError(f"{name}: the coordinator has ended it: it was taken for lost, or is not needed any more")
+        if len(interrupts.received) > heeded:
+            heeded = len(interrupts.received)
+            if heeded > 1:
+                raise TrainerError(f"{name}: ended at once, by a second signal; the others go on if its lanes have copies")
+            tell(f"{name}: leaves, as soon as others have its lanes; a second signal ends it at once")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+        if coordinator.gone and not alone:
+            alone = True
+            tell(f"{name}: the launcher is gone; it stops cleanly if it can")
+        if not coordinator.gone and time.monotonic() - coordinator.heard_at > start.silence:
+            raise PeerLost(
+                f"{name}: the coordinator has said nothing for {start.silence:.0f} s, so this host counts as lost; it stops"
+            )
+        coordinator.await_change()
+    if status:
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else "stopped before its time"
+        raise TrainerError(f"{name}: {how}; see above, or what the coordinator says")
+    tell(f"{name}: ended in order")
+    return False
+
+
+def report(line: str) -> None:
+    """Tell the user a line."""
+    sys.stderr.write(f"foreload: {line}\n")

@@ -1,0 +1,435 @@
+"""The settings of `foreload train`: each declared once, for the command line, the job file, Python and the run's manifest alike."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from foreload.cache.protocol.patience import Patience
+from foreload.cache.rows.layout import ROW_OPTIMIZERS
+from foreload.pipelines.base.settings import (
+    choice,
+    integer,
+    key_values,
+    local,
+    named,
+    number,
+    parse_fields,
+    positive,
+    setting,
+    switch,
+    switch_or,
+    text,
+)
+from foreload.pipelines.errors import SettingError
+from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.schedule.format import MOST_LANES
+from foreload.trainer.compute.rate_schedules import RateSchedule
+from foreload.trainer.compute.row_optimizers import RowOptimizer
+from foreload.trainer.job.early_stopping import StopEarly
+from foreload.trainer.job.job_checks import check_together
+from foreload.trainer.job.job_values import (
+    AUTO,
+    Interval,
+    Parity,
+    Place,
+    Servers,
+    Size,
+    TableSettings,
+    decay,
+    label_weights,
+    row_options,
+    storage_place,
+    tables,
+    weight_bits,
+)
+from foreload.trainer.job.metric_choice import metric_name
+from foreload.trainer.job.scheduler import address_towards, under_scheduler
+
+_WHAT, _HOW, _WHERE, _CALL = "what to train", "how it learns", "where it runs", "this call"
+_WRITTEN = Servers | Parity | Size | Place | Interval | RateSchedule | StopEarly
+_PARITY_BY_DEFAULT, _NO_PARITY = Parity(2, 1), Parity(1, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainJob:
+    """One call of `foreload train`, parsed and checked. Raises SettingError; the message names the setting, the rule, the value and the remedy."""
+
+    schedule: str = setting(
+        "",
+        local,
+        "the folder that `foreload prepare` wrote",
+        form="place",
+        metavar="SCHEDULE",
+        flag="SCHEDULE",
+        required=True,
+        resume="free",
+    )
+    run: str = setting(
+        "",
+        local,
+        "folder for everything this training leaves: model, metrics, summary",
+        _WHAT,
+        metavar="DIR",
+        required=True,
+        resume="free",
+    )
+    model: str = setting(
+        "dlrm",
+        text,
+        "dlrm, wide_deep, dcn, deepfm, shared_bottom, mmoe, package.module:Class, or file.py:Class",
+        _WHAT,
+        metavar="MODEL",
+    )
+    model_folder: str = setting(
+        "", local, "folder of a --model of one's own, remembered by the run; by default the one where this is called",
+        _WHAT, metavar="DIR", resume="free"
+    )  # fmt: skip
+    dim: int = setting(32, integer(1), "columns of an embedding, for tables whose feature file gives none", _WHAT, metavar="D")
+    model_options: dict[str, Any] = setting(
+        {}, key_values, "options of the model, such as top=64-32-1", _WHAT, form="several", metavar="K=V"
+    )
+    loss: str | None = setting(
+        None, text, "a loss of one's own, package.module:function or file.py:function, found as --model is; by default that of the labels' kinds",
+        _WHAT, metavar="FUNCTION",
+    )  # fmt: skip
+    label_weights: dict[str, float] = setting(
+        {}, label_weights, "where there are several labels: what the loss of each is multiplied by, else 1", _WHAT, form="several", metavar="LABEL=X"
+    )  # fmt: skip
+    drop_weights: bool = setting(
+        False, switch, "train a wrapped module whose embeddings were given weights; these are lost, and rows begin with random values", _WHAT,
+        form="switch", resume="free",
+    )  # fmt: skip
+    seed: int = setting(0, integer(0), "seed of the initial model and of everything random in training", _WHAT, metavar="S")
+    row_optimizer: str = setting(
+        "adagrad", choice(*ROW_OPTIMIZERS), "optimizer of the embedding rows", _HOW, metavar=f"{{{','.join(ROW_OPTIMIZERS)}}}"
+    )
+    lr: float = setting(0.05, number(0), "learning rate of the rows", _HOW, metavar="X", resume="rates")
+    lr_schedule: RateSchedule | None = setting(
+        None,
+        RateSchedule.parse,
+        "what --lr is multiplied by, such as warmup:1000,cosine:20000:0.1",
+        _HOW,
+        metavar="FACTORS",
+        resume="rates",
+    )
+    row_options: dict[str, float] = setting(
+        {}, row_options, "options of the row optimizer, such as beta1=0.8 of adam", _HOW, form="several", metavar="K=V"
+    )
+    tables: dict[str, TableSettings] = setting(
+        {}, tables, "job file only: row-optimizer, lr and row-options of single tables, in [train.tables.NAME]", _HOW, form="file"
+    )
+    dense_optimizer: str = setting("Adagrad", text, "optimizer of the dense part, as torch.optim names it", _HOW, metavar="NAME")
+    dense_lr: float = setting(0.01, number(0), "learning rate of the dense part", _HOW, metavar="X", resume="rates")
+    dense_lr_schedule: RateSchedule | None = setting(
+        None, RateSchedule.parse, "the same of --dense-lr", _HOW, metavar="FACTORS", resume="rates"
+    )
+    dense_clip: float | None = setting(
+        None,
+        positive,
+        "the most that the norm of the dense gradients may be; they are scaled down to it",
+        _HOW,
+        metavar="X",
+        resume="rates",
+    )
+    dense_ema: float | None = setting(
+        None, decay, "evaluate, export and serve a moving average of the dense parameters, of which each step keeps this much, such as 0.999",
+        _HOW, metavar="D",
+    )  # fmt: skip
+    dense_options: dict[str, Any] = setting(
+        {}, key_values, "options of the dense optimizer, such as momentum=0.9", _HOW, form="several", metavar="K=V"
+    )
+    store: Servers = setting(
+        "", Servers.parse, "where rows live: local:N starts N redis-servers for this job, or the URLs of running ones, with commas between",
+        _WHERE, metavar="local:N|URL,...", required=True, resume="free",
+    )  # fmt: skip
+    parity: Parity | None = setting(
+        None, Parity.parse, "off, or K+R: any R of K+R store shards may be lost; by default 2+1 with three or more shards, else off",
+        _WHERE, metavar="off|K+R", resume="free",
+    )  # fmt: skip
+    spare: str | None = setting(
+        None, text, "URLs of servers, empty ones, to take the place of store shards that are lost and do not come back",
+        _WHERE, metavar="URL,...", stated=False,
+    )  # fmt: skip
+    no_restart: bool = setting(
+        False, switch, "do not start a local server, or a trainer, again when it has died", _WHERE, form="switch", stated=False
+    )
+    trainers: int = setting(
+        1,
+        integer(1, MOST_LANES),
+        "trainer processes; each hosts one or more of the schedule's lanes",
+        _WHERE,
+        metavar="N",
+        resume="free",
+    )
+    threads: int = setting(
+        1,
+        integer(1),
+        "threads of the arithmetic in each trainer; part of the numerics fingerprint",
+        _WHERE,
+        metavar="T",
+        resume="numerics",
+    )
+    cpu_capability: str = setting(
+        "avx2", choice("avx2", "avx512", "avx512-onednn"),
+        "vector instructions of the arithmetic, which every host of the run must have; part of the numerics fingerprint", _WHERE,
+        metavar="{avx2,avx512,avx512-onednn}", resume="numerics",
+    )  # fmt: skip
+    device: str = setting(
+        "cpu",
+        choice("cpu", "cuda"),
+        "where the partitions and the dense part live",
+        _WHERE,
+        metavar="{cpu,cuda}",
+        resume="numerics",
+    )
+    memory: Size | None = setting(
+        None,
+        Size.parse,
+        "most bytes a lane's slots may take; the schedule's own bound by default",
+        _WHERE,
+        metavar="SIZE",
+        resume="free",
+    )
+    namespace: str | None = setting(
+        None, text, "name of the run on the store; the name of the run's folder by default", _WHERE, metavar="NAME", resume="free"
+    )
+    address: str | None = setting(
+        None, text,
+        "address of this machine at which other trainers reach this call's; by default 127.0.0.1, under a scheduler that on the way to MASTER_ADDR",
+        _WHERE, metavar="HOST", stated=False,
+    )  # fmt: skip
+    store_timeout: float | None = setting(
+        None, number(0.1), "seconds of silence after which a store shard counts as lost; by default 1 with parity, else 10",
+        _WHERE, metavar="S", resume="free"
+    )  # fmt: skip
+    store_patience: float = setting(
+        10.0, number(0), "seconds for which store shards that do not answer are waited for, where parity does not cover them", _WHERE,
+        metavar="S", stated=False, resume="free",
+    )  # fmt: skip
+    copies: int | None = setting(
+        None, integer(1),
+        "how many trainers hold each lane's rows, its own included: one less may be lost at once; by default 2 where there are so many, "
+        "but 1 under a scheduler and with --device cuda",
+        _WHERE, metavar="N", resume="free",
+    )  # fmt: skip
+    peer_timeout: float | None = setting(
+        None, number(0.1), "seconds of silence after which a trainer counts as lost; by default 5 with copies, else 300",
+        _WHERE, metavar="S", resume="free"
+    )  # fmt: skip
+    rebalance: bool = setting(
+        False,
+        switch,
+        "have lanes leave a trainer that is persistently slower than the others",
+        _WHERE,
+        form="switch",
+        stated=False,
+    )
+    coordinator: Place | None = setting(
+        None, Place.parse, "have trainers on other hosts, which join here: the address of this machine that they reach, and a free port",
+        _WHERE, metavar="HOST:PORT", stated=False,
+    )  # fmt: skip
+    local_trainers: int | None = setting(
+        None, integer(1, MOST_LANES), "with --coordinator: how many of the trainers are started here; by default one", _WHERE,
+        metavar="K", stated=False,
+    )  # fmt: skip
+    token_file: str | None = setting(
+        None, local, "with --coordinator: a file with the token that other hosts show; by default FORELOAD_JOB_TOKEN, else a new one in RUN/token",
+        _WHERE, metavar="FILE", stated=False,
+    )  # fmt: skip
+    checkpoint: str | None = setting(
+        None, storage_place, "folder, or URL, for checkpoints that are saved while it trains, which all hosts reach; by default checkpoints in RUN",
+        _CALL, metavar="DIR|URL", resume="free",
+    )  # fmt: skip
+    checkpoint_every: Interval | None = setting(
+        None, Interval.parse, "save a checkpoint while it trains: behind every so many steps, or every so often, such as 10m", _CALL,
+        metavar="STEPS|TIME", stated=False,
+    )  # fmt: skip
+    checkpoint_policy: str = setting(
+        "intermittent", choice("full", "one-shot", "consecutive", "intermittent", "planned"),
+        "which of these have all rows: each; the first; the first, each other having what changed since the one before; whenever that costs less; "
+        "or as costs least up to the schedule's end",
+        _CALL, metavar="POLICY", stated=False,
+    )  # fmt: skip
+    checkpoint_bits: int | Literal["auto"] = setting(
+        32, weight_bits,
+        "bits of a weight in these, or auto, by the restores to expect; with fewer than 32, a run that goes on from one is not exact", _CALL,
+        metavar="{auto,32,8,4,3,2}", stated=False,
+    )  # fmt: skip
+    failures_a_day: float = setting(
+        1.0, number(0), "how often the job fails, for --checkpoint-bits auto", _CALL, metavar="N", stated=False
+    )
+    keep_best: str | None = setting(
+        None, metric_name,
+        "save a checkpoint after an evaluation that is better in this than all before, log_loss, auc, rmse and the like, of one label LABEL.METRIC, "
+        "of one evaluation set SET/METRIC; the best one stays, for `foreload export --best`", _CALL,
+        metavar="METRIC", stated=False,
+    )  # fmt: skip
+    keep: int = setting(
+        2, integer(1), "how many of these checkpoints stay, the newest, and what they need", _CALL, metavar="N", stated=False
+    )
+    stop_early: StopEarly | None = setting(
+        None, StopEarly.parse,
+        "end training after PATIENCE evaluations in a row that are not better, by more than MIN_CHANGE, than the best, such as auc:3; off", _CALL,
+        metavar="METRIC:PATIENCE[:MIN_CHANGE]", resume="free",
+    )  # fmt: skip
+    history: str = setting(
+        "", local, "file for the figures that a run leaves at its end, for foreload history and plan; by default in the user's data folder", _CALL,
+        metavar="FILE|off", stated=False,
+    )  # fmt: skip
+    no_report: bool = setting(
+        False, switch, "leave no RUN/report.html at the end; `foreload report` makes one at any time", _CALL, form="switch", stated=False
+    )  # fmt: skip
+    until_full: bool = setting(
+        False, switch, "train though the store's memory will not suffice for the schedule, and stop cleanly before a store shard is full", _CALL,
+        form="switch", stated=False,
+    )  # fmt: skip
+    follow: bool = setting(False, switch, "start while the schedule is still being prepared", _CALL, form="switch", stated=False)
+    resume: bool | str = setting(
+        False, switch_or(AUTO), "go on with a run that was stopped, or with the schedule prepared after it", _CALL, form="switch", stated=False,
+        words={AUTO: "start the run, or go on with it, whatever it takes: one command for a scheduler that starts it again and again"},
+    )  # fmt: skip
+    from_checkpoint: str | None = setting(
+        None, storage_place, "make a new run as it was when this checkpoint was saved, on any store, and go on with it", _CALL,
+        metavar="CHECKPOINT", flag="--from", stated=False,
+    )  # fmt: skip
+    accept_numerics: bool = setting(
+        False, switch, "with --resume or --from: go on although this machine's arithmetic is not the run's; the run then says from which step on",
+        _CALL, form="switch", stated=False,
+    )  # fmt: skip
+    accept_model: bool = setting(
+        False, switch, "with --resume or --from: go on although the code of the model is not what the run was trained with; the run then says so",
+        _CALL, form="switch", stated=False,
+    )  # fmt: skip
+    folder_moved: bool = setting(
+        False, switch, "the run's folder was moved to where it is now, from another disk or host, and no other copy of it is used any more", _CALL,
+        form="switch", flag="--moved", stated=False,
+    )  # fmt: skip
+    overwrite: bool = setting(
+        False, switch, "delete what the run's folder and its namespace on the store hold, and start anew", _CALL, form="switch", stated=False
+    )  # fmt: skip
+    allow_nan: bool = setting(
+        False,
+        switch,
+        "go on where a loss is NaN or infinite, instead of stopping before that step",
+        _CALL,
+        form="switch",
+        stated=False,
+    )
+    digest: bool = setting(
+        False, switch, "compute the digest of the trained model at the end", _CALL, form="switch", stated=False
+    )
+
+    def __post_init__(self) -> None:
+        parse_fields(self)
+        self._row_optimizer()
+        for name, of_table in self.tables.items():
+            self._row_optimizer(of_table, f"[train.tables.{name}] ")
+        check_together(self)
+
+    @property
+    def saves_checkpoints(self) -> bool:
+        """Whether checkpoints are saved while it trains, without being asked for."""
+        return self.checkpoint_every is not None or self.keep_best is not None
+
+    @property
+    def trainers_here(self) -> int:
+        """How many of the trainers this host starts when training begins."""
+        return self.trainers if self.coordinator is None else self.local_trainers or 1
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> TrainJob:
+        """A job by the command line's names (dashes or underscores), as text or as Python values: the way in for programs, and for manifests.
+
+        TrainJob.of({"schedule": "clicks", "run": "first", "store": "local:3", "lr": 0.01, "model_options": {"top": "64-1"}, "parity": "2+1"}).
+        Raises SettingError, for an unknown name too.
+        """
+        return cls(**named(cls, values, "train:"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting as JSON and TOML hold it: `of` gives the same job again."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        own = {name: table.to_dict() for name, table in self.tables.items()}
+        written = {name: str(value) for name, value in values.items() if isinstance(value, _WRITTEN)}
+        return values | written | {"tables": own}
+
+    def code(self, shards: int) -> Parity:
+        """K and R for a store of so many shards; (1, 0) without parity. Raises SettingError where they are too few."""
+        if self.parity is None:
+            return _PARITY_BY_DEFAULT if shards >= 3 else _NO_PARITY
+        if self.parity.r and sum(self.parity) > shards:
+            raise SettingError(
+                f"--parity: {self.parity} needs at least {sum(self.parity)} store shards; got {shards}; give more, or --parity off"
+            )
+        return self.parity
+
+    def row_optimizers(self, features: FeatureSpec) -> list[RowOptimizer]:
+        """Every table's row optimizer, in the order of the tables. Raises SettingError where a table has settings that is not there."""
+        names = [table.name for table in features.tables]
+        if unknown := sorted(set(self.tables) - set(names)):
+            raise SettingError(f"[train.tables.{unknown[0]}]: must be of a table of the schedule; there are {', '.join(names)}")
+        return [self._row_optimizer(self.tables.get(name)) for name in names]
+
+    def _row_optimizer(self, own: TableSettings | None = None, place: str = "--") -> RowOptimizer:
+        """That of a table with these settings of its own. place: where they stand, for messages. Raises SettingError."""
+        if own is None:
+            own = TableSettings()
+        name = own.row_optimizer or self.row_optimizer
+        # Those of another optimizer say nothing about this one.
+        of_all = self.row_options if name == self.row_optimizer else {}
+        try:
+            return RowOptimizer(name, self.lr if own.lr is None else own.lr, of_all | (own.row_options or {}))
+        except SettingError as error:
+            raise SettingError(f"{place}{error}") from None
+
+    @property
+    def store_silence(self) -> timedelta:
+        """How long a store shard may be silent."""
+        if self.store_timeout is not None:
+            return timedelta(seconds=self.store_timeout)
+        # Where its rows are elsewhere too, a shard is better lost than waited for.
+        return timedelta(seconds=1 if self.code(self.store.count).r else 10)
+
+    @property
+    def patience(self) -> Patience:
+        """With store shards that do not answer."""
+        return Patience(timedelta(seconds=self.store_patience), volatile=self.store.local is not None)
+
+    @property
+    def peer_silence(self) -> timedelta:
+        """How long another trainer may be silent."""
+        if self.peer_timeout is not None:
+            return timedelta(seconds=self.peer_timeout)
+        return timedelta(seconds=5 if self.copies_wanted > 1 else 300)
+
+    @property
+    def copies_held(self) -> int:
+        """How many trainers hold each lane's rows when training begins, its own included."""
+        return min(self.copies_wanted, self.trainers)
+
+    @property
+    def copies_wanted(self) -> int:
+        """How many trainers are to hold each lane's rows, its own included, as soon as there are so many."""
+        if under_scheduler():
+            return 1  # it ends the other trainers where one dies
+        by_default = 1 if self.device == "cuda" else 2  # on CUDA devices losses were never tried
+        return self.copies or by_default
+
+    def own_address(self) -> str:
+        """The address of this machine at which other trainers reach this call's: as told, or else where MASTER_ADDR finds this process.
+
+        Raises SettingError where that is nowhere.
+        """
+        if self.address is not None or not under_scheduler():
+            return self.address or (self.coordinator.host if self.coordinator is not None else "127.0.0.1")
+        return address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+    @property
+    def run_namespace(self) -> str:
+        """The name of the run on the store."""
+        return self.namespace or re.sub(r"[^A-Za-z0-9_.-]", "_", Path(self.run).absolute().name)[:64] or "run"

@@ -1,0 +1,223 @@
+"""What settings of a training are once they are parsed: servers, a parity code, a size, a table's own settings. Each is written as it is given."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from foreload.cache.parity.limits import MOST_ROWS
+from foreload.cache.rows.layout import ROW_OPTIMIZERS
+from foreload.pipelines.base.settings import Parse, choice, key_values, number, size_bytes, spelled, text
+from foreload.pipelines.errors import SettingError
+from foreload.trainer import storage
+from foreload.trainer.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Where rows live: `local` servers of this job's own, or those at some URLs (with their passwords)."""
+
+    local: int | None
+    urls: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, flag: str, value: Any) -> Servers:
+        """local:N, or URLs with commas between, or a list of them. Raises SettingError; whether a URL is one, whoever connects finds out."""
+        if isinstance(value, Servers):
+            return value
+        words = value.split(",") if isinstance(value, str) else value
+        if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+            raise SettingError(f"{flag}: must be local:N, or URLs with commas between; got {masked(repr(value))}")
+        given = ",".join(words)
+        if not given.startswith("local"):
+            return cls(None, tuple(words))
+        match = re.fullmatch(r"local:(\d{1,3})", given)
+        if match is None or not int(match[1]):
+            raise SettingError(
+                f"{flag}: must be local:N with N from 1 to 999, or URLs with commas between; got {masked(given)!r}"
+            )
+        return cls(int(match[1]))
+
+    @property
+    def count(self) -> int:
+        """How many store shards there are."""
+        return self.local or len(self.urls)
+
+    def __str__(self) -> str:
+        return f"local:{self.local}" if self.local else ",".join(self.urls)
+
+
+class Place(NamedTuple):
+    """Where something listens, on this machine or another one."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, flag: str, value: Any) -> Place:
+        """HOST:PORT, with an IPv6 address in brackets. Raises SettingError."""
+        if isinstance(value, Place):
+            return value
+        match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(\d{1,5})", value) if isinstance(value, str) else None
+        if match is None or not 0 < int(match[2]) < 1 << 16:
+            raise SettingError(f"{flag}: must be HOST:PORT, such as 10.0.0.1:5000; got {value!r}")
+        return cls(match[1].strip("[]"), int(match[2]))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Parity(NamedTuple):
+    """Any r of k + r store shards may be lost; k = 1 and r = 0 without parity."""
+
+    k: int
+    r: int
+
+    @classmethod
+    def parse(cls, flag: str, value: Any) -> Parity:
+        """K+R, or off. Raises SettingError."""
+        if isinstance(value, Parity):
+            return value
+        if value == "off":
+            return cls(1, 0)
+        match = re.fullmatch(r"(\d{1,3})\+(\d{1,3})", str(value))
+        if match is None or not int(match[1]) or not int(match[2]) or int(match[1]) + int(match[2]) > MOST_ROWS:
+            raise SettingError(
+                f"{flag}: must be off, or K+R such as 2+1, both at least 1 and at most {MOST_ROWS} together; got {value!r}"
+            )
+        return cls(int(match[1]), int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.k}+{self.r}" if self.r else "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number of bytes, and how it was written."""
+
+    bytes: int
+    written: str
+
+    @classmethod
+    def parse(cls, flag: str, value: Any) -> Size:
+        """A number with or without a unit. Raises SettingError."""
+        return value if isinstance(value, Size) else cls(size_bytes(flag, value), str(value))
+
+    def __str__(self) -> str:
+        return self.written
+
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A number of steps, or seconds: one of them is None. written: how it was written."""
+
+    steps: int | None
+    seconds: float | None
+    written: str
+
+    @classmethod
+    def parse(cls, flag: str, value: Any) -> Interval:
+        """A whole number of steps, or a time such as 90s, 10m, 2h. Raises SettingError."""
+        if isinstance(value, Interval):
+            return value
+        text = str(value)
+        if re.fullmatch(r"[1-9]\d{0,17}", text):
+            return cls(int(text), None, text)
+        match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh])", text)
+        if match is None or not float(match[1]):
+            raise SettingError(
+                f"{flag}: must be a number of steps, such as 1000, or a time, such as 90s, 10m or 2h; got {value!r}"
+            )
+        return cls(None, float(match[1]) * _UNITS[match[2]], text)
+
+    def __str__(self) -> str:
+        return self.written
+
+
+@dataclass(frozen=True, slots=True)
+class TableSettings:
+    """What a table has of its own; None: what all have."""
+
+    row_optimizer: str | None = None
+    lr: float | None = None
+    row_options: dict[str, float] | None = None
+
+    @classmethod
+    def parse(cls, table: str, value: Any) -> TableSettings:
+        """[train.tables.NAME] of the job file, or a mapping of the same names. Raises SettingError."""
+        if isinstance(value, TableSettings):
+            return value
+        place = f"[train.tables.{table}]"
+        if not isinstance(value, Mapping):
+            raise SettingError(f"{place}: must be a table; got {value!r}")
+        given = {key.replace("-", "_"): own for key, own in value.items()}
+        parsers = {"row_optimizer": choice(*ROW_OPTIMIZERS), "lr": number(0), "row_options": row_options}
+        unknown = sorted(set(given) - set(parsers))
+        if unknown:
+            raise SettingError(f"{place}: knows row-optimizer, lr and row-options; got {unknown[0]}")
+        return cls(**{name: parsers[name](f"{place} {spelled(name)}", own) for name, own in given.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the job file has it."""
+        return {spelled(name): value for name, value in asdict(self).items() if value is not None}
+
+
+def weight_bits(flag: str, value: Any) -> int | Literal["auto"]:
+    """How many bits a weight has in a checkpoint; auto: as many as the restores to expect need. Raises SettingError."""
+    if str(value) not in ("auto", "32", "8", "4", "3", "2"):
+        raise SettingError(f"{flag}: must be auto, 32, 8, 4, 3 or 2; got {value!r}")
+    return "auto" if value == "auto" else int(value)
+
+
+def decay(flag: str, value: Any) -> float:
+    """How much of a moving average stays at each step: above 0, and below 1, also as a float32. Raises SettingError."""
+    result = number(-math.inf)(flag, value)
+    if not (result > 0 and np.float32(result) < 1):
+        raise SettingError(f"{flag}: must be above 0 and, as a float32, below 1; got {value!r}")
+    return result
+
+
+def numbers(least: float) -> Parse:
+    """Finite numbers of at least so much by name, such as the options of a row optimizer, or the weights of labels."""
+
+    def parse(flag: str, value: Any) -> dict[str, float]:
+        return {name: number(least)(f"{flag}: {name}", own) for name, own in key_values(flag, value).items()}
+
+    return parse
+
+
+row_options, label_weights = numbers(-math.inf), numbers(0)
+
+
+def tables(flag: str, value: Any) -> dict[str, TableSettings]:
+    """The settings of single tables by their names. Raises SettingError."""
+    if not isinstance(value, Mapping):
+        raise SettingError(f"{flag}: must be a table of tables; got {value!r}")
+    return {str(name): TableSettings.parse(name, own) for name, own in value.items()}
+
+
+def storage_place(flag: str, value: Any) -> str:
+    """A folder, or the URL of one, in which there are no keys. Raises SettingError."""
+    named = text(flag, value)
+    try:
+        storage.place(named)
+    except CheckpointError as error:
+        raise SettingError(f"{flag}: {error}") from error
+    return named
+
+
+AUTO = "auto"
+"""What --resume may be given: start, or go on, whichever it takes."""
+
+
+def masked(text: str) -> str:
+    """A text for a message, the credentials of any URL in it hidden."""
+    return re.sub(r"//[^ ]*@", "//***@", text)

@@ -1,0 +1,87 @@
+"""Whether a schedule's slots fit the memory given, with the rows that this model and these optimizers have."""
+
+from __future__ import annotations
+
+from foreload.cache.rows.layout import slot_columns
+from foreload.pipelines.base.memory import available_bytes
+from foreload.pipelines.errors import SettingError
+from foreload.pipelines.planning.sizing import lane_bytes, slot_bytes, slots_of_size, staging_rows, stored_bytes
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.job_layouts import layouts_of
+
+_KEPT_ROW_BYTES = 34  # table, ordinal, id, tag, stored tag and boundary
+
+
+def readable(size_bytes: float) -> str:
+    """Bytes for a person: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} GiB"
+
+
+def columns_of(job: TrainJob, schedule: Schedule) -> tuple[int, int]:
+    """Columns of the widest and of the narrowest row, optimizer state included; a partition's slots are as wide as the widest."""
+    rows = layouts_of(job, schedule.header.features)
+    return slot_columns(rows), min(row.width + row.state_width for row in rows)
+
+
+def check_fit(job: TrainJob, schedule: Schedule) -> str:
+    """What the slots of a lane really take, with staging, in words.
+
+    Raises SettingError if --memory, or prepare's, is less, or if this machine has no room for copies.
+    """
+    header, slots = schedule.header, max(schedule.slots)
+    columns, narrowest = columns_of(job, schedule)
+    protected = job.code(job.store.count).r > 0
+    taken = lane_bytes(slots, columns, with_base=protected)
+    limit = job.memory.bytes if job.memory is not None else header.settings.get("memory_bytes")
+    words = f"{header.lanes} lanes x {slots:,} slots, {readable(taken)} a lane with staging"
+    copy_bytes, further = slot_bytes(columns, with_base=False) * slots, job.copies_held - 1
+    _check_copies(job, header.lanes, taken, copy_bytes)
+    if further:
+        words += f"; {further} further cop{'y' if further == 1 else 'ies'} of each, {readable(copy_bytes)} apiece"
+    words += f"; up to {readable(kept_bytes(header.lanes, slots, columns))} on disk where servers do not answer at the end"
+    if job.saves_checkpoints:
+        words += f"; a copy of each for checkpoints, {readable(copy_bytes)} apiece"
+    if narrowest < columns:
+        words += f"; every slot is as wide as the widest row, {columns} columns, of which the narrowest table leaves {columns - narrowest} idle"
+    if limit is not None and taken > limit:
+        source = "--memory" if job.memory is not None else "the schedule's --memory"
+        fitting = slots_of_size(limit, columns, with_base=protected)
+        needed = max(schedule.manifest["minimum_slots"]) if schedule.complete else 1
+        fewer = f", or prepare with --slots {fitting} or --row-bytes {stored_bytes(columns)}" if fitting >= needed else ""
+        raise SettingError(
+            f"{source}: {slots:,} slots of this model take {readable(taken)} a lane, the limit is {readable(limit)}; "
+            f"give --memory {taken} if there is that much, or a smaller --dim{fewer}"
+        )
+    return words
+
+
+def kept_bytes(lanes: int, slots: int, columns: int) -> int:
+    """What all lanes' rows take in the run's folder at most, those on their way to the store included (`kept_lanes`)."""
+    return lanes * (slots + staging_rows(slots)) * (4 * columns + _KEPT_ROW_BYTES)
+
+
+def _check_copies(job: TrainJob, lanes: int, taken: int, copy_bytes: int) -> None:
+    """Raise SettingError where the lanes of this machine fit its memory, but not with the copies that others hold, or that checkpoints need.
+
+    taken, copy_bytes: of one lane, and of one copy of it.
+    """
+    lanes_here, available = -(-lanes * job.trainers_here // job.trainers), available_bytes()
+    held = taken * lanes_here
+    held_by_others = held + copy_bytes * lanes_here * (job.copies_held - 1)
+    with_checkpoints = held_by_others + copy_bytes * lanes_here * job.saves_checkpoints
+    refused = f"in the {job.trainers_here} of this machine, where {readable(available)} are available"
+    if held <= available < held_by_others:
+        raise SettingError(
+            f"--copies: {job.copies_held} trainers hold each lane, which takes {readable(held_by_others)} {refused}; give --copies 1, with which the "
+            "loss of a trainer ends the call, or prepare with fewer --slots"
+        )
+    if held_by_others <= available < with_checkpoints:
+        raise SettingError(
+            f"--checkpoint-every: checkpoints need a copy of the slots, with which lanes take {readable(with_checkpoints)} {refused}; leave them "
+            "out, and save one when it rests, or prepare with fewer --slots"
+        )

@@ -1,0 +1,98 @@
+"""Bringing the rows that a run keeps (`kept_lanes`) to the store, which makes a clean stop of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+import numpy as np
+
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Store
+from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.takeover import TakenLane, take_over_lost
+from foreload.cache.traffic import Traffic
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.assembly.dense_file import write_dense
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.job_layouts import layouts_of
+from foreload.trainer.run.directory import LOG, STORES, Run
+from foreload.trainer.run.manifest import Status
+from foreload.trainer.run.servers import asked, servers_of
+from foreload.trainer.saved.kept import keep_schedule
+from foreload.trainer.saved.kept_lanes import KeptLane, checked, forget_kept_lanes, kept_lanes, read_lane
+from foreload.trainer.saved.kept_manifest import KeptLanes
+from foreload.trainer.saved.run_rows import own_rows
+
+
+def put_kept_back(run: Run, job: TrainJob, schedule: Schedule) -> Status | None:
+    """Bring the rows that a run that is to go on keeps to its servers, its local ones started for that; None where it keeps none. The run has come to
+    rest then, as its status says. Raises RunError, CacheError.
+    """
+    kept = kept_lanes(run.path)
+    if kept is None:
+        return None
+    if run.manifest.local_stores is None:
+        return put_back(run, job, schedule, kept, servers_of(run, str(job.store)))
+    placement = run.placement
+    local = LocalStores(placement.shard_count, run.path / STORES, adopt=True, removed=placement.removed).start()
+    try:
+        status = put_back(run, job, schedule, kept, local.urls)
+    except BaseException:
+        local.discard()
+        raise
+    local.leave(changed=True)
+    return status
+
+
+def put_back(run: Run, job: TrainJob, schedule: Schedule, kept: KeptLanes, urls: Sequence[str]) -> Status:
+    """The same, of rows that it is known to keep. urls: of its servers, which run. Broken off, it can be done again: lanes are taken over in a
+    further term each time.
+    """
+    manifest, placement = kept.manifest, run.placement
+    dense = checked(run.path, kept.dense).read_bytes()
+    with Store.connect(asked(urls), job.store_silence, placement.r) as store:
+        own_rows(run, store, job.folder_moved)
+        term = run.term + 1
+        run.raise_term(term)
+        stored = StoredRows(store, placement, layouts_of(manifest.training_job, schedule.header.features), manifest.namespace)
+        lanes = [read_lane(run.path, file) for file in kept.files]
+        ownership = Ownership(term, manifest.identity)
+        with contextlib.closing(FileLog(run.path / LOG)) if placement.r else contextlib.nullcontext() as log:
+            if log is not None:
+                _hold(log, lanes)
+            copied = {number: lane.copied for number, lane in enumerate(lanes)}
+            taken = take_over_lost(stored, ownership, log, copied, last_owner_dead=True)
+            with Traffic(stored, 0, log=log, ownership=ownership, patience=job.patience) as traffic:
+                for lane in taken.values():
+                    _write(traffic, lane)
+                traffic.flush()
+                lost = traffic.repair_shards(timedelta())
+                batches = {str(lane): traffic.last_batch(lane) for lane in taken}
+    status = replace(kept.status, batches=batches, lost=lost, term=term)
+    write_dense(run.dense(status.step), dense)
+    run.come_to_rest(manifest, status)
+    forget_kept_lanes(run.path)
+    keep_schedule(run, schedule, status.step)
+    return status
+
+
+def _hold(log: FileLog, lanes: Sequence[KeptLane]) -> None:
+    """Have the run's log hold the records that lay in trainers' memory, unless an earlier call has done so."""
+    for number, lane in enumerate(lanes):
+        held = log.held(number)
+        if lane.record is not None and (held is None or held.number < lane.record.number):
+            log.hold(number, lane.record)
+
+
+def _write(traffic: Traffic, lane: TakenLane) -> None:
+    """Hand over what the store lacks of a lane."""
+    traffic.add_lane(lane.plan(iter(())))
+    boundary = lane.released_boundary
+    for boundary, rows in lane.to_write:
+        traffic.write_back(lane.lane, boundary, rows)
+    traffic.write_back(lane.lane, boundary + 1, lane.ending.select(np.flatnonzero(~lane.stored)), at_stop=True)

@@ -1,0 +1,71 @@
+"""A model at rest, to be asked: its rows by table and id, trained or initial, and its outputs."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from foreload.trainer.assembly.dense_file import load_parameters, tensors
+from foreload.trainer.compute.choose_kernels import kernels_for
+from foreload.trainer.compute.dense_average import to_serve
+from foreload.trainer.compute.layouts import BlockLayout, Lookups, model_spec
+from foreload.trainer.models.building import build_model, load_model
+from foreload.trainer.models.layers import takes_step
+from foreload.trainer.models.mixing import mixes_samples
+from foreload.trainer.models.tiles import in_tiles
+from foreload.trainer.saved.saved_model import SavedModel
+
+
+def dense_module(model: SavedModel) -> nn.Module:
+    """The dense part of a model, with what it has learned, on the CPU, in evaluation mode. Raises ModelError."""
+    torch.set_num_threads(1)
+    job = model.job
+    spec = model_spec(model.features, job.dim)
+    built = load_model(job.model, job.model_folder)
+    model.check_code()
+    module = build_model(built, spec, job.model_options, job.seed)
+    load_parameters(module, tensors(to_serve(*model.dense())))
+    return module.eval()
+
+
+class DenseForward:
+    """The dense part of a model, applied to slices. The process must be under the run's numerics.
+
+    mixes_samples: whether its outputs depend on the other samples of a slice, as its class declares.
+    """
+
+    def __init__(self, model: SavedModel) -> None:
+        self._layout = BlockLayout.of(model.features, model.layouts)
+        self._kernels = kernels_for("cpu")
+        self._module = dense_module(model)
+        self._given = {"step": model.step + 1} if takes_step(self._module) else {}
+        self.mixes_samples = mixes_samples(self._module)
+        self._name = model.job.model
+
+    def note_mixing(self, what: str) -> None:
+        """Tell stderr where a model mixes samples. what: an output, as a command calls it."""
+        if self.mixes_samples:
+            sys.stderr.write(
+                f"foreload: note: {self._name} declares mixes_samples: {what} depends on the records beside it, as many as in a slice of training\n"
+            )
+
+    def outputs(self, rows: np.ndarray | Tensor, index: np.ndarray, offsets: np.ndarray | None, dense: np.ndarray) -> Tensor:
+        """What forward gives for a slice, float32 [b] or [b, labels]: on tiles, unless the model mixes samples.
+
+        rows: float32 [U, W of the widest table]; index, offsets: as Lookups has them; dense: float32 [b, n].
+        """
+        block = torch.empty((len(dense), len(self._layout.names), self._layout.width))
+        values = torch.empty(dense.shape, dtype=torch.float32)
+        # A mapped view may lie at any address, and the bits of a product depend on its alignment.
+        values.numpy()[...] = dense
+        distinct_rows = torch.as_tensor(rows)
+        self._kernels.gather_block(distinct_rows, Lookups(index, offsets, self._layout), block)
+        with torch.no_grad():
+            return self._run(values, block) if self.mixes_samples else in_tiles(self._run, values, block)
+
+    def _run(self, dense: Tensor, block: Tensor) -> Tensor:
+        outputs: Tensor = self._module(dense, self._layout.embeddings(block), **self._given)
+        return outputs

@@ -1,0 +1,1 @@
+"""A training step: exchange, commits, undo, copies of lanes."""

@@ -1,0 +1,85 @@
+"""The transport between CUDA devices, by NCCL."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from foreload.trainer.errors import PeerLost
+from foreload.trainer.step.transport import Transport, Work, as_bytes, first_line
+
+
+class NcclTransport(Transport):
+    """Between CUDA devices by NCCL: all messages of a post are one batch, matched by order; a kind only says what bytes_sent counts them as."""
+
+    def __init__(
+        self, store: dist.Store, term: int, trainer: int, members: Sequence[int], timeout: timedelta, device: torch.device
+    ) -> None:
+        """store: the run's rendezvous store. Raises PeerLost if a peer does not come."""
+        super().__init__(trainer, members, timeout)
+        self._device = device
+        # Not in builds of torch without CUDA.
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = timeout
+        with peers_lost(f"trainer {trainer}: cannot form the group of term {term} with {self.world} trainers"):
+            self._group = nccl(dist.PrefixStore(f"term/{term}/nccl", store), self.rank, self.world, options)
+            # The communicator is made by the first collective, in which every rank must take part.
+            self._group.allreduce([torch.zeros(1, device=device)]).wait()
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
+        if not outgoing and not incoming:
+            return _NcclWork(self, None)
+        with self.lost_if_nccl_fails():
+            self._group._start_coalescing()
+            # By ascending peer on both sides; within a pair each direction has one message.
+            for peer in sorted({*outgoing, *incoming}):
+                if peer in outgoing:
+                    self._group.send([as_bytes(outgoing[peer])], peer, 0)
+                if peer in incoming:
+                    self._group.recv([as_bytes(incoming[peer])], peer, 0)
+            return _NcclWork(self, self._group._end_coalescing())
+
+    def lost_if_nccl_fails(self) -> AbstractContextManager[None]:
+        """While entered, errors of NCCL are raised as PeerLost. NCCL does not tell which peer it is."""
+        return peers_lost(f"trainer {self.members[self.rank]}: lost a peer")
+
+    def interrupt(self) -> None:
+        # Unlike gloo's, this frees who waits here, and by the closed connections who waits for this rank.
+        self._group.abort()
+
+    def close(self) -> None:
+        self._group.abort()
+        del self._group
+
+
+class _NcclWork(Work):
+    def __init__(self, transport: NcclTransport, work: dist.Work | None) -> None:
+        self._transport = transport
+        self._work = work
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if self._work is not None:
+            with self._transport.lost_if_nccl_fails():
+                self._work.wait()
+
+
+@contextlib.contextmanager
+def peers_lost(what: str) -> Iterator[None]:
+    """While entered, what torch.distributed raises becomes PeerLost, told after `what`; what the device raises (no memory, a failed kernel) stays."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except RuntimeError as error:
+        raise PeerLost(f"{what}: {first_line(error)}") from error

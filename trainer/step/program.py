@@ -1,0 +1,192 @@
+"""A trainer within a term: it runs the events of the schedule, training and evaluation steps, over the lanes that it hosts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from foreload.pipelines.schedule.format import Event
+from foreload.trainer.compute import dense_average
+from foreload.trainer.compute.reports import EvaluationReport, StepReport
+from foreload.trainer.errors import LossNotFinite
+from foreload.trainer.step import slices
+from foreload.trainer.step.clock import Clock
+from foreload.trainer.step.commits import Commits
+from foreload.trainer.step.dense_agreement import check_agreement
+from foreload.trainer.step.evaluation import EvaluationPass
+from foreload.trainer.step.exchange import ExchangePlan
+from foreload.trainer.step.gradient_bucket import GradientBucket
+from foreload.trainer.step.hosted_lanes import HostedLanes
+from foreload.trainer.step.parts import TrainerParts
+from foreload.trainer.step.slices import LocalRows
+from foreload.trainer.step.step import TrainingStep
+from foreload.trainer.step.term_session import TermSession
+
+
+class Trainer:
+    """Runs events over hosted lanes, in one term. One thread uses it; the traffic with the store has a thread of its own.
+
+    parts, lanes and copies outlive it: in the next term another Trainer goes on with them, in that term's session. commits: where lanes have
+    copies. applying: whether a step is half applied, also when that failed. on_point: told the named points of a step, and the step, in an evaluation
+    pass the training step before it (for tests and drills).
+    """
+
+    def __init__(
+        self, parts: TrainerParts, lanes: HostedLanes, session: TermSession, last_step: int, commits: Commits | None = None
+    ) -> None:
+        """last_step: the last one trained before, in whatever term or call; -1 before any."""
+        if sorted(lanes.numbers) != sorted(session.hosted):
+            raise ValueError(f"lanes: must be those that the term says, {session.hosted}; {lanes.numbers} are open")
+        self.parts, self.lanes, self.session = parts, lanes, session
+        self.commits = commits
+        lanes.keeps = commits is not None
+        self.on_point: Callable[[str, int], None] = lambda point, step: None
+        # Asked on every trainer after an evaluation pass behind a step, with its metrics of each set where this trainer leads: whether it ends.
+        self.ends_after: Callable[[int, Sequence[EvaluationReport]], bool] = lambda step, reports: False
+        self._bucket = GradientBucket(parts.parameters, session.transport.world)
+        self._last_step = last_step
+        self.applying = False
+        self._evaluation: EvaluationPass | None = None
+        # Of this evaluation pass, where this trainer leads: the first step and lane with an output that is not finite.
+        self._not_finite: tuple[int, int] | None = None
+
+    def run(
+        self,
+        events: Iterator[Event],
+        stop_after: Callable[[int], bool],
+        on_step: Callable[[StepReport], None],
+        on_evaluation: Callable[[EvaluationReport], None],
+        goes_on: Callable[[], bool] = lambda: False,
+    ) -> int | None:
+        """Run events until they end, or until stop_after(step), asked after every training step, says so.
+
+        stop_after must answer alike on all trainers, and so must ends_after. goes_on: asked then, whether it is the term alone that ends. Returns the
+        last step if stopped, None at the end. on_step is called when a step is committed, which is at once where lanes have no copies; on_evaluation,
+        of each set in order, on the trainer that leads alone. Raises LossNotFinite, on every trainer alike, with the rows and the dense part as the
+        last step applied left them, which `commit_last` then commits; PeerLost, after which the term is over; and DenseDiverged, on every trainer
+        alike, which is looked for before the first step, behind each segment and each evaluation pass, and at the end.
+        """
+        check_agreement(self.parts, self.session, self._last_step)
+        if self.commits is not None:
+            self.commits.tell = on_step
+            self.commits.begin()
+        event = next(events, None)
+        ahead: ExchangePlan | None = None
+        while event is not None:
+            if event.kind == "train":
+                step = TrainingStep(self.parts, self.lanes, self.session, self._bucket, event, ahead, self.commits, self.on_point)
+                following, stopped = self._train(step, events, stop_after, on_step)
+                ahead = step.ahead
+                if stopped:
+                    step.break_off()
+                    self.commit_last(stopping=not goes_on())
+                    return event.step
+            else:
+                following = next(events, None)
+                last = following is None or following.kind == "train"
+                reports = self._evaluate(event, last, on_evaluation)
+                if last and self.ends_after(self._last_step, reports) and following is not None:
+                    self.commit_last(stopping=not goes_on())
+                    return self._last_step
+            event = following
+        self.commit_last()
+        return None
+
+    def commit_last(self, stopping: bool = True) -> None:
+        """Commit the last step by a barrier. Every trainer calls this before it writes back what is left. Raises PeerLost and DenseDiverged.
+
+        stopping: training ends; otherwise there may be a pause.
+        """
+        check_agreement(self.parts, self.session, self._last_step)
+        if self.commits is not None:
+            self.commits.commit_last(stopping)
+
+    def _train(
+        self,
+        step: TrainingStep,
+        events: Iterator[Event],
+        stop_after: Callable[[int], bool],
+        on_step: Callable[[StepReport], None],
+    ) -> tuple[Event | None, bool]:
+        """One step through its phases; returns the event after it, where training goes on, and whether it stops here."""
+        # The next segment may not be published yet, and asking for it may wait; so rows go early within a segment only, as all trainers know.
+        segment = self.parts.schedule.segment(step.event.segment)
+        assert segment is not None
+        following = next(events) if step.event.row + 1 < len(segment.samples) else None
+        try:
+            step.boundary()
+            step.exchange(following)
+            step.compute()
+            step.reduce()
+            self.applying = True
+            step.apply()
+            self.applying = False
+        except LossNotFinite:
+            # Every trainer has the same losses, so all of them break off here.
+            step.break_off()
+            raise
+        self._last_step = step.event.step
+        if self.commits is None:
+            on_step(step.report())
+        stopped = stop_after(step.event.step)
+        if self.commits is not None:
+            step.replicate(whole=stopped or following is None)
+        if stopped or following is not None:
+            return following, stopped
+        check_agreement(self.parts, self.session, self._last_step)
+        if self.parts.schedule.follow:
+            # The next segment may be long in coming.
+            self.commit_last(stopping=False)
+        return next(events, None), False
+
+    def _evaluate(self, event: Event, last: bool, on_evaluation: Callable[[EvaluationReport], None]) -> list[EvaluationReport]:
+        """An evaluation step, the last of its pass or not; it changes nothing that is trained. Returns, after the last one, the metrics of each set
+        on the trainer that leads.
+        """
+        parts, exchange = self.parts, self.session.exchange
+        segment = parts.schedule.segment(event.segment)
+        assert segment is not None
+        for lane, partition in self.lanes.partitions.items():
+            partition.reserve_evaluation(segment.evaluation_slots[lane])
+        plan = exchange.plan(parts.moves(event), early=False)
+        self.lanes.pass_boundary(event, plan.events, Clock())
+        weights = self.lanes.weights()
+        exchange.finish_rows(plan, weights)
+        self.on_point("evaluating", self._last_step)
+        parts.module.eval()
+        outputs, shapes = {}, [slices.output_shape(moves) for moves in plan.events]
+        with torch.no_grad(), dense_average.averaged(parts.optimizer, parts.parameters):
+            for lane in self.session.hosted:
+                if len(plan.events[lane].labels):
+                    local = LocalRows(*exchange.local_rows(plan, lane, weights))
+                    outputs[lane] = slices.evaluate(parts, plan.events[lane], local, self._last_step + 1)
+                else:
+                    outputs[lane] = torch.empty(shapes[lane], device=parts.device)
+        gathered = exchange.collect_outputs(outputs, shapes)
+        if gathered is not None:
+            self._evaluation = self._evaluation or EvaluationPass(parts.schedule.header, parts.loss)
+            for lane, (moves, values) in enumerate(zip(plan.events, gathered, strict=True)):
+                self._evaluation.add(event.step, moves, values)
+                if self._not_finite is None and not values.isfinite().all():
+                    self._not_finite = event.step, lane
+        if last:
+            check_agreement(self.parts, self.session, self._last_step)
+            self._agree_on_evaluation()
+        if not last or self._evaluation is None:
+            return []
+        evaluation, self._evaluation = self._evaluation, None
+        reports = evaluation.reports(self._last_step, event.epoch)
+        for report in reports:
+            on_evaluation(report)
+        return reports
+
+    def _agree_on_evaluation(self) -> None:
+        """At the end of an evaluation pass: raise LossNotFinite, on every trainer alike, if the leader saw an output that is not finite."""
+        if self.parts.allow_nan:
+            return
+        step_and_lane = torch.tensor(self._not_finite or (-1, -1), dtype=torch.int64, device=self.parts.device)
+        step, lane = self.session.exchange.agree(step_and_lane).tolist()
+        if step >= 0:
+            raise LossNotFinite(f"evaluation step {step}", lane, math.nan)

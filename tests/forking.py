@@ -292,8 +292,8 @@ def _command(values: dict[str, Any]) -> int:
 
 
 def _serve(control: socket.socket) -> None:
-    for name in ("worker", "keeper"):
-        importlib.import_module(f"foreload.trainer.cluster.{name}")
+    for name in (WORKER, KEEPER):
+        importlib.import_module(name)
     waiting: dict[int, socket.socket] = {}
 
     def reap(*_: object) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from foreload.base.memory import zeros_in_huge_pages
 from foreload.cache.rows.initial import initial_weights
-from foreload.pipelines.base.memory import zeros_in_huge_pages
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel
 from foreload.trainer.models.spec import Embeddings

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from foreload.pipelines.base.hashing import mix
+from foreload.base.hashing import mix
 from foreload.pipelines.samples.features import CRITEO_CATEGORICAL, CRITEO_DENSE, KAGGLE_ROWS
 from foreload.pipelines.sources.synthetic import Generator
 

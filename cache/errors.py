@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from foreload.pipelines.errors import ROWS_LOST, ForeloadError
+from foreload.base.errors import ROWS_LOST, ForeloadError
 
 
 class CacheError(ForeloadError):

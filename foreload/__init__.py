@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from foreload.pipelines.base.kernel_cache import choose_folder
-from foreload.pipelines.errors import ForeloadError
+from foreload.base.errors import ForeloadError
+from foreload.base.kernel_cache import choose_folder
 
 if TYPE_CHECKING:
     from foreload import nn as nn

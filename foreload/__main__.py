@@ -7,9 +7,9 @@ import signal
 import sys
 from types import FrameType
 
-from foreload.pipelines.base.interrupts import heeded_signals
-from foreload.pipelines.base.output import guard_messages, results_told
-from foreload.pipelines.errors import OutputLost
+from foreload.base.errors import OutputLost
+from foreload.base.interrupts import heeded_signals
+from foreload.base.output import guard_messages, results_told
 
 
 def main() -> int:

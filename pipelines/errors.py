@@ -1,48 +1,12 @@
-"""The root of every error that foreload raises on purpose, and those of preparing or reading a schedule.
-
-Each message is one line: field, rule, value received, remedy. The other branches stand in cache/errors.py and trainer/errors.py; docs/errors.md
-lists them all.
-"""
+"""What can go wrong while logs become a schedule, and while that is read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
+import errno
+from pathlib import Path
 
-ROWS_LOST = 3
-"""The exit status of a command for which rows are gone."""
-
-
-class ForeloadError(Exception):
-    """Anything that foreload raises on purpose.
-
-    code: a word for programs, which stays where a class or a message changes; every class has its own. exit_status: what a command that ends
-    with it exits with. permanent: the same command ends with it again, however often, until what it was given is changed.
-    """
-
-    code: ClassVar[str] = "error"
-    exit_status: int = 2
-    permanent: ClassVar[bool] = False
-
-
-class SettingError(ForeloadError):
-    """A setting (a flag, a line of the job file, an argument) is unknown, missing or malformed, or does not fit the others."""
-
-    code = "setting"
-    permanent = True
-
-
-class OutputLost(ForeloadError):
-    """A command has done its work, and its result cannot be written to stdout. reader_gone: since whoever read it has had enough."""
-
-    code = "output-lost"
-    exit_status = 1
-
-    def __init__(self, why: str, reader_gone: bool = False) -> None:
-        super().__init__(
-            f"stdout: the result cannot be written there ({why}); the command has done its work, and only that is missing"
-        )
-        self.reader_gone = reader_gone
+from foreload.base.errors import ForeloadError
+from foreload.base.files import is_full
 
 
 class PipelineError(ForeloadError):
@@ -89,19 +53,12 @@ class DiskError(PipelineError):
     code = "disk"
 
 
-def all_errors(root: type[ForeloadError] = ForeloadError) -> Iterator[type[ForeloadError]]:
-    """The classes of the tree that are imported by now, from a root on, in the order of their definition."""
-    yield root
-    for kind in root.__subclasses__():
-        yield from all_errors(kind)
-
-
-def error_of(code: str, message: str) -> ForeloadError:
-    """An error that another process raised, made again from its code and message.
-
-    Of a class that takes more than a message it is the nearest class above; of an unknown code, the root.
-    """
-    kind = next((known for known in all_errors() if known.code == code), ForeloadError)
-    while kind.__init__ is not Exception.__init__:  # it takes more than a message
-        kind = kind.__bases__[0]
-    return kind(message)
+def disk_error(error: BaseException, out: Path) -> DiskError | None:
+    """What to tell of an error that the disk of --out is to blame for: it is full, fails, was made read-only, or has gone. None for another error."""
+    if not isinstance(error, OSError):
+        return None
+    if is_full(error):
+        return DiskError(f"--out {out}: the disk is full; free space or choose another folder")
+    if error.errno not in (errno.EIO, errno.EROFS, errno.EFBIG, errno.ENXIO, errno.ENODEV, errno.ESTALE):
+        return None
+    return DiskError(f"--out {out}: the disk must let itself be written; got {error}; choose another folder")

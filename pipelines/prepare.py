@@ -13,12 +13,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foreload.pipelines.base.at_work import at_work
-from foreload.pipelines.base.files import disk_error, write_json
-from foreload.pipelines.base.interrupts import Interrupts, came_of_interrupt, heeded_afterwards
-from foreload.pipelines.base.progress import Progress
+from foreload.base.errors import ForeloadError, SettingError
+from foreload.base.files import write_json
+from foreload.base.interrupts import Interrupts, came_of_interrupt, heeded_afterwards
+from foreload.base.progress import Progress
 from foreload.pipelines.compiler.other_slots import fewest_arrivals
-from foreload.pipelines.errors import ForeloadError, ScheduleError, SettingError
+from foreload.pipelines.errors import ScheduleError, disk_error
 from foreload.pipelines.planning import work_folder
 from foreload.pipelines.planning.command_line import parser, read
 from foreload.pipelines.planning.data_summary import data_lines, data_summary
@@ -37,6 +37,7 @@ from foreload.pipelines.samples.column_counts import ColumnCounts
 from foreload.pipelines.samples.features import ENCODING_FOLDER, FeatureSpec
 from foreload.pipelines.samples.piece_order import held_out
 from foreload.pipelines.samples.rejects import Rejected
+from foreload.pipelines.schedule.at_work import at_work
 from foreload.pipelines.schedule.format import (
     FAILED,
     HEADER,

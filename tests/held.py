@@ -19,7 +19,7 @@ import psutil
 from command_line import Command
 
 from foreload.cache.client.local import LocalStores
-from foreload.pipelines.base.at_work import at_work
+from foreload.pipelines.schedule.at_work import at_work
 from foreload.pipelines.schedule.format import LOCK, MANIFEST, WORK
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.control import AskStop, RunStatus, Stopping, ask, training_status

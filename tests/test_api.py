@@ -26,8 +26,9 @@ import foreload
 from foreload.api import client
 from foreload.api.results import EvaluationMetrics, StepMetrics, TrainSummary
 from foreload.api.settings import PrepareSettings, TrainSettings
-from foreload.pipelines.base.settings import settings_of
-from foreload.pipelines.errors import PipelineError, SettingError
+from foreload.base.errors import SettingError
+from foreload.base.settings import settings_of
+from foreload.pipelines.errors import PipelineError
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.trainer.errors import ModelError, RunError
 from foreload.trainer.job.job import TrainJob

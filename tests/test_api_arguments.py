@@ -11,8 +11,8 @@ import pytest
 
 import foreload
 from foreload.api.models import plain
-from foreload.pipelines.base.settings import settings_of
-from foreload.pipelines.errors import ForeloadError, SettingError
+from foreload.base.errors import ForeloadError, SettingError
+from foreload.base.settings import settings_of
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.trainer.job.job import TrainJob
 

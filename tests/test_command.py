@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from command_line import ROOT, Command
 
 import foreload
-from foreload.pipelines.base import kernel_cache
+from foreload.base import kernel_cache
 
 NOWHERE = Path("/dev/null/folder")
 """A folder that nobody can make."""
@@ -41,7 +42,7 @@ def test_a_signal_while_modules_are_imported_ends_the_command_in_one_line(name: 
     environment = os.environ | {
         "PYTHONPATH": str(tmp_path / "stubs"), "IMPORTED": str(imported), "RELEASED": str(tmp_path / "released"),
     }  # fmt: skip
-    command = [sys.executable, "-m", "foreload", "train", "nothing", "--run", "none"]
+    command = [sys.executable, "-m", "foreload", "evaluate", "nothing"]
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and stays so
     try:
         process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT)
@@ -122,13 +123,37 @@ def test_commands_work_where_no_folder_can_be_written(tmp_path: Path) -> None:
     """In a process of its own, whose kernels are compiled without a cache."""
     program = (
         "import pathlib, sys\n"
-        "from foreload.pipelines.base import kernel_cache\n"
+        "from foreload.base import kernel_cache\n"
         "assert kernel_cache._keep_nothing is not None\n"
         "from numba.core.dispatcher import Dispatcher\n"
         "setattr(Dispatcher, 'enable_caching', kernel_cache._keep_nothing)\n"
-        "from foreload.pipelines.base.hashing import mix\n"
+        "from foreload.base.hashing import mix\n"
         "import numpy\n"
         "print(int(mix(numpy.uint64(1))))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout == "10451216379200822465\n"
+
+
+def test_kernels_are_compiled_again_when_what_they_call_in_another_file_has_changed(tmp_path: Path) -> None:
+    """numba asks about a kernel's own file alone, which is the same after this upgrade."""
+    shutil.copytree(ROOT / "foreload", tmp_path / "foreload", ignore=shutil.ignore_patterns("__pycache__"))
+    program = (
+        "import numpy\n"
+        "from foreload.cache.parity import places\n"
+        "print(places.__file__, places.stripe_hash(numpy.uint64(1), 2, 3))\n"
+    )
+
+    def printed(**variables: str) -> list[str]:
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)} | variables
+        return subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, cwd=tmp_path
+        ).stdout.split()
+
+    file, before = printed()
+    assert Path(file).is_relative_to(tmp_path)
+    hashing = tmp_path / "foreload" / "base" / "hashing.py"
+    hashing.write_text(hashing.read_text().replace("0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB"))
+    after = printed()[1]
+    assert after != before
+    assert after == printed(NUMBA_CACHE_DIR=str(tmp_path / "fresh"))[1]

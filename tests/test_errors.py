@@ -6,8 +6,9 @@ from pathlib import Path
 
 import foreload
 import foreload.trainer.errors
+from foreload.base.errors import ForeloadError, SettingError, all_errors, error_of
 from foreload.cache.errors import CacheError, RowsLost
-from foreload.pipelines.errors import ForeloadError, PipelineError, SettingError, SlotsError, all_errors, error_of
+from foreload.pipelines.errors import PipelineError, SlotsError
 
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 
@@ -16,7 +17,7 @@ def listed() -> str:
     """The table of docs/errors.md: the tree in order, what a class is raised for in the words of its docstring."""
     lines = ["| code | class | raised for | exit status |", "| --- | --- | --- | --- |"]
     # Branches are listed in this order, whichever was imported first.
-    modules = [f"foreload.{package}.errors" for package in ("pipelines", "cache", "trainer")]
+    modules = [f"foreload.{package}.errors" for package in ("base", "pipelines", "cache", "trainer")]
     for kind in sorted(all_errors(), key=lambda kind: modules.index(kind.__module__)):
         above = "" if kind is ForeloadError else f" ({kind.__bases__[0].__name__})"
         words = (kind.__doc__ or "").splitlines()[0].split(". ")[0].rstrip(".")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("pipelines", "cache", "trainer", "benchmarks")
+FOLDERS = ("foreload/base", "pipelines", "cache", "trainer", "benchmarks")
 TEST_FOLDERS = ("tests", "tests/cache", "tests/golden", "tests/pipelines", "tests/trainer", "tests/training")
 """Tests whose names, too, are looked at."""
 MOST_FUNCTION_LINES = 60
@@ -247,3 +247,12 @@ def test_locals_say_what_they_hold() -> None:
         if (isinstance(node, ast.Name) and node.id == "found") or (isinstance(node, ast.arg) and node.arg == "found")
     }
     assert not named, "\n".join(sorted(named))
+
+
+def test_kernels_are_declared_with_the_numba_whose_cache_notices_changes() -> None:
+    imported = [
+        str(path.relative_to(ROOT))
+        for path in _files()
+        if path.relative_to(ROOT).parts[0] != "benchmarks" and "import numba as nb" in path.read_text(encoding="utf-8")
+    ]
+    assert imported == ["foreload/base/compiled.py"]

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import pytest
 from command_line import ROOT
 
+from foreload.base.errors import OutputLost
+from foreload.base.output import Messages, Results
 from foreload.pipelines import prepare
-from foreload.pipelines.base.output import Messages, Results
-from foreload.pipelines.errors import OutputLost
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import read_events
 

@@ -19,7 +19,8 @@ import pytest
 from command_line import done, refused
 
 import foreload
-from foreload.pipelines.errors import RecordError, SettingError, SourceError
+from foreload.base.errors import SettingError
+from foreload.pipelines.errors import RecordError, SourceError
 from foreload.trainer.commands import predict
 from foreload.trainer.commands.evaluate import evaluated
 from foreload.trainer.compute import numerics

@@ -10,7 +10,7 @@ import pytest
 from command_line import Command
 
 import foreload
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 
 ASCII_ALONE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 FEATURES = """

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import foreload
-from foreload.pipelines.base import exit_status
-from foreload.pipelines.base.entry import use_utf8, working_directory
-from foreload.pipelines.base.files import is_full
-from foreload.pipelines.base.interrupts import Interrupts, heeded_afterwards
-from foreload.pipelines.base.output import results_told
-from foreload.pipelines.errors import ForeloadError, OutputLost
+from foreload.base import exit_status
+from foreload.base.entry import use_utf8, working_directory
+from foreload.base.errors import ForeloadError, OutputLost
+from foreload.base.files import is_full
+from foreload.base.interrupts import Interrupts, heeded_afterwards
+from foreload.base.output import results_told
 from foreload.trainer.cluster.processes.starting import ChildProcess, StartProcess
 from foreload.trainer.command_line.shared import Command, Parser, check_json
 from foreload.trainer.run.own_exit import exits_told

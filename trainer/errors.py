@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from foreload.pipelines.errors import ROWS_LOST, ForeloadError
+from foreload.base.errors import ROWS_LOST, ForeloadError
 
 
 class TrainerError(ForeloadError):

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from foreload.base import exit_status
+from foreload.base.files import write_atomically
 from foreload.cache.client.url import hidden
-from foreload.pipelines.base import exit_status
-from foreload.pipelines.base.files import write_atomically
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
 
 CONNECT_SECONDS, REQUEST_SECONDS, ATTEMPTS = 5.0, 15.0, 4

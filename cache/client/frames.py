@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import llvmlite.ir as ir
-import numba as nb
 import numpy as np
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+
+from foreload.base.compiled import nb
 
 # Bytes below: 13 10 is CR LF, 36 is $ (a string), 42 is * (an array), 58 is : (a number), 45 is -, 48 to 57 are the digits.
 FIELD_BYTES = 8

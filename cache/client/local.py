@@ -16,13 +16,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Annotated, NotRequired, TypedDict
 
+from foreload.base.codec import FormError, filled, of_json, parse_json
+from foreload.base.files import replacing
+from foreload.base.interrupts import heeded_afterwards
 from foreload.cache.client.backoff import pauses
 from foreload.cache.client.local_server import READY_TIMEOUT, LocalServer
 from foreload.cache.client.servers import SERVER_VARIABLE, find_executable, saved_by, version_of
 from foreload.cache.errors import StoreError, StoreFull, StoreUnavailable
-from foreload.pipelines.base.codec import FormError, filled, of_json, parse_json
-from foreload.pipelines.base.files import replacing
-from foreload.pipelines.base.interrupts import heeded_afterwards
 
 _SOCKET_PATH_BYTES = 100  # sun_path holds 108 on Linux, 104 elsewhere, with the closing zero
 _SERVERS = "servers.json"  # in the directory: the socket of each server, by which a later command finds them

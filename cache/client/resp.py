@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-import numba as nb
 import numpy as np
 
+from foreload.base.compiled import nb
 from foreload.cache.client import frames
 
 MARKER = b"m"

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-import numba as nb
 import numpy as np
 
+from foreload.base.compiled import nb
 from foreload.cache.client.store import Read
 from foreload.cache.errors import RowsLost
 from foreload.cache.parity.erasure import Code, accumulate

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-import numba as nb
 import numpy as np
 
+from foreload.base.compiled import nb
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.limits import MOST_ROWS
 from foreload.cache.parity.placement import Placement

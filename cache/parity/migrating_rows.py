@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numba as nb
 import numpy as np
 
+from foreload.base.compiled import nb
 from foreload.cache.parity.limits import GROUPS
 from foreload.cache.parity.places import placement_group, stripe_hash
 from foreload.cache.parity.stripes import LaneStripes

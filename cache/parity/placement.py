@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from foreload.base.codec import Count, Natural, between, of_json, parse_json
+from foreload.base.files import replacing
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.limits import GROUPS, MOST_SHARDS
-from foreload.pipelines.base.codec import Count, Natural, between, of_json, parse_json
-from foreload.pipelines.base.files import replacing
 
 FORMAT, MIGRATED_FORMAT = 1, 2  # of a placement as a run began with, and of one whose groups have moved, or move
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numba as nb
 import numpy as np
 
+from foreload.base.compiled import nb
+from foreload.base.hashing import key, mix
 from foreload.cache.parity.limits import GROUPS
 from foreload.cache.parity.placement import Placement
 from foreload.cache.rows.fields import pack
-from foreload.pipelines.base.hashing import key, mix
 
 _GROUPS = np.uint64(GROUPS)
 NOT_MIGRATED = np.uint64(0)  # the cursor of a move of which nothing has come to pass

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numba as nb
 import numpy as np
 
+from foreload.base.compiled import nb
 from foreload.cache.parity.places import placement_group, stripe_hash
 from foreload.cache.parity.stripes import ALL_STRIPES, LaneStripes
 from foreload.cache.rows.fields import pack

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numba as nb
 import numpy as np
 
+from foreload.base.compiled import nb
+from foreload.base.hashing import key
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.places import Places, placement_group, stripe_hash
 from foreload.cache.rows.fields import PARITY_BIT, pack
-from foreload.pipelines.base.hashing import key
 
 ALL_STRIPES = np.uint64(0xFFFFFFFFFFFFFFFF)  # the cursor of a store shard that has them all
 _FIRST_ROOM = 1024  # ordinals of a table

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from foreload.base.codec import Count, FormError, Natural, of_json, parse_json, to_json
 from foreload.cache.client.resp import WRONG_TYPE, Request, plain_of_any
 from foreload.cache.client.store import Store
 from foreload.cache.errors import ForeignKey, NamespaceInUse, RowsLost, StoreError
-from foreload.pipelines.base.codec import Count, FormError, Natural, of_json, parse_json, to_json
 
 FORMAT = 1
 NAME = "[A-Za-z0-9_.-]{1,100}"

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numba as nb
 import numpy as np
 
+from foreload.base.compiled import nb
 from foreload.cache.errors import SnapshotAbandoned
 from foreload.cache.protocol.background import SHARE
 from foreload.cache.protocol.lanes import Lanes, LaneTraffic, PlannedFetch

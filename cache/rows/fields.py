@@ -5,8 +5,9 @@ They are sent as 8 bytes, big-endian. Cursors over stripes (by table, then numbe
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
+
+from foreload.base.compiled import nb
 
 NUMBER_BITS = 48  # the 15 above are the table's
 PARITY_BIT = np.uint64(1 << 63)  # of the field of a parity row: above the table's bits

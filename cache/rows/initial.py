@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
 
-from foreload.pipelines.base.hashing import key, mix
+from foreload.base.compiled import nb
+from foreload.base.hashing import key, mix
 
 _TWO23 = np.float32(2.0**23)
 _INVERSE23 = np.float32(2.0**-23)

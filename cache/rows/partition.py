@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numba as nb
 import numpy as np
 import torch
 
+from foreload.base.compiled import nb
+from foreload.base.memory import HUGE_BYTES, zeros_in_huge_pages
+from foreload.base.prefetch import prefetch
 from foreload.cache.errors import CacheError
 from foreload.cache.rows.staging import (
     EndedRows,
@@ -16,8 +18,6 @@ from foreload.cache.rows.staging import (
     copies_of_rows,
     put_rows,
 )
-from foreload.pipelines.base.memory import HUGE_BYTES, zeros_in_huge_pages
-from foreload.pipelines.base.prefetch import prefetch
 from foreload.pipelines.schedule.format import Arrivals, Occupants
 
 FREE = -1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
+
+from foreload.base.compiled import nb
 
 
 # The kernels move 4-byte words, as int32, so that no bit changes on the way; an id is two of them, ids[i, 0] and ids[i, 1].

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from foreload.base.memory import zeros_in_huge_pages
 from foreload.cache.rows.partition import FREE, Partition
-from foreload.pipelines.base.memory import zeros_in_huge_pages
 from foreload.pipelines.schedule.format import Occupants, RowColumns
 
 

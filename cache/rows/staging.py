@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
 
-import numba as nb
 import numpy as np
 
+from foreload.base.compiled import nb
+from foreload.base.prefetch import prefetch
 from foreload.cache.errors import CacheError
 from foreload.cache.rows.initial import initial_weights
 from foreload.cache.rows.layout import RowLayout
-from foreload.pipelines.base.prefetch import prefetch
 from foreload.pipelines.planning.sizing import stored_bytes
 from foreload.pipelines.schedule.format import Arrivals, Occupants
 

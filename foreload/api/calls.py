@@ -14,10 +14,10 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from foreload.pipelines.base.forking import replace_environment
-from foreload.pipelines.base.interrupts import Interrupts
-from foreload.pipelines.base.socket_messages import send
-from foreload.pipelines.errors import ForeloadError
+from foreload.base.errors import ForeloadError
+from foreload.base.forking import replace_environment
+from foreload.base.interrupts import Interrupts
+from foreload.base.socket_messages import send
 from foreload.trainer.run.own_exit import exits_told
 
 Part = tuple[dict[str, Any], bytes]

@@ -20,11 +20,11 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foreload.pipelines.base.entry import UTF8, working_directory
-from foreload.pipelines.base.forking import THREADLESS
-from foreload.pipelines.base.own_process import command_of
-from foreload.pipelines.base.socket_messages import Message, receive, send
-from foreload.pipelines.errors import SettingError, error_of
+from foreload.base.entry import UTF8, working_directory
+from foreload.base.errors import SettingError, error_of
+from foreload.base.forking import THREADLESS
+from foreload.base.own_process import command_of
+from foreload.base.socket_messages import Message, receive, send
 from foreload.trainer.compute.numerics import environment
 
 # Variables that a process, or a library, reads when it is loaded: a fork server keeps those of its start, so other values need another server.
@@ -147,7 +147,7 @@ class _Call:
         if "errno" in end:
             raise OSError(end["errno"], end["message"], end["filename"])
         # All classes of the tree must be there to be found.
-        for module in ("foreload.cache.errors", "foreload.trainer.errors"):
+        for module in ("foreload.pipelines.errors", "foreload.cache.errors", "foreload.trainer.errors"):
             importlib.import_module(module)
         raise error_of(end["code"], end["message"])
 

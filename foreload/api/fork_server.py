@@ -15,8 +15,8 @@ import socket
 import sys
 
 from foreload.api import client
-from foreload.pipelines.base.forking import fork
-from foreload.pipelines.base.socket_messages import Message, receive, send
+from foreload.base.forking import fork
+from foreload.base.socket_messages import Message, receive, send
 
 # Imported at the first call that needs torch. None of them starts a thread, owing to the variables of the numerics and THREADLESS.
 _PRELOADED = (

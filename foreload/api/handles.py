@@ -22,7 +22,7 @@ from foreload.api.results import (
     TrainSummary,
 )
 from foreload.api.settings import PrepareSettings, TrainSettings
-from foreload.pipelines.base.arguments import checked
+from foreload.base.arguments import checked
 from foreload.trainer.errors import CheckpointError, ModelError, RunError
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from foreload.api import client
 from foreload.api.client import Numerics
 from foreload.api.results import Evaluation, Export, Rows, TorchExport
-from foreload.pipelines.base.arguments import checked
-from foreload.pipelines.errors import ForeloadError, SettingError
+from foreload.base.arguments import checked
+from foreload.base.errors import ForeloadError, SettingError
 from foreload.trainer.errors import RunError
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from foreload.base.errors import ForeloadError
 from foreload.pipelines.beam.local import compile_here
 from foreload.pipelines.beam.order import CollectShuffled, CutShuffle, ShuffleBucket, SortRuns, load_orders, save_cut, source_of
 from foreload.pipelines.compiler.kept_slices import KeptSlices
-from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.planning.plan import TRAINING, Plan, piece_name
 from foreload.pipelines.samples.column_counts import ColumnCounts
 from foreload.pipelines.samples.piece_order import PieceOrder, gather

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from foreload.pipelines.base.malloc import keep_freed
+from foreload.base.errors import ForeloadError
+from foreload.base.malloc import keep_freed
 from foreload.pipelines.beam.growing import GrowingSource
 from foreload.pipelines.beam.order import source_of
 from foreload.pipelines.beam.stages import attempt, progress_of
 from foreload.pipelines.compiler.compile import Compilation
-from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.planning.plan import Plan, ReadTask
 from foreload.pipelines.planning.work_folder import give_encoding
 from foreload.pipelines.samples.piece_order import Abandoned, OrderedSource

@@ -8,7 +8,7 @@ from typing import Any
 
 import apache_beam as beam
 
-from foreload.pipelines.base.files import read_json, write_json
+from foreload.base.files import read_json, write_json
 from foreload.pipelines.beam.order import (
     CollectShuffled,
     CollectSorted,

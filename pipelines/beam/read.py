@@ -19,8 +19,8 @@ import apache_beam as beam
 import numpy as np
 import pyarrow as pa
 
-from foreload.pipelines.base.codec import to_stored
-from foreload.pipelines.base.files import read_json, write_atomically, write_json
+from foreload.base.codec import to_stored
+from foreload.base.files import read_json, write_atomically, write_json
 from foreload.pipelines.beam.stages import (
     GroupStage,
     Stage,

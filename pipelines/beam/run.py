@@ -12,11 +12,12 @@ import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 
-from foreload.pipelines.base.interrupts import came_of_interrupt
+from foreload.base.errors import SettingError
+from foreload.base.interrupts import came_of_interrupt
 from foreload.pipelines.beam.local import compiling
 from foreload.pipelines.beam.pipeline import add_ordering, add_planning, publish_lanes
 from foreload.pipelines.beam.stages import Wrap
-from foreload.pipelines.errors import ScheduleError, SettingError
+from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.planning.command_line import beam_flags
 from foreload.pipelines.planning.plan import Plan, ReadTask
 

@@ -20,9 +20,10 @@ from typing import Any
 import apache_beam as beam
 from apache_beam.typehints import with_output_types
 
-from foreload.pipelines.base.files import disk_error, write_atomically
-from foreload.pipelines.base.malloc import keep_freed
-from foreload.pipelines.errors import ForeloadError
+from foreload.base.errors import ForeloadError
+from foreload.base.files import write_atomically
+from foreload.base.malloc import keep_freed
+from foreload.pipelines.errors import disk_error
 from foreload.pipelines.planning.plan import PROGRESS, Plan
 
 _PROGRESS_SECONDS = 1.0

@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import Any, Literal
 
-from foreload.pipelines.base.files import disk_error, write_json
+from foreload.base.files import write_json
 from foreload.pipelines.compiler import exact
 from foreload.pipelines.compiler.exact import LanePlan, Program
 from foreload.pipelines.compiler.locality import assign_samples
@@ -23,7 +23,7 @@ from foreload.pipelines.compiler.row_table import RowTable, direct_rows
 from foreload.pipelines.compiler.serial_pass import SerialPass
 from foreload.pipelines.compiler.serial_reader import SerialReader
 from foreload.pipelines.compiler.windowed import WindowedCompiler
-from foreload.pipelines.errors import ScheduleError
+from foreload.pipelines.errors import ScheduleError, disk_error
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.piece_order import Abandoned, OrderedSource
 from foreload.pipelines.schedule.format import FAILED, Header, SampleAssignment, ScheduleManifest

@@ -7,8 +7,9 @@ All arithmetic is on integers: the placement decides what is trained, and must b
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
+
+from foreload.base.compiled import nb
 
 MOST_LOOKUPS = 16
 """A row with more lookups in the step counts as used by every slice."""

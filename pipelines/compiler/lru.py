@@ -6,9 +6,9 @@ An LRU cache of more slots holds all that one of fewer holds, so one pass over t
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
 
+from foreload.base.compiled import nb
 from foreload.pipelines.compiler.other_slots import LaneUses
 
 NEVER = int(np.iinfo(np.int32).max)

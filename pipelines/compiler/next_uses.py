@@ -13,10 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
-import numba as nb
 import numpy as np
 
-from foreload.pipelines.base.prefetch import prefetch
+from foreload.base.compiled import nb
+from foreload.base.prefetch import prefetch
 from foreload.pipelines.compiler.numbering import LANE_ROW
 from foreload.pipelines.compiler.oracle import NEVER, Accesses
 from foreload.pipelines.compiler.row_table import AHEAD

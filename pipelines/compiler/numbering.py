@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba as nb
 import numpy as np
 
-from foreload.pipelines.base.hashing import mix
-from foreload.pipelines.base.prefetch import prefetch
+from foreload.base.compiled import nb
+from foreload.base.hashing import mix
+from foreload.base.prefetch import prefetch
 from foreload.pipelines.compiler.row_table import (
     ACCESS_BITS,
     ACCESS_MASK,

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba as nb
 import numpy as np
 
-from foreload.pipelines.base.prefetch import prefetch
+from foreload.base.compiled import nb
+from foreload.base.prefetch import prefetch
 from foreload.pipelines.compiler.row_table import AHEAD
 
 NEVER = np.int32(2**31 - 1)  # no next use, or none that is known

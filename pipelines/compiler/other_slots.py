@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from foreload.pipelines.base.memory import available_bytes
+from foreload.base.memory import available_bytes
 from foreload.pipelines.compiler import oracle
 from foreload.pipelines.compiler.lane_planner import MoveBuffer
 from foreload.pipelines.compiler.next_uses import ALL_ACCESSES, next_uses

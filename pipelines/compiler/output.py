@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from foreload.pipelines.base.files import write_sealed
+from foreload.base.files import write_sealed
 from foreload.pipelines.compiler.lane_planner import LanePart
 from foreload.pipelines.compiler.segments import SampleFiles, write_segment
 from foreload.pipelines.errors import ScheduleError

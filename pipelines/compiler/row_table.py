@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import numba as nb
 import numpy as np
 
-from foreload.pipelines.base.hashing import mix
-from foreload.pipelines.base.memory import available_bytes, zeros_in_huge_pages
-from foreload.pipelines.base.prefetch import prefetch
+from foreload.base.compiled import nb
+from foreload.base.hashing import mix
+from foreload.base.memory import available_bytes, zeros_in_huge_pages
+from foreload.base.prefetch import prefetch
 from foreload.pipelines.samples.features import FeatureSpec
 
 ORDINAL, OWNER, NUMBER, TAG = range(4)

@@ -12,8 +12,8 @@ from typing import Annotated, Any, cast
 import numpy as np
 import pyarrow as pa
 
-from foreload.pipelines.base.codec import JsonForm
-from foreload.pipelines.base.files import replacing, write_sealed
+from foreload.base.codec import JsonForm
+from foreload.base.files import replacing, write_sealed
 from foreload.pipelines.compiler.lane_planner import LanePart
 from foreload.pipelines.compiler.row_table import RowTable
 from foreload.pipelines.compiler.serial_pass import SerialPass, Step

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba as nb
 import numpy as np
 
-from foreload.pipelines.base.prefetch import prefetch
+from foreload.base.compiled import nb
+from foreload.base.prefetch import prefetch
 from foreload.pipelines.compiler.oracle import FURTHEST, NEVER, SLOT, Accesses, Lane, leave_queue, push
 from foreload.pipelines.compiler.row_table import AHEAD
 

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from foreload.pipelines.base.settings import add_arguments, given
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
+from foreload.base.settings import add_arguments, given
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.pipelines.sources.files import quiet_import
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from foreload.pipelines.errors import SettingError, SourceError
+from foreload.base.errors import SettingError
+from foreload.pipelines.errors import SourceError
 from foreload.pipelines.schedule.format import SET_NAME
 from foreload.pipelines.sources.files import match_files
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from foreload.pipelines.base.files import unwritable
-from foreload.pipelines.base.settings import (
+from foreload.base.errors import SettingError
+from foreload.base.files import unwritable
+from foreload.base.settings import (
     choice,
     integer,
     named,
@@ -24,7 +25,6 @@ from foreload.pipelines.base.settings import (
     texts,
     to_fields,
 )
-from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.sizing import MOST_SLOTS
 from foreload.pipelines.samples.feature_file import load_features
 from foreload.pipelines.samples.features import FeatureSpec

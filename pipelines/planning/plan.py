@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from foreload.pipelines.base.files import read_json, write_json
+from foreload.base.errors import ForeloadError, SettingError, error_of
+from foreload.base.files import read_json, write_json
 from foreload.pipelines.compiler.compile import CompileSettings
-from foreload.pipelines.errors import ForeloadError, ScheduleError, SettingError, SourceError, error_of
+from foreload.pipelines.errors import ScheduleError, SourceError
 from foreload.pipelines.planning.evaluation_sets import evaluation_sets
 from foreload.pipelines.planning.options import PrepareOptions, feature_spec
 from foreload.pipelines.planning.sizing import (

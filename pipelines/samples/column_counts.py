@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numba as nb
 import numpy as np
 
-from foreload.pipelines.base.arrays import Float64s, Int64s
+from foreload.base.arrays import Float64s, Int64s
+from foreload.base.compiled import nb
 from foreload.pipelines.samples.dense import DenseStatistics
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.noticed import COUNTS, warnings_of

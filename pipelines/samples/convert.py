@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from foreload.pipelines.base.hashing import hash_strings
+from foreload.base.hashing import hash_strings
 from foreload.pipelines.errors import SourceError
 from foreload.pipelines.samples.cells import cast_text, is_list, is_text, plain, present_in, shown
 from foreload.pipelines.samples.dense import Scale

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-import numba as nb
 import numpy as np
 
-from foreload.pipelines.base.codec import JsonForm
+from foreload.base.codec import JsonForm
+from foreload.base.compiled import nb
 from foreload.pipelines.samples.features import Dense
 
 # Finite float64 values are integers times 2^-1074, and their squares times 2^-2148.

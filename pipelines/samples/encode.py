@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numba as nb
 import numpy as np
 import pyarrow as pa
 
-from foreload.pipelines.base.hashing import (
+from foreload.base.compiled import nb
+from foreload.base.hashing import (
     hash_bytes,
     high_product,
     load_word,

@@ -11,8 +11,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from foreload.pipelines.base.codec import Name, of_json, parse_json
-from foreload.pipelines.base.files import unreadable, write_json
+from foreload.base.codec import Name, of_json, parse_json
+from foreload.base.files import unreadable, write_json
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples.dense import Scale
 from foreload.pipelines.samples.encode import Encoder

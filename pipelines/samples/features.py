@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Annotated, Any, Literal
 
-from foreload.pipelines.base.codec import Count, JsonForm, LeftOut, Natural, of_json, to_stored
+from foreload.base.codec import Count, JsonForm, LeftOut, Natural, of_json, to_stored
 from foreload.pipelines.errors import FeatureError
 
 ENCODINGS = ("hash", "vocabulary", "id")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from foreload.base.compiled import nb
 from foreload.pipelines.samples.cells import is_text, present_in
 from foreload.pipelines.samples.vocabulary import text_buffers
 from foreload.pipelines.samples.whole_numbers import has_points, is_digit, whole_part

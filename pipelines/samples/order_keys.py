@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 
-import numba as nb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from foreload.pipelines.base.hashing import key as chain
-from foreload.pipelines.base.hashing import mix
+from foreload.base.compiled import nb
+from foreload.base.hashing import key as chain
+from foreload.base.hashing import mix
 
 _LONG_REST = 0xFFFF  # more than any integer of 64 bits is above its float64
 _NUMBER, _TEXT = b"\x01", b"\x02"  # the first byte of a key; that of a missing value is empty

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
-from foreload.pipelines.base.arrays import Int64s
+from foreload.base.arrays import Int64s
 from foreload.pipelines.samples.external_sort import Keys
 from foreload.pipelines.samples.pieces import Samples, read_piece
 

@@ -9,11 +9,11 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-import numba as nb
 import numpy as np
 import pyarrow as pa
 
-from foreload.pipelines.base.files import replacing
+from foreload.base.compiled import nb
+from foreload.base.files import replacing
 from foreload.pipelines.errors import ScheduleError
 
 _FORMAT = "foreload piece 2"

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import pyarrow as pa
 
-from foreload.pipelines.base.codec import JsonForm
+from foreload.base.codec import JsonForm
 from foreload.pipelines.samples.cells import parses
 from foreload.pipelines.samples.convert import required_numbers
 from foreload.pipelines.samples.features import FeatureSpec

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numba as nb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from foreload.pipelines.base.files import replacing
-from foreload.pipelines.base.hashing import hash_strings
+from foreload.base.compiled import nb
+from foreload.base.files import replacing
+from foreload.base.hashing import hash_strings
 from foreload.pipelines.errors import FeatureError
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.records import Records

@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
-import numba as nb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from foreload.base.compiled import nb
 from foreload.pipelines.samples.cells import is_text
 from foreload.pipelines.samples.features import whole_text
 from foreload.pipelines.samples.vocabulary import text_buffers

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from foreload.pipelines.base.files import replacing, unreadable
+from foreload.base.files import replacing, unreadable
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.format import FileEntry
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 
-from foreload.pipelines.base.codec import MOST, Count, FormError, LeftOut, Name, Natural, between, of_json, to_stored
+from foreload.base.codec import MOST, Count, FormError, LeftOut, Name, Natural, between, of_json, to_stored
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples.features import StoredFeatures
 

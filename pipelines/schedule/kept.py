@@ -14,8 +14,8 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from foreload.pipelines.base.codec import Count, Step, of_json
-from foreload.pipelines.base.files import read_sealed, replacing, write_sealed
+from foreload.base.codec import Count, Step, of_json
+from foreload.base.files import read_sealed, replacing, write_sealed
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples.features import ENCODING_FOLDER
 from foreload.pipelines.schedule.arrow_files import MappedLists, write_lists

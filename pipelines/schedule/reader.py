@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from foreload.pipelines.base.at_work import Watch
-from foreload.pipelines.base.codec import FormError, of_json, parse_json
-from foreload.pipelines.base.files import read_sealed, unreadable
+from foreload.base.codec import FormError, of_json, parse_json
+from foreload.base.files import read_sealed, unreadable
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.arrow_files import MappedLists, map_file
+from foreload.pipelines.schedule.at_work import Watch
 from foreload.pipelines.schedule.format import (
     FAILED,
     HEADER,

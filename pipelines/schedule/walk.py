@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numba as nb
 import numpy as np
 
+from foreload.base.compiled import nb
 from foreload.pipelines.schedule.arrow_files import MappedLists
 from foreload.pipelines.schedule.reader import Schedule
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-import numba as nb
 import numpy as np
 import pyarrow as pa
 
-from foreload.pipelines.base.hashing import load_word, lowest_bit, store_word
+from foreload.base.compiled import nb
+from foreload.base.hashing import load_word, lowest_bit, store_word
 
 _NEWLINE, _RETURN, _MINUS, _POINT, _ZERO = (np.uint8(ord(c)) for c in "\n\r-.0")
 _CHUNK_LINES = 512  # lines whose bytes and bounds stay in cache while one column after the other is taken from them

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numba as nb
 import numpy as np
+
+from foreload.base.compiled import nb
 
 _NEWLINE, _RETURN, _QUOTE = (np.uint8(ord(c)) for c in '\n\r"')
 

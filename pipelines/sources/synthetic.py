@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numba as nb
 import numpy as np
 import pyarrow as pa
 
-from foreload.pipelines.base.hashing import key, mix
+from foreload.base.compiled import nb
+from foreload.base.hashing import key, mix
 from foreload.pipelines.errors import FeatureError, SourceError
 from foreload.pipelines.samples.convert import convert
 from foreload.pipelines.samples.features import (

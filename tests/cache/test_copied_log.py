@@ -14,13 +14,13 @@ from grids import covering
 from lane_owners import TIMEOUT, Died, History, Owner, check_all, dies_at
 from lane_program import make_program
 
+from foreload.base.job_token import new_token
 from foreload.cache.client.store import Store
 from foreload.cache.errors import CacheError, CopyLost
 from foreload.cache.protocol.batch_log import LoggedBatch
 from foreload.cache.protocol.copied_log import CopiedLog, HeldRecords, Holders, LogService
 from foreload.cache.protocol.marker import first_number
 from foreload.cache.protocol.ownership import Ownership
-from foreload.pipelines.base.job_token import new_token
 
 LANES = (0, 3)
 STEPS = 24

@@ -34,6 +34,7 @@ from lane_runs import contents, plan
 from lost_shards import kill
 from serving import serving
 
+from foreload.base.hashing import key
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Read, Store, Write
@@ -53,7 +54,6 @@ from foreload.cache.repair.scrub import MUST, TableRows, scrub_table
 from foreload.cache.rows.fields import NUMBER_BITS, PARITY_BIT, unpack
 from foreload.cache.rows.partition import Partition
 from foreload.cache.traffic import Traffic
-from foreload.pipelines.base.hashing import key
 
 LANES = (0, 3)
 IDENTITY = {"run": "x"}

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foreload.base.hashing import key
 from foreload.cache.rows.initial import initial_weights
-from foreload.pipelines.base.hashing import key
 
 MASK = (1 << 64) - 1
 

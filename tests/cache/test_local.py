@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
+from foreload.base.interrupts import Interrupts
 from foreload.cache.client.local import NICENESS, LocalStores
 from foreload.cache.client.servers import (
     SERVER_VARIABLE,
@@ -25,7 +26,6 @@ from foreload.cache.client.servers import (
 )
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import StoreError, StoreFull, StoreUnavailable
-from foreload.pipelines.base.interrupts import Interrupts
 
 FIELDS = np.arange(100, dtype=np.uint64)
 ROWS = np.arange(1600).astype(np.uint8).reshape(100, 16)

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from foreload.base.hashing import key
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.limits import GROUPS
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.places import shards_of
-from foreload.pipelines.base.hashing import key
 
 
 @pytest.mark.parametrize(("shards", "k", "r"), [(1, 1, 0), (3, 1, 0), (5, 1, 0), (3, 2, 1), (7, 4, 2), (6, 4, 2)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from foreload.pipelines.base.hashing import key
+from foreload.base.hashing import key
 
 FEATURES = """
 order_by = "time"

@@ -14,7 +14,7 @@ from command_line import flip, run_here
 from golden import pinned, replaced
 from test_errors import listed
 
-from foreload.pipelines.errors import ForeloadError, all_errors
+from foreload.base.errors import ForeloadError, all_errors
 
 PREPARE = "prepare {log} --format csv --features {features} --batch-size 10 --out {new}"
 TRAIN = "train {schedule} --run {new} --store local:1 --dim 4"

@@ -9,7 +9,7 @@ from typing import Any
 
 from golden import pinned
 
-from foreload.pipelines.errors import ForeloadError
+from foreload.base.errors import ForeloadError
 from foreload.pipelines.planning import command_line
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.trainer import cli

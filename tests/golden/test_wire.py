@@ -13,8 +13,8 @@ import pytest
 import torch
 from golden import pinned
 
-from foreload.pipelines.base.codec import of_json, to_json
-from foreload.pipelines.base.socket_messages import packed_head
+from foreload.base.codec import of_json, to_json
+from foreload.base.socket_messages import packed_head
 from foreload.trainer.cluster.messages import control, facts, host_messages, trainers
 from foreload.trainer.cluster.messages.codec import decode, encode
 from foreload.trainer.step import host_link
@@ -90,13 +90,13 @@ def made(kind: type) -> Iterator[Any]:
         yield bare
 
 
-@pytest.mark.parametrize("module", [trainers, facts])
-def test_messages_between_coordinator_and_trainers(module: types.ModuleType) -> None:
+@pytest.mark.parametrize(("name", "module"), [("messages", trainers), ("facts", facts)])
+def test_messages_between_coordinator_and_trainers(name: str, module: types.ModuleType) -> None:
     told = {kind.__name__: [encode(message) for message in made(kind)] for kind in classes(module)}
     for kind in classes(module):
         for message, text in zip(made(kind), told[kind.__name__], strict=True):
             assert decode(text, kind) == message
-    pinned(f"wire-{module.__name__.rpartition('.')[2]}.json", told)
+    pinned(f"wire-{name}.json", told)
 
 
 def test_requests_and_answers_of_the_control_socket() -> None:

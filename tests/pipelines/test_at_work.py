@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from foreload.pipelines.base.at_work import SILENCE, Watch
+from foreload.pipelines.schedule.at_work import SILENCE, Watch
 
 
 def test_a_prepare_on_another_host_is_gone_when_it_gives_no_sign_for_a_minute(

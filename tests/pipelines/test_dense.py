@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreload.pipelines.base.codec import of_json, to_stored
+from foreload.base.codec import of_json, to_stored
 from foreload.pipelines.samples.dense import (
     DenseStatistics,
     Scale,

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreload.pipelines.base.codec import of_json, to_stored
-from foreload.pipelines.base.hashing import key
+from foreload.base.codec import of_json, to_stored
+from foreload.base.hashing import key
 from foreload.pipelines.samples import external_sort, order_keys, piece_order
 from foreload.pipelines.samples.pieces import Samples, write_piece
 

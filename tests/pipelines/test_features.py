@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from foreload.pipelines.base.codec import FormError
+from foreload.base.codec import FormError
 from foreload.pipelines.errors import FeatureError
 from foreload.pipelines.samples.feature_file import load_features
 from foreload.pipelines.samples.features import (

@@ -14,7 +14,7 @@ import pytest
 from numba import njit
 from numba.core import event
 
-from foreload.pipelines.base.interrupts import SIGNALS, Interrupts
+from foreload.base.interrupts import SIGNALS, Interrupts
 
 
 @pytest.fixture(autouse=True)

@@ -17,20 +17,12 @@ import pytest
 import reference_data as reference
 from grids import covering
 
+from foreload.base.errors import ForeloadError, SettingError
+from foreload.base.settings import settings_of
 from foreload.pipelines import prepare
-from foreload.pipelines.base.at_work import Watch, at_work
-from foreload.pipelines.base.settings import settings_of
 from foreload.pipelines.beam.read import CollectPieces
 from foreload.pipelines.compiler.compile import Compilation
-from foreload.pipelines.errors import (
-    DiskError,
-    ForeloadError,
-    RecordError,
-    ScheduleError,
-    SettingError,
-    SlotsError,
-    SourceError,
-)
+from foreload.pipelines.errors import DiskError, RecordError, ScheduleError, SlotsError, SourceError
 from foreload.pipelines.planning import command_line
 from foreload.pipelines.planning.disk import estimate_rows
 from foreload.pipelines.planning.options import PrepareOptions
@@ -38,6 +30,7 @@ from foreload.pipelines.samples.feature_file import load_features
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.piece_order import OrderedSource
 from foreload.pipelines.samples.pieces import Samples
+from foreload.pipelines.schedule.at_work import Watch, at_work
 from foreload.pipelines.schedule.format import ScheduleManifest
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.sources import Source, plan_splits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from foreload.pipelines.base.progress import Progress
+from foreload.base.progress import Progress
 
 
 def test_progress_tells_rows_read_then_steps_compiled(tmp_path: Path) -> None:

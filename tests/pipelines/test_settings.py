@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from foreload.pipelines.base.settings import integer, key_values, number, settings_of, size_bytes
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
+from foreload.base.settings import integer, key_values, number, settings_of, size_bytes
 from foreload.pipelines.planning.command_line import read
 from foreload.pipelines.planning.options import LaneSize, PrepareOptions
 from foreload.trainer.job.job import TrainJob

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from foreload.pipelines.base import job_token, token_server
-from foreload.pipelines.base.job_token import WrongToken, given_token, introduce, new_token, write_token
-from foreload.pipelines.base.socket_messages import packed_head, receive, send
-from foreload.pipelines.base.token_server import MOST_OF_ONE, TokenServer, connected
-from foreload.pipelines.errors import SettingError
+from foreload.base import job_token, token_server
+from foreload.base.errors import SettingError
+from foreload.base.job_token import WrongToken, given_token, introduce, new_token, write_token
+from foreload.base.socket_messages import packed_head, receive, send
+from foreload.base.token_server import MOST_OF_ONE, TokenServer, connected
 
 TOKEN = new_token()
 

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foreload.base.codec import to_stored
 from foreload.pipelines import prepare
-from foreload.pipelines.base.codec import to_stored
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.feature_file import parse

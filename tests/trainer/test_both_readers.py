@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from foreload.pipelines.errors import ForeloadError
+from foreload.base.errors import ForeloadError
 from foreload.pipelines.samples.features import Feature, FeatureSpec, Table, TextFormat
 from foreload.pipelines.sources import Source, plan_splits, read_records
 from foreload.trainer.serving import standalone

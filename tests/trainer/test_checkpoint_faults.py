@@ -15,7 +15,7 @@ from live_runs import EPOCH, EVERY, Case, live_case, saved
 from small_job import summary
 
 from foreload.cache.client.local import LocalStores
-from foreload.pipelines.base.at_work import at_work
+from foreload.pipelines.schedule.at_work import at_work
 from foreload.trainer.checkpoints.contents import MANIFEST
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.writable import LOCK

@@ -20,14 +20,14 @@ from command_line import ROOT, SMALL, Command, Remains, done, fill, flip, refuse
 from held import stop_after
 from small_job import summary
 
+from foreload.base.files import write_sealed
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.rows.layout import RowLayout
-from foreload.pipelines.base.at_work import at_work
-from foreload.pipelines.base.files import write_sealed
+from foreload.pipelines.schedule.at_work import at_work
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.start import Start
 from foreload.trainer.checkpoints import row_files

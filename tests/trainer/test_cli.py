@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from foreload.base.errors import SettingError
+from foreload.base.settings import settings_of
 from foreload.cache.parity.placement import Placement
-from foreload.pipelines.base.settings import settings_of
-from foreload.pipelines.errors import SettingError
 from foreload.trainer.cli import main, parser
 from foreload.trainer.command_line.training import job_values
 from foreload.trainer.job.job import TrainJob

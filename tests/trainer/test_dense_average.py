@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from small_job import summary
 from training import Trained, train
 
+from foreload.base.errors import SettingError
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
-from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.dense_file import tensors
 from foreload.trainer.assembly.saved_dense import read_dense

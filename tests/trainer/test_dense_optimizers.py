@@ -11,7 +11,7 @@ import torch
 from command_line import ROOT
 from torch import nn
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 from foreload.trainer.compute.dense_optimizers import (
     DENSE_OPTIMIZERS,
     build_dense_optimizer,

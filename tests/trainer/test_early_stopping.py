@@ -16,9 +16,9 @@ from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 from test_eval_every import EVALUATED, EVERY
 from training import Trained, train
 
+from foreload.base.errors import SettingError
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
-from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.member.stopping_early import EarlyStopping
 from foreload.trainer.cluster.messages.faults import TrainerFault

@@ -10,8 +10,8 @@ import small_terms
 from small_terms import assert_same
 from training import Death, Trained, train
 
+from foreload.base.codec import to_stored
 from foreload.cache.client.local import LocalStores
-from foreload.pipelines.base.codec import to_stored
 from foreload.pipelines.schedule.reader import Schedule
 
 EVERY = 5

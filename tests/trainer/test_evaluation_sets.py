@@ -12,10 +12,10 @@ import small_terms
 from command_line import done, refused
 from training import Death, Trained, train
 
+from foreload.base.codec import to_stored
+from foreload.base.errors import SettingError
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
-from foreload.pipelines.base.codec import to_stored
-from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.evaluation_sets import evaluation_sets
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.reports import EvaluationReport

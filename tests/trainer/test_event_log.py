@@ -13,7 +13,7 @@ from command_line import main
 from held import Hold
 from small_job import arguments, synthetic_schedule
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 from foreload.trainer.run import event_log
 from foreload.trainer.run.directory import EVENTS
 from foreload.trainer.run.event_log import (

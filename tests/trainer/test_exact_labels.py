@@ -13,9 +13,9 @@ import reference_config
 import reference_data
 from training import job_in_memory, train
 
+from foreload.base.codec import to_stored
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
-from foreload.pipelines.base.codec import to_stored
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.own_loss import load_loss
 from foreload.trainer.models.building import load_model

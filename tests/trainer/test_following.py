@@ -12,8 +12,8 @@ from command_line import Command, done, error_of, main, reached
 from held import held, standing
 from small_job import arguments, summary, train_undisturbed
 
+from foreload.base.files import write_json
 from foreload.pipelines import prepare
-from foreload.pipelines.base.files import write_json
 from foreload.pipelines.schedule.format import (
     FAILED,
 )

@@ -16,8 +16,8 @@ from held import Hold, send
 from injection import AnyFault, CallFault
 from small_job import arguments, check_end, failing_model, summary, synthetic_schedule, train_undisturbed
 
+from foreload.base.job_token import new_token
 from foreload.cache.client.local import LocalStores
-from foreload.pipelines.base.job_token import new_token
 from foreload.trainer.cluster.coordinator.terms import first_term, next_term
 from foreload.trainer.cluster.messages.trainers import TermLeft
 from foreload.trainer.run.directory import Run

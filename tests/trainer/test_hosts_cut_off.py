@@ -13,8 +13,8 @@ from command_line import Command, main
 from held import Hold
 from small_job import arguments, summary, synthetic_schedule
 
+from foreload.base.job_token import new_token
 from foreload.cache.client.local import LocalStores
-from foreload.pipelines.base.job_token import new_token
 from foreload.trainer.run.event_log import read_events
 
 TOKEN = new_token()

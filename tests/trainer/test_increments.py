@@ -16,9 +16,9 @@ from command_line import SMALL, Command, done, flip, refused, run_here
 from held import held, stop_after
 from small_job import summary
 
+from foreload.base.files import write_sealed
 from foreload.cache.client.local import LocalStores
-from foreload.pipelines.base.at_work import at_work
-from foreload.pipelines.base.files import write_sealed
+from foreload.pipelines.schedule.at_work import at_work
 from foreload.pipelines.schedule.format import MANIFEST as SCHEDULE
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints import row_files

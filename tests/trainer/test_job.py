@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from foreload.pipelines.base.settings import read_job_file, size_bytes
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
+from foreload.base.settings import read_job_file, size_bytes
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.row_optimizers import RowOptimizer
 from foreload.trainer.job.job import TrainJob

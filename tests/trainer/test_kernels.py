@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foreload.base.errors import SettingError
 from foreload.cache.rows.layout import ROW_OPTIMIZERS, RowLayout
-from foreload.pipelines.errors import SettingError
 from foreload.trainer.compute.choose_kernels import kernels_for
 from foreload.trainer.compute.compiled_kernels import CompiledKernels
 from foreload.trainer.compute.kernels import Kernels

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 from foreload.pipelines.planning.sizing import TRAILER_BYTES
 from foreload.pipelines.samples.features import (
     Dense,

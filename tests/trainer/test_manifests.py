@@ -24,9 +24,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from injection import CallFault
 
+from foreload.base.errors import ForeloadError
+from foreload.base.files import write_json, write_sealed
 from foreload.cache.client.local import LocalStores
-from foreload.pipelines.base.files import write_json, write_sealed
-from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.schedule.format import HEADER, segment_name
 from foreload.pipelines.schedule.format import MANIFEST as SCHEDULE
 from foreload.trainer.checkpoints.best import BEST

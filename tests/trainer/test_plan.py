@@ -14,7 +14,7 @@ import pytest
 from clicks import Clicks, write_features, write_log
 from command_line import SMALL, Command, main
 
-from foreload.pipelines.base.memory import total_bytes
+from foreload.base.memory import total_bytes
 from foreload.pipelines.compiler.other_slots import LaneUses
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel

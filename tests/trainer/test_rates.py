@@ -17,9 +17,9 @@ import reference_rates
 import torch
 from training import job_in_memory, train
 
+from foreload.base.errors import SettingError
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
-from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.rate_schedules import RateSchedule
 from foreload.trainer.compute.rates import clip

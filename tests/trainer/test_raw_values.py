@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foreload.base.hashing import hash_strings
 from foreload.cache.rows.initial import initial_weights
-from foreload.pipelines.base.hashing import hash_strings
 from foreload.pipelines.errors import SourceError
 from foreload.pipelines.samples.convert import convert
 from foreload.pipelines.samples.dense import Scale

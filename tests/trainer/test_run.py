@@ -18,8 +18,8 @@ import pytest
 from small_job import no_rows, step_report
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from foreload.base.progress import Display
 from foreload.cache.parity.placement import Placement
-from foreload.pipelines.base.progress import Display
 from foreload.trainer.commands.train import call_values
 from foreload.trainer.compute.numerics import mixed_text
 from foreload.trainer.compute.reports import FIGURES, EvaluationReport, StepReport, Totals

@@ -25,11 +25,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 
 from foreload import ServedRows
+from foreload.base.errors import SettingError
+from foreload.base.files import write_sealed
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
-from foreload.pipelines.base.at_work import at_work
-from foreload.pipelines.base.files import write_sealed
-from foreload.pipelines.errors import SettingError
+from foreload.pipelines.schedule.at_work import at_work
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.errors import ExportError
 from foreload.trainer.run.directory import CHECKPOINTS

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 from foreload.trainer.errors import PeerLost
 from foreload.trainer.step.nccl import NcclTransport, peers_lost
 from foreload.trainer.step.transport import GlooTransport, LocalHub, Transport

@@ -14,9 +14,9 @@ from command_line import ROOT, Command, free_port
 from held import HeldRun, Hold
 from small_job import arguments, check_end, summary, synthetic_schedule, train_undisturbed
 
+from foreload.base.job_token import new_token
+from foreload.base.token_server import connected
 from foreload.cache.errors import CopyLost
-from foreload.pipelines.base.job_token import new_token
-from foreload.pipelines.base.token_server import connected
 from foreload.trainer.cluster.coordinator.failures import Failures, guests_to_blame
 from foreload.trainer.cluster.messages.host_messages import PURPOSE, AskJoin, program_version, tell_host
 from foreload.trainer.cluster.messages.trainers import Failed

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from foreload.pipelines.base.files import persist, replacing
+from foreload.base.files import persist, replacing
 from foreload.trainer.assembly.saved_dense import PARAMETER, STATE, STEP, read_dense
 from foreload.trainer.compute.dense_optimizers import load_optimizer_state, optimizer_state
 from foreload.trainer.errors import RunError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from foreload.pipelines.base.codec import of_json, to_stored
+from foreload.base.codec import of_json, to_stored
 from foreload.trainer.assembly.dense_file import dense_bytes, load_dense_bytes
 from foreload.trainer.compute.reports import Totals
 from foreload.trainer.job.early_stopping import Watched

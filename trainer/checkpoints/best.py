@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from foreload.pipelines.base.codec import Count, FormError, finite, of_json, parse_json, to_stored
-from foreload.pipelines.base.files import canonical
+from foreload.base.codec import Count, FormError, finite, of_json, parse_json, to_stored
+from foreload.base.files import canonical
 from foreload.trainer.checkpoints.contents import MANIFEST
 from foreload.trainer.checkpoints.writable import folder_of
 from foreload.trainer.errors import CheckpointError

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
+from foreload.base.codec import MOST, Amount, Count, JsonForm, Name, Step, between, of_json, to_stored
+from foreload.base.files import sealed
 from foreload.cache.rows.layout import RowLayout
-from foreload.pipelines.base.codec import MOST, Amount, Count, JsonForm, Name, Step, between, of_json, to_stored
-from foreload.pipelines.base.files import sealed
 from foreload.pipelines.samples.features import FeatureSpec, StoredFeatures
 from foreload.trainer.checkpoints.files import FileEntry, RowFile
 from foreload.trainer.checkpoints.policies import EXACT_BITS

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from foreload.pipelines.base.files import is_full, put_in_place, remove_path, remove_unfinished
+from foreload.base.files import is_full, put_in_place, remove_path, remove_unfinished
 from foreload.trainer.checkpoints.contents import MANIFEST, Contents
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.writable import clear_left_overs, draft_name, folder_of, holding, removed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from foreload.pipelines.base.codec import Count, Natural, RelativePath, one_of
+from foreload.base.codec import Count, Natural, RelativePath, one_of
 from foreload.trainer.checkpoints.policies import BITS
 
 

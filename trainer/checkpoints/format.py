@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foreload.pipelines.base.codec import FormError, of_json
-from foreload.pipelines.base.files import unsealed, within
+from foreload.base.codec import FormError, of_json
+from foreload.base.files import unsealed, within
 from foreload.trainer.checkpoints.contents import FORMAT, MANIFEST, Contents
 from foreload.trainer.checkpoints.files import FileEntry
 from foreload.trainer.checkpoints.policies import EXACT_BITS

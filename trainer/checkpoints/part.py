@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from foreload.base.errors import ForeloadError
 from foreload.cache.protocol import snapshot
 from foreload.cache.protocol.snapshot import Snapshot, TakenRows
 from foreload.cache.rows.layout import RowLayout
-from foreload.pipelines.errors import ForeloadError
 from foreload.trainer.checkpoints.files import PartFiles
 from foreload.trainer.checkpoints.policies import EXACT_BITS
 from foreload.trainer.checkpoints.quantisation import encode

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numba as nb
 import numpy as np
 
+from foreload.base.compiled import nb
 from foreload.trainer.checkpoints.policies import WIDTHS
 
 """Bits a weight can have, besides the 32 that are exact."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from foreload.pipelines.base.files import is_full
+from foreload.base.files import is_full
 from foreload.trainer.assembly.saved_dense import read_dense
 from foreload.trainer.checkpoints.chain import whole_copy
 from foreload.trainer.checkpoints.format import Checkpoint

@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
-from foreload.pipelines.base.at_work import at_work
-from foreload.pipelines.base.codec import parse_json
+from foreload.base.codec import parse_json
+from foreload.pipelines.schedule.at_work import at_work
 from foreload.trainer.checkpoints.contents import MANIFEST
 from foreload.trainer.errors import FolderBusy
 from foreload.trainer.storage import AnyFolder, ObjectPath

@@ -15,12 +15,12 @@ from datetime import timedelta
 from operator import itemgetter
 from typing import Any
 
+from foreload.base.codec import of_json, parse_json
+from foreload.base.errors import ForeloadError
 from foreload.cache.client.load import together
 from foreload.cache.client.local import LocalStores
 from foreload.cache.errors import CacheError
 from foreload.cache.traffic import Traffic
-from foreload.pipelines.base.codec import of_json, parse_json
-from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.planning.sizing import lane_bytes
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.host_messages import HOST_GONE

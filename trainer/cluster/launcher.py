@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from foreload.base.errors import ForeloadError, SettingError
+from foreload.base.files import write_json
+from foreload.base.interrupts import Interrupts
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_urls
 from foreload.cache.parity.placement import Placement
-from foreload.pipelines.base.files import write_json
-from foreload.pipelines.base.interrupts import Interrupts
-from foreload.pipelines.errors import ForeloadError, SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel
 from foreload.trainer.checkpoints.format import Checkpoint

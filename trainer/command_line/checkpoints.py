@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from foreload.pipelines.base.settings import add_arguments, given
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
+from foreload.base.settings import add_arguments, given
 from foreload.trainer.checkpoints.policies import BITS, POLICIES
 from foreload.trainer.command_line.shared import add_command, add_group, add_json, add_plain, tell
 from foreload.trainer.errors import after_step

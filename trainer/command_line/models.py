@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from foreload.pipelines.base.settings import add_arguments, given, settings_of
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
+from foreload.base.settings import add_arguments, given, settings_of
 from foreload.trainer.command_line.shared import a_path, add_accept_model, add_command, add_json, add_plain, add_schedule, tell
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import after_step

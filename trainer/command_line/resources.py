@@ -7,9 +7,9 @@ import re
 import sys
 from typing import Any
 
-from foreload.pipelines.base.memory import total_bytes
-from foreload.pipelines.base.settings import add_arguments, given, size_bytes
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
+from foreload.base.memory import total_bytes
+from foreload.base.settings import add_arguments, given, size_bytes
 from foreload.trainer.command_line.shared import a_path, add_json, add_plain, tell
 from foreload.trainer.job.job import TrainJob
 

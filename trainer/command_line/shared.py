@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from foreload.pipelines.base.files import unwritable
-from foreload.pipelines.base.settings import local
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
+from foreload.base.files import unwritable
+from foreload.base.settings import local
 from foreload.trainer.job.job_values import masked
 
 Command = Callable[[argparse.Namespace], int]

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from foreload.pipelines.base.settings import add_arguments, given, path
-from foreload.pipelines.errors import ForeloadError
+from foreload.base.errors import ForeloadError
+from foreload.base.settings import add_arguments, given, path
 from foreload.trainer.command_line.shared import a_path, add_group, add_json, add_plain, check_json, tell
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import after_step

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from foreload.pipelines.base.files import write_json
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
+from foreload.base.files import write_json
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.faults import Fault, RunObserver, TrainerFault
 from foreload.trainer.cluster.messages.trainers import EvaluationEnded, StepEnded, TrainerEvent

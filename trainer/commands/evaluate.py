@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreload.pipelines.base.codec import to_stored
+from foreload.base.codec import to_stored
 from foreload.pipelines.schedule.format import LaneEvent
 from foreload.pipelines.schedule.kept import last_evaluation, last_occupants
 from foreload.pipelines.schedule.reader import Schedule

@@ -16,8 +16,8 @@ from safetensors.numpy import save as save_arrays
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from foreload.pipelines.base.files import write_json
-from foreload.pipelines.base.settings import settings_of
+from foreload.base.files import write_json
+from foreload.base.settings import settings_of
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.checkpoints.best import best_checkpoint, best_in
 from foreload.trainer.checkpoints.saved_checkpoint import names_checkpoint, open_model

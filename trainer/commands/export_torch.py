@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 from foreload.trainer.checkpoints.saved_checkpoint import names_checkpoint, open_model
 from foreload.trainer.commands.export import dense_files, state_with, told_of
 from foreload.trainer.serving.format import check_new, new_folder

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
-from foreload.pipelines.base.interrupts import Interrupts
-from foreload.pipelines.base.job_token import TOKEN_VARIABLE, given_token
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
+from foreload.base.interrupts import Interrupts
+from foreload.base.job_token import TOKEN_VARIABLE, given_token
 from foreload.trainer.cluster.processes.joining_host import HostJob, report, run_host
 from foreload.trainer.cluster.processes.starting import StartProcess
 from foreload.trainer.job.job_values import Place, Servers

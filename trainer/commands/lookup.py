@@ -9,7 +9,7 @@ from numbers import Integral, Real
 import numpy as np
 import pyarrow as pa
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 from foreload.trainer.checkpoints.saved_checkpoint import open_model
 from foreload.trainer.saved.saved_model import SavedModel, encoder_of
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from foreload.base.errors import SettingError
 from foreload.cache.client.local import LocalStores
 from foreload.cache.protocol.shard_status import LOST, OK, REBUILDING, ShardSnapshot
-from foreload.pipelines.errors import SettingError
 from foreload.trainer.cluster.messages.faults import Fault
 from foreload.trainer.cluster.messages.trainers import FaultInjected, ShardsTold, TrainerEvent
 from foreload.trainer.commands.drill import FaultDrill, Moments, after, milliseconds, percent

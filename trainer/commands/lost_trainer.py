@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 from foreload.pipelines.planning.sizing import slot_bytes
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.faults import TrainerFault

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from foreload.pipelines.base.codec import parse_json
-from foreload.pipelines.base.memory import available_bytes
-from foreload.pipelines.base.settings import local, read_job_file, settings_of
+from foreload.base.codec import parse_json
+from foreload.base.memory import available_bytes
+from foreload.base.settings import local, read_job_file, settings_of
 from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, LaneUses, lane_uses
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.pipelines.schedule.format import PROVENANCE, SET_NAME

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from foreload.pipelines.base.own_process import command_of
+from foreload.base.own_process import command_of
 from foreload.trainer.errors import RunError, TrainerError
 from foreload.trainer.resources.history import Profile, read
 from foreload.trainer.run.directory import locked

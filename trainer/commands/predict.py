@@ -15,10 +15,11 @@ import pyarrow as pa
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 
-from foreload.pipelines.base.files import replacing
-from foreload.pipelines.base.progress import Display
-from foreload.pipelines.base.settings import local, texts
-from foreload.pipelines.errors import RecordError, SettingError, SourceError
+from foreload.base.errors import SettingError
+from foreload.base.files import replacing
+from foreload.base.progress import Display
+from foreload.base.settings import local, texts
+from foreload.pipelines.errors import RecordError, SourceError
 from foreload.pipelines.samples.features import FeatureSpec, Label, TextFormat
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.schedule.reader import Schedule

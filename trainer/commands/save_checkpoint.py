@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 from foreload.pipelines.schedule.kept import POSITION
 from foreload.trainer.checkpoints.chain import compact
 from foreload.trainer.checkpoints.changed_rows import Plan

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.control import AskScale, AskScaled, Refused, ask
 from foreload.trainer.cluster.messages.trainers import StepEnded, TrainerEvent

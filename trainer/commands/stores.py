@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from foreload.base.errors import SettingError
 from foreload.cache.client.load import together
 from foreload.cache.client.local import LocalStores
 from foreload.cache.parity.placement import Placement
@@ -16,7 +17,7 @@ from foreload.cache.parity.row_counts import RowCounts
 from foreload.cache.protocol.marker import Marker
 from foreload.cache.protocol.shard_status import REBUILDING, ShardSnapshot, ShardStatus
 from foreload.cache.rows.layout import RowLayout
-from foreload.pipelines.errors import ScheduleError, SettingError
+from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.control import AskRowCounts, RowCountsAnswer, ask, training_status
 from foreload.trainer.errors import TrainerError

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foreload.base.errors import ForeloadError, SettingError
+from foreload.base.settings import names_by_resume, read_job_file, settings_of
 from foreload.cache.errors import CacheError
-from foreload.pipelines.base.settings import names_by_resume, read_job_file, settings_of
-from foreload.pipelines.errors import ForeloadError, SettingError
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import named_or_newest
 from foreload.trainer.cluster.processes.starting import ChildProcess, StartProcess

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 from foreload.trainer.compute.compiled_kernels import CompiledKernels
 from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.torch_kernels import TorchKernels

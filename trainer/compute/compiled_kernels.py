@@ -6,13 +6,13 @@ a view of each row would count references. The order of every sum is part of the
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
 from torch import Tensor
 
+from foreload.base.compiled import nb
+from foreload.base.prefetch import prefetch
+from foreload.base.simd import COLUMNS, add, copy
 from foreload.cache.rows.staging import put_rows, take_rows
-from foreload.pipelines.base.prefetch import prefetch
-from foreload.pipelines.base.simd import COLUMNS, add, copy
 from foreload.trainer.compute.compiled_updates import update_rows, update_rows_rowwise
 from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.compute.layouts import MEAN, Lookups, UpdateRules

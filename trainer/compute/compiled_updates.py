@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-import numba as nb
 import numpy as np
 
-from foreload.pipelines.base.prefetch import prefetch
-from foreload.pipelines.base.simd import COLUMNS, copy, descend, eight_sums_of_squares
+from foreload.base.compiled import nb
+from foreload.base.prefetch import prefetch
+from foreload.base.simd import COLUMNS, copy, descend, eight_sums_of_squares
 from foreload.trainer.compute.layouts import UpdateRules
 from foreload.trainer.compute.row_optimizers import (
     ADAGRAD,

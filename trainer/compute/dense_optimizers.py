@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 from foreload.trainer.errors import ModelError, RunError
 from foreload.trainer.models.building import parse_value
 

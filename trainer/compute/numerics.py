@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foreload.pipelines.base.malloc import KEEPS_FREED
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
+from foreload.base.malloc import KEEPS_FREED
 from foreload.trainer.errors import FingerprintError
 
 LINEAR = "FORELOAD_LINEAR"  # variable: whose products layers are; torch's own choice where it is not set

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 
 _FORMS = (
     "warmup:STEPS, linear:END:FACTOR, cosine:END:FACTOR or step:EVERY:FACTOR, a warmup and another one with a comma between, "

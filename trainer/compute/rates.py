@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numba as nb
 import numpy as np
 import torch
 from torch import Tensor
 
+from foreload.base.compiled import nb
 from foreload.trainer.compute.layouts import UpdateRules
 from foreload.trainer.compute.rate_schedules import RateSchedule
 from foreload.trainer.compute.row_optimizers import RowOptimizer

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from foreload.pipelines.base.codec import LeftOut
+from foreload.base.codec import LeftOut
 
 if TYPE_CHECKING:
     import numpy as np

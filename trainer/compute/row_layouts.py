@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from foreload.base.errors import SettingError
 from foreload.cache.rows.layout import RowLayout
-from foreload.pipelines.errors import SettingError
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.row_optimizers import RowOptimizer
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from foreload.base.errors import SettingError
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
-from foreload.pipelines.errors import SettingError
 from foreload.trainer.compute.rate_schedules import power
 
 # UpdateRules.kinds, on which the kernels switch: places in ROW_OPTIMIZERS.

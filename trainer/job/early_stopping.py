@@ -6,9 +6,9 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from foreload.pipelines.base.codec import Count, Step, finite
-from foreload.pipelines.base.settings import number
-from foreload.pipelines.errors import SettingError
+from foreload.base.codec import Count, Step, finite
+from foreload.base.errors import SettingError
+from foreload.base.settings import number
 from foreload.trainer.job.metric_choice import MetricValue, metric_name
 
 _MOST_PATIENCE = 10**6

@@ -10,9 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from foreload.cache.protocol.patience import Patience
-from foreload.cache.rows.layout import ROW_OPTIMIZERS
-from foreload.pipelines.base.settings import (
+from foreload.base.errors import SettingError
+from foreload.base.settings import (
     choice,
     integer,
     key_values,
@@ -26,7 +25,8 @@ from foreload.pipelines.base.settings import (
     switch_or,
     text,
 )
-from foreload.pipelines.errors import SettingError
+from foreload.cache.protocol.patience import Patience
+from foreload.cache.rows.layout import ROW_OPTIMIZERS
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.schedule.format import MOST_LANES
 from foreload.trainer.compute.rate_schedules import RateSchedule

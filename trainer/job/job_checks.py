@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 
 if TYPE_CHECKING:
     from foreload.trainer.job.job import TrainJob

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.compute.own_loss import checked_loss

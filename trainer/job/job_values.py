@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from foreload.base.errors import SettingError
+from foreload.base.settings import Parse, choice, key_values, number, size_bytes, spelled, text
 from foreload.cache.parity.limits import MOST_ROWS
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
-from foreload.pipelines.base.settings import Parse, choice, key_values, number, size_bytes, spelled, text
-from foreload.pipelines.errors import SettingError
 from foreload.trainer import storage
 from foreload.trainer.errors import CheckpointError
 

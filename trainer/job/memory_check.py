@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from foreload.base.errors import SettingError
+from foreload.base.memory import available_bytes
 from foreload.cache.rows.layout import slot_columns
-from foreload.pipelines.base.memory import available_bytes
-from foreload.pipelines.errors import SettingError
 from foreload.pipelines.planning.sizing import lane_bytes, slot_bytes, slots_of_size, staging_rows, stored_bytes
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.job.job import TrainJob

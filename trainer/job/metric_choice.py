@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from foreload.pipelines.base.settings import text
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
+from foreload.base.settings import text
 from foreload.pipelines.schedule.format import SET_NAME, Header
 from foreload.trainer.compute.reports import EvaluationReport
 

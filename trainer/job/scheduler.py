@@ -16,7 +16,7 @@ from datetime import timedelta
 from threading import Thread
 from typing import Any
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 from foreload.trainer.errors import PeerLost
 
 _MEET_PAUSE = timedelta(seconds=1)  # between two looks whether a scheduler's trainers have all met

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from foreload.pipelines.base.settings import local
+from foreload.base.settings import local
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.generators import seeded
 from foreload.trainer.models.search import extend_path, found_file, search_folders

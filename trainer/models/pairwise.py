@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba as nb
 import numpy as np
 import torch
 from llvmlite import ir
@@ -19,7 +18,8 @@ from numba.extending import intrinsic
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from foreload.pipelines.base.simd import copy
+from foreload.base.compiled import nb
+from foreload.base.simd import copy
 
 _FLOAT = ir.FloatType()
 _EIGHT = ir.VectorType(_FLOAT, 8)

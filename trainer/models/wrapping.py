@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foreload.pipelines.base.arguments import checked
+from foreload.base.arguments import checked
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.arguments import Arguments, Columns, DenseValues
 from foreload.trainer.models.faults import raised_at

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from foreload.pipelines.base.files import unwritable, write_atomically
-from foreload.pipelines.base.settings import local
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
+from foreload.base.files import unwritable, write_atomically
+from foreload.base.settings import local
 from foreload.pipelines.schedule.format import HEADER
 from foreload.pipelines.schedule.format import MANIFEST as SCHEDULE_MANIFEST
 from foreload.trainer.pages.run_figures import USES_AT_ONCE, read_run

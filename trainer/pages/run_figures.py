@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from foreload.pipelines.base.codec import FormError, parse_json
-from foreload.pipelines.base.memory import available_bytes
+from foreload.base.codec import FormError, parse_json
+from foreload.base.memory import available_bytes
 from foreload.pipelines.compiler.lru import lru_arrivals, lru_depths
 from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, count_moves, lane_uses
 from foreload.pipelines.errors import PipelineError

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from foreload.pipelines.base.memory import available_bytes
+from foreload.base.memory import available_bytes
 from foreload.pipelines.compiler.lru import lru_arrivals, lru_depths
 from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, LaneUses, count_moves, lane_uses
 from foreload.pipelines.schedule.reader import Schedule

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from foreload.base.memory import total_bytes
 from foreload.cache.rows.layout import slot_columns
-from foreload.pipelines.base.memory import total_bytes
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel
 from foreload.trainer.job.job import TrainJob

@@ -27,10 +27,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+from foreload.base.codec import FormError, of_json, parse_json
+from foreload.base.files import persist, remove_empty, remove_unfinished, replacing, write_json
 from foreload.cache.client.local import LocalStores
 from foreload.cache.parity.placement import Placement
-from foreload.pipelines.base.codec import FormError, of_json, parse_json
-from foreload.pipelines.base.files import persist, remove_empty, remove_unfinished, replacing, write_json
 from foreload.trainer.errors import CheckpointError, RunError, RunRefused
 from foreload.trainer.run.manifest import VERSION, Manifest, Status, code_sums, write_code
 from foreload.trainer.storage import AnyFolder, place

@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foreload.pipelines.base.codec import parse_json
-from foreload.pipelines.base.output import messages_lost
-from foreload.pipelines.errors import ForeloadError
+from foreload.base.codec import parse_json
+from foreload.base.errors import ForeloadError
+from foreload.base.output import messages_lost
 from foreload.trainer.run.directory import EVENTS
 
 

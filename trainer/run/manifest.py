@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
+from foreload.base.codec import Amount, Count, LeftOut, Name, Natural, RelativePath, Step, between, filled, to_stored
+from foreload.base.errors import SettingError
+from foreload.base.settings import names_by_resume, settings_of, spelled
 from foreload.cache.parity.limits import MOST_SHARDS
-from foreload.pipelines.base.codec import Amount, Count, LeftOut, Name, Natural, RelativePath, Step, between, filled, to_stored
-from foreload.pipelines.base.settings import names_by_resume, settings_of, spelled
-from foreload.pipelines.errors import SettingError
 from foreload.pipelines.schedule.format import MOST_LANES
 from foreload.trainer.job.early_stopping import Watched
 from foreload.trainer.job.job import TrainJob

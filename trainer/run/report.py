@@ -13,9 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
-from foreload.pipelines.base.codec import to_stored
-from foreload.pipelines.base.files import is_full, write_json
-from foreload.pipelines.base.progress import Display
+from foreload.base.codec import to_stored
+from foreload.base.files import is_full, write_json
+from foreload.base.progress import Display
 from foreload.trainer.compute.reports import SUMMED, EvaluationReport, StepReport, Totals, merged, without_calibration
 from foreload.trainer.run.directory import METRICS, SUMMARY, TENSORBOARD
 from foreload.trainer.run.metric_text import metric_lines

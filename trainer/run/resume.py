@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foreload.pipelines.base.settings import names_by_resume, settings_of
+from foreload.base.settings import names_by_resume, settings_of
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import RunRefused, after_step
 from foreload.trainer.job.job import TrainJob

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
+from foreload.base.errors import SettingError
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.url import StoreUrl, parse_url
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
-from foreload.pipelines.errors import SettingError
 from foreload.trainer.errors import RunError, after_step
 from foreload.trainer.job.job_values import Parity
 from foreload.trainer.run.directory import STORES, Run

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from foreload.pipelines.base.codec import parse_json
+from foreload.base.codec import parse_json
 
 _TAIL_BYTES = 1 << 16  # in which the last steps stand
 _NUMBER, _EVALUATION = re.compile(rb'\{"kind": "step", "step": (\d+),'), b'{"kind": "evaluation", "step": %d,'  # as lines begin

@@ -10,6 +10,8 @@ from datetime import timedelta
 
 import numpy as np
 
+from foreload.base.codec import FormError, parse_json
+from foreload.base.files import write_json
 from foreload.cache.client.store import Store
 from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.batch_log import FileLog
@@ -19,8 +21,6 @@ from foreload.cache.protocol.ownership import Ownership, stale_shards, take_over
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.shard_status import ServerUnreachable, ShardNews
 from foreload.cache.traffic import Traffic
-from foreload.pipelines.base.codec import FormError, parse_json
-from foreload.pipelines.base.files import write_json
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import RunError
 from foreload.trainer.job.job import TrainJob

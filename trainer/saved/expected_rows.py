@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from foreload.base.files import read_json, write_json
 from foreload.cache.repair.scrub import MAY, MUST, TableRows
-from foreload.pipelines.base.files import read_json, write_json
 from foreload.pipelines.schedule.kept import ordinals_after
 from foreload.pipelines.schedule.reader import Schedule
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
+from foreload.base.codec import of_json
+from foreload.base.files import read_sealed, replacing, write_atomically, write_sealed
 from foreload.cache.protocol.batch_log import LoggedBatch
 from foreload.cache.protocol.takeover import CopiedLane
 from foreload.cache.rows.partition import Partition
 from foreload.cache.rows.staging import EndedRows
-from foreload.pipelines.base.codec import of_json
-from foreload.pipelines.base.files import read_sealed, replacing, write_atomically, write_sealed
 from foreload.pipelines.schedule.format import Occupants
 from foreload.trainer.errors import RunRefused
 from foreload.trainer.run.directory import KEPT_LANES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foreload.pipelines.base.codec import Name
+from foreload.base.codec import Name
 from foreload.trainer.run.manifest import Manifest, Status
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from foreload.pipelines.base.at_work import at_work
-from foreload.pipelines.base.files import is_full, remove_unfinished, replacing
+from foreload.base.files import is_full, remove_unfinished, replacing
+from foreload.pipelines.schedule.at_work import at_work
 from foreload.trainer.errors import ExportError
 from foreload.trainer.serving.format import (
     ABOUT,

@@ -17,11 +17,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from foreload.base.codec import Count, FormError, Name, Natural, between, of_json
+from foreload.base.files import is_full, read_sealed, replacing, within, write_sealed
+from foreload.base.settings import local
 from foreload.cache.errors import CacheError
 from foreload.cache.rows.layout import MOST_COLUMNS, RowLayout
-from foreload.pipelines.base.codec import Count, FormError, Name, Natural, between, of_json
-from foreload.pipelines.base.files import is_full, read_sealed, replacing, within, write_sealed
-from foreload.pipelines.base.settings import local
 from foreload.trainer.errors import ExportError
 
 FORMAT = 1

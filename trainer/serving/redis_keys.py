@@ -18,12 +18,12 @@ from typing import Any, NotRequired, Self, TypedDict, TypeVar
 import numpy as np
 from safetensors.torch import load, save
 
+from foreload.base.arguments import checked
+from foreload.base.codec import Count, FormError, Natural, of_json, parse_json
+from foreload.base.errors import SettingError
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import Fenced
-from foreload.pipelines.base.arguments import checked
-from foreload.pipelines.base.codec import Count, FormError, Natural, of_json, parse_json
-from foreload.pipelines.errors import SettingError
 from foreload.trainer.errors import ExportError
 from foreload.trainer.serving.format import BUFFERS, MODEL, Export, ExportRows, InexactEntry, Parts, check_rows
 

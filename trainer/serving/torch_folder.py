@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save
 
+from foreload.base.files import write_json
 from foreload.cache.rows.layout import RowLayout
-from foreload.pipelines.base.files import write_json
 from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.layouts import BlockLayout, model_spec

@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-import numba as nb
 import numpy as np
 import torch
 from torch import Tensor
 
+from foreload.base.compiled import nb
 from foreload.pipelines.schedule.format import LaneEvent
 from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.step.transport import Transport, Work

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numba as nb
 import numpy as np
 import torch
 from torch import Tensor
 
+from foreload.base.compiled import nb
 from foreload.cache.protocol.lanes import LanePlan
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.rows.partition import Partition

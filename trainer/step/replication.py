@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numba as nb
 import numpy as np
 import torch
 from torch import Tensor
 
+from foreload.base.compiled import nb
 from foreload.cache.rows.partition import Partition
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.format import LaneEvent

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreload.pipelines.base.hashing import key
+from foreload.base.hashing import key
 from foreload.pipelines.schedule.format import Event, LaneEvent
 from foreload.trainer.compute.layouts import Lookups
 from foreload.trainer.models.fitting import model_name

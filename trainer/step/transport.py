@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 from foreload.trainer.errors import PeerLost
 from foreload.trainer.step import host_link
 from foreload.trainer.step.host_link import HostLink, LinkClosed

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from foreload.pipelines.base.codec import to_json
+from foreload.base.codec import to_json
 from foreload.trainer.cluster.messages.control import Answer, ControlRequest, Refused, request_of
 from foreload.trainer.errors import MessageError
 from foreload.trainer.run.directory import CONTROL

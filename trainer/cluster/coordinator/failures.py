@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+from foreload.base.errors import ForeloadError, error_of
 from foreload.cache.errors import CopyLost, RowsLost
-from foreload.pipelines.errors import ForeloadError, error_of
 from foreload.trainer.cluster.messages.facts import Term
 from foreload.trainer.cluster.messages.trainers import Failed, LostRows
 from foreload.trainer.errors import PeerLost, ShardsLost, TrainerError

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
-from foreload.pipelines.base.job_token import given_token, new_token, write_token
+from foreload.base.job_token import given_token, new_token, write_token
 from foreload.trainer.cluster.coordinator.failures import GuestsRefused
 from foreload.trainer.cluster.messages.host_messages import NotWanted, StartAgain, StartTrainer, program_version
 from foreload.trainer.cluster.processes.host_connections import HostConnections, HostedTrainer

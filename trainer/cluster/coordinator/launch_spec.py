@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foreload.pipelines.base.codec import FormError, of_json
+from foreload.base.codec import FormError, of_json
 from foreload.trainer.cluster.coordinator.store_shards import StoreShards
 from foreload.trainer.cluster.folder_over_hosts import run_facts
 from foreload.trainer.cluster.messages.faults import Fault, TrainerFault

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from foreload.base.errors import SettingError
 from foreload.cache.client.url import StoreUrl, parse_url, parse_urls
 from foreload.cache.errors import StoreError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.spare import check_spare
-from foreload.pipelines.errors import SettingError
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.manifest import Manifest
 

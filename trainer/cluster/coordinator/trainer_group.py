@@ -12,10 +12,10 @@ from datetime import timedelta
 from functools import partial
 from typing import assert_never
 
+from foreload.base.errors import ForeloadError
+from foreload.base.interrupts import Interrupts
 from foreload.cache.protocol.shard_status import ServerUnreachable
 from foreload.cache.rows.layout import RowLayout, slot_columns
-from foreload.pipelines.base.interrupts import Interrupts
-from foreload.pipelines.errors import ForeloadError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.coordinator.checkpointing import Checkpointing
 from foreload.trainer.cluster.coordinator.control_answers import ControlAnswers, Phase

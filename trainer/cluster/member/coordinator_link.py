@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from foreload.base.interrupts import Interrupts
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.shard_status import LOST, ServerUnreachable, ShardNews, ShardsAwaited, ShardSnapshot
 from foreload.cache.rows.layout import RowLayout
-from foreload.pipelines.base.interrupts import Interrupts
 from foreload.trainer.cluster.member.trainer_checkpoints import TrainerCheckpoints
 from foreload.trainer.cluster.member.trainer_requests import TrainerRequests
 from foreload.trainer.cluster.messages.board import Board

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from foreload.base.errors import SettingError
 from foreload.cache.protocol.batch_log import BatchLog, FileLog, LoggedBatch
 from foreload.cache.protocol.copied_log import CopiedLog, HeldRecords, Holders, LogService
-from foreload.pipelines.errors import SettingError
 from foreload.trainer.cluster.messages.board import Board
 from foreload.trainer.cluster.messages.facts import Term, TrainerPlace
 from foreload.trainer.cluster.messages.trainers import LaunchSpec

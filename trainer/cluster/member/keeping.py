@@ -6,6 +6,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from foreload.base.errors import ForeloadError
 from foreload.cache.errors import (
     CacheError,
     CommandRefused,
@@ -16,7 +17,6 @@ from foreload.cache.errors import (
     StoreTls,
     StoreUnavailable,
 )
-from foreload.pipelines.errors import ForeloadError
 from foreload.trainer.assembly.assembly import DenseModel
 from foreload.trainer.assembly.dense_file import save_dense
 from foreload.trainer.cluster.member.hosted_log import TermLog

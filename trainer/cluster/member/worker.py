@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from foreload.base.errors import ForeloadError
+from foreload.base.files import is_full
+from foreload.base.interrupts import Interrupts
 from foreload.cache.errors import RowsLost
-from foreload.pipelines.base.files import is_full
-from foreload.pipelines.base.interrupts import Interrupts
-from foreload.pipelines.errors import ForeloadError
 from foreload.trainer.cluster.member.trainer_process import TrainerProcess
 from foreload.trainer.cluster.messages.board import Board, join_store
 from foreload.trainer.cluster.messages.events import EventSender

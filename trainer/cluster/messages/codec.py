@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, TypeVar
 
-from foreload.pipelines.base import codec
-from foreload.pipelines.base.codec import KIND, FormError, tagged, to_json
+from foreload.base import codec
+from foreload.base.codec import KIND, FormError, tagged, to_json
 from foreload.trainer.errors import MessageError
 
 _Message = TypeVar("_Message")

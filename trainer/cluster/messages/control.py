@@ -14,9 +14,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar, Generic, Literal, TypeVar, get_args
 
+from foreload.base.codec import to_json
 from foreload.cache.protocol.shard_status import ShardSnapshot
 from foreload.cache.repair.findings import Scrubbed
-from foreload.pipelines.base.codec import to_json
 from foreload.trainer.cluster.messages.codec import of_json
 from foreload.trainer.cluster.messages.trainers import HeldRows
 from foreload.trainer.errors import MessageError, RunError

@@ -11,7 +11,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any, Self
 
-from foreload.pipelines.base.codec import Name
+from foreload.base.codec import Name
 
 
 def contiguous_lanes(lanes: int, trainers: int) -> list[int]:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from typing import get_args
 
-from foreload.pipelines.base.socket_messages import receive, send
+from foreload.base.socket_messages import receive, send
 from foreload.trainer.cluster.messages.codec import one_of, with_kind
 from foreload.trainer.errors import MessageError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from foreload.pipelines.base.memory import peak_bytes
+from foreload.base.memory import peak_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from foreload.pipelines.base.token_server import TokenServer
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
+from foreload.base.token_server import TokenServer
 from foreload.trainer.cluster.messages.host_messages import (
     BEAT,
     HOST_GONE,

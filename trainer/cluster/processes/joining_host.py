@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
-from foreload.pipelines.base.interrupts import Interrupts
-from foreload.pipelines.base.job_token import WrongToken
-from foreload.pipelines.base.token_server import connected
+from foreload.base.interrupts import Interrupts
+from foreload.base.job_token import WrongToken
+from foreload.base.token_server import connected
 from foreload.trainer.cluster.messages.host_messages import (
     BEAT,
     PURPOSE,

@@ -12,7 +12,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 from foreload.trainer.cluster.messages.facts import Go, Orphaned, StopWanted
 from foreload.trainer.cluster.processes.starting import KEEPER, ProcessStart, StartProcess
 from foreload.trainer.errors import TrainerError

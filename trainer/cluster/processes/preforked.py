@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from foreload.pipelines.base.forking import fork
-from foreload.pipelines.base.socket_messages import receive, send
+from foreload.base.forking import fork
+from foreload.base.socket_messages import receive, send
 from foreload.trainer.cluster.processes.starting import KEEPER, WORKER, ChildProcess, ProcessStart, StartedProcess
 
 _POLL = timedelta(milliseconds=5)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
 
-from foreload.pipelines.base.own_process import command_of
+from foreload.base.own_process import command_of
 from foreload.trainer.cluster.messages.codec import decode, encode
 
 WORKER, KEEPER = "foreload.trainer.cluster.member.worker", "foreload.trainer.cluster.processes.keeper"

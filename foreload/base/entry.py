@@ -6,7 +6,7 @@ import io
 import os
 import sys
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 
 UTF8 = {"PYTHONUTF8": "1"}
 """The environment of every process that is started: Python's UTF-8 mode, so that names of files are UTF-8 whatever the locale is."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 
 Parse = Callable[[str, Any], Any]
 """(flag, value given) -> typed value; gives its own results back as they are. Raises SettingError."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 
 TOKEN_VARIABLE = "FORELOAD_JOB_TOKEN"
 HANDSHAKE = timedelta(seconds=5)  # for all of it, however slowly the other end sends

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba as nb
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from foreload.base.compiled import nb
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _M1 = np.uint64(0xBF58476D1CE4E5B9)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from typing import TextIO
 
-from foreload.pipelines.errors import OutputLost
+from foreload.base.errors import OutputLost
 
 _PATIENCE_MS = 1000  # for a reader that takes nothing; once it has not, it is not waited for until it takes something again
 _PIPE_BYTES = 512  # POSIX's least PIPE_BUF: what a pipe takes whole, or not at all, without making the writer wait, if it says that it takes some

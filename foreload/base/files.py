@@ -14,8 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from foreload.pipelines.base.codec import FormError, of_json, parse_json, plain_path, to_stored
-from foreload.pipelines.errors import DiskError
+from foreload.base.codec import FormError, of_json, parse_json, plain_path, to_stored
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -138,17 +137,6 @@ _HELPS = {
 def unreadable(error: OSError, otherwise: str) -> str:
     """That a file cannot be read, and what helps. otherwise: what helps where the file itself is to blame."""
     return f"cannot be read ({error.strerror or error}); {_HELPS.get(error.errno or 0, otherwise)}"
-
-
-def disk_error(error: BaseException, out: Path) -> DiskError | None:
-    """What to tell of an error that the disk of --out is to blame for: it is full, fails, was made read-only, or has gone. None for another error."""
-    if not isinstance(error, OSError):
-        return None
-    if is_full(error):
-        return DiskError(f"--out {out}: the disk is full; free space or choose another folder")
-    if error.errno not in (errno.EIO, errno.EROFS, errno.EFBIG, errno.ENXIO, errno.ENODEV, errno.ESTALE):
-        return None
-    return DiskError(f"--out {out}: the disk must let itself be written; got {error}; choose another folder")
 
 
 def persist(path: Path, write: Callable[[], object]) -> None:

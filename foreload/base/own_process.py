@@ -12,7 +12,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-_FOLDER = Path(__file__).absolute().parents[2]  # that of the package foreload
+_FOLDER = Path(__file__).absolute().parents[1]  # that of the package foreload
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
@@ -20,7 +20,7 @@ def command_of(module: str, *arguments: str) -> list[str]:
 
     The process has sys.argv as `python -m module` sets it.
     """
-    return [sys.executable, "-P", str(_FOLDER / "pipelines/base/own_process.py"), module, *arguments]
+    return [sys.executable, "-P", str(_FOLDER / "base/own_process.py"), module, *arguments]
 
 
 def _main() -> int:
@@ -30,8 +30,8 @@ def _main() -> int:
     sys.modules["foreload"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["foreload"])
     del sys.argv[0]
-    from foreload.pipelines.base import exit_status
-    from foreload.pipelines.base.output import guard_messages
+    from foreload.base import exit_status
+    from foreload.base.output import guard_messages
 
     guard_messages(results=False)
 

@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NotRequired, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from foreload.pipelines.errors import ForeloadError
+from foreload.base.errors import ForeloadError
 
 KIND = "kind"
 

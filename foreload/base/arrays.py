@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from foreload.pipelines.base.codec import JsonForm
+from foreload.base.codec import JsonForm
 
 
 def _array(dtype: type) -> JsonForm:

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from foreload.pipelines.base.job_token import WrongToken, admit, introduce
+from foreload.base.job_token import WrongToken, admit, introduce
 
 MOST_STRANGERS, MOST_OF_ONE = 64, 8
 """How many connections may be about to show the token at the same time, and how many of these from one address; further ones are closed at once."""

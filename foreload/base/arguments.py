@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from foreload.pipelines.errors import SettingError
+from foreload.base.errors import SettingError
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")

@@ -140,9 +140,18 @@ class Store:
             raise
 
     @classmethod
-    def connect(cls, urls: Sequence[str | StoreUrl | None], timeout: timedelta, spared: int) -> Self:
-        """A Store of which `spared` shards may be lost, since parity has their rows: one that is gone is then no error, and waited for 1 s only."""
-        return cls(urls, timeout, timedelta(seconds=1), optional=True) if spared else cls(urls, timeout)
+    def connect(
+        cls,
+        urls: Sequence[str | StoreUrl | None],
+        timeout: timedelta,
+        spared: int,
+        patience: timedelta = timedelta(seconds=10),
+    ) -> Self:
+        """A Store of which `spared` shards may be lost, since parity has their rows: one that is gone is then no error, and waited for 1 s only.
+
+        patience: for how long one that cannot be reached is tried where none is spared.
+        """
+        return cls(urls, timeout, timedelta(seconds=1), optional=True) if spared else cls(urls, timeout, patience)
 
     @property
     def timeout(self) -> timedelta:

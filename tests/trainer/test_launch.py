@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -25,7 +24,6 @@ from small_job import arguments, scheduler_environment, summary, synthetic_sched
 from foreload.cache.client.local import LocalStores
 from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.compute.numerics import ENVIRONMENTS, fingerprint
-from foreload.trainer.run import reach
 from foreload.trainer.run.directory import STORES, Run
 
 
@@ -468,10 +466,9 @@ def test_a_call_that_cannot_work_says_why_before_it_starts_anything_and_leaves_t
     message: str,
 ) -> None:
     monkeypatch.setattr(LocalStores, "start", lambda stores: pytest.fail("a server is started"))
-    monkeypatch.setattr(reach, "CONNECT", timedelta(seconds=0.2))
     # Twice: a folder that the first call had taken would be refused for that.
     for _ in range(2):
-        assert main(arguments(schedule, tmp_path / "run", *further)) == 2
+        assert main(arguments(schedule, tmp_path / "run", "--store-patience", "0.2", *further)) == 2
         err = capsys.readouterr().err
         assert message in err
         assert "Traceback" not in err

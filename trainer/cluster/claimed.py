@@ -26,7 +26,7 @@ def claimed(job: TrainJob, run: Run, manifest: Manifest, start: Status, urls: Se
     # A run that goes on may do so without the shards whose rows parity has.
     goes_on = job.resume and any(start.batches.values())
     spared = run.placement.r if goes_on else 0
-    with Store.connect(asked(urls), job.store_silence, spared) as store:
+    with Store.connect(asked(urls), job.store_silence, spared, job.patience.time) as store:
         mode: Literal["new", "resume", "overwrite"] = "resume" if goes_on else "overwrite" if job.overwrite else "new"
         own_rows(run, store, job.folder_moved)
         if mode == "overwrite":

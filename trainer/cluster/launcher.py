@@ -233,7 +233,7 @@ class Launcher:
                 check_restorable(checkpoint, self._job, model, bar.update)
         if not count:
             # Known to be there before anything is deleted.
-            reach(urls, self._job.store_silence)
+            reach(urls, self._job.store_silence, self._job.patience.time)
             check_spares(self._job, manifest, urls, placement)
         with locked(path) as lock:
             delete_replaced(Run(path), urls, self._job.folder_moved)
@@ -277,7 +277,7 @@ class Launcher:
         if not manifest.local_stores:
             urls = parse_urls(str(self._job.store))
             if not run.placement.r:  # else one that is gone is not waited for
-                reach(urls, self._job.store_silence)
+                reach(urls, self._job.store_silence, self._job.patience.time)
             manifest = with_named(manifest, run.placement, str(self._job.store))
             check_spares(self._job, manifest, servers_of(run, str(self._job.store)), run.placement)
         return self._with_stores(run, manifest, start, schedule, open_stores(run, start))

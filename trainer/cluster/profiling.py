@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from foreload.trainer.resources.job_shape import machine, settings_of_job
 from foreload.trainer.run.directory import METRICS, Run
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.servers import asked
+
+_PATIENCE = timedelta(seconds=1)  # with servers that trainers have just used
 
 
 class Profiling:
@@ -76,7 +79,7 @@ class Profiling:
         """What each shard's server says that it used; those that do not say are missing."""
         told: dict[int, dict[str, Any]] = {}
         try:
-            with Store.connect(asked(urls), self._job.store_silence, self._settings["r"]) as store:
+            with Store.connect(asked(urls), self._job.store_silence, self._settings["r"], _PATIENCE) as store:
                 for shard in range(store.shards):
                     try:
                         told[shard] = _of_server(shard, store.info(shard))

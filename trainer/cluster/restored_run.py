@@ -61,12 +61,12 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
     except CheckpointError as error:
         raise unusable(checkpoint.place, error) from error
     if not count:
-        reach(parse_urls(str(job.store)), job.store_silence)
+        reach(parse_urls(str(job.store)), job.store_silence, job.patience.time)
         # It is restored wherever --store says.
         manifest = with_named(manifest, placement, str(job.store))
     restored = restored_manifest(checkpoint, job, schedule, manifest)
     if not count:
-        with Store.connect(asked(servers_of(run, str(job.store))), job.store_silence, 0) as store:
+        with Store.connect(asked(servers_of(run, str(job.store))), job.store_silence, 0, job.patience.time) as store:
             own_rows(run, store, job.folder_moved)
             # Another run may have taken the name since: its rows are not to be deleted.
             claim(store, manifest.namespace, manifest.identity, "new", folder=FolderId.of(run.path))
@@ -102,7 +102,7 @@ def _newest(run: Run, job: TrainJob, after: int = -1) -> Checkpoint | None:
 def _has_rows_of(run: Run, job: TrainJob, before: Status) -> bool:
     """Whether the servers of a run have the rows of its last clean stop. Raises CacheError."""
     manifest, spared = run.manifest, run.placement.r
-    with Store.connect(asked(servers_of(run, str(job.store))), job.store_silence, spared) as store:
+    with Store.connect(asked(servers_of(run, str(job.store))), job.store_silence, spared, job.patience.time) as store:
         there = [shard for shard in run.placement.live if shard not in store.down]
         # Where another program wrote the key, the rows may exist, and `claim` decides.
         noted = [

@@ -55,7 +55,7 @@ def put_back(run: Run, job: TrainJob, schedule: Schedule, kept: KeptLanes, urls:
     """
     manifest, placement = kept.manifest, run.placement
     dense = checked(run.path, kept.dense).read_bytes()
-    with Store.connect(asked(urls), job.store_silence, placement.r) as store:
+    with Store.connect(asked(urls), job.store_silence, placement.r, job.patience.time) as store:
         own_rows(run, store, job.folder_moved)
         term = run.term + 1
         run.raise_term(term)

@@ -83,11 +83,10 @@ def test_a_store_that_does_not_answer_is_said_to_be_waited_for(
     clicks: Clicks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reach, "SAID_AFTER", timedelta())
-    monkeypatch.setattr(reach, "CONNECT", timedelta(seconds=0.2))
     run = tmp_path / "run"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
-        status, _, err = run_here(*train(clicks, run, url, "--store-timeout", 0.1))
+        status, _, err = run_here(*train(clicks, run, url, "--store-timeout", 0.1, "--store-patience", 0.2))
     assert f"store {url}: does not answer yet; it is waited for, 0 s more at most\n" in err
     assert f"store {url}: cannot be reached" in error_of(status, err)
     assert not run.exists()

@@ -32,7 +32,12 @@ importlib.import_module(__name__)
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 @pytest.mark.parametrize("module", ["torch", "numpy"])
-def test_a_signal_while_modules_are_imported_ends_the_command_in_one_line(name: str, module: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words", [["evaluate", "nothing"], ["train", "{schedule}", "--run", "none", "--store", "local:1"]], ids=["evaluate", "train"]
+)
+def test_a_signal_while_modules_are_imported_ends_the_command_in_one_line(
+    name: str, module: str, words: list[str], tmp_path: Path
+) -> None:
     """The module that is being imported stands still until the signal comes; where it goes on then, the signal is heeded behind it."""
     (tmp_path / "stubs").mkdir()
     (tmp_path / "stubs" / f"{module}.py").write_text(STANDS_STILL)
@@ -42,7 +47,7 @@ def test_a_signal_while_modules_are_imported_ends_the_command_in_one_line(name: 
     environment = os.environ | {
         "PYTHONPATH": str(tmp_path / "stubs"), "IMPORTED": str(imported), "RELEASED": str(tmp_path / "released"),
     }  # fmt: skip
-    command = [sys.executable, "-m", "foreload", "evaluate", "nothing"]
+    command = [sys.executable, "-m", "foreload", *(word.format(schedule=tmp_path) for word in words)]
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and stays so
     try:
         process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT)

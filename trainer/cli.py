@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -70,6 +71,9 @@ def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer:
             check_json(getattr(parsed, "json", None))
             parsed.start_process, parsed.observer = start_process, observer
             command: Command = parsed.command
+            if parsed.module is not None:
+                with heeded_afterwards():  # it may take seconds
+                    importlib.import_module(f"foreload.trainer.commands.{parsed.module}")
             with exits_told(f"foreload {given[0]}"):
                 return command(parsed)
     except ForeloadError as error:
@@ -95,7 +99,7 @@ def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer:
 def parser() -> argparse.ArgumentParser:
     """The whole command line, but for the flags of prepare."""
     with heeded_afterwards():
-        from foreload.trainer.command_line import (  # which import torch
+        from foreload.trainer.command_line import (
             checkpoints,
             completion,
             models,

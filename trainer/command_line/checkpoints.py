@@ -17,7 +17,7 @@ def add_to(commands: Any) -> None:
     """Declare the commands."""
     checkpoint = add_group(commands, "checkpoint", "save all of a run, and look at what was saved")
     saved = add_command(
-        checkpoint, "save", _save, "save all of a run that rests",
+        checkpoint, "save", (_save, "save_checkpoint"), "save all of a run that rests",
         "Saves every row ever trained, the dense part with its optimizer, and what the run is, into the folder step-N of --to, N being the last step "
         "trained; `foreload train --from` makes a run of it, on any store. Where --to has one of the run, it may be an increment, of the rows that "
         "changed since. Whole, or not at all. A run that is being trained saves it behind its next step, as it was told to save its own.",
@@ -29,22 +29,23 @@ def add_to(commands: Any) -> None:
     )
     _add_kind(saved)
     listed = add_plain(
-        checkpoint, "list", _list, "what checkpoints there are", "Names the checkpoints in a folder, or of a run. Exits with 2 if one cannot be used."
+        checkpoint, "list", (_list, "checkpoints"), "what checkpoints there are",
+        "Names the checkpoints in a folder, or of a run. Exits with 2 if one cannot be used."
     )  # fmt: skip
     listed.add_argument("folder", metavar="DIR|URL|RUN", help="a folder of checkpoints, or a run's")
     add_json(listed, "result")
     verified = add_plain(
-        checkpoint, "verify", _verify, "whether a checkpoint is as it was saved",
+        checkpoint, "verify", (_verify, "checkpoints"), "whether a checkpoint is as it was saved",
         "Reads every file of a checkpoint and compares it with its checksum. Names what is damaged, and exits with 2 then.",
     )  # fmt: skip
     compacted = add_plain(
-        checkpoint, "compact", _compact, "make one of an increment that needs no other",
+        checkpoint, "compact", (_compact, "save_checkpoint"), "make one of an increment that needs no other",
         "Writes a checkpoint with all rows of an increment, and of those that it needs, which stay. Of an exact one it is what saving all rows would "
         "have written.",
     )  # fmt: skip
     compacted.add_argument("--to", metavar="DIR|URL", required=True, help="folder of checkpoints for it")
     restored = add_plain(
-        checkpoint, "restore", _restore, "make a run of a checkpoint, which rests",
+        checkpoint, "restore", (_restore, "train"), "make a run of a checkpoint, which rests",
         "Makes a run of a checkpoint, on any store, as if it had stopped cleanly there: `foreload evaluate`, `export` and the like know it, and "
         "`foreload train --resume` goes on with it. `foreload train --from` does both at once.",
     )  # fmt: skip
@@ -52,7 +53,11 @@ def add_to(commands: Any) -> None:
     add_arguments(restored, TrainJob, RESTORED_SETTINGS)
     add_json(restored, "result")
     deleted = add_plain(
-        checkpoint, "delete", _delete, "delete a checkpoint", "Deletes a checkpoint; asks nothing. Refuses where others need it."
+        checkpoint,
+        "delete",
+        (_delete, "checkpoints"),
+        "delete a checkpoint",
+        "Deletes a checkpoint; asks nothing. Refuses where others need it.",
     )
     deleted.add_argument("--with-increments", action="store_true", help="delete those that need it, too")
     for one in (verified, compacted, deleted):

@@ -22,7 +22,7 @@ def add_to(commands: Any) -> None:
     """Declare the commands."""
     _add_check(commands)
     evaluate = add_command(
-        commands, "evaluate", _evaluate, "measure a run's model on held-out data",
+        commands, "evaluate", (_evaluate, "evaluate"), "measure a run's model on held-out data",
         "Computes log loss, AUC and normalised entropy of the model, of a number RMSE and MAE, on the evaluation steps of a schedule.",
         or_checkpoint=True,
     )  # fmt: skip
@@ -32,7 +32,7 @@ def add_to(commands: Any) -> None:
     add_accept_model(evaluate)
     _add_predict(commands)
     lookup = add_command(
-        commands, "lookup", _lookup, "rows of a run's model by raw value",
+        commands, "lookup", (_lookup, "lookup"), "rows of a run's model by raw value",
         "Prints the embedding of each value of a table, encoded as the schedule says: value, id, whether the row was trained (else it has its "
         "initial value), and the vector.", or_checkpoint=True,
     )  # fmt: skip
@@ -43,7 +43,7 @@ def add_to(commands: Any) -> None:
     _add_export(commands)
     _add_apply(commands)
     add_command(
-        commands, "digest", _digest, "print a fingerprint of a run's model",
+        commands, "digest", (_digest, "digest"), "print a fingerprint of a run's model",
         "Prints the SHA-256 of every bit of the model of a run, or of a checkpoint: equal digests mean equal models (docs/definitions.md).",
         or_checkpoint=True,
     )  # fmt: skip
@@ -51,7 +51,7 @@ def add_to(commands: Any) -> None:
 
 def _add_check(commands: Any) -> None:
     check = add_plain(
-        commands, "check-model", _check_model, "try a model of your own on made-up samples",
+        commands, "check-model", (_check_model, "check_model"), "try a model of your own on made-up samples",
         "Builds a model for a feature file and runs it forward and backward on made-up samples, without data, store or run, and with --loss a loss "
         "of your own; says in one line what is wrong, if anything is, or what the model is.",
     )  # fmt: skip
@@ -71,7 +71,7 @@ def _add_check(commands: Any) -> None:
 
 def _add_export(commands: Any) -> None:
     export = add_command(
-        commands, "export", _export, "write a run's model to files",
+        commands, "export", (_export, "export"), "write a run's model to files",
         "Writes every trained row as Parquet, one file a table with columns id, weight and state, and value where a vocabulary has "
         "it, and the dense part as safetensors; encoding.json says how values become ids. With --since an increment: only the rows "
         "that changed since, for `foreload apply`.", or_checkpoint=True,
@@ -116,7 +116,7 @@ def _add_torch(export: argparse.ArgumentParser) -> None:
 
 def _add_apply(commands: Any) -> None:
     apply = add_plain(
-        commands, "apply", _apply, "bring an export to where it is served",
+        commands, "apply", (_apply, "apply"), "bring an export to where it is served",
         "Brings a full export to a folder or a Redis server where there is none yet, an increment to where the model is that it goes on from. One "
         "out of order, applied already, or after a gap is refused, and nothing is changed. Whoever reads there sees the old model or the new one.",
     )  # fmt: skip
@@ -139,7 +139,7 @@ def _add_apply(commands: Any) -> None:
 
 def _add_predict(commands: Any) -> None:
     predict = add_command(
-        commands, "predict", _predict, "what a run's model says of raw records",
+        commands, "predict", (_predict, "predict"), "what a run's model says of raw records",
         "Writes the probability of each record, in order, or the number where the label is one: records are read and encoded as those that the run "
         "was trained on, labels are not needed, and values never seen are as in evaluation. Malformed records are left out, as many as the "
         "schedule's --max-rejects allows.",

@@ -37,14 +37,14 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 def add_to(commands: Any) -> None:
     """Declare the commands."""
     listed = add_plain(
-        commands, "history", _history, "what runs took: steps, times, memory",
+        commands, "history", (_history, "history"), "what runs took: steps, times, memory",
         "Lists the profiles that runs left at their end, the oldest first: model, schedule, trainers and store, milliseconds a step, memory. "
         "`foreload plan` predicts from them.",
     )  # fmt: skip
     _add_history(listed)
     add_json(listed, "profiles")
     plan = add_plain(
-        commands, "plan", _plan, "how many trainers, store shards and slots a schedule is best trained with",
+        commands, "plan", (_plan, "plan"), "how many trainers, store shards and slots a schedule is best trained with",
         "Predicts, from what the schedule states of its steps and from profiles of runs on this machine, how long it would train with other numbers "
         "of trainers, store shards and slots, and what that costs; tells which of them no other one beats, which one to take and why, and the "
         "command lines. Where no profile tells, a few seconds of the schedule are run.",
@@ -69,7 +69,7 @@ def add_to(commands: Any) -> None:
 
 def _add_report(commands: Any) -> None:
     report = add_plain(
-        commands, "report", _report, "a page to look at, of a run, of two, or of a schedule",
+        commands, "report", (_report, "report"), "a page to look at, of a run, of two, or of a schedule",
         "Writes one HTML file, which needs nothing from elsewhere: of a run, which may be training, losses and metrics, throughput, where step time "
         "goes, the cache, store shards over time, slots and memory, calibration, the settings; of two runs the same beside each other; of a schedule "
         "rows by frequency, the working set over time, arrivals against slots, tables' shares.",

@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(
-    commands: Any, name: str, command: Command, help: str, description: str, or_checkpoint: bool = False
+    commands: Any, name: str, command: tuple[Command, str], help: str, description: str, or_checkpoint: bool = False
 ) -> argparse.ArgumentParser:
     """A command about a run, with RUN, --store and --json, to which further arguments can be added. or_checkpoint: it takes a checkpoint as well."""
     added = add_plain(commands, name, command, help, description)
@@ -77,10 +77,16 @@ def add_accept_model(command: argparse.ArgumentParser) -> None:
     )
 
 
-def add_plain(commands: Any, name: str, command: Command, help: str, description: str) -> argparse.ArgumentParser:
-    """A command, to which all of its arguments are still to be added."""
+def add_plain(
+    commands: Any, name: str, command: tuple[Command, str] | Command, help: str, description: str
+) -> argparse.ArgumentParser:
+    """A command, to which all of its arguments are still to be added.
+
+    command: what it does, and the module of `commands` that does the work, which is loaded before; the first alone where that takes no time.
+    """
     added: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description, allow_abbrev=False)
-    added.set_defaults(command=command)
+    does, module = command if isinstance(command, tuple) else (command, None)
+    added.set_defaults(command=does, module=module)
     return added
 
 

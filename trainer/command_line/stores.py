@@ -25,7 +25,7 @@ def add_to(commands: Any) -> None:
     """Declare the commands."""
     _add_stores(add_group(commands, "stores", "look at a run's store shards"))
     deleted = add_command(
-        commands, "delete", _delete, "delete a run, its rows on the store too",
+        commands, "delete", (_delete, "rows"), "delete a run, its rows on the store too",
         "Deletes a run's rows on its store shards, its local stores and its folder; asks nothing. A run that trains is refused, and so is a copy of "
         "a run's folder, whose rows are another one's. Where a shard cannot be reached, it says what is left there, and exits with 2.",
     )  # fmt: skip
@@ -34,7 +34,7 @@ def add_to(commands: Any) -> None:
         "--force", action="store_true", help="delete the rows even if they are another folder's; says whose they were"
     )
     scrubbed = add_command(
-        commands, "scrub", _scrub, "check the parity of a run's rows, and repair them",
+        commands, "scrub", (_scrub, "scrub"), "check the parity of a run's rows, and repair them",
         "Reads every stripe of a run, also while it is trained. Repairs a row that is missing, or has a wrong id or tag, a parity row that is "
         "missing, and what several parity rows single out; names every other stripe that does not agree, leaves it alone, and exits with 4.",
     )  # fmt: skip
@@ -43,7 +43,7 @@ def add_to(commands: Any) -> None:
 
 def _add_stores(commands: Any) -> None:
     add_command(
-        commands, "status", _stores_status, "whether each shard is up, and what it holds",
+        commands, "status", (_stores_status, "stores"), "whether each shard is up, and what it holds",
         "Asks each store shard of a run for its state, rows and memory. Exits with 2 if one is down or lost.",
     )  # fmt: skip
     replaced = add_plain(
@@ -54,18 +54,18 @@ def _add_stores(commands: Any) -> None:
     replaced.add_argument("old", metavar="OLD", help="the URL of the shard's server now, or the shard's number")
     replaced.add_argument("new", metavar="NEW", help="the URL of an empty server")
     added = add_command(
-        commands, "add", _stores_add, "have further servers hold a part of the rows",
+        commands, "add", (_stores_add, "store_moves"), "have further servers hold a part of the rows",
         "Has rows move to further, empty servers, so that all hold alike: while the run trains, and returns at once then, or of a run that rests.",
     )  # fmt: skip
     added.add_argument("urls", nargs="+", metavar="URL", help=_NEW_HELP)
     removed = add_command(
-        commands, "remove", _stores_remove, "have the other servers hold a shard's rows, and do without it",
+        commands, "remove", (_stores_remove, "store_moves"), "have the other servers hold a shard's rows, and do without it",
         "Has all rows of a store shard move to the others; then the run uses its server no more, and removes what it has there. While the run "
         "trains, and returns at once then, or of a run that rests.",
     )  # fmt: skip
     removed.add_argument("shard", metavar="SHARD", help="the shard's number, or the URL of its server")
     moved = add_command(
-        commands, "move", _stores_move, "have another server hold a shard's rows, which both serve meanwhile",
+        commands, "move", (_stores_move, "store_moves"), "have another server hold a shard's rows, which both serve meanwhile",
         "Has all rows of a store shard move to another, empty server, which is a further shard; then the run uses the old one no more, and removes "
         "what it has there. Nothing is decoded, and no loss less survived meanwhile. While the run trains, and returns at once then, or of a run "
         "that rests.",
@@ -75,13 +75,13 @@ def _add_stores(commands: Any) -> None:
     for changed in (added, removed, moved):
         add_moved(changed)
     listed = add_plain(
-        commands, "list", _stores_list, "what runs have rows on servers",
+        commands, "list", (_stores_list, "rows"), "what runs have rows on servers",
         "Names every namespace that has rows on the servers, with its size and the run that it is of. Exits with 2 if one is down.",
     )  # fmt: skip
     listed.add_argument("urls", metavar="URL[,URL...]", help=_SERVERS_HELP)
     add_json(listed, "result")
     gone = add_plain(
-        commands, "delete", _stores_delete, "delete the rows of a run whose folder is gone",
+        commands, "delete", (_stores_delete, "rows"), "delete the rows of a run whose folder is gone",
         "Deletes a namespace from servers, whatever run it is of; asks nothing. One of a run that trains on this host is refused. Exits with 2 if "
         "rows are left.",
     )  # fmt: skip

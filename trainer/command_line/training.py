@@ -30,14 +30,14 @@ FULL = 5
 def add_to(commands: Any) -> None:
     """Declare the commands."""
     train = add_plain(
-        commands, "train", _train, "train a model from a schedule",
+        commands, "train", (_train, "train"), "train a model from a schedule",
         "Trains a model from a schedule. Ctrl-C stops after the step, with everything saved; --resume goes on.",
     )  # fmt: skip
     train.epilog = 'Every flag can also stand in the table [train] of a job file, as in `row-optimizer = "adagrad"`; flags win.'
     train.formatter_class = argparse.RawDescriptionHelpFormatter
     _add_settings(train)
     status = add_plain(
-        commands, "status", _status, "how far a run is, and who has which lanes",
+        commands, "status", (_status, "status"), "how far a run is, and who has which lanes",
         "Tells how far a run is. While it trains: its term, its trainers with their lanes and processes, which of them have copies of which "
         "lanes and how far these are, and whether the loss of a trainer is survived now.",
     )  # fmt: skip
@@ -50,7 +50,7 @@ def add_to(commands: Any) -> None:
 
 def _add_join(commands: Any) -> None:
     join = add_plain(
-        commands, "join", _join, "train as one more trainer of a job on another host",
+        commands, "join", (_join, "join"), "train as one more trainer of a job on another host",
         "Offers a trainer on this host to `foreload train --coordinator HOST:PORT`, before training begins or while it goes on, and stays until "
         "it has ended. Ctrl-C hands its lanes over to the others, and leaves. Of the run's folder nothing is needed here.",
     )  # fmt: skip
@@ -92,7 +92,7 @@ def _join(parsed: argparse.Namespace) -> int:
 
 def _add_scale(commands: Any) -> None:
     scale = add_plain(
-        commands, "scale", _scale, "train with more or fewer trainers, while the run trains",
+        commands, "scale", (_scale, "scale"), "train with more or fewer trainers, while the run trains",
         "Has a run that trains go on with N trainers, from where it is: new ones are started and get copies of lanes first, then "
         "lanes are handed over; trainers that are too many hand theirs over and leave. The model does not depend on it. Returns when it is done.",
     )  # fmt: skip
@@ -110,7 +110,7 @@ def _scale(parsed: argparse.Namespace) -> int:
 
 def _add_drill(drills: Any) -> None:
     lost = add_plain(
-        drills, "lost-shard", _drill_shard, "train, kill a store shard on the way, and see what that does to the training",
+        drills, "lost-shard", (_drill_shard, "lost_shard"), "train, kill a store shard on the way, and see what that does to the training",
         "Trains, kills a local store shard at a step, and goes on. Tells the longest gap between steps and the throughput meanwhile, "
         "and draws it in RUN/drill.png. Without SCHEDULE, clicks are made up; without --run and --store, these are drill and local:3.",
     )  # fmt: skip
@@ -131,7 +131,7 @@ def _add_drill(drills: Any) -> None:
     _add_check(group)
     _add_settings(lost)
     trainer = add_plain(
-        drills, "lost-trainer", _drill_trainer, "train, kill a trainer on the way, and see what that does to the training",
+        drills, "lost-trainer", (_drill_trainer, "lost_trainer"), "train, kill a trainer on the way, and see what that does to the training",
         "Trains with copies, kills a trainer in a step, and goes on. Tells the longest gap between steps, who took over what, and draws it in "
         "RUN/drill.png. Without SCHEDULE, clicks are made up; without --run, --store, --trainers and --copies, these are drill, local:3, 2 and 2.",
     )  # fmt: skip
@@ -148,7 +148,7 @@ def _add_drill(drills: Any) -> None:
 
 def _add_drill_scale(drills: Any) -> None:
     scale = add_plain(
-        drills, "scale", _drill_scale, "train with more and fewer trainers, and see what each change costs",
+        drills, "scale", (_drill_scale, "scale_drill"), "train with more and fewer trainers, and see what each change costs",
         "Trains, and has trainers join and leave while it does. Tells the longest gap between steps in each change and the throughput after it, "
         "and draws it in RUN/drill.png. Without SCHEDULE, clicks are made up; without --run and --store, these are drill and local:3.",
     )  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foreload.base.errors import ForeloadError, SettingError
+from foreload.base.interrupts import heeded_afterwards
 from foreload.base.settings import names_by_resume, read_job_file, settings_of
 from foreload.cache.errors import CacheError
 from foreload.trainer.checkpoints.format import Checkpoint
@@ -31,7 +32,8 @@ _GOING_ON = ("accept_numerics", "accept_model", "folder_moved")  # settings for 
 def train(job: TrainJob, observer: RunObserver | None = None, start_process: StartProcess = ChildProcess) -> Ending | None:
     """`foreload.trainer.cluster.launcher.train` under the environment that the job asks for: torch, which reads it, is imported only then."""
     numerics.set_environment(job.cpu_capability, job.threads)
-    from foreload.trainer.cluster import launcher
+    with heeded_afterwards():
+        from foreload.trainer.cluster import launcher
 
     ending = launcher.train(job, observer, start_process)
     if ending is not None and job.digest and ending.no_digest is None and "digest" not in ending.summary:
@@ -66,7 +68,8 @@ def restored(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     values, _ = call_values({**given, "from_checkpoint": path}, None)
     job = TrainJob.of(values)
     numerics.set_environment(job.cpu_capability, job.threads)
-    from foreload.trainer.cluster import launcher
+    with heeded_afterwards():
+        from foreload.trainer.cluster import launcher
 
     status = launcher.restored(job)
     assert job.from_checkpoint is not None

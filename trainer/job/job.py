@@ -209,8 +209,8 @@ class TrainJob:
         _WHERE, metavar="S", resume="free"
     )  # fmt: skip
     store_patience: float = setting(
-        10.0, number(0), "seconds for which store shards that do not answer are waited for, when training begins and later, where parity does not cover them", _WHERE,
-        metavar="S", stated=False, resume="free",
+        10.0, number(0), "seconds for which store shards that do not answer are waited for, at the start, too, where parity does not cover them",
+        _WHERE, metavar="S", stated=False, resume="free",
     )  # fmt: skip
     copies: int | None = setting(
         None, integer(1),

@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# 2 processes: the tests start servers and trainers of their own.
-WORKERS ?= 2
+# 3 processes on 2 cores: the tests start servers and trainers of their own, and wait for some of them.
+WORKERS ?= 3
 
 .PHONY: golden venv demo test test-full test-matrix test-stores lint bench clean
 

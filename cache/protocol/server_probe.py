@@ -45,6 +45,7 @@ class ServerProbe:
     ) -> None:
         self._stored, self._ownership, self._found, self._on_unreachable = stored, ownership, found, on_unreachable
         self._condition = threading.Condition()
+        self._noting = threading.Lock()  # held while a server is noted as a shard of the run
         self._wanted: dict[int, Wanted] = {}
         self._ready: dict[int, Store] = {}
         self._closed = False
@@ -64,8 +65,8 @@ class ServerProbe:
             stale.close()
 
     def forget(self, shard: int) -> None:
-        """Look for the server of a shard no more."""
-        with self._condition:
+        """Look for the server of a shard no more: from now on none is noted as that."""
+        with self._noting, self._condition:
             self._wanted.pop(shard, None)
             found = self._ready.pop(shard, None)
         if found is not None:
@@ -102,7 +103,7 @@ class ServerProbe:
                 }
             for shard, wanted in everyone.items():
                 try:
-                    store = self._reach(shard, wanted.url)
+                    store = self._reach(shard, wanted)
                 except StoreError as error:
                     waited = isinstance(error, NamespaceInUse) or time.monotonic() - wanted.since >= UNREACHABLE.total_seconds()
                     if waited and not wanted.told:
@@ -110,7 +111,7 @@ class ServerProbe:
                         self._on_unreachable(ServerUnreachable(shard, wanted.url.plain, str(error)))
                     continue
                 with self._condition:
-                    current = self._wanted.get(shard) is wanted
+                    current = self._is_wanted(shard, wanted)
                     if current:
                         self._ready[shard] = store
                 if current:
@@ -121,13 +122,25 @@ class ServerProbe:
                 if not self._closed:
                     self._condition.wait(PROBE_PAUSE.total_seconds())
 
-    def _reach(self, shard: int, url: StoreUrl) -> Store:
-        """A Store of the one server, noted as this shard of the run. Raises StoreError, NamespaceInUse where it is noted as another."""
-        store = Store([url], self._stored.store.timeout, timedelta())
+    def _is_wanted(self, shard: int, wanted: Wanted) -> bool:
+        return self._wanted.get(shard) is wanted
+
+    def _reach(self, shard: int, wanted: Wanted) -> Store:
+        """A Store of the one server, noted as this shard of the run, if it is still wanted. Raises StoreError, NamespaceInUse where it is noted as
+        another.
+        """
+        store = Store([wanted.url], self._stored.store.timeout, timedelta())
         identity, namespace = self._ownership.identity, self._stored.namespace
         try:
-            if identity is not None and not join(store, namespace, identity, shard, self._stored.placement.shard_count):
-                raise NamespaceInUse(f"store {url}: namespace {namespace} belongs to another run there, or to another shard")
+            with self._noting:
+                if (
+                    identity is not None
+                    and self._is_wanted(shard, wanted)
+                    and not join(store, namespace, identity, shard, self._stored.placement.shard_count)
+                ):
+                    raise NamespaceInUse(
+                        f"store {wanted.url}: namespace {namespace} belongs to another run there, or to another shard"
+                    )
         except StoreError:
             store.close()
             raise

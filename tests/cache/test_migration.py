@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -349,8 +350,9 @@ def test_an_owner_dies_with_shards_at_several_stages_of_a_chunk(
     finished(second, stores.urls, through(second))
 
 
+@pytest.mark.parametrize("looks", ["then", pytest.param("already", id="while it was being looked for")])
 def test_a_shard_that_dies_once_its_rows_have_left_it_is_not_looked_for(
-    stores: LocalStores, histories: Mapping[int, History], tmp_path: Path
+    stores: LocalStores, histories: Mapping[int, History], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: str
 ) -> None:
     case = Case("remove", 4, 2, 1)
     ownership = Ownership(1, {"run": "x"})
@@ -365,9 +367,32 @@ def test_a_shard_that_dies_once_its_rows_have_left_it_is_not_looked_for(
     owner.traffic.probe()
     assert owner.traffic.shards.lost == [1]
     settled = owner.stored.placement.completed()
-    owner.traffic.migration.complete(settled)
+    if looks == "already":
+        connected, seen, over = threading.Event(), threading.Event(), threading.Event()
+
+        class HeldStore(Store):
+            """It has reached the server, which is not noted yet."""
+
+            def __init__(self, *given: Any) -> None:
+                super().__init__(*given)
+                connected.set()
+                seen.wait()
+
+            def close(self) -> None:
+                super().close()
+                if connected.is_set():
+                    over.set()
+
+        monkeypatch.setattr("foreload.cache.protocol.server_probe.Store", HeldStore)
+        assert stores.restart(1)
+        assert connected.wait(TIMEOUT.total_seconds())
+        owner.traffic.migration.complete(settled)
+        seen.set()
+        assert over.wait(TIMEOUT.total_seconds())
+    else:
+        owner.traffic.migration.complete(settled)
+        assert stores.restart(1)
     assert owner.traffic.shards.whole
-    assert stores.restart(1)
     with Store(stores.urls, TIMEOUT) as other:
         # Who looks for a server notes there whose it is.
         until = time.monotonic() + 10 * PROBE_PAUSE.total_seconds()

@@ -28,7 +28,7 @@ def main() -> int:
         return 0
     if KERNEL_CACHE:
         sys.stderr.write(f"foreload: note: {KERNEL_CACHE}\n")
-    from foreload.trainer.cli import main as run  # imports torch and numba, for seconds
+    from foreload.trainer.cli import main as run
 
     return run()
 

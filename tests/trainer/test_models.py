@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from foreload.trainer.compute.numerics import ENVIRONMENTS, fingerprint
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.building import build_model, load_model
-from foreload.trainer.models.built_in import MODELS
+from foreload.trainer.models.built_in import MODELS, further_columns_of
 from foreload.trainer.models.checking import ignored_inputs
 from foreload.trainer.models.pairwise import (
     SMALL,
@@ -354,3 +354,8 @@ def test_training_a_model_that_ignores_features_warns_once(clicks: Clicks, tmp_p
     assert status == 2
     warnings = [line for line in err.splitlines() if "warning" in line]
     assert warnings == ["foreload: warning: model model_cases:Deaf: ignores user, site: its logits do not depend on them"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_columns_of_rows_are_known_without_the_class(name: str) -> None:
+    assert further_columns_of(name, "") == further_columns(load_model(name))

@@ -26,7 +26,6 @@ _GROUP_ROWS = 1 << 16  # of a Parquet file, that are decoded at once
 _ZSTD_LEVEL = 3
 # Ordinals and ids by their differences; the bytes of floats and tags apart, the first of each row together, and so on.
 _ENCODINGS = {"ordinal": "DELTA_BINARY_PACKED", "id": "DELTA_BINARY_PACKED", "codes": "PLAIN"}
-_BY_BYTES = ("tag", "weights", "scale", "bias", "exact", "state")
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,14 +177,15 @@ def state_with(told: dict[str, Any], dense: dict[str, bytes]) -> str:
 def told_of(model: SavedModel) -> dict[str, Any]:
     """What a manifest says of the model, whatever of it is exported."""
     job = model.job.to_dict() | model.manifest.job  # settings that an older run does not know are at their defaults
-    trained_by = {
-        name for name, setting in settings_of(TrainJob).items() if setting.stated and setting.resume in ("fixed", "rates")
-    }
     return {
         "step": model.step,
         "seed": model.job.seed,
         "model": {name: job[name] for name in _IN_THE_MODEL},
-        "settings": {name: job[name] for name in settings_of(TrainJob) if name in trained_by - {*_IN_THE_MODEL, "seed"}},
+        "settings": {
+            name: job[name]
+            for name, setting in settings_of(TrainJob).items()
+            if setting.stated and setting.resume in ("fixed", "rates") and name not in (*_IN_THE_MODEL, "seed")
+        },
         "inexact": model.manifest.caveats["inexact"],
         "dense": MODEL,
         "dense_optimizer_state": DENSE_STATE,

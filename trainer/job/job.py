@@ -150,7 +150,7 @@ class TrainJob:
     )  # fmt: skip
     parity: Parity | None = setting(
         None, Parity.parse, "off, or K+R: any R of K+R store shards may be lost; by default 2+1 with three or more shards, else off",
-        _WHERE, metavar="off|K+R", resume="free",
+        _WHERE, metavar="off|K+R", resume="free",  # checked against RUN's placement, which holds in any case
     )  # fmt: skip
     spare: str | None = setting(
         None, text, "URLs of servers, empty ones, to take the place of store shards that are lost and do not come back",

@@ -23,9 +23,10 @@ from foreload.trainer.checkpoints import writer
 from foreload.trainer.checkpoints.changed_rows import increment_sizes
 from foreload.trainer.checkpoints.contents import Contents
 from foreload.trainer.checkpoints.format import Checkpoint
-from foreload.trainer.checkpoints.policies import BITS, POLICIES
+from foreload.trainer.checkpoints.policies import BITS
 from foreload.trainer.checkpoints.reader import mapped_rows
 from foreload.trainer.checkpoints.row_files import CheckpointRows, write_rows
+from foreload.trainer.job.job_values import POLICIES
 from foreload.trainer.run.directory import Run
 from saved_runs import stopped_after
 from workload import BATCH, DIM, prepare_first_steps

@@ -37,12 +37,12 @@ from foreload.trainer.cluster.messages.trainers import StepEnded, TrainerEvent
 from foreload.trainer.commands.train import train
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_layouts import layouts_of
-from foreload.trainer.resources import history
+from foreload.trainer.memory.row_timeline import RowTimeline
+from foreload.trainer.memory.store_memory import StoreMemory
 from foreload.trainer.resources.features import step_counts
-from foreload.trainer.resources.row_timeline import RowTimeline
 from foreload.trainer.resources.step_model import setup_of
-from foreload.trainer.resources.store_memory import StoreMemory
 from foreload.trainer.resources.trainer_memory import LaneLoad, TrainerMemory
+from foreload.trainer.run import history
 
 PARTS = 100
 PAUSE_SECONDS = 0.02

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from comparison import Cell, Claim, Ratio, Results, Table, arguments, save, tell
+from foreload.trainer.assembly.job_shape import machine
 from foreload.trainer.compute.reports import COLUMNS
-from foreload.trainer.resources import history
-from foreload.trainer.resources.job_shape import machine
+from foreload.trainer.run import history
 from foreload.trainer.step.clock import Clock
 from step_configurations import Configuration, schedule_of, trainers
 

@@ -25,7 +25,7 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.namespace import claim
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.resources.job_shape import cores
+from foreload.trainer.assembly.job_shape import cores
 from foreload.trainer.resources.step_model import Load, Observation, Setup
 from interleaved import Ranks
 from workload import ROOT

@@ -1,6 +1,6 @@
 """What a forked process does for its caller: one function per call, a generator of what the caller gets, as JSON values and bytes.
 
-Each takes the call's values, and a function that closes the socket to the caller, for processes that are forked in turn. Imports are in the
+Each takes the call's values, and `leave`, which closes the socket to the caller, for processes that are forked in turn. Imports are in the
 functions, so that a call loads only what it needs.
 """
 
@@ -14,13 +14,15 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from foreload.base.codec import to_stored
 from foreload.base.errors import ForeloadError
 from foreload.base.forking import replace_environment
 from foreload.base.interrupts import Interrupts
 from foreload.base.socket_messages import send
 from foreload.trainer.run.own_exit import exits_told
 
-Part = tuple[dict[str, Any], bytes]
+Leave = Callable[[], None]
+Part = tuple[Mapping[str, object], bytes]
 """JSON values, and the bytes of an array that they describe."""
 
 
@@ -34,7 +36,7 @@ def answer(reply: socket.socket, request: Mapping[str, Any]) -> int:
     try:
         os.chdir(request["folder"])
         with Interrupts(), exits_told(request["call"]):
-            for values, payload in CALLS[request["call"]](request["values"], reply.close):
+            for values, payload in CALLS[request["call"]](reply.close, **request["values"]):
                 send(reply, {"part": values}, payload)
     except ForeloadError as error:
         end = {"code": error.code, "message": str(error)}
@@ -53,18 +55,17 @@ def answer(reply: socket.socket, request: Mapping[str, Any]) -> int:
     return 2 if end else 0
 
 
-def _prepare(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+def _prepare(_: Leave, /, settings: dict[str, Any], beam_flags: list[str], **_further: object) -> Iterator[Part]:
     from foreload.pipelines.planning.options import PrepareOptions
     from foreload.pipelines.prepare import prepare
 
-    given: dict[str, Any] = values["settings"]
-    job_file = given.pop("job", None)
-    options = PrepareOptions.of(given, job_file)
+    job_file = settings.pop("job", None)
+    options = PrepareOptions.of(settings, job_file)
     with contextlib.redirect_stdout(sys.stderr):
-        yield prepare(options, values["beam_flags"]), b""
+        yield prepare(options, beam_flags), b""
 
 
-def _train(values: dict[str, Any], leave: Callable[[], None]) -> Iterator[Part]:
+def _train(leave: Leave, /, job: str | None = None, **settings: Any) -> Iterator[Part]:
     from foreload.trainer import storage
     from foreload.trainer.cluster.processes.preforked import Preforked
     from foreload.trainer.cluster.processes.starting import ChildProcess
@@ -72,95 +73,126 @@ def _train(values: dict[str, Any], leave: Callable[[], None]) -> Iterator[Part]:
     from foreload.trainer.job.job import TrainJob
     from foreload.trainer.job.scheduler import under_scheduler
 
-    job_file = values.pop("job", None)
     # The second is where the file wants the summary, which is written for the command line only.
-    values, _ = call_values(values, job_file)
-    job = TrainJob.of(as_it_stands(values))
+    values, _ = call_values(settings, job)
+    wanted = TrainJob.of(as_it_stands(values))
     # A process that has asked an object store has threads, and cannot be forked.
     if under_scheduler() or storage.is_asking():
-        ending = train(job, start_process=ChildProcess)
+        ending = train(wanted, start_process=ChildProcess)
     else:
-        with contextlib.closing(Preforked(job.trainers + 1, leave)) as processes:
-            ending = train(job, start_process=processes)
+        with contextlib.closing(Preforked(wanted.trainers + 1, leave)) as processes:
+            ending = train(wanted, start_process=processes)
     if ending is not None and ending.no_digest is not None:
         raise ending.no_digest
-    yield {"run": job.run, "stopped": ending is not None and ending.stopped}, b""
+    yield {"run": wanted.run, "stopped": ending is not None and ending.stopped}, b""
 
 
-def _evaluate(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+def _evaluate(
+    _: Leave, /, run: str, store: str | None, schedule: str | None, accept_model: bool, **_further: object
+) -> Iterator[Part]:
     from foreload.trainer.commands import evaluate
 
-    yield evaluate.run(values["run"], values["store"], values["schedule"], values["accept_model"]), b""
+    yield evaluate.run(run, store, schedule, accept_model), b""
 
 
-def _export(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+def _export(
+    _: Leave,
+    /,
+    run: str,
+    store: str | None,
+    of_schedule: str | None,
+    accept_model: bool,
+    out: str,
+    since: str | None,
+    **_further: object,
+) -> Iterator[Part]:
     from foreload.trainer.commands import export
 
-    yield (
-        export.run(values["run"], values["store"], values["out"], values["since"], values["of_schedule"], values["accept_model"]),
-        b"",
-    )
+    yield export.run(run, store, out, since, of_schedule, accept_model), b""
 
 
-def _export_torch(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+def _export_torch(
+    _: Leave,
+    /,
+    run: str,
+    store: str | None,
+    of_schedule: str | None,
+    accept_model: bool,
+    out: str,
+    options: Mapping[str, Any],
+    **_further: object,
+) -> Iterator[Part]:
     from foreload.trainer.commands import export_torch
     from foreload.trainer.serving.torch_folder import TorchOptions
 
-    options = TorchOptions(**values["options"])
-    yield (
-        export_torch.run(values["run"], values["store"], values["out"], options, values["of_schedule"], values["accept_model"]),
-        b"",
-    )
+    yield export_torch.run(run, store, out, TorchOptions(**options), of_schedule, accept_model), b""
 
 
-def _apply(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+def _apply(_: Leave, /, export: str, to: str, key: str | None, keep: int, **_further: object) -> Iterator[Part]:
     from foreload.trainer.commands import apply
 
-    yield apply.run(values["export"], values["to"], values["key"], values["keep"]), b""
+    yield to_stored(apply.run(export, to, key, keep)), b""
 
 
-def _digest(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+def _digest(_: Leave, /, run: str, store: str | None, **_further: object) -> Iterator[Part]:
     from foreload.trainer.commands import digest
 
-    yield digest.run(values["run"], values["store"]), b""
+    yield to_stored(digest.run(run, store)), b""
 
 
-def _delete(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+def _delete(_: Leave, /, run: str, store: str | None, folder_moved: bool, force: bool, **_further: object) -> Iterator[Part]:
     from foreload.trainer.commands import rows
     from foreload.trainer.saved.run_rows import Overrule
 
-    yield rows.run(values["run"], values["store"], Overrule(values["folder_moved"], values["force"])), b""
+    yield to_stored(rows.run(run, store, Overrule(folder_moved, force))), b""
 
 
-def _report(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+def _report(_: Leave, /, run: str, out: str | None, beside: str | None, **_further: object) -> Iterator[Part]:
     from foreload.trainer.commands import report
 
-    places = [values["run"], *([values["beside"]] if values["beside"] else [])]
-    yield {"report": str(report.run(places, values["out"]))}, b""
+    yield {"report": str(report.run([run, *([beside] if beside else [])], out))}, b""
 
 
-def _predict(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+def _predict(
+    _: Leave,
+    /,
+    run: str,
+    store: str | None,
+    of_schedule: str | None,
+    accept_model: bool,
+    sources: list[str],
+    format: str | None,
+    steps_of: str | None,
+    logits: bool,
+    **_further: object,
+) -> Iterator[Part]:
     from foreload.trainer.commands import predict
 
-    records = predict.Records(tuple(values["sources"]), values["format"], values["steps_of"])
-    with predict.run(
-        values["run"], values["store"], records, values["of_schedule"], values["logits"], values["accept_model"]
-    ) as predictions:
+    records = predict.Records(tuple(sources), format, steps_of)
+    with predict.run(run, store, records, of_schedule, logits, accept_model) as predictions:
         for batch in predictions.batches:
             yield {"shape": batch.shape}, batch.tobytes()
 
 
-def _rows(values: dict[str, Any], _: Callable[[], None]) -> Iterator[Part]:
+def _rows(
+    _: Leave,
+    /,
+    run: str,
+    store: str | None,
+    of_schedule: str | None,
+    table: str,
+    values: list[str | int | None] | None,
+    ids: list[int] | None,
+    **_further: object,
+) -> Iterator[Part]:
     from foreload.trainer.commands import lookup
 
-    looked_up = lookup.run(
-        values["run"], values["store"], values["table"], values["values"], values["ids"], values["of_schedule"]
-    )
+    looked_up = lookup.run(run, store, table, values, ids, of_schedule)
     shape = {"rows": len(looked_up.ids), "columns": looked_up.weights.shape[1], "step": looked_up.step}
     yield shape, looked_up.ids.tobytes() + looked_up.weights.tobytes() + looked_up.trained.tobytes()
 
 
-CALLS: dict[str, Callable[[dict[str, Any], Callable[[], None]], Iterator[Part]]] = {
+CALLS: dict[str, Callable[..., Iterator[Part]]] = {
     "prepare": _prepare,
     "train": _train,
     "evaluate": _evaluate,

@@ -57,8 +57,25 @@ class PrepareSummary(_Result):
     evaluation_sets: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)  # without slots, so that it can be one of two bases
+class _Metrics(_Result):
+    """Metrics of an evaluation set. None: there is no such metric, or it is not defined for these samples; loss: of what is trained, where that is
+    not the log loss; labels: of several, the metrics of each by name, of which the first one's are these.
+    """
+
+    log_loss: float | None
+    auc: float | None
+    normalized_entropy: float | None
+    predicted_over_observed: float | None = None
+    grouped_auc: float | None = None
+    rmse: float | None = None
+    mae: float | None = None
+    loss: float | None = None
+    labels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
-class TrainSummary(StepsSummary, _Result):
+class TrainSummary(StepsSummary, _Metrics):
     """The run's summary.json (docs/operations.md): over all calls, times in milliseconds a step or seconds in all. None: there is nothing to tell.
 
     Metrics are those of the first evaluation set; sets: of each that has a name.
@@ -77,12 +94,6 @@ class TrainSummary(StepsSummary, _Result):
     checkpoints: Mapping[str, Any] = field(default_factory=dict)
     steps_incomplete: int = 0
     digest: str | None = None
-    predicted_over_observed: float | None = None
-    grouped_auc: float | None = None
-    rmse: float | None = None
-    mae: float | None = None
-    loss: float | None = None
-    labels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     sets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -94,51 +105,34 @@ class StepMetrics(StepLine, _Result):
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationMetrics(_Result):
+class EvaluationMetrics(_Metrics):
     """One evaluation set of a pass, a line of metrics.jsonl; step: the training step that it follows; set: its name. Of the first label, and of
     several in `labels` by name.
 
-    calibration: of up to 20 bins of samples, by what is predicted of them: [samples, mean prediction, share of clicks]. None: there is no such
-    metric, or it is not defined for these samples; loss: of what is trained, where that is not the log loss.
+    calibration: of up to 20 bins of samples, by what is predicted of them: [samples, mean prediction, share of clicks].
     """
 
     step: int
     epoch: int
     samples: int
-    log_loss: float | None
-    auc: float | None
-    normalized_entropy: float | None
     calibration: tuple[Sequence[float], ...] = ()
     kind: str = "evaluation"
-    predicted_over_observed: float | None = None
-    grouped_auc: float | None = None
-    rmse: float | None = None
-    mae: float | None = None
-    loss: float | None = None
-    labels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     set: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation(_Result):
+class Evaluation(_Metrics):
     """A model measured on the evaluation steps of a schedule, as EvaluationMetrics has it; step: the training step that the model is of.
 
-    Metrics are those of the first evaluation set; sets: of each that has a name.
+    Metrics are those of the first evaluation set; sets: of each that has a name; unknown: by feature, "values", and how many are "unknown" to the
+    model.
     """
 
     schedule: str
     step: int
     samples: int
-    log_loss: float | None
-    auc: float | None
-    normalized_entropy: float | None
-    predicted_over_observed: float | None = None
-    grouped_auc: float | None = None
-    rmse: float | None = None
-    mae: float | None = None
-    loss: float | None = None
-    labels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     sets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    unknown: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""The settings by the names of the command line, for those who check types; what they mean, `foreload prepare --help` and `train --help` say."""
+"""The settings by the names of the command line, for those who check types. `foreload prepare --help` and `train --help` explain them.
+
+Made from their declarations by `make golden`.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +16,29 @@ class PrepareSettings(TypedDict, total=False):
     """Those of `foreload prepare`."""
 
     format: Literal["criteo", "csv", "tsv", "parquet", "synthetic"]
-    features: Path
-    out: Path
-    rows: int
+    features: Path | None
+    rows: int | None
     seed: int
-    values: int
-    table_rows: int
+    values: int | None
+    table_rows: int | None
     max_rejects: int
     eval_source: Path | Sequence[Path]
     eval_fraction: float
-    eval_every: int
+    eval_every: int | None
     batch_size: int
     lanes: int
     epochs: int
-    shuffle_seed: int
-    placement: Literal["locality", "order"]
-    after: Path
-    slots: int | str
-    memory: int | str
-    row_bytes: int
-    window: int
+    shuffle_seed: int | None
+    placement: Literal["order", "locality"] | None
+    after: Path | None
+    slots: int | str | None
+    memory: int | str | None
+    row_bytes: int | None
+    window: int | None
+    out: Path
     overwrite: bool
     segment_bytes: int | str
-    json: Path
+    json: Path | None
     job: Path
 
 
@@ -43,56 +46,56 @@ class TrainSettings(TypedDict, total=False):
     """Those of `foreload train`."""
 
     run: Path
-    store: str
-    trainers: int
     model_folder: Path
     dim: int
-    row_optimizer: str
-    row_options: Mapping[str, float]
-    lr: float
-    dense_optimizer: str
-    lr_schedule: str
-    dense_lr: float
-    dense_lr_schedule: str
-    dense_clip: float
-    dense_ema: float
-    seed: int
     model_options: Mapping[str, Any]
     label_weights: Mapping[str, float]
     drop_weights: bool
-    dense_options: Mapping[str, Any]
+    seed: int
+    row_optimizer: str
+    lr: float
+    lr_schedule: str | None
+    row_options: Mapping[str, float]
     tables: Mapping[str, Mapping[str, Any]]
+    dense_optimizer: str
+    dense_lr: float
+    dense_lr_schedule: str | None
+    dense_clip: float | None
+    dense_ema: float | None
+    dense_options: Mapping[str, Any]
+    store: str
+    parity: str | None
+    spare: str | None
+    no_restart: bool
+    trainers: int
     threads: int
     cpu_capability: Literal["avx2", "avx512", "avx512-onednn"]
     device: Literal["cpu", "cuda"]
-    memory: int | str
-    namespace: str
-    parity: str
-    spare: str
-    no_restart: bool
-    store_timeout: float
+    memory: int | str | None
+    namespace: str | None
+    address: str | None
+    store_timeout: float | None
     store_patience: float
     copies: int | None
     peer_timeout: float | None
     rebalance: bool
-    coordinator: str
-    local_trainers: int
-    token_file: Path
-    address: str | None
-    checkpoint: Path
-    checkpoint_every: int | str
+    coordinator: str | None
+    local_trainers: int | None
+    token_file: Path | None
+    checkpoint: Path | None
+    checkpoint_every: int | str | None
     checkpoint_policy: Literal["full", "one-shot", "consecutive", "intermittent", "planned"]
     checkpoint_bits: int | Literal["auto"]
     failures_a_day: float
-    keep_best: str
+    keep_best: str | None
     keep: int
-    stop_early: str
-    history: Path | Literal["off"]
+    stop_early: str | None
+    history: Path
     no_report: bool
     until_full: bool
     follow: bool
     resume: bool | Literal["auto"]
-    from_checkpoint: Path
+    from_checkpoint: Path | None
     accept_numerics: bool
     accept_model: bool
     folder_moved: bool

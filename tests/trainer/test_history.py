@@ -15,8 +15,8 @@ from small_job import arguments
 
 from foreload.trainer.compute.reports import COLUMNS
 from foreload.trainer.errors import HistoryError
-from foreload.trainer.resources import history
-from foreload.trainer.resources.history import Profile, add, of_steps, read
+from foreload.trainer.run import history
+from foreload.trainer.run.history import Profile, add, of_steps, read
 
 
 def profile(number: int, steps: int = 3) -> Profile:

@@ -55,7 +55,7 @@ def test_the_others_go_on_and_the_model_is_that_of_an_undisturbed_run(
         if count:
             job.advance(40)
         # Copies are filled while it trains.
-        job.train_until(lambda reported: status.run(str(run))["survives"])
+        job.train_until(lambda reported: status.run(str(run)).survives is True)
         workers[trainer].kill()
         job.until(lambda lost=trainer: f"trainer {lost}: lost" in job.said)  # type: ignore[misc]
     ended, _, err = job.end()

@@ -18,11 +18,11 @@ from foreload.base.memory import total_bytes
 from foreload.pipelines.compiler.other_slots import LaneUses
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel
+from foreload.trainer.assembly.job_shape import cores, machine, settings_of_job
 from foreload.trainer.commands.plan import slot_counts
 from foreload.trainer.job.job import TrainJob
-from foreload.trainer.resources import history
 from foreload.trainer.resources.choices import GIB, Choice, choose, front
-from foreload.trainer.resources.job_shape import cores, machine, settings_of_job
+from foreload.trainer.run import history
 
 POOL = "cores=2,memory=64GiB,stores=3"
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from checkpoint_policies import bases, kept, planned_to_keep_least, written
 from foreload.trainer.checkpoints.policies import (
-    POLICIES,
     baseline_is_due,
     baseline_is_planned,
     bits_for,
@@ -20,6 +19,7 @@ from foreload.trainer.checkpoints.policies import (
     dependents,
     expected_restores,
 )
+from foreload.trainer.job.job_values import POLICIES
 
 
 @pytest.mark.parametrize(("exponent", "after"), [(0.25, 8), (0.30, 7), (0.35, 6)])

@@ -87,4 +87,4 @@ def test_a_run_that_does_not_train_tells_how_far_it_is(tmp_path: Path, capsys: p
     (tmp_path / MANIFEST).write_text("{}")
     assert main(["status", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"run {tmp_path}: never trained, term 0\n"
-    assert status.run(str(tmp_path))["survives"] is None
+    assert status.run(str(tmp_path)).survives is None

@@ -26,9 +26,9 @@ from foreload.pipelines.schedule.replay import state_after
 from foreload.trainer.cluster.coordinator.store_watch import StoreWatch
 from foreload.trainer.command_line.training import FULL
 from foreload.trainer.job.job import TrainJob
-from foreload.trainer.resources.hash_memory import HashMemory, spill_bytes
-from foreload.trainer.resources.row_timeline import RowTimeline, counts_of
-from foreload.trainer.resources.store_memory import counted_bytes, hash_bytes
+from foreload.trainer.memory.hash_memory import HashMemory, spill_bytes
+from foreload.trainer.memory.row_timeline import RowTimeline, counts_of
+from foreload.trainer.memory.store_memory import counted_bytes, hash_bytes
 from foreload.trainer.run.manifest import Status
 
 ROWS = 12000

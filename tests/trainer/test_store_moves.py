@@ -54,9 +54,9 @@ class Case:
         placement = Run.open(run).placement
         assert (placement.live, placement.migrating) == (list(live), False)
         told = stores.run(str(run), None)
-        assert [shard["shard"] for shard in told["shards"]] == list(live)
-        assert {shard["state"] for shard in told["shards"]} <= {"at rest", "up"}
-        assert told["move"] is None
+        assert [shard["shard"] for shard in told.shards] == list(live)
+        assert {shard["state"] for shard in told.shards} <= {"at rest", "up"}
+        assert told.move is None
         assert main(["digest", str(run)]) == 0
         if protected:
             assert main(["scrub", str(run)]) == 0
@@ -246,7 +246,7 @@ def test_a_run_that_rests_moves_and_goes_on(
         with pytest.raises(KeyboardInterrupt):
             store_moves.run(str(run), None, ShardChange("add", urls=("local",)))
     assert Run.open(run).placement.migrating
-    assert stores.run(str(run), None)["move"] == {"moved": None, "joining": [3], "leaving": []}
+    assert stores.run(str(run), None).move == stores.Move(None, [3], [])
     capsys.readouterr()
     assert main(["digest", str(run)]) == 0
     assert main(["stores", "remove", str(run), "0"]) == 2

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from foreload.trainer.compute.reports import COLUMNS
-from foreload.trainer.resources.history import Profile, of_steps
 from foreload.trainer.resources.step_model import Setup, setup_of
 from foreload.trainer.resources.trainer_memory import BASE_BYTES, LaneLoad, TrainerMemory
+from foreload.trainer.run.history import Profile, of_steps
 
 MEMORY = TrainerMemory(columns=33, evaluation_slots=100, batch_size=256, mapped_bytes=1 << 20)
 LOAD = LaneLoad(slots=10_000, occupied=8_000, used=900, arrived=100, ended=90)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Literal
 
 from foreload.trainer.checkpoints.contents import MANIFEST
 from foreload.trainer.checkpoints.format import Checkpoint, bases_in, checkpoints_in, run_of
-from foreload.trainer.checkpoints.policies import LEAST_BITS, Policy, baseline_is_due, bits_for_job, deletable, dependents
+from foreload.trainer.checkpoints.policies import LEAST_BITS, baseline_is_due, bits_for_job, deletable, dependents
 from foreload.trainer.checkpoints.writable import holding, removed
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
+from foreload.trainer.job.job_values import Policy
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.storage import AnyFolder, place
 

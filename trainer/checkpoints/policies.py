@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import numpy as np
-
-Policy = Literal["full", "one-shot", "consecutive", "intermittent", "planned"]
-POLICIES: tuple[Policy, ...] = ("full", "one-shot", "consecutive", "intermittent", "planned")
 
 EXACT_BITS = 32
 WIDTHS = (8, 4, 3, 2)  # bits of a weight that is not exact

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,6 @@ from foreload.trainer.job.metric_choice import check_metric
 from foreload.trainer.job.scheduler import FAILED, NO_STEPS, Meeting, meet, under_scheduler
 from foreload.trainer.models.checking import check_apart_later, doubts, ignored_inputs
 from foreload.trainer.models.mixing import mixes_samples
-from foreload.trainer.pages.report import leave_report
 from foreload.trainer.run.directory import STORES, SUMMARY, Run, check_free, locked
 from foreload.trainer.run.event_log import CallBegan, EventLog
 from foreload.trainer.run.manifest import Manifest, Status, new_manifest, rates_text
@@ -64,10 +63,16 @@ from foreload.trainer.saved.run_rows import delete_replaced
 from foreload.trainer.saved.saved_run import saved_run_at
 
 
-def train(job: TrainJob, observer: RunObserver | None = None, start_process: StartProcess = ChildProcess) -> Ending | None:
+def train(
+    job: TrainJob,
+    observer: RunObserver | None = None,
+    start_process: StartProcess = ChildProcess,
+    report: Callable[[Path], None] = lambda run: None,
+) -> Ending | None:
     """Train as the job says, in the environment that `foreload train` sets. Returns None in a scheduler's other processes, and as `Launcher.run`.
 
-    observer: is shown every event of a trainer, and names the faults that trainers are to inject. start_process: starts keeper and trainers.
+    observer: is shown every event of a trainer, and names the faults that trainers are to inject. start_process: starts keeper and trainers. report:
+    is called with the run's folder once that has come to rest.
 
     Raises ForeloadError; KeyboardInterrupt if a signal came before training began.
     """
@@ -82,14 +87,14 @@ def train(job: TrainJob, observer: RunObserver | None = None, start_process: Sta
         )
     if not under_scheduler():
         with Interrupts() as interrupts:
-            return Launcher(job, interrupts, None, observer or RunObserver(), start_process).run()
+            return Launcher(job, interrupts, None, observer or RunObserver(), start_process, report).run()
     with Interrupts(relayed=True) as interrupts:
         meeting = meet(JOIN_TIMEOUT)
         if meeting.world != job.trainers:
             job = replace(job, trainers=meeting.world)
         if not meeting.rank:
             try:
-                return Launcher(job, interrupts, meeting, observer or RunObserver(), start_process).run()
+                return Launcher(job, interrupts, meeting, observer or RunObserver(), start_process, report).run()
             except BaseException:
                 # Those that have begun to train notice it themselves.
                 meeting.tell(FAILED)
@@ -136,8 +141,10 @@ class Launcher:
         meeting: Meeting | None,
         observer: RunObserver,
         start_process: StartProcess,
+        report: Callable[[Path], None] = lambda run: None,
     ) -> None:
         self._job = job
+        self._report = report
         self._start_process = start_process
         self._observer = observer
         self._interrupts = interrupts
@@ -305,8 +312,7 @@ class Launcher:
                     ending = replace(ending, no_digest=error)
                 else:
                     write_json(run.path / SUMMARY, ending.summary)
-        if not self._job.no_report:
-            leave_report(run.path)
+        self._report(run.path)
         if group.failure is not None:
             raise TrainerError(group.failure)
         return ending

@@ -14,13 +14,13 @@ from foreload.cache.client.store import Store
 from foreload.cache.errors import CacheError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel
+from foreload.trainer.assembly.job_shape import machine, settings_of_job
 from foreload.trainer.cluster.ending import Ending
 from foreload.trainer.cluster.messages.process_use import ProcessUse
 from foreload.trainer.compute.reports import values_of
 from foreload.trainer.errors import HistoryError
 from foreload.trainer.job.job import TrainJob
-from foreload.trainer.resources import history
-from foreload.trainer.resources.job_shape import machine, settings_of_job
+from foreload.trainer.run import history
 from foreload.trainer.run.directory import METRICS, Run
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.servers import asked

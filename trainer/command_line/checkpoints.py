@@ -7,10 +7,10 @@ from typing import Any
 
 from foreload.base.errors import SettingError
 from foreload.base.settings import add_arguments, given
-from foreload.trainer.checkpoints.policies import BITS, POLICIES
+from foreload.trainer.checkpoints.policies import BITS
 from foreload.trainer.command_line.shared import add_command, add_group, add_json, add_plain, tell
-from foreload.trainer.errors import after_step
 from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.job_values import POLICIES
 
 
 def add_to(commands: Any) -> None:
@@ -129,50 +129,44 @@ def _rate(text: str) -> float:
 
 
 def _save(parsed: argparse.Namespace) -> int:
-    from foreload.trainer.commands import checkpoints, save_checkpoint
+    from foreload.trainer.commands import save_checkpoint
 
     kind = {name: getattr(parsed, name) for name in ("policy", "bits", "base", "keep", "failures_a_day", "every")}
-    told = save_checkpoint.saved(parsed.run, parsed.store, parsed.to, **kind)
-    gone = f"\ndeleted  {', '.join(told['deleted'])}" if told["deleted"] else ""
-    return tell(parsed, told, checkpoints.told_text(told) + gone)
+    saved = save_checkpoint.saved(parsed.run, parsed.store, parsed.to, **kind)
+    return tell(parsed, saved, saved.text())
 
 
 def _compact(parsed: argparse.Namespace) -> int:
-    from foreload.trainer.commands import checkpoints, save_checkpoint
+    from foreload.trainer.commands import save_checkpoint
 
-    told = save_checkpoint.compacted(parsed.checkpoint, parsed.to)
-    return tell(parsed, told, checkpoints.told_text(told))
+    saved = save_checkpoint.compacted(parsed.checkpoint, parsed.to)
+    return tell(parsed, saved, saved.text())
 
 
 def _restore(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands.train import restored
 
-    told = restored(parsed.checkpoint, given(parsed, TrainJob))
-    text = (
-        f"run {told['run']}: {told['state']} {after_step(told['step'])}, {told['rows']:,} rows; go on with: "
-        f"foreload train SCHEDULE --run {told['run']} --resume"
-    )
-    return tell(parsed, told, text)
+    run = restored(parsed.checkpoint, given(parsed, TrainJob))
+    return tell(parsed, run, run.text())
 
 
 def _list(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import checkpoints
 
     listed = checkpoints.listed(parsed.folder)
-    text = "\n".join(map(checkpoints.told_text, listed["checkpoints"])) or f"{parsed.folder}: no checkpoints"
-    tell(parsed, listed, text)
-    return 2 if any("why" in one for one in listed["checkpoints"]) else 0
+    tell(parsed, listed, listed.text() or f"{parsed.folder}: no checkpoints")
+    return 2 if any(isinstance(one, checkpoints.Unusable) for one in listed.checkpoints) else 0
 
 
 def _verify(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import checkpoints
 
-    told = checkpoints.verified(parsed.checkpoint)
-    return tell(parsed, told, f"{checkpoints.told_text(told)}: every file is as it was saved")
+    verified = checkpoints.verified(parsed.checkpoint)
+    return tell(parsed, verified, f"{verified.text()}: every file is as it was saved")
 
 
 def _delete(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import checkpoints
 
-    told = checkpoints.deleted(parsed.checkpoint, parsed.with_increments)
-    return tell(parsed, told, "\n".join(f"deleted  {path}" for path in told["deleted"]))
+    deleted = checkpoints.deleted(parsed.checkpoint, parsed.with_increments)
+    return tell(parsed, deleted, deleted.text())

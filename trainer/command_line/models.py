@@ -8,10 +8,9 @@ from typing import Any
 from foreload.base.errors import SettingError
 from foreload.base.settings import add_arguments, given, settings_of
 from foreload.trainer.command_line.shared import a_path, add_accept_model, add_command, add_json, add_plain, add_schedule, tell
-from foreload.trainer.compute import numerics
 from foreload.trainer.errors import after_step
 from foreload.trainer.job.job import TrainJob
-from foreload.trainer.run.manifest import code_text, inexact_text, rates_text
+from foreload.trainer.run.manifest import inexact_text
 from foreload.trainer.run.metric_text import metric_lines
 
 _OF_MODELS = ("model_folder", "dim", "model_options", "seed", "loss", "drop_weights")
@@ -180,7 +179,7 @@ def _check_model(parsed: argparse.Namespace) -> int:
         known[name].parse(known[name].flag, words[name]) if name in words else known[name].default for name in _OF_MODELS
     )
     about = check_model.run(parsed.model, folder, parsed.features, dim, options, seed, loss, drop_weights)
-    return tell(parsed, about, check_model.text(about))
+    return tell(parsed, about, about.text())
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:
@@ -201,23 +200,15 @@ def _predict(parsed: argparse.Namespace) -> int:
     records = predict.Records(tuple(parsed.sources), parsed.format, parsed.steps_of)
     with predict.run(parsed.run, parsed.store, records, parsed.schedule, parsed.logits, parsed.accept_model) as predictions:
         written = predict.write(parsed.out, predictions)
-    return tell(parsed, written, f"{parsed.out}: {written['records']:,} {'logits' if parsed.logits else 'scores'}")
+    return tell(parsed, written, f"{parsed.out}: {written.records:,} {'logits' if parsed.logits else 'scores'}")
 
 
 def _lookup(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import lookup
 
     values, ids = (None, parsed.values) if parsed.ids else (parsed.values, None)
-    answer = lookup.run(parsed.run, parsed.store, parsed.table, values, ids, parsed.schedule)
-    rows = [
-        {"value": value, "id": int(row_id), "trained": bool(trained), "vector": vector.tolist()}
-        for value, row_id, trained, vector in zip(parsed.values, answer.ids, answer.trained, answer.weights, strict=True)
-    ]
-    lines = [
-        "  ".join([repr(row["value"]), f"id {row['id']}", "trained" if row["trained"] else "initial", " ".join(map(str, vector))])
-        for row, vector in zip(rows, answer.weights, strict=True)
-    ]
-    return tell(parsed, {"table": parsed.table, "step": answer.step, "rows": rows}, "\n".join(lines))
+    found = lookup.run(parsed.run, parsed.store, parsed.table, values, ids, parsed.schedule)
+    return tell(parsed, found.told(parsed.table, parsed.values), found.text(parsed.values))
 
 
 def _export(parsed: argparse.Namespace) -> int:
@@ -261,23 +252,12 @@ def _export_torch(parsed: argparse.Namespace, path: str) -> int:
 def _apply(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import apply
 
-    told = apply.run(parsed.export, parsed.to, parsed.key, parsed.keep)
-    kept = ", ".join(map(str, told["kept"]))
-    text = f"{told['to']}: the model {after_step(told['step'])}, {told['rows']:,} rows" + (f"; also kept: {kept}" if kept else "")
-    return tell(parsed, told, text)
+    applied = apply.run(parsed.export, parsed.to, parsed.key, parsed.keep)
+    return tell(parsed, applied, applied.text())
 
 
 def _digest(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import digest
 
     answer = digest.run(parsed.run, parsed.store)
-    lines = [answer["digest"]]
-    if answer["mixed_numerics"]:
-        lines.append(numerics.mixed_text(answer["mixed_numerics"]))
-    if answer["rates"]:
-        lines.append(rates_text(answer["rates"]))
-    if answer["mixed_code"]:
-        lines.append(code_text(answer["mixed_code"]))
-    if answer["inexact"]:
-        lines.append(inexact_text(answer["inexact"]))
-    return tell(parsed, answer, "\n".join(lines))
+    return tell(parsed, answer, answer.text())

@@ -105,7 +105,7 @@ def _history(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import history
 
     told = history.run(parsed.history)
-    return tell(parsed, told, history.text(told))
+    return tell(parsed, told, told.text())
 
 
 def _plan(parsed: argparse.Namespace) -> int:
@@ -148,7 +148,7 @@ def _positive(flag: str, text: str, zero: bool = False) -> float:
 
 def _pool(text: str | None) -> tuple[int, int, int]:
     """Cores, bytes of memory, store shards. None: this machine's."""
-    from foreload.trainer.resources.job_shape import cores
+    from foreload.trainer.assembly.job_shape import cores
 
     pool = {"cores": cores(), "memory": total_bytes(), "stores": 5}
     given: set[str] = set()

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from foreload.base.codec import to_stored
 from foreload.base.errors import SettingError
 from foreload.base.files import unwritable
 from foreload.base.settings import local
@@ -106,11 +107,13 @@ def check_json(path: str | Path | None) -> None:
         raise SettingError(f"--json: cannot write {path}: {why}")
 
 
-def tell(parsed: argparse.Namespace, found: dict[str, Any], text: str) -> int:
-    """Print a result, and write it where --json says; gives exit status 0. found: as JSON holds it; text: for a person. Raises SettingError."""
+def tell(parsed: argparse.Namespace, found: object, text: str) -> int:
+    """Print what was found, and write it where --json says; gives exit status 0. found: a dataclass, or JSON; text: for a person. Raises
+    SettingError.
+    """
     if parsed.json:
         try:
-            Path(parsed.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            Path(parsed.json).write_text(json.dumps(to_stored(found), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise SettingError(f"--json: cannot write {parsed.json}: {error.strerror}") from error
     print(text)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from foreload.trainer.command_line.shared import a_path, add_command, add_group, add_json, add_moved, add_plain, tell
 
 if TYPE_CHECKING:
+    from foreload.trainer.commands.rows import NamespaceDeleted, RunDeleted
     from foreload.trainer.run.shard_change import Change
 
 DAMAGED = 4
 """The exit status of a scrub that found a stripe which it cannot repair."""
 
-_NAMED = 20  # stripes that scrub names on the terminal
 _REPLACE_TIMEOUT = timedelta(minutes=1)  # the launcher looks at the new server first
 _NEW_HELP = "URL of an empty server; local: one more of the run's own, where it has such"
 _SERVERS_HELP = "servers, as --store takes them"
@@ -95,40 +95,8 @@ def _stores_status(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import stores
 
     status = stores.run(parsed.run, parsed.store)
-    parity = status["parity"]
-    lines = [
-        f"run {status['run']}: {status['state']}, namespace {status['namespace']}, parity {parity['code']} {parity['state'] or ''}".rstrip()
-    ]
-    if (move := status["move"]) is not None:
-        joins, leaves = (", ".join(map(str, move[which])) for which in ("joining", "leaving"))
-        said = [f"to shard {joins}"] * bool(joins) + [f"from shard {leaves}, which leaves"] * bool(leaves)
-        how_far = "not all have moved yet" if move["moved"] is None else f"{move['moved']:.0%} moved"
-        lines.append(f"rows move {', '.join(said)}: {how_far}")
-    for shard in status["shards"]:
-        facts = [
-            f"{shard[name]:,} {name.replace('_', ' ')}"
-            for name in ("rows", "parity_rows", "row_bytes", "memory_bytes", "saved_bytes")
-            if shard.get(name) is not None
-        ]
-        if "rebuilt" in shard:
-            facts.insert(0, f"{shard['rebuilt']:.0%} rebuilt")
-        lines.append("  ".join([f"shard {shard['shard']}", shard["state"], *facts, shard.get("why") or shard["url"]]))
-    if status["lag"] is not None:
-        lag = status["lag"]
-        lines.append(
-            f"on the way to the store: {lag['rows']:,} rows of {lag['boundaries']:,} boundaries, {lag['batches']:,} batches not yet "
-            "released"
-        )
-    lines += stores.load_lines(status["loads"])
-    if status["forecast"] is not None:
-        end = status["forecast"]
-        lines.append(
-            f"at the end of the schedule: {end['rows']:,} rows and {end['parity_rows']:,} parity rows, {end['memory_bytes'] / 2**20:,.1f} MiB in all "
-            f"shards ({end['overhead_bytes_a_row']:.0f} bytes a row beyond its own{', measured' if end['overhead_measured'] else ''})"
-        )
-        lines += [stores.shortage_line(short) for short in end["full"]]
-    tell(parsed, status, "\n".join(lines))
-    return 2 if any(shard["state"] in ("down", "lost") for shard in status["shards"]) else 0
+    tell(parsed, status, status.text())
+    return 2 if any(shard["state"] in ("down", "lost") for shard in status.shards) else 0
 
 
 def _stores_replace(parsed: argparse.Namespace) -> int:
@@ -163,60 +131,39 @@ def _stores_change(parsed: argparse.Namespace, change: Change, shard: str, urls:
     from foreload.trainer.commands import store_moves
     from foreload.trainer.run.shard_change import ShardChange
 
-    done = store_moves.run(parsed.run, parsed.store, ShardChange(change, shard, urls), parsed.moved)
-    joins, leaves = (", ".join(map(str, done[which])) for which in ("joining", "leaving"))
-    said = [f"shard {joins} joins"] * bool(joins) + [f"shard {leaves} leaves"] * bool(leaves)
-    through = "all rows have moved" if done["moved"] == 1.0 else "rows move; foreload stores status tells how far that is"
-    tell(parsed, done, f"{', '.join(said)}: {through}")
-    return 0
+    moves = store_moves.run(parsed.run, parsed.store, ShardChange(change, shard, urls), parsed.moved)
+    return tell(parsed, moves, moves.text())
 
 
 def _stores_list(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import rows
 
-    servers = rows.listed(parsed.urls)
-    tell(parsed, servers, rows.listed_text(servers))
-    return 2 if any(server["why"] for server in servers["servers"]) else 0
+    listed = rows.listed(parsed.urls)
+    tell(parsed, listed, listed.text())
+    return 2 if any(server.why for server in listed.servers) else 0
 
 
 def _stores_delete(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import rows
 
-    return _tell_gone(parsed, rows.deleted(parsed.urls, parsed.namespace, parsed.force))
+    return _tell_deleted(parsed, rows.deleted(parsed.urls, parsed.namespace, parsed.force))
 
 
 def _delete(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import rows
     from foreload.trainer.saved.run_rows import Overrule
 
-    return _tell_gone(parsed, rows.run(parsed.run, parsed.store, Overrule(parsed.moved, parsed.force)))
+    return _tell_deleted(parsed, rows.run(parsed.run, parsed.store, Overrule(parsed.moved, parsed.force)))
 
 
-def _tell_gone(parsed: argparse.Namespace, deletion: dict[str, Any]) -> int:
-    from foreload.trainer.commands import rows
-
-    tell(parsed, deletion, rows.deleted_text(deletion))
-    return 2 if any(shard["why"] for shard in deletion["shards"]) else 0
+def _tell_deleted(parsed: argparse.Namespace, deleted: NamespaceDeleted | RunDeleted) -> int:
+    tell(parsed, deleted, deleted.text())
+    return 2 if any(shard.why for shard in deleted.shards) else 0
 
 
 def _scrub(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import scrub
 
-    findings = scrub.run(parsed.run, parsed.store, parsed.moved)
-    lines = [
-        f"{findings['stripes']:,} stripes, {findings['rows']:,} rows and {findings['parity_rows']:,} parity rows checked: "
-        f"{findings['stripes_repaired']:,} stripes repaired, {findings['stripes_damaged']:,} damaged"
-    ]
-    if findings["lost_shards"]:
-        lines.append(f"not checked: store shard {', '.join(map(str, findings['lost_shards']))}, which is lost")
-    for kind in ("repaired", "damaged"):
-        for one in findings[kind][:_NAMED]:
-            first, last = one["ordinals"]
-            shards = ", ".join(map(str, one["shards"]))
-            lines.append(
-                f"{kind}: lane {one['lane']}, table {one['table']}, ordinals {first} to {last}, shards {shards}: {one['what']}"
-            )
-        if findings[f"stripes_{kind}"] > _NAMED:
-            lines.append(f"{kind}: {findings[f'stripes_{kind}'] - _NAMED:,} more; --json has the first 1,000")
-    tell(parsed, findings, "\n".join(lines))
-    return DAMAGED if findings["stripes_damaged"] else 0
+    scrubbed = scrub.run(parsed.run, parsed.store, parsed.moved)
+    tell(parsed, scrubbed, scrubbed.text())
+    return DAMAGED if scrubbed.stripes_damaged else 0

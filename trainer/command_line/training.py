@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 from foreload.base.errors import ForeloadError
 from foreload.base.settings import add_arguments, given, path
 from foreload.trainer.command_line.shared import a_path, add_group, add_json, add_plain, check_json, tell
-from foreload.trainer.compute import numerics
 from foreload.trainer.errors import after_step
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_values import AUTO
 from foreload.trainer.run import shard_loads
-from foreload.trainer.run.manifest import code_text, inexact_text, rates_text
+from foreload.trainer.run.manifest import caveat_lines
 from foreload.trainer.run.metric_text import metric_lines
 
 if TYPE_CHECKING:
@@ -224,7 +223,7 @@ def _status(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import status
 
     found = status.run(parsed.run)
-    return tell(parsed, found, status.text(found))
+    return tell(parsed, found, found.text())
 
 
 def _summary_text(summary: dict[str, Any]) -> str:
@@ -244,15 +243,7 @@ def _summary_text(summary: dict[str, Any]) -> str:
     lines += shard_loads.lines(summary["store_shards"])
     if summary.get("digest"):
         lines.append(f"digest {summary['digest']}")
-    if summary["mixed_numerics"]:
-        lines.append(numerics.mixed_text(summary["mixed_numerics"]))
-    if summary["rates"]:
-        lines.append(rates_text(summary["rates"]))
-    if summary["mixed_code"]:
-        lines.append(code_text(summary["mixed_code"]))
-    if summary["inexact"]:
-        lines.append(inexact_text(summary["inexact"]))
-    return "\n".join(lines)
+    return "\n".join(lines + caveat_lines(summary))
 
 
 def _drill_shard(parsed: argparse.Namespace) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from foreload.base.codec import LeftOut
 from foreload.pipelines.samples.feature_file import load_features
 from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.compute.own_loss import checked_loss
@@ -12,6 +14,31 @@ from foreload.trainer.models.building import build_model, load_model
 from foreload.trainer.models.checking import check_uses, doubts, equal_samples_tie
 from foreload.trainer.models.mixing import mixes_samples
 from foreload.trainer.models.wrapping import Wrapped
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedModel:
+    """What a model is that works. unused_tables: of a wrapped one, by their paths; loss: the name of the one that was tried."""
+
+    model: str
+    features: int
+    dense_values: int
+    parameters: int
+    unused_tables: list[str]
+    mixes_samples: bool
+    warnings: list[str]
+    loss: LeftOut[str | None] = None
+
+    def text(self) -> str:
+        """A line, and one for each thing to note."""
+        unused = f"; not used in forward: {', '.join(self.unused_tables)}" if self.unused_tables else ""
+        counts = ((self.features, "feature"), (self.dense_values, "dense value"), (self.parameters, "parameter"))
+        counted = ", ".join(f"{count:,} {word}{'s' * (count != 1)}" for count, word in counts)
+        loss = "" if self.loss is None else f"; loss {self.loss} works on them too"
+        notes = "".join(f"\nforeload: warning: {line}" for line in self.warnings)
+        if self.mixes_samples:
+            notes += "\nit declares mixes_samples: an output depends on the other samples of its slice"
+        return f"{self.model}: {counted}; forward and backward work on made-up samples, and use all of it{unused}{loss}{notes}"
 
 
 def run(
@@ -23,41 +50,23 @@ def run(
     seed: int,
     loss: str | None = None,
     drop_weights: bool = False,
-) -> dict[str, Any]:
-    """Build a model for a feature file, and run it forward and backward; returns what it is. Raises ModelError and FeatureError.
+) -> CheckedModel:
+    """Build a model for a feature file, and run it forward and backward. Raises ModelError and FeatureError.
 
     name, folder, dim, options, seed, loss, drop_weights: as `foreload train` has them in --model, --model-folder, --dim, and so on; a
     loss is tried as it is there before training, and is told of.
     """
     spec = model_spec(load_features(features), dim)
     module = build_model(load_model(name, folder), spec, options, seed, twice=True, drop_weights=drop_weights)
-    about = {
-        "model": name,
-        "features": len(spec.features),
-        "dense_values": spec.dense_width,
-        "parameters": sum(parameter.numel() for parameter in module.parameters()),
-        "unused_tables": [path for part in module.modules() if isinstance(part, Wrapped) for path in part.unused],
-    }
+    unused = [path for part in module.modules() if isinstance(part, Wrapped) for path in part.unused]
     warnings = []
     if not equal_samples_tie(module, spec):
         warnings.append(
             "outputs of equal samples differ in their last bits by where they stand, so equal records may not tie in AUC"
         )
-    about["mixes_samples"] = mixes_samples(module)
+    mixing = mixes_samples(module)
     check_uses(module, spec)
-    about["warnings"] = warnings + doubts(name, module, spec)
-    return about if loss is None else about | {"loss": checked_loss(loss, folder, spec).name}
-
-
-def text(about: Mapping[str, Any]) -> str:
-    """The same for a person, on a line."""
-    unused = f"; not used in forward: {', '.join(about['unused_tables'])}" if about["unused_tables"] else ""
-    counted = ", ".join(
-        f"{about[name]:,} {word}{'s' * (about[name] != 1)}"
-        for name, word in (("features", "feature"), ("dense_values", "dense value"), ("parameters", "parameter"))
-    )
-    loss = f"; loss {about['loss']} works on them too" if "loss" in about else ""
-    notes = "".join(f"\nforeload: warning: {line}" for line in about["warnings"])
-    if about["mixes_samples"]:
-        notes += "\nit declares mixes_samples: an output depends on the other samples of its slice"
-    return f"{about['model']}: {counted}; forward and backward work on made-up samples, and use all of it{unused}{loss}{notes}"
+    warnings += doubts(name, module, spec)
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    tried = None if loss is None else checked_loss(loss, folder, spec).name
+    return CheckedModel(name, len(spec.features), spec.dense_width, parameters, unused, mixing, warnings, tried)

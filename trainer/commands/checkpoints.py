@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Self
 
+from foreload.base.codec import LeftOut, to_stored
 from foreload.trainer.checkpoints.format import Checkpoint, checkpoints_in
 from foreload.trainer.checkpoints.lineage import (
     check_there,
@@ -14,16 +15,92 @@ from foreload.trainer.checkpoints.lineage import (
 from foreload.trainer.checkpoints.policies import EXACT_BITS
 from foreload.trainer.errors import CheckpointError, after_step
 from foreload.trainer.run.directory import MANIFEST, Run
-from foreload.trainer.run.manifest import inexact_text
+from foreload.trainer.run.manifest import Inexact, inexact_text
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.storage import AnyFolder, place
 
 
-def listed(path: str) -> dict[str, Any]:
-    """The checkpoints in a folder, or of a run: {"checkpoints": what `told` tells of each, or {"checkpoint", "why"} of one that cannot be used}.
-
-    Raises CheckpointError where there is no such folder.
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint. rows: of the model; rows_here, files, bytes: its own; total_bytes: with what it needs; base: its name; bits: the fewest of a
+    weight; deleted: names of those that went for it.
     """
+
+    checkpoint: str
+    step: int
+    state: str
+    run: str
+    schedule: str
+    rows: int
+    rows_here: int
+    files: int
+    bytes: int
+    total_bytes: int
+    base: str | None
+    bits: int
+    inexact: Inexact | None
+    deleted: LeftOut[tuple[str, ...] | None] = None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Self:
+        """What its manifest tells."""
+        contents = checkpoint.contents
+        return cls(
+            str(checkpoint.place), contents.step, contents.state, contents.run.run_id, contents.run.stages[-1].path, checkpoint.row_count,
+            checkpoint.rows_here, len(checkpoint.files), checkpoint.own_bytes, checkpoint.total_bytes,
+            None if contents.base is None else contents.base.name, checkpoint.bits, contents.inexact,
+        )  # fmt: skip
+
+    def text(self) -> str:
+        """As a line; one more where others were deleted."""
+        rows = f"{self.rows:,} rows"
+        if self.base is not None:
+            rows += f", the {self.rows_here:,} changed since {self.base} here"
+        size = f"{self.files:,} files, {self.bytes / 2**20:,.1f} MiB"
+        bits = "" if self.bits == EXACT_BITS else f", weights of {self.bits} bits"
+        inexact = f"; {inexact_text(to_stored(self.inexact))}" if self.inexact else ""
+        deleted = f"\ndeleted  {', '.join(self.deleted)}" if self.deleted else ""
+        after = f"{after_step(self.step)} of {self.schedule}, {self.state}"
+        return f"{self.checkpoint}: {after}; {rows}, {size}{bits}, of run {self.run}{inexact}{deleted}"
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """A checkpoint that cannot be used, and why."""
+
+    checkpoint: str
+    why: str
+
+    def text(self) -> str:
+        """As a line."""
+        return f"{self.checkpoint}: cannot be used: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The checkpoints in a folder, or of a run: Saved and Unusable."""
+
+    checkpoints: list  # of either, without the kind that the codec would note of a union
+
+    def text(self) -> str:
+        """A line for each."""
+        return "\n".join(one.text() for one in self.checkpoints)
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """Checkpoints that were deleted: their paths."""
+
+    checkpoint: str
+    deleted: list[str]
+
+    def text(self) -> str:
+        """A line for each."""
+        return "\n".join(f"deleted  {path}" for path in self.deleted)
+
+
+def listed(path: str) -> Listed:
+    """The checkpoints in a folder, or of a run. Raises CheckpointError where there is no such folder."""
     named = place(path)
     folders = [named]
     if isinstance(named, Path) and (named / MANIFEST).exists():
@@ -33,70 +110,31 @@ def listed(path: str) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}; give a run, or a folder of checkpoints") from error
     opened: dict[str, Checkpoint] = {}
-    return {"checkpoints": [_about(one, opened) for one in paths]}
+    return Listed([_about(one, opened) for one in paths])
 
 
-def _about(path: AnyFolder, opened: dict[str, Checkpoint]) -> dict[str, Any]:
+def _about(path: AnyFolder, opened: dict[str, Checkpoint]) -> Saved | Unusable:
     try:
         checkpoint = Checkpoint.open(path, opened)
         opened[checkpoint.sha256] = checkpoint
-        return told(checkpoint)
+        return Saved.of(checkpoint)
     except CheckpointError as error:
-        return {"checkpoint": str(path), "why": str(error)}
+        return Unusable(str(path), str(error))
 
 
-def told(checkpoint: Checkpoint) -> dict[str, Any]:
-    """rows: of the model; rows_here, files, bytes: its own; total_bytes: with what it needs; base: its name; bits: the fewest of a weight."""
-    contents = checkpoint.contents
-    return {
-        "checkpoint": str(checkpoint.place),
-        "step": contents.step,
-        "state": contents.state,
-        "run": contents.run.run_id,
-        "schedule": contents.run.stages[-1].path,
-        "rows": checkpoint.row_count,
-        "rows_here": checkpoint.rows_here,
-        "files": len(checkpoint.files),
-        "bytes": checkpoint.own_bytes,
-        "total_bytes": checkpoint.total_bytes,
-        "base": None if contents.base is None else contents.base.name,
-        "bits": checkpoint.bits,
-        "inexact": None if contents.inexact is None else asdict(contents.inexact),
-    }
-
-
-def verified(path: str) -> dict[str, Any]:
-    """Compare every file of a checkpoint, and of those that it needs, with its manifest; returns what `told` tells of it.
-
-    Raises CheckpointError that names what is damaged.
-    """
+def verified(path: str) -> Saved:
+    """Compare every file of a checkpoint, and of those that it needs, with its manifest. Raises CheckpointError that names what is damaged."""
     checkpoint = Checkpoint.open(path)
     with progress_bar(checkpoint.total_bytes, "B") as bar:
         checkpoint.verify(bar.update)
-    return told(checkpoint)
+    return Saved.of(checkpoint)
 
 
-def deleted(path: str, with_increments: bool = False) -> dict[str, Any]:
-    """Delete a checkpoint, also a damaged one, and, where that is asked for, those that need it; returns {"checkpoint", "deleted": paths of all}.
+def deleted(path: str, with_increments: bool = False) -> Deleted:
+    """Delete a checkpoint, also a damaged one, and, where that is asked for, those that need it.
 
     Raises CheckpointError where there is none, it cannot be deleted, or others need it.
     """
     checkpoint = place(path)
     check_there(checkpoint)
-    return {"checkpoint": path, "deleted": [str(one) for one in delete(checkpoint, with_increments)]}
-
-
-def told_text(about: dict[str, Any]) -> str:
-    """What `told` gives, as a line."""
-    if "why" in about:
-        return f"{about['checkpoint']}: cannot be used: {about['why']}"
-    rows = f"{about['rows']:,} rows"
-    if about["base"] is not None:
-        rows += f", the {about['rows_here']:,} changed since {about['base']} here"
-    size = f"{about['files']:,} files, {about['bytes'] / 2**20:,.1f} MiB"
-    bits = "" if about["bits"] == EXACT_BITS else f", weights of {about['bits']} bits"
-    inexact = f"; {inexact_text(about['inexact'])}" if about["inexact"] else ""
-    return (
-        f"{about['checkpoint']}: {after_step(about['step'])} of {about['schedule']}, {about['state']}; {rows}, {size}{bits}, "
-        f"of run {about['run']}{inexact}"
-    )
+    return Deleted(path, [str(one) for one in delete(checkpoint, with_increments)])

@@ -36,10 +36,13 @@ from foreload.trainer.serving.format import (
     DENSE_STATE,
     ENCODING,
     MODEL,
+    About,
     Export,
     ExportRows,
     TableWriter,
+    Told,
     check_new,
+    check_same_model,
     new_folder,
     state_of,
     write_about,
@@ -66,7 +69,7 @@ class Predecessor:
 
     step: int
     state: str | None = None
-    about: dict[str, Any] | None = None
+    about: Told | None = None
     where: str = ""
 
 
@@ -83,7 +86,7 @@ def best_of(path: str) -> str:
 
 def run(
     path: str, store: str | None, out: str, since: str | None = None, schedule: str | None = None, accept_model: bool = False
-) -> dict[str, Any]:
+) -> About:
     """Write the folder `out`, whole or not at all; returns what stands in its export.json.
 
     path: of a run, or of a checkpoint. since: a step, a checkpoint or an export: write the increment that goes on from there. schedule: where that of
@@ -147,7 +150,7 @@ def predecessor(since: str) -> Predecessor:
     return Predecessor(export.step, export.state, export.about, since)
 
 
-def _check_since(model: SavedModel, before: Predecessor, told: dict[str, Any]) -> None:
+def _check_since(model: SavedModel, before: Predecessor, told: Told) -> None:
     first = model.manifest.stages[0].first_step
     if not first <= before.step < model.step:
         raise ExportError(
@@ -160,7 +163,7 @@ def _check_since(model: SavedModel, before: Predecessor, told: dict[str, Any]) -
             f"that was before; got {before.step}"
         )
     if before.about is not None:
-        Export(Path(model.name), told).check_same_model(before.about, before.where)
+        check_same_model(model.name, told, before.about, before.about["tables"], before.where)
 
 
 def dense_files(model: SavedModel) -> dict[str, bytes]:
@@ -169,13 +172,13 @@ def dense_files(model: SavedModel) -> dict[str, bytes]:
     return {MODEL: save_arrays(to_serve(*dense)), DENSE_STATE: save_arrays(beside_served(*dense))}
 
 
-def state_with(told: dict[str, Any], dense: dict[str, bytes]) -> str:
+def state_with(told: Told, dense: dict[str, bytes]) -> str:
     """The state of a model, as its exports have it. told: see `told_of`; dense: see `dense_files`."""
     return state_of(told, *(hashlib.sha256(dense[name]).hexdigest() for name in (MODEL, DENSE_STATE)))
 
 
-def told_of(model: SavedModel) -> dict[str, Any]:
-    """What a manifest says of the model, whatever of it is exported."""
+def told_of(model: SavedModel) -> Told:
+    """What a manifest says of the model, whatever of it is exported: with no rows yet."""
     job = model.job.to_dict() | model.manifest.job  # settings that an older run does not know are at their defaults
     return {
         "step": model.step,
@@ -192,14 +195,14 @@ def told_of(model: SavedModel) -> dict[str, Any]:
         "tables": [
             {
                 "name": layout.name, "file": quote(layout.name, safe=" ") + ".parquet", "table_rows": layout.rows,
-                "parts": list(layout.parts), "optimizer": layout.optimizer,
+                "parts": list(layout.parts), "optimizer": layout.optimizer, "rows": 0,
             }
             for layout in model.layouts
         ],
     }  # fmt: skip
 
 
-def _write(model: SavedModel, folder: Path, told: dict[str, Any], before: Predecessor | None) -> dict[str, Any]:
+def _write(model: SavedModel, folder: Path, told: Told, before: Predecessor | None) -> About:
     features = model.features
     vocabularies = encoder_of(model)[1].vocabularies if features.vocabulary_tables else {}
     whole = model.row_counts()

@@ -8,10 +8,8 @@ from typing import Any
 from foreload.base.errors import SettingError
 from foreload.trainer.checkpoints.saved_checkpoint import names_checkpoint, open_model
 from foreload.trainer.commands.export import dense_files, state_with, told_of
-from foreload.trainer.serving.format import check_new, new_folder
+from foreload.trainer.serving.format import check_new, new_folder, same_model
 from foreload.trainer.serving.torch_folder import TorchOptions, write_folder
-
-_OF_MODEL = ("step", "seed", "model", "inexact")
 
 
 def run(
@@ -28,7 +26,7 @@ def run(
         if not names_checkpoint(path):
             model.check_code()
         told = told_of(model)
-        of_model = {name: told[name] for name in _OF_MODEL} | {"state": state_with(told, dense_files(model))}
+        of_model = {"step": told["step"], **same_model(told), "state": state_with(told, dense_files(model))}
         with new_folder(target) as folder:
             return write_folder(model, folder, of_model, options)
 

@@ -15,6 +15,25 @@ from foreload.trainer.saved.saved_model import SavedModel, encoder_of
 
 
 @dataclass(frozen=True, slots=True)
+class ValueRow:
+    """The row of a raw value, or of an id."""
+
+    value: str
+    id: int
+    trained: bool
+    vector: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """Rows of a table, after a step."""
+
+    table: str
+    step: int
+    rows: list[ValueRow]
+
+
+@dataclass(frozen=True, slots=True)
 class FoundRows:
     """Rows in the order asked for: ids int64 [n], weights float32 [n, W], trained bool [n] (else the initial value); step: the last one trained."""
 
@@ -22,6 +41,19 @@ class FoundRows:
     weights: np.ndarray
     trained: np.ndarray
     step: int
+
+    def told(self, table: str, values: Sequence[str]) -> TableRows:
+        """As JSON has them. table: of which they are; values: by which they were asked for."""
+        columns = zip(values, self.ids.tolist(), self.trained.tolist(), self.weights.tolist(), strict=True)
+        return TableRows(table, self.step, [ValueRow(*row) for row in columns])
+
+    def text(self, values: Sequence[str]) -> str:
+        """For a person, a line each."""
+        columns = zip(values, self.ids.tolist(), self.trained.tolist(), self.weights, strict=True)
+        return "\n".join(
+            f"{value!r}  id {row_id}  {'trained' if trained else 'initial'}  {' '.join(map(str, vector))}"
+            for value, row_id, trained, vector in columns
+        )
 
 
 def run(

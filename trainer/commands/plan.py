@@ -19,16 +19,16 @@ from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, LaneUses, lane
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.pipelines.schedule.format import PROVENANCE, SET_NAME
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.assembly.job_shape import alike, machine, settings_of_job
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import HistoryError, PlanError
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_values import Parity
-from foreload.trainer.resources import history
 from foreload.trainer.resources.choices import Choice, choose, front
 from foreload.trainer.resources.features import StepCounts, step_counts, with_slots
 from foreload.trainer.resources.job_memory import JobMemory
-from foreload.trainer.resources.job_shape import alike, machine, settings_of_job
 from foreload.trainer.resources.step_model import CONFIDENCE, Setup, StepModel, loads_of, observation_of
+from foreload.trainer.run import history
 
 DECIDED = ("store", "trainers", "parity", "run", "schedule")
 """Settings of `foreload train` that a plan is about."""

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from foreload.base.own_process import command_of
 from foreload.trainer.errors import RunError, TrainerError
-from foreload.trainer.resources.history import Profile, read
 from foreload.trainer.run.directory import locked
+from foreload.trainer.run.history import Profile, read
 
 STEPS = 60  # of a short run, where they fit its time
 LEAST_SECONDS, MOST_SECONDS = 2.0, 12.0  # of its steps

@@ -8,7 +8,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -330,8 +329,17 @@ def check_out(out: str) -> None:
         raise SettingError(f"--out: cannot write {out}: there is no such folder")
 
 
-def write(out: str, predictions: Predictions) -> dict[str, Any]:
-    """Write them as CSV or Parquet, whole or not at all; returns {"out", "records", "unknown"}, the last by feature."""
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file with so many predictions; unknown: by feature, "values", and how many are "unknown" to the model."""
+
+    out: str
+    records: int
+    unknown: dict[str, dict[str, int]]
+
+
+def write(out: str, predictions: Predictions) -> Written:
+    """Write them as CSV or Parquet, whole or not at all."""
     check_out(out)
     names = predictions.columns
     schema, count = pa.schema([pa.field(name, pa.float32(), nullable=False) for name in names]), 0
@@ -342,4 +350,4 @@ def write(out: str, predictions: Predictions) -> dict[str, Any]:
                 by_column = batch.reshape(len(batch), len(names)).T
                 writer.write_table(pa.table([pa.array(np.ascontiguousarray(column)) for column in by_column], schema=schema))
                 count += len(batch)
-    return {"out": out, "records": count, "unknown": predictions.unknown.to_dict()}
+    return Written(out, count, predictions.unknown.to_dict())

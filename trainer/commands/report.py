@@ -11,4 +11,4 @@ from foreload.trainer.pages.report import report
 
 def run(places: Sequence[str], out: str | None) -> Path:
     """Write the page; returns where it is. places, out, and what is raised: as `report` has them."""
-    return report(list(places), out, lambda run_folder: str(status.run(run_folder)["state"]))
+    return report(list(places), out, lambda run_folder: status.run(run_folder).state)

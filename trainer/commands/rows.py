@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_urls
@@ -17,35 +17,144 @@ from foreload.trainer.run.servers import servers_had
 from foreload.trainer.saved.run_rows import Overrule, Server, check_not_training, delete_rows, reached
 
 
-def listed(urls: str) -> dict[str, Any]:
-    """{"servers": [{"url", "namespaces", "why"}]}; namespaces: {"namespace", "shard", "shards", "run", "lanes", "rows", "bytes"} each.
-
-    rows: with parity rows; run: the id that the run's manifest.json has; why: where a server cannot be reached. Raises StoreError.
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a namespace has on a server. run: the id that the run's manifest.json has; shard, shards, run: None where its note is gone; rows: with
+    parity rows; bytes: None where the server does not tell.
     """
 
+    namespace: str
+    shard: int | None
+    shards: int | None
+    run: str | None
+    lanes: int
+    rows: int
+    bytes: int | None
+
+    @classmethod
+    def of(cls, holding: Holding) -> Held:
+        """What a client found."""
+        note = holding.note
+        shard, shards, run = (None, None, None) if note is None else (note.shard, note.shards, note.identity.get("run"))
+        return cls(holding.namespace, shard, shards, run, holding.lanes, holding.rows, holding.bytes)
+
+    @property
+    def owner(self) -> str:
+        """Whose it is, in words."""
+        return f"shard {self.shard} of {self.shards} of run {self.run}" if self.run else "of no run, its note is gone"
+
+    def text(self) -> str:
+        """How much it is."""
+        size = "" if self.bytes is None else f", {self.bytes / 2**20:,.1f} MiB"
+        return f"{self.rows:,} rows, with parity rows, of {self.lanes} lanes{size}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRows:
+    """What namespaces have rows on a server; why: where it cannot be reached."""
+
+    url: str
+    namespaces: list[Held]
+    why: str | None
+
+    def text(self) -> str:
+        """A line for each namespace, or one."""
+        if self.why or not self.namespaces:
+            return f"{self.url}  {f'down  {self.why}' if self.why else 'no run has rows here'}"
+        return "\n".join(f"{self.url}  namespace {one.namespace}, {one.owner}: {one.text()}" for one in self.namespaces)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What servers have."""
+
+    servers: list[ServerRows]
+
+    def text(self) -> str:
+        """For a person."""
+        return "\n".join(server.text() for server in self.servers)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardDeleted:
+    """What was deleted on a server; why: it cannot be reached. Both None: another run has taken the namespace there."""
+
+    url: str
+    deleted: Held | None
+    why: str | None
+
+    @classmethod
+    def of(cls, server: Server) -> ShardDeleted:
+        """What a server had, which is deleted."""
+        return cls(str(server.url), None if server.held is None else Held.of(server.held), server.why)
+
+    def text(self, namespace: str) -> str:
+        """As a line."""
+        if self.why:
+            return f"left  {self.url}: {self.why}; later: foreload stores delete {self.url} {namespace}"
+        if self.deleted is None:
+            return f"left  {self.url}: namespace {namespace} is another run's there"
+        if self.deleted.run is None and not self.deleted.lanes:
+            return f"{self.url}: nothing of namespace {namespace} was there"
+        return f"deleted  {self.url}: namespace {namespace}, {self.deleted.text()}"
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceDeleted:
+    """What was deleted of a namespace."""
+
+    namespace: str
+    shards: list[ShardDeleted]
+
+    def text(self) -> str:
+        """For a person."""
+        return "\n".join(shard.text(self.namespace) for shard in self.shards)
+
+
+@dataclass(frozen=True, slots=True)
+class RunDeleted:
+    """What was deleted of a run. shards: of every server that it uses or used; kept: the files in its folder that are not the run's; forced: what
+    `force` overruled, in words, else None.
+    """
+
+    run: str
+    namespace: str
+    shards: list[ShardDeleted]
+    local_stores: int | None
+    kept: list[str]
+    forced: str | None
+
+    def text(self) -> str:
+        """For a person."""
+        lines = [f"forced  {self.forced}"] if self.forced else []
+        lines += [shard.text(self.namespace) for shard in self.shards]
+        if self.local_stores:
+            lines.append(f"deleted  its {self.local_stores} local store shards")
+        kept = ", ".join(self.kept[:3]) + (" and others" if len(self.kept) > 3 else "")
+        return "\n".join([*lines, f"deleted  {self.run}" + (f", but for files that are not the run's: {kept}" if kept else "")])
+
+
+def listed(urls: str) -> Listed:
+    """What namespaces have rows on servers. Raises StoreError."""
     with reached(parse_urls(urls)) as servers:
-        return {"servers": [_listed(server) for server in servers]}
+        return Listed([_listed(server) for server in servers])
 
 
-def _listed(server: Server) -> dict[str, Any]:
+def _listed(server: Server) -> ServerRows:
     held: list[Holding] = []
     server.ask(lambda store: held.extend(all_holdings(store, 0)))
-    return {"url": str(server.url), "namespaces": [_told(holding) for holding in held], "why": server.why}
+    return ServerRows(str(server.url), [Held.of(holding) for holding in held], server.why)
 
 
-def deleted(urls: str, namespace: str, force: bool = False) -> dict[str, Any]:
-    """Remove a namespace from servers, whatever run it is of: {"namespace", "shards": [{"url", "deleted", "why"}]}.
-
-    deleted: what was there, as `listed` has it; why: where it cannot be reached. force: even under a run that trains on this host. Raises RunError,
-    StoreError.
-    """
+def deleted(urls: str, namespace: str, force: bool = False) -> NamespaceDeleted:
+    """Remove a namespace from servers, whatever run it is of. force: even under a run that trains on this host. Raises RunError, StoreError."""
     check_name(namespace)
     with reached(parse_urls(urls)) as servers:
         for server in servers if not force else ():
             server.ask(partial(check_not_training, namespace))
         for server in servers:
             server.ask(partial(_delete, server, namespace))
-    return {"namespace": namespace, "shards": [_entry(server) for server in servers]}
+    return NamespaceDeleted(namespace, [ShardDeleted.of(server) for server in servers])
 
 
 def _delete(server: Server, namespace: str, store: Store) -> None:
@@ -53,13 +162,10 @@ def _delete(server: Server, namespace: str, store: Store) -> None:
     remove(store, namespace)
 
 
-def run(path: str, urls: str | None, overrule: Overrule) -> dict[str, Any]:
-    """Delete a run: {"run", "namespace", "shards", "local_stores", "kept", "forced"}.
+def run(path: str, urls: str | None, overrule: Overrule) -> RunDeleted:
+    """Delete a run. urls: those of its servers with passwords; by default the run's.
 
-    shards: as of `deleted`, of every server that the run uses or used; deleted and why are both None where another run has taken the namespace.
-    kept: the files in its folder that are not the run's. forced: what `force` overruled, in words; else None. urls: those of its servers with
-    passwords; by default the run's. Raises RunError for a run that trains, and for a folder that does not own the rows; StoreError where a server
-    refuses.
+    Raises RunError for a run that trains, and for a folder that does not own the rows; StoreError where a server refuses.
     """
     deleted_run = Run.open(path)
     if training_status(deleted_run.path) is not None:
@@ -71,71 +177,4 @@ def run(path: str, urls: str | None, overrule: Overrule) -> dict[str, Any]:
             servers, forced = delete_rows(deleted_run, *servers_had(deleted_run, urls), overrule)
         deleted_run.delete()
     kept = sorted(item.name for item in Path(path).iterdir()) if Path(path).exists() else []
-    return {
-        "run": path,
-        "namespace": manifest.namespace,
-        "shards": [_entry(server) for server in servers],
-        "local_stores": local_stores,
-        "kept": kept,
-        "forced": forced,
-    }
-
-
-def _entry(server: Server) -> dict[str, Any]:
-    """A server as an entry of `deleted`'s shards."""
-    return {"url": str(server.url), "deleted": None if server.held is None else _told(server.held), "why": server.why}
-
-
-def _told(holding: Holding) -> dict[str, Any]:
-    note = holding.note
-    return {
-        "namespace": holding.namespace,
-        "shard": note and note.shard,
-        "shards": note and note.shards,
-        "run": note and note.identity.get("run"),
-        "lanes": holding.lanes,
-        "rows": holding.rows,
-        "bytes": holding.bytes,
-    }
-
-
-def listed_text(found: dict[str, Any]) -> str:
-    """What `listed` found, a line for each namespace of each server."""
-    lines = []
-    for server in found["servers"]:
-        if server["why"] or not server["namespaces"]:
-            lines.append(f"{server['url']}  {'down  ' + server['why'] if server['why'] else 'no run has rows here'}")
-        for held in server["namespaces"]:
-            whose = (
-                f"shard {held['shard']} of {held['shards']} of run {held['run']}"
-                if held["run"]
-                else "of no run, its note is gone"
-            )
-            lines.append(f"{server['url']}  namespace {held['namespace']}, {whose}: {_size(held)}")
-    return "\n".join(lines)
-
-
-def deleted_text(found: dict[str, Any]) -> str:
-    """What `deleted` or `run` did, a line for each server, and for the folder."""
-    namespace = found["namespace"]
-    lines = [f"forced  {found['forced']}"] if found.get("forced") else []
-    for shard in found["shards"]:
-        if shard["why"]:
-            lines.append(f"left  {shard['url']}: {shard['why']}; later: foreload stores delete {shard['url']} {namespace}")
-        elif shard["deleted"] is None:
-            lines.append(f"left  {shard['url']}: namespace {namespace} is another run's there")
-        elif shard["deleted"]["run"] is None and not shard["deleted"]["lanes"]:
-            lines.append(f"{shard['url']}: nothing of namespace {namespace} was there")
-        else:
-            lines.append(f"deleted  {shard['url']}: namespace {namespace}, {_size(shard['deleted'])}")
-    if found.get("local_stores"):
-        lines.append(f"deleted  its {found['local_stores']} local store shards")
-    if "run" in found:
-        kept = ", ".join(found["kept"][:3]) + (" and others" if len(found["kept"]) > 3 else "")
-        lines.append(f"deleted  {found['run']}" + (f", but for files that are not the run's: {kept}" if kept else ""))
-    return "\n".join(lines)
-
-
-def _size(held: dict[str, Any]) -> str:
-    size = "" if held["bytes"] is None else f", {held['bytes'] / 2**20:,.1f} MiB"
-    return f"{held['rows']:,} rows, with parity rows, of {held['lanes']} lanes{size}"
+    return RunDeleted(path, manifest.namespace, [ShardDeleted.of(server) for server in servers], local_stores, kept, forced)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
 from foreload.base.errors import SettingError
 from foreload.pipelines.schedule.kept import POSITION
@@ -19,12 +20,13 @@ from foreload.trainer.checkpoints.lineage import (
     prune,
     why_no_base,
 )
-from foreload.trainer.checkpoints.policies import EXACT_BITS, FAILURES_A_DAY, Policy
+from foreload.trainer.checkpoints.policies import EXACT_BITS, FAILURES_A_DAY
 from foreload.trainer.checkpoints.writer import save
 from foreload.trainer.cluster.messages.control import training_status
-from foreload.trainer.commands.checkpoints import told
+from foreload.trainer.commands.checkpoints import Saved
 from foreload.trainer.commands.live_checkpoint import save_while_training
 from foreload.trainer.errors import CheckpointError
+from foreload.trainer.job.job_values import Policy
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.saved.saved_run import SavedRun, open_saved
@@ -41,9 +43,8 @@ def saved(
     keep: int | None = None,
     failures_a_day: float = FAILURES_A_DAY,
     every: int | None = None,
-) -> dict[str, Any]:
-    """Save a checkpoint of a run into a folder of checkpoints, that of the run by default; returns what `told` tells of it, and "deleted", the names
-    of those that went for it.
+) -> Saved:
+    """Save a checkpoint of a run into a folder of checkpoints, that of the run by default.
 
     base: the name of the one there of which it is to be an increment; None: as the policy says. keep: how many stay; None: all. every: with policy
     planned, how many steps lie between those to come. Raises CheckpointError, RunError, SettingError and CacheError.
@@ -63,7 +64,7 @@ def saved(
             raise SettingError(
                 f"{flags[0]}: is for a run that rests; run {path} is being trained, as --checkpoint-policy and --checkpoint-bits say; leave it out"
             )
-        return told(save_while_training(run, to, folder)) | {"deleted": []}
+        return replace(Saved.of(save_while_training(run, to, folder)), deleted=())
     step = run.saved_status().step
     check_absent(folder, step)
     with open_saved(path, store) as opened, progress_bar(0, "row") as bar:
@@ -78,8 +79,8 @@ def saved(
             bar.total = total
             bar.update(rows)
 
-        about = told(save(opened, folder, show, width, increment))
-    return about | {"deleted": [] if keep is None else prune(folder, run.manifest, keep)}
+        about = Saved.of(save(opened, folder, show, width, increment))
+    return replace(about, deleted=() if keep is None else tuple(prune(folder, run.manifest, keep)))
 
 
 def _plan(saved: SavedRun, every: int) -> Plan:
@@ -98,11 +99,11 @@ def _increment_of(path: AnyFolder, saved: SavedRun, bits: int) -> Increment:
     return increment_of(base, of_run(path.parent, saved.manifest))
 
 
-def compacted(path: str, to: str) -> dict[str, Any]:
-    """Make a checkpoint that needs no other, in a folder of checkpoints; returns what `told` tells of it. Raises CheckpointError."""
+def compacted(path: str, to: str) -> Saved:
+    """Make a checkpoint that needs no other, in a folder of checkpoints. Raises CheckpointError."""
     checkpoint = Checkpoint.open(path)
     check_absent(place(to), checkpoint.contents.step)
     with progress_bar(checkpoint.total_bytes, "B") as bar:
         checkpoint.verify(bar.update)
     with progress_bar(checkpoint.row_count, "row") as bar:
-        return told(compact(checkpoint, place(to), bar.update))
+        return Saved.of(compact(checkpoint, place(to), bar.update))

@@ -6,11 +6,12 @@ import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
@@ -18,7 +19,7 @@ from foreload.cache.protocol.batch_log import FileLog
 from foreload.cache.protocol.ownership import Ownership
 from foreload.cache.protocol.reading import StoredRows
 from foreload.cache.protocol.recovery import recover
-from foreload.cache.repair.findings import Finding, Findings
+from foreload.cache.repair.findings import Findings
 from foreload.cache.repair.scrub import scrub_table
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.control import (
@@ -43,14 +44,61 @@ from foreload.trainer.saved.saved_run import open_saved
 
 POLL = timedelta(milliseconds=300)
 
+_NAMED = 20  # stripes that are named to a person
+
 _Answer = TypeVar("_Answer")
 
 
-def run(path: str, store: str | None, moved: bool = False) -> dict[str, Any]:
-    """Scrub; returns {"stripes", "rows", "parity_rows", "stripes_repaired", "stripes_damaged", "repaired", "damaged", "lost_shards"}.
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """A stripe that did not agree: its ordinals, the shards that have what is wrong, and what that is."""
 
-    repaired and damaged: {"lane", "table", "ordinals", "shards", "what"} each. The write-back batch that a broken-off run died in is finished
-    from its log first. moved: the user says that the run's folder was. Raises RunError and CacheError.
+    lane: int
+    table: str
+    ordinals: tuple[int, int]
+    shards: tuple[int, ...]
+    what: str
+
+    def text(self) -> str:
+        """As a line."""
+        first, last = self.ordinals
+        shards = ", ".join(map(str, self.shards))
+        return f"lane {self.lane}, table {self.table}, ordinals {first} to {last}, shards {shards}: {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Scrubbed:
+    """What was read, and what did not agree."""
+
+    stripes: int
+    rows: int
+    parity_rows: int
+    stripes_repaired: int
+    stripes_damaged: int
+    repaired: tuple[Stripe, ...]
+    damaged: tuple[Stripe, ...]
+    lost_shards: tuple[int, ...]
+
+    def text(self) -> str:
+        """For a person."""
+        lines = [
+            f"{self.stripes:,} stripes, {self.rows:,} rows and {self.parity_rows:,} parity rows checked: "
+            f"{self.stripes_repaired:,} stripes repaired, {self.stripes_damaged:,} damaged"
+        ]
+        if self.lost_shards:
+            lines.append(f"not checked: store shard {', '.join(map(str, self.lost_shards))}, which is lost")
+        kinds = ("repaired", self.repaired, self.stripes_repaired), ("damaged", self.damaged, self.stripes_damaged)
+        for kind, stripes, count in kinds:
+            lines += [f"{kind}: {stripe.text()}" for stripe in stripes[:_NAMED]]
+            if count > _NAMED:
+                lines.append(f"{kind}: {count - _NAMED:,} more; --json has the first 1,000")
+        return "\n".join(lines)
+
+
+def run(path: str, store: str | None, moved: bool = False) -> Scrubbed:
+    """Scrub a run. The write-back batch that a broken-off one died in is finished from its log first.
+
+    moved: the user says that the run's folder was. Raises RunError and CacheError.
     """
     scrubbed_run = Run.open(path)
     if not scrubbed_run.placement.r:
@@ -91,7 +139,7 @@ def _broken_off(scrubbed_run: Run, urls: str | None, moved: bool) -> Iterator[tu
         yield stored, schedule
 
 
-def _scrub(stored: StoredRows, schedule: Schedule, step: int | None, last_batches: list[int | None]) -> dict[str, Any]:
+def _scrub(stored: StoredRows, schedule: Schedule, step: int | None, last_batches: list[int | None]) -> Scrubbed:
     ordinals = given_ordinals(schedule, step)
     stripes = int((-(-ordinals // stored.placement.k)).sum())
     total = Findings()
@@ -100,10 +148,10 @@ def _scrub(stored: StoredRows, schedule: Schedule, step: int | None, last_batche
             for findings in scrub_table(stored, lane, rows, last_batches[lane]):
                 total.add(findings)
                 bar.update(findings.stripes)
-    return told(total, [layout.name for layout in stored.layouts], sorted(stored.shards.lost))
+    return _told(total, [layout.name for layout in stored.layouts], sorted(stored.shards.lost))
 
 
-def _beside_training(scrubbed_run: Run, training: RunStatus) -> dict[str, Any]:
+def _beside_training(scrubbed_run: Run, training: RunStatus) -> Scrubbed:
     """Have the trainers scrub their lanes, and wait for it. training: as it was when the scrub began."""
     schedule = schedule_of(scrubbed_run)
     (scrubbed_run.path / SCRUB).mkdir(exist_ok=True)
@@ -126,8 +174,7 @@ def _beside_training(scrubbed_run: Run, training: RunStatus) -> dict[str, Any]:
     total = Findings()
     for part in progress.trainers:
         total.add(part.findings)
-    lost = list(training.shards.not_whole)
-    return told(total, [table.name for table in schedule.header.features.tables], lost)
+    return _told(total, [table.name for table in schedule.header.features.tables], training.shards.not_whole)
 
 
 def _asked(scrubbed_run: Run, request: Asks[_Answer]) -> _Answer:
@@ -142,22 +189,10 @@ def _asked(scrubbed_run: Run, request: Asks[_Answer]) -> _Answer:
     return answer
 
 
-def told(total: Findings, tables: list[str], lost: list[int]) -> dict[str, Any]:
-    """Findings as `run` returns them."""
-
-    def named(some: list[Finding]) -> list[dict[str, Any]]:
-        return [
-            {
-                "lane": one.lane, "table": tables[one.table], "ordinals": [one.first, one.last], "shards": list(one.shards),
-                "what": one.what,
-            }
-            for one in some
-        ]  # fmt: skip
-
-    counts = ("stripes", "rows", "parity_rows", "stripes_repaired", "stripes_damaged")
-    return {
-        **{name: getattr(total, name) for name in counts},
-        "repaired": named(total.repaired),
-        "damaged": named(total.damaged),
-        "lost_shards": lost,
-    }
+def _told(total: Findings, tables: Sequence[str], lost: Iterable[int]) -> Scrubbed:
+    repaired, damaged = (
+        tuple(Stripe(one.lane, tables[one.table], (one.first, one.last), one.shards, one.what) for one in some)
+        for some in (total.repaired, total.damaged)
+    )
+    counts = (total.stripes, total.rows, total.parity_rows, total.stripes_repaired, total.stripes_damaged)
+    return Scrubbed(*counts, repaired, damaged, tuple(lost))

@@ -2,97 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from foreload.trainer.cluster.messages.control import RunStatus, training_status
 from foreload.trainer.run.directory import Run
 
 
-def run(path: str) -> dict[str, Any]:
-    """Returns {"run", "state", "step", "term", "survives", "trainers", "lanes", "shards"}.
+@dataclass(frozen=True, slots=True)
+class TrainerLanes:
+    """The lanes that a trainer has. pid: None where it runs on another host, or under a scheduler."""
 
-    state: starting, training, broken off, kept, stopped, ended or never trained; step: the last one of all trainers, None before any. Of a run that
-    trains, else empty, or None: trainers: {"trainer", "pid", "lanes"}; lanes: {"lane", "trainer", "copies"}, a copy {"trainer", "slots", "of",
-    "complete"}; shards: how many are in which state; survives: whether any one trainer can be lost now. Raises RunError and MessageError.
+    trainer: int
+    pid: int | None
+    lanes: tuple[int, ...]
+
+    def text(self) -> str:
+        """As a line."""
+        process = "of another host or scheduler" if self.pid is None else f"process {self.pid}"
+        return f"trainer {self.trainer}  {process}  {_lanes(self.lanes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class LaneCopy:
+    """A copy of a lane: how many of its slots are there."""
+
+    trainer: int
+    slots: int
+    of: int
+    complete: bool
+
+    def text(self) -> str:
+        """In words."""
+        if self.complete:
+            return f"trainer {self.trainer}"
+        return f"trainer {self.trainer} ({f'{self.slots:,} of {self.of:,} slots seeded' if self.of else 'not seeded yet'})"
+
+
+@dataclass(frozen=True, slots=True)
+class LaneHolders:
+    """Who has a lane, and who has copies of it."""
+
+    lane: int
+    trainer: int
+    copies: tuple[LaneCopy, ...]
+
+    def text(self) -> str:
+        """As a line."""
+        return f"lane {self.lane}  trainer {self.trainer}  copies: {', '.join(copy.text() for copy in self.copies) or 'none'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """state: starting, training, broken off, kept, stopped, ended or never trained; step: the last one of all trainers, None before any.
+
+    Of a run that trains, else empty, or None: trainers; lanes; shards: how many are in which state; survives: whether any one trainer can be lost.
     """
+
+    run: str
+    state: str
+    step: int | None
+    term: int
+    survives: bool | None = None
+    trainers: tuple[TrainerLanes, ...] = ()
+    lanes: tuple[LaneHolders, ...] = ()
+    shards: dict[str, int] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """For a person."""
+        after = "" if self.step is None else f" after step {self.step}"
+        lines = [f"run {self.run}: {self.state}{after}, term {self.term}"]
+        lines += [trainer.text() for trainer in self.trainers] + [lane.text() for lane in self.lanes]
+        if self.shards:
+            lines.append(f"store shards: {', '.join(f'{count} {state}' for state, count in self.shards.items())}")
+        if self.survives is False:
+            exposed = tuple(one.lane for one in self.lanes if not any(copy.complete for copy in one.copies))
+            lines.append(f"the loss of a trainer is not survived now: no other has all of {_lanes(exposed)}")
+        return "\n".join(lines)
+
+
+def run(path: str) -> Status:
+    """Ask the run, or its folder where it does not train. Raises RunError and MessageError."""
     asked = Run.open(path)
     training = training_status(asked.path)
     if training is not None:
-        return {"run": path} | _of_training(training)
+        return _of_training(path, training)
     status = asked.status
     state: str = "never trained" if status is None else "broken off" if status.state == "training" else status.state
     if asked.keeps_lanes:
         state = "kept"
     started = status is not None and status.step >= asked.manifest.stages[0].first_step
-    return {
-        "run": path,
-        "state": state,
-        "step": status.step if status is not None and started else None,
-        "term": 0 if status is None else status.term,
-        "survives": None,
-        "trainers": [],
-        "lanes": [],
-        "shards": {},
-    }
+    return Status(path, state, status.step if status is not None and started else None, 0 if status is None else status.term)
 
 
-def _of_training(training: RunStatus) -> dict[str, Any]:
-    states = [shard.state for shard in training.shards.shards]
-    return {
-        "state": training.state,
-        "step": training.step if training.step >= 0 else None,
-        "term": training.term,
-        "survives": not training.exposed,
-        "trainers": [
-            {
-                "trainer": trainer,
-                "pid": training.trainers.get(trainer),
-                "lanes": [lane for lane, host in enumerate(training.lanes) if host == trainer],
-            }
+def _of_training(path: str, training: RunStatus) -> Status:
+    hosts = training.lanes
+    shards = Counter(shard.state for shard in training.shards.shards)
+    return Status(
+        path,
+        training.state,
+        training.step if training.step >= 0 else None,
+        training.term,
+        survives=not training.exposed,
+        trainers=tuple(
+            TrainerLanes(
+                trainer, training.trainers.get(trainer), tuple(lane for lane, host in enumerate(hosts) if host == trainer)
+            )
             for trainer in training.members
-        ],
-        "lanes": [
-            {
-                "lane": lane,
-                "trainer": host,
-                "copies": [
-                    {"trainer": copy.trainer, "slots": copy.slots, "of": copy.of, "complete": copy.complete}
-                    for copy in training.copies
-                    if copy.lane == lane
-                ],
-            }
-            for lane, host in enumerate(training.lanes)
-        ],
-        "shards": {state: states.count(state) for state in sorted(set(states))},
-    }
+        ),
+        lanes=tuple(
+            LaneHolders(
+                lane,
+                host,
+                tuple(LaneCopy(one.trainer, one.slots, one.of, one.complete) for one in training.copies if one.lane == lane),
+            )
+            for lane, host in enumerate(hosts)
+        ),
+        shards={state: shards[state] for state in sorted(shards)},
+    )
 
 
-def text(status: Mapping[str, Any]) -> str:
-    """What `run` found, for a person."""
-    after = "" if status["step"] is None else f" after step {status['step']}"
-    lines = [f"run {status['run']}: {status['state']}{after}, term {status['term']}"]
-    for one in status["trainers"]:
-        pid = "of another host or scheduler" if one["pid"] is None else f"process {one['pid']}"
-        lines.append(f"trainer {one['trainer']}  {pid}  {_lanes(one['lanes'])}")
-    for lane in status["lanes"]:
-        copies = ", ".join(map(_copy, lane["copies"])) or "none"
-        lines.append(f"lane {lane['lane']}  trainer {lane['trainer']}  copies: {copies}")
-    if status["shards"]:
-        counts = ", ".join(f"{count} {state}" for state, count in status["shards"].items())
-        lines.append(f"store shards: {counts}")
-    if status["survives"] is False:
-        exposed = [lane["lane"] for lane in status["lanes"] if not any(copy["complete"] for copy in lane["copies"])]
-        lines.append(f"the loss of a trainer is not survived now: no other has all of {_lanes(exposed)}")
-    return "\n".join(lines)
-
-
-def _lanes(lanes: list[int]) -> str:
+def _lanes(lanes: Sequence[int]) -> str:
     return f"lane {', '.join(map(str, lanes))}" if lanes else "no lane"
-
-
-def _copy(copy: Mapping[str, Any]) -> str:
-    if copy["complete"]:
-        return f"trainer {copy['trainer']}"
-    seeded = f"{copy['slots']:,} of {copy['of']:,} slots seeded" if copy["of"] else "not seeded yet"
-    return f"trainer {copy['trainer']} ({seeded})"

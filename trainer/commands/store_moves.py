@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 from foreload.cache.client.local import clear_removed
 from foreload.cache.client.store import Store
@@ -16,7 +16,7 @@ from foreload.cache.protocol.namespace import claim
 from foreload.trainer.cluster.messages.control import AskMove, Refused, ask
 from foreload.trainer.errors import RunError
 from foreload.trainer.job.job_layouts import layouts_of
-from foreload.trainer.resources.seen_servers import check_room
+from foreload.trainer.memory.seen_servers import check_room
 from foreload.trainer.run.directory import STORES, Run, locked
 from foreload.trainer.run.event_log import EventLog, RowsMove, RowsMoved
 from foreload.trainer.run.manifest import Status
@@ -35,8 +35,25 @@ REBUILT_BY_RESUME = "foreload train --resume, with a server there, rebuilds it"
 _SHARES = 1000  # that the progress bar has
 
 
-def run(path: str, store: str | None, change: ShardChange, folder_moved: bool = False) -> dict[str, Any]:
-    """Have shards added, or one removed or moved; returns {"run", "joining", "leaving", "moved"}: the numbers of shards, and how much has moved.
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Rows move, or have. joining, leaving: numbers of shards; moved: the share that has."""
+
+    run: str
+    joining: tuple[int, ...]
+    leaving: tuple[int, ...]
+    moved: float
+
+    def text(self) -> str:
+        """For a person."""
+        joins, leaves = (", ".join(map(str, which)) for which in (self.joining, self.leaving))
+        said = [f"shard {joins} joins"] * bool(joins) + [f"shard {leaves} leaves"] * bool(leaves)
+        through = "all rows have moved" if self.moved == 1.0 else "rows move; foreload stores status tells how far that is"
+        return f"{', '.join(said)}: {through}"
+
+
+def run(path: str, store: str | None, change: ShardChange, folder_moved: bool = False) -> Moves:
+    """Have shards added, or one removed or moved.
 
     Where the run trains, rows move while it does, and this returns as they begin to; else when all have moved. store: URLs with passwords of the
     servers that the run has. folder_moved: the user says that the run's folder was. Raises RunError and CacheError; what is broken off goes on with
@@ -47,10 +64,10 @@ def run(path: str, store: str | None, change: ShardChange, folder_moved: bool = 
     if isinstance(answer, Refused):
         raise RunError(f"stores {change.change}: {answer.error}")
     if answer is not None:
-        return {"run": path, "joining": list(answer.joining), "leaving": list(answer.leaving), "moved": 0.0}
+        return Moves(path, answer.joining, answer.leaving, 0.0)
     with locked(asked_run.path) as lock:
         before = _move_at_rest(Run.open(path, lock), store, change, folder_moved)
-    return {"run": path, "joining": list(before.joining), "leaving": list(before.leaving), "moved": 1.0}
+    return Moves(path, before.joining, before.leaving, 1.0)
 
 
 def _move_at_rest(moved: Run, store: str | None, change: ShardChange, folder_moved: bool) -> Placement:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -15,33 +15,129 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.row_counts import RowCounts
 from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.shard_status import REBUILDING, ShardSnapshot, ShardStatus
+from foreload.cache.protocol.shard_status import REBUILDING, Lag, ShardSnapshot, ShardStatus
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.control import AskRowCounts, RowCountsAnswer, ask, training_status
 from foreload.trainer.errors import TrainerError
 from foreload.trainer.job.job_layouts import layouts_of
-from foreload.trainer.resources.row_timeline import RowTimeline, counts_of, row_counts, sizes_of
-from foreload.trainer.resources.seen_servers import ask_server, server_seen
-from foreload.trainer.resources.store_memory import ShardServer, Shortage, StoreMemory, hash_bytes, shortage_text
+from foreload.trainer.memory.row_timeline import RowTimeline, counts_of, row_counts, sizes_of
+from foreload.trainer.memory.seen_servers import ShardTold, ask_server, server_seen
+from foreload.trainer.memory.store_memory import ShardServer, Shortage, StoreMemory, hash_bytes, shortage_text
 from foreload.trainer.run import shard_loads
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.servers import servers_of
+from foreload.trainer.run.shard_loads import LoadTold
 from foreload.trainer.saved.expected_rows import given_ordinals
 from foreload.trainer.saved.kept import schedule_of
 
 
-def run(path: str, store: str | None) -> dict[str, Any]:
-    """Ask every shard; returns {"run", "namespace", "state", "parity": {"code", "state"}, "move", "shards", "lag", "loads",
-    "forecast"}.
-
-    move: while rows move to other shards, {"moved", "joining", "leaving"}: which share has, None where that is not known, and shards' numbers.
-
-    shards: {"shard", "url", "state", "rows", "parity_rows", "row_bytes", ...} each; a shard that is down is told, not raised. lag, loads: of a run
-    that trains. forecast: of the memory at the schedule's end, None while it is not known. What cannot be told now is None or left out.
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """A run's code, "K+R" or off. state: ok: as many losses as the code covers would do no harm; rebuilding; degraded: fewer; lost: rows are gone;
+    None without parity.
     """
+
+    code: str
+    state: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Rows move to other shards. moved: which share has, None where that is not known; joining, leaving: shards' numbers."""
+
+    moved: float | None
+    joining: list[int]
+    leaving: list[int]
+
+    def text(self) -> str:
+        """As a line."""
+        joins, leaves = (", ".join(map(str, which)) for which in (self.joining, self.leaving))
+        said = [f"to shard {joins}"] * bool(joins) + [f"from shard {leaves}, which leaves"] * bool(leaves)
+        return f"rows move {', '.join(said)}: {'not all have moved yet' if self.moved is None else f'{self.moved:.0%} moved'}"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardForecast:
+    """What a shard's server will use, and may."""
+
+    shard: int
+    memory_bytes: int
+    limit_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Rows and memory of all shards at the end of the schedule. overhead_measured: whether that is of what is there; full: servers that will be
+    before.
+    """
+
+    rows: int
+    parity_rows: int
+    row_bytes: int
+    overhead_bytes_a_row: float
+    overhead_measured: bool
+    memory_bytes: int
+    shards: list[ShardForecast]
+    full: list[Shortage]
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        measured = ", measured" if self.overhead_measured else ""
+        return [
+            f"at the end of the schedule: {self.rows:,} rows and {self.parity_rows:,} parity rows, {self.memory_bytes / 2**20:,.1f} MiB in all "
+            f"shards ({self.overhead_bytes_a_row:.0f} bytes a row beyond its own{measured})",
+            *map(shortage_text, self.full),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class StoresStatus:
+    """The store shards of a run; one that is down is told of, not raised. What cannot be told now is None or left out.
+
+    lag, loads: of a run that trains; forecast: None while it is not known.
+    """
+
+    run: str
+    namespace: str
+    state: str
+    parity: Parity
+    move: Move | None
+    shards: list[ShardTold]
+    lag: Lag | None
+    loads: list[LoadTold]
+    forecast: Forecast | None
+
+    def text(self) -> str:
+        """For a person."""
+        code = f"parity {self.parity.code} {self.parity.state or ''}".rstrip()
+        lines = [f"run {self.run}: {self.state}, namespace {self.namespace}, {code}"]
+        lines += [] if self.move is None else [self.move.text()]
+        lines += map(_line, self.shards)
+        if (lag := self.lag) is not None:
+            lines.append(
+                f"on the way to the store: {lag.rows:,} rows of {lag.boundaries:,} boundaries, {lag.batches:,} batches not yet released"
+            )
+        return "\n".join(lines + shard_loads.lines(self.loads) + ([] if self.forecast is None else self.forecast.lines()))
+
+
+def _line(shard: ShardTold) -> str:
+    """What is told of a shard, for a person."""
+    counted = {name: shard.get(name) for name in ("rows", "parity_rows", "row_bytes", "memory_bytes", "saved_bytes")}
+    facts = [f"{count:,} {name.replace('_', ' ')}" for name, count in counted.items() if count is not None]
+    if "rebuilt" in shard:
+        facts.insert(0, f"{shard['rebuilt']:.0%} rebuilt")
+    return "  ".join([f"shard {shard['shard']}", shard["state"], *facts, shard.get("why") or shard["url"]])
+
+
+Counted = Literal["rows", "parity_rows", "row_bytes"]
+COUNTED: tuple[Counted, ...] = get_args(Counted)
+
+
+def run(path: str, store: str | None) -> StoresStatus:
+    """Ask every shard. Raises RunError and MessageError."""
     asked_run = Run.open(path)
     manifest, status, placement = asked_run.manifest, asked_run.status, asked_run.placement
     training = training_status(asked_run.path)
@@ -51,15 +147,14 @@ def run(path: str, store: str | None) -> dict[str, Any]:
     )
     plan = _plan(asked_run)
     lag = forecast = None
-    loads: list[dict[str, Any]] = []
+    loads: list[LoadTold] = []
     if training is not None:
         answer = ask(asked_run.path, AskRowCounts())
         counted = answer.trainers if isinstance(answer, RowCountsAnswer) else ()
-        for name in ("rows", "parity_rows", "row_bytes"):
+        for name in COUNTED:
             _tell(shards, name, np.sum([getattr(part, name) for part in counted], axis=0) if counted else None)
         if counted:
-            lags = [asdict(part.lag) for part in counted]
-            lag = {name: sum(one[name] for one in lags) for name in lags[0]}
+            lag = Lag(*(sum(getattr(part.lag, name) for part in counted) for name in Lag.__slots__))
             before = manifest.stages[0].first_step - 1 if status is None else status.step
             if not placement.r:  # of what is written nobody keeps account, but servers have nothing else
                 _tell(shards, "rows", _entries(shards, placement.shard_count))
@@ -67,7 +162,7 @@ def run(path: str, store: str | None) -> dict[str, Any]:
             if not placement.migrating:  # until then shards have what they will not have
                 loads = shard_loads.told(together(part.loads for part in counted), training.step - before)
     elif placement.migrating:
-        for name in ("rows", "parity_rows", "row_bytes"):
+        for name in COUNTED:
             _tell(shards, name, None)  # how far each lane is, the servers know
     elif plan is not None and status is not None and status.state != "training":
         schedule, rows = plan
@@ -79,25 +174,25 @@ def run(path: str, store: str | None) -> dict[str, Any]:
         schedule, rows = plan
         # At its end all have moved.
         forecast = _forecast(asked_run, placement.completed(), schedule, rows, shards)
-    return {
-        "run": path,
-        "namespace": manifest.namespace,
-        "state": status.state if status else "never trained",
-        "parity": {"code": f"{placement.k}+{placement.r}" if placement.r else "off", "state": _parity_state(placement, shards)},
-        "move": _move(placement, None if training is None else training.shards),
-        "shards": shards,
-        "lag": lag,
-        "loads": loads,
-        "forecast": forecast,
-    }
+    return StoresStatus(
+        path,
+        manifest.namespace,
+        status.state if status else "never trained",
+        Parity(f"{placement.k}+{placement.r}" if placement.r else "off", _parity_state(placement, shards)),
+        _move(placement, None if training is None else training.shards),
+        shards,
+        lag,
+        loads,
+        forecast,
+    )
 
 
-def _move(placement: Placement, told: ShardSnapshot | None) -> dict[str, Any] | None:
+def _move(placement: Placement, told: ShardSnapshot | None) -> Move | None:
     """How far rows are that move. told: by the trainers, of a run that trains."""
     if not placement.migrating:
         return None
     moved = None if told is None or not told.shards else told.migrated if told.version == placement.version else 0.0
-    return {"moved": moved, "joining": list(placement.joining), "leaving": list(placement.leaving)}
+    return Move(moved, list(placement.joining), list(placement.leaving))
 
 
 def _plan(run: Run) -> tuple[Schedule, list[RowLayout]] | None:
@@ -119,14 +214,14 @@ def _arithmetic(placement: Placement, ordinals: np.ndarray, tables: int) -> RowC
     return counts_by_shard
 
 
-def _tell(shards: list[dict[str, Any]], name: str, values: np.ndarray | None) -> None:
+def _tell(shards: list[ShardTold], name: Counted, values: np.ndarray | None) -> None:
     """Set an entry of every shard to its value, int [shards]; to None where values is, or the shard does not hold all of its rows."""
     for told in shards:
         there = values is not None and told["state"] not in ("down", "lost", "degraded")
         told[name] = int(values[told["shard"]]) if there and values is not None else None
 
 
-def _entries(shards: list[dict[str, Any]], count: int) -> np.ndarray:
+def _entries(shards: list[ShardTold], count: int) -> np.ndarray:
     """How many rows each server says that it has: int64 [shards], by number."""
     entries = np.zeros(count, np.int64)
     for told in shards:
@@ -134,8 +229,8 @@ def _entries(shards: list[dict[str, Any]], count: int) -> np.ndarray:
     return entries
 
 
-def _parity_state(placement: Placement, shards: list[dict[str, Any]]) -> str | None:
-    """ok: as many losses as the code covers would do no harm; rebuilding; degraded: fewer; lost: rows are gone. None without parity."""
+def _parity_state(placement: Placement, shards: list[ShardTold]) -> str | None:
+    """See Parity."""
     if not placement.r:
         return None
     gone = sum(told["state"] in ("down", "lost", "degraded") for told in shards)
@@ -145,12 +240,8 @@ def _parity_state(placement: Placement, shards: list[dict[str, Any]]) -> str | N
     return "degraded" if gone else "rebuilding" if rebuilding else "ok"
 
 
-def _forecast(
-    run: Run, placement: Placement, schedule: Schedule, rows: list[RowLayout], shards: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Rows and memory at the end of the schedule, and which shards' servers will be full before; what a row takes is that of what is there, if any
-    server tells.
-    """
+def _forecast(run: Run, placement: Placement, schedule: Schedule, rows: list[RowLayout], shards: list[ShardTold]) -> Forecast:
+    """What will be at the end; what a row takes is that of what is there, if any server tells."""
     ordinals = given_ordinals(schedule, None)
     at_end, counts = _arithmetic(placement, ordinals, len(rows)), counts_of(placement, ordinals, rows)
     servers = [server_seen(told, counts[:, told["shard"]], sizes_of(rows)) for told in shards]
@@ -159,19 +250,19 @@ def _forecast(
     short = any(
         server.limit_bytes and server.used_bytes + own > server.limit_bytes for server, own in zip(servers, of_rows, strict=True)
     )
-    return {
-        "rows": count,
-        "parity_rows": parity,
-        "row_bytes": size,
-        "overhead_bytes_a_row": (sum(of_rows) - size) / max(count + parity, 1),
-        "overhead_measured": any(server.hashes.measured for server in servers),
-        "memory_bytes": round(sum(of_rows)),
-        "shards": [
-            {"shard": server.shard, "memory_bytes": round(server.used_bytes + own), "limit_bytes": server.limit_bytes}
+    return Forecast(
+        count,
+        parity,
+        size,
+        overhead_bytes_a_row=(sum(of_rows) - size) / max(count + parity, 1),
+        overhead_measured=any(server.hashes.measured for server in servers),
+        memory_bytes=round(sum(of_rows)),
+        shards=[
+            ShardForecast(server.shard, round(server.used_bytes + own), server.limit_bytes)
             for server, own in zip(servers, of_rows, strict=True)
         ],
-        "full": [asdict(shortage) for shortage in _shortages(run, placement, rows, servers)] if short else [],
-    }
+        full=_shortages(run, placement, rows, servers) if short else [],
+    )
 
 
 def _shortages(run: Run, placement: Placement, rows: list[RowLayout], servers: list[ShardServer]) -> list[Shortage]:
@@ -186,17 +277,7 @@ def _shortages(run: Run, placement: Placement, rows: list[RowLayout], servers: l
     return []
 
 
-def load_lines(loads: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each shard that is slow or hot."""
-    return shard_loads.lines(loads)
-
-
-def shortage_line(shortage: Mapping[str, Any]) -> str:
-    """A line about a shard of the forecast's "full"."""
-    return shortage_text(Shortage(**shortage))
-
-
-def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapping[int, ShardStatus]) -> list[dict[str, Any]]:
+def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapping[int, ShardStatus]) -> list[ShardTold]:
     """What each server says of itself, and trainers say of it. status: of a run that does not train; seen: shards that are not ok for trainers."""
     manifest = asked_run.manifest
     lost = status.lost if status else []
@@ -204,7 +285,7 @@ def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapp
     if status is not None and status.state != "training":
         numbers = (int(status.batches.get(str(lane), 0)) for lane in range(manifest.lanes))
         expected = [str(Marker(number, number)) for number in numbers]
-    shards: list[dict[str, Any]] = []
+    shards: list[ShardTold] = []
     live = asked_run.placement.live
     if manifest.local_stores is not None and LocalStores.find(asked_run.path / STORES) is None:
         for shard in live:
@@ -215,9 +296,7 @@ def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapp
             )
     else:
         urls = servers_of(asked_run, store)
-        shards = [
-            {"shard": shard, **ask_server(urls[shard], manifest.namespace, manifest.lanes)} for shard in live if urls[shard]
-        ]
+        shards = [ask_server(shard, urls[shard], manifest.namespace, manifest.lanes) for shard in live if urls[shard]]
     for told in shards:
         # The servers may be up: what they hold is not all that they should.
         if told["shard"] in lost and told["state"] in ("up", "at rest"):
@@ -227,10 +306,8 @@ def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapp
         whole = expected is None or told["shard"] in asked_run.placement.joining or told.get("markers") == expected
         whole = whole and foreign is None
         if told["state"] == "up" and not whole:
-            told |= {
-                "state": "degraded" if asked_run.placement.r else "lost",
-                "why": foreign or f"{told['url']} lacks rows of the run",
-            }
+            told["state"] = "degraded" if asked_run.placement.r else "lost"
+            told["why"] = foreign or f"{told['url']} lacks rows of the run"
         if told["state"] == "up" and (of_trainers := seen.get(told["shard"])) is not None:
             told["state"] = of_trainers.state
             if of_trainers.state == REBUILDING:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import named_or_newest
 from foreload.trainer.cluster.processes.starting import ChildProcess, StartProcess
 from foreload.trainer.compute import numerics
+from foreload.trainer.errors import after_step
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_values import AUTO
 from foreload.trainer.run.directory import MANIFEST, Run
@@ -35,16 +36,26 @@ def train(job: TrainJob, observer: RunObserver | None = None, start_process: Sta
     with heeded_afterwards():
         from foreload.trainer.cluster import launcher
 
-    ending = launcher.train(job, observer, start_process)
+        report = _report_of(job)
+    ending = launcher.train(job, observer, start_process, report)
     if ending is not None and job.digest and ending.no_digest is None and "digest" not in ending.summary:
         # It had ended before, when nobody asked for that.
         from foreload.trainer.commands import digest
 
         try:
-            ending.summary["digest"] = digest.run(job.run, None if job.store.local else str(job.store))["digest"]
+            ending.summary["digest"] = digest.run(job.run, None if job.store.local else str(job.store)).digest
         except ForeloadError as error:
             return replace(ending, no_digest=error)
     return ending
+
+
+def _report_of(job: TrainJob) -> Callable[[Path], None]:
+    """What is to be done with the folder of a run that has come to rest."""
+    if job.no_report:
+        return lambda run: None
+    from foreload.trainer.pages.report import leave_report
+
+    return leave_report
 
 
 def is_permanent(error: ForeloadError, run: str) -> bool:
@@ -60,8 +71,26 @@ def is_permanent(error: ForeloadError, run: str) -> bool:
     return before == after and str(error).startswith(after[1])
 
 
-def restored(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Make a run of a checkpoint, which rests. given: settings of `train`, by their names. Returns what the run is.
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A run that was made of a checkpoint."""
+
+    run: str
+    checkpoint: str
+    state: str
+    step: int
+    rows: int
+
+    def text(self) -> str:
+        """For a person."""
+        return (
+            f"run {self.run}: {self.state} {after_step(self.step)}, {self.rows:,} rows; go on with: "
+            f"foreload train SCHEDULE --run {self.run} --resume"
+        )
+
+
+def restored(path: str, given: Mapping[str, Any]) -> Restored:
+    """Make a run of a checkpoint, which rests. given: settings of `train`, by their names.
 
     Raises SettingError, RunError, CheckpointError, CacheError.
     """
@@ -74,7 +103,7 @@ def restored(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     status = launcher.restored(job)
     assert job.from_checkpoint is not None
     rows = Checkpoint.open(job.from_checkpoint).row_count
-    return {"run": job.run, "checkpoint": job.from_checkpoint, "state": status.state, "step": status.step, "rows": rows}
+    return Restored(job.run, job.from_checkpoint, status.state, status.step, rows)
 
 
 def call_values(given: Mapping[str, Any], job_file: str | Path | None) -> tuple[dict[str, Any], Any]:

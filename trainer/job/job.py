@@ -35,9 +35,11 @@ from foreload.trainer.job.early_stopping import StopEarly
 from foreload.trainer.job.job_checks import check_together
 from foreload.trainer.job.job_values import (
     AUTO,
+    POLICIES,
     Interval,
     Parity,
     Place,
+    Policy,
     Servers,
     Size,
     TableSettings,
@@ -175,12 +177,12 @@ class TrainJob:
         metavar="T",
         resume="numerics",
     )
-    cpu_capability: str = setting(
+    cpu_capability: Literal["avx2", "avx512", "avx512-onednn"] = setting(
         "avx2", choice("avx2", "avx512", "avx512-onednn"),
         "vector instructions of the arithmetic, which every host of the run must have; part of the numerics fingerprint", _WHERE,
         metavar="{avx2,avx512,avx512-onednn}", resume="numerics",
     )  # fmt: skip
-    device: str = setting(
+    device: Literal["cpu", "cuda"] = setting(
         "cpu",
         choice("cpu", "cuda"),
         "where the partitions and the dense part live",
@@ -250,8 +252,8 @@ class TrainJob:
         None, Interval.parse, "save a checkpoint while it trains: behind every so many steps, or every so often, such as 10m", _CALL,
         metavar="STEPS|TIME", stated=False,
     )  # fmt: skip
-    checkpoint_policy: str = setting(
-        "intermittent", choice("full", "one-shot", "consecutive", "intermittent", "planned"),
+    checkpoint_policy: Policy = setting(
+        "intermittent", choice(*POLICIES),
         "which of these have all rows: each; the first; the first, each other having what changed since the one before; whenever that costs less; "
         "or as costs least up to the schedule's end",
         _CALL, metavar="POLICY", stated=False,
@@ -290,7 +292,7 @@ class TrainJob:
         form="switch", stated=False,
     )  # fmt: skip
     follow: bool = setting(False, switch, "start while the schedule is still being prepared", _CALL, form="switch", stated=False)
-    resume: bool | str = setting(
+    resume: bool | Literal["auto"] = setting(
         False, switch_or(AUTO), "go on with a run that was stopped, or with the schedule prepared after it", _CALL, form="switch", stated=False,
         words={AUTO: "start the run, or go on with it, whatever it takes: one command for a scheduler that starts it again and again"},
     )  # fmt: skip

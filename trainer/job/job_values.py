@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -216,6 +216,10 @@ def storage_place(flag: str, value: Any) -> str:
 
 AUTO = "auto"
 """What --resume may be given: start, or go on, whichever it takes."""
+
+Policy = Literal["full", "one-shot", "consecutive", "intermittent", "planned"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+"""What the checkpoints that are saved while it trains hold (docs/checkpoints.md)."""
 
 
 def masked(text: str) -> str:

@@ -12,13 +12,13 @@ from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.memory.hash_memory import HashMemory
+from foreload.trainer.memory.row_timeline import counts_of, sizes_of
+from foreload.trainer.memory.store_memory import hash_bytes
 from foreload.trainer.resources.features import StepCounts
-from foreload.trainer.resources.hash_memory import HashMemory
-from foreload.trainer.resources.history import Profile
-from foreload.trainer.resources.row_timeline import counts_of, sizes_of
 from foreload.trainer.resources.step_model import Setup
-from foreload.trainer.resources.store_memory import hash_bytes
 from foreload.trainer.resources.trainer_memory import LaneLoad, TrainerMemory
+from foreload.trainer.run.history import Profile
 
 _SERVER_BYTES = 2 << 20  # of an empty server, and its clients
 

@@ -15,8 +15,8 @@ from functools import cached_property
 import numpy as np
 
 from foreload.trainer.resources.features import StepCounts
-from foreload.trainer.resources.history import Profile
 from foreload.trainer.resources.least_squares import non_negative_fit
+from foreload.trainer.run.history import Profile
 
 CONFIDENCE = 0.9  # that what is measured lies within an interval
 WINDOWS = 4  # into which a run's steps are cut, at most

@@ -12,8 +12,8 @@ from foreload.pipelines.planning.sizing import OCCUPANT_BYTES, slot_bytes, stagi
 from foreload.pipelines.schedule.format import Segment
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.resources.features import StepCounts
-from foreload.trainer.resources.history import Profile
 from foreload.trainer.resources.step_model import Setup, setup_of
+from foreload.trainer.run.history import Profile
 
 BASE_BYTES = 432 << 20  # of a trainer without lanes: interpreter, torch, compiled kernels, connections; by measurement
 _LEAST_BASE_BYTES = BASE_BYTES // 2

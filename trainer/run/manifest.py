@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +16,7 @@ from foreload.base.errors import SettingError
 from foreload.base.settings import names_by_resume, settings_of, spelled
 from foreload.cache.parity.limits import MOST_SHARDS
 from foreload.pipelines.schedule.format import MOST_LANES
+from foreload.trainer.compute.numerics import mixed_text
 from foreload.trainer.job.early_stopping import Watched
 from foreload.trainer.job.job import TrainJob
 
@@ -143,9 +144,34 @@ def code_text(mixed_code: Sequence[Mapping[str, Any]]) -> str:
     return f"code of the model changed: {'; '.join(since)}"
 
 
-def inexact_text(inexact: Mapping[str, Any]) -> str:
-    """A line about a model that is inexact: as `Manifest.caveats` has it."""
+def inexact_text(inexact: InexactEntry) -> str:
+    """A line about a model that is inexact."""
     return f"inexact since step {inexact['since']}: {inexact['bits']} bits a weight, restored {inexact['restores']} times"
+
+
+class InexactEntry(TypedDict):
+    """Inexact, as JSON has it."""
+
+    since: int
+    bits: int
+    restores: int
+
+
+class Caveats(TypedDict):
+    """What a model depends on besides the data and the settings, as JSON has it."""
+
+    mixed_numerics: list[OtherNumerics]
+    rates: list[OtherRates]
+    mixed_code: list[OtherCode]
+    inexact: InexactEntry | None
+
+
+def caveat_lines(caveats: Mapping[str, Any]) -> list[str]:
+    """A line about each thing that a model depends on besides the data and the settings. caveats: with what `Manifest.caveats` has."""
+    texts: dict[str, Callable[[Any], str]] = {
+        "mixed_numerics": mixed_text, "rates": rates_text, "mixed_code": code_text, "inexact": inexact_text,
+    }  # fmt: skip
+    return [text(caveats[name]) for name, text in texts.items() if caveats[name]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +246,14 @@ class Manifest:
         return tuple(kept) if len(kept) > 1 else ()
 
     @property
-    def caveats(self) -> dict[str, Any]:
-        """What its model depends on besides the data and the settings, as JSON has it: "mixed_numerics", "rates" and "mixed_code", [] without, and
-        "inexact", None without.
-        """
-        mixed = {"mixed_numerics": list(self.mixed_numerics), "rates": list(self.rates), "mixed_code": list(self.mixed_code)}
-        return mixed | {"inexact": to_stored(self.inexact)}
+    def caveats(self) -> Caveats:
+        """See Caveats."""
+        return {
+            "mixed_numerics": list(self.mixed_numerics),
+            "rates": list(self.rates),
+            "mixed_code": list(self.mixed_code),
+            "inexact": to_stored(self.inexact),
+        }
 
     @property
     def steps(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import TypedDict
 
 from foreload.cache.client.load import ShardLoad, slower
 
@@ -16,12 +16,22 @@ _LEAST_EXCHANGES = 50
 _LEAST_BYTES = 1 << 20
 
 
-def told(loads: Mapping[int, ShardLoad], steps: int) -> list[dict[str, Any]]:
-    """Each shard's load: {"shard", "exchanges", "ms_answer", "ms_a_step", "bytes", "slow", "hot"}.
-
-    ms_answer: how long its answers took; ms_a_step: how long others' answers were there, and its were waited for, of each of so many steps; slow,
-    hot: how many times the median of the others its answers took, or its bytes are, where that is much; None else.
+class LoadTold(TypedDict):
+    """A shard's load. ms_answer: how long its answers took; ms_a_step: how long others' answers were there, and its were waited for, of each step;
+    slow, hot: how many times the median of the others its answers took, or its bytes are, where that is much; None else.
     """
+
+    shard: int
+    exchanges: int
+    ms_answer: float
+    ms_a_step: float
+    bytes: int
+    slow: float | None
+    hot: float | None
+
+
+def told(loads: Mapping[int, ShardLoad], steps: int) -> list[LoadTold]:
+    """Each shard's load, over so many steps."""
     return [
         {
             "shard": shard,
@@ -36,7 +46,7 @@ def told(loads: Mapping[int, ShardLoad], steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def lines(shards: Sequence[Mapping[str, Any]]) -> list[str]:
+def lines(shards: Sequence[LoadTold]) -> list[str]:
     """A line for each shard that is slow, and for each that is hot, of those that `told` gives."""
     words = []
     for one in shards:

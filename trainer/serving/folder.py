@@ -10,7 +10,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,10 +23,12 @@ from foreload.trainer.serving.format import (
     DENSE_STATE,
     ENCODING,
     MODEL,
+    About,
     Export,
     ExportRows,
     TableWriter,
     check_rows,
+    check_same_model,
     write_about,
 )
 
@@ -35,11 +36,11 @@ _AT_WORKING_FOLDER, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 _STEP = "step-"  # begins the name of a kept version
 
 
-def apply_to_folder(export: Export, folder: Path, keep: int) -> dict[str, Any]:
+def apply_to_folder(export: Export, folder: Path, keep: int) -> tuple[int, list[str]]:
     """Bring an export to a folder: a full one to where there is none, an increment to a full one of the step and state that it goes on from.
 
-    keep: how many versions before it stay, in the folder FOLDER.kept beside it, as step-N. Returns {"step", "rows" of all tables, "kept"}. Raises
-    ExportError, with nothing changed.
+    keep: how many versions before it stay, in the folder FOLDER.kept beside it, as step-N. Returns how many rows all tables have, and the folders
+    that are kept. Raises ExportError, with nothing changed.
     """
     folder = folder.resolve()
     if export.since is not None and not folder.exists():
@@ -60,10 +61,10 @@ def apply_to_folder(export: Export, folder: Path, keep: int) -> dict[str, Any]:
     except OSError as error:
         why = "the disk is full; free space" if is_full(error) else f"{error.strerror or error}; make it writable"
         raise ExportError(f"--to: cannot write {folder}: {why}, or choose another folder") from error
-    return {"step": about["step"], "rows": sum(table["rows"] for table in about["tables"]), "kept": kept}
+    return sum(table["rows"] for table in about["tables"]), kept
 
 
-def _copy_full(export: Export, folder: Path) -> dict[str, Any]:
+def _copy_full(export: Export, folder: Path) -> About:
     export.verify()
     with replacing(folder, durable=True) as temporary:
         temporary.mkdir()
@@ -73,11 +74,11 @@ def _copy_full(export: Export, folder: Path) -> dict[str, Any]:
     return export.about
 
 
-def _apply_increment(export: Export, folder: Path, keep: int) -> dict[str, Any]:
+def _apply_increment(export: Export, folder: Path, keep: int) -> About:
     before = Export.open(folder)
     if before.since is not None:
         raise ExportError(f"--to: {before.what}, so it is an increment, and not to be served; name the folder of a full export")
-    export.check_same_model(before.about, str(folder))
+    check_same_model(str(export.path), export.about, before.about, before.about["tables"], str(folder))
     export.check_next(str(folder), before.step, before.state)
     export.verify()
     before.verify()
@@ -101,10 +102,10 @@ def _made_beside(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write(before: Export, export: Export, folder: Path) -> dict[str, Any]:
+def _write(before: Export, export: Export, folder: Path) -> About:
     """Write a full export: `before`, with the rows and the dense part of an increment. Returns its manifest. Raises ExportError."""
-    told = {name: value for name, value in export.about.items() if name not in ("since", "files", "format", "state")}
-    told["tables"] = [{name: value for name, value in table.items() if name != "whole_rows"} for table in told["tables"]]
+    told: About = {**export.about, "tables": [{**table} for table in export.about["tables"]]}
+    told.pop("since", None)
     for name in (MODEL, DENSE_STATE, *(name for name in (ENCODING, BUFFERS) if name in export.about["files"])):
         shutil.copyfile(export.file(name), folder / name)
     for table, (layout, entry) in enumerate(zip(export.layouts, told["tables"], strict=True)):
@@ -113,6 +114,7 @@ def _write(before: Export, export: Export, folder: Path) -> dict[str, Any]:
             raise ExportError(
                 f"{export.path}: the rows of table {layout.name} must have values as those of {before.path} do, or neither"
             )
+        entry.pop("whole_rows", None)
         if not entry["rows"]:
             _link(before.file(before.about["tables"][table]["file"]), folder / entry["file"])
             entry["rows"] = before.about["tables"][table]["rows"]

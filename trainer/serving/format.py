@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Literal, NotRequired, Self, TypedDict
+from typing import Annotated, Any, Final, Literal, NotRequired, Self, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -23,37 +23,35 @@ from foreload.base.settings import local
 from foreload.cache.errors import CacheError
 from foreload.cache.rows.layout import MOST_COLUMNS, RowLayout
 from foreload.trainer.errors import ExportError
+from foreload.trainer.run.manifest import InexactEntry
 
 FORMAT = 1
-MODEL, DENSE_STATE, ABOUT, ENCODING = "model.safetensors", "optimizer.safetensors", "export.json", "encoding.json"
-BUFFERS = "buffers.safetensors"
+ABOUT = "export.json"
+MODEL: Final = "model.safetensors"
+DENSE_STATE: Final = "optimizer.safetensors"
+ENCODING: Final = "encoding.json"
+BUFFERS: Final = "buffers.safetensors"
 
 GROUP_ROWS = 1 << 16
 """Rows of a row group, but for a table's last one: the same however they come, so that equal models are equal files."""
 
 Parts = list[tuple[str, Annotated[int, between(1, MOST_COLUMNS)]]]
 
-_OF_THE_MODEL = ("seed", "model", "inexact")
-_OF_A_TABLE = ("name", "table_rows", "parts", "optimizer")
 
-
-class InexactEntry(TypedDict):
-    """Since which step, with how few bits and after how many restores weights are rounded."""
-
-    since: int
-    bits: int
-    restores: int
-
-
-class TableEntry(TypedDict):
-    """A table in the manifest. rows: in its file; whole_rows: of an increment, in the table once it is applied."""
+class TableOfModel(TypedDict):
+    """A table of a model, whatever of it is trained."""
 
     name: str
-    file: Name
-    rows: Count
     table_rows: Natural
     parts: Parts
     optimizer: str
+
+
+class TableEntry(TableOfModel):
+    """A table in the manifest. rows: in its file; whole_rows: of an increment, in the table once it is applied."""
+
+    file: Name
+    rows: Count
     whole_rows: NotRequired[Count]
 
 
@@ -71,24 +69,34 @@ class Since(TypedDict):
     state: str | None
 
 
-class About(TypedDict):
-    """The manifest (docs/serving.md, The format)."""
+class OfModel(TypedDict):
+    """Which model it is, after which step, but for its tables."""
 
-    format: int
     step: Count
-    state: str
     seed: Count
     model: dict[str, Any]
     settings: dict[str, Any]
     inexact: InexactEntry | None
+
+
+class Told(OfModel):
+    """What a manifest says, but for what follows from the files."""
+
     dense: Literal["model.safetensors"]
     dense_optimizer_state: Literal["optimizer.safetensors"]
     tables: list[TableEntry]
-    files: dict[Name, FileEntry]
     encoding: NotRequired[Literal["encoding.json"]]
     buffers: NotRequired[Literal["buffers.safetensors"]]
     mixes_samples: NotRequired[bool]
     since: NotRequired[Since]
+
+
+class About(Told):
+    """The manifest (docs/serving.md, The format)."""
+
+    format: int
+    state: str
+    files: dict[Name, FileEntry]
 
 
 def _check_about(about: About) -> None:
@@ -201,19 +209,28 @@ def canonical(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def state_of(told: Mapping[str, Any], dense: str, dense_state: str) -> str:
+def state_of(told: Told, dense: str, dense_state: str) -> str:
     """Which state of which model it is: SHA-256 of step, seed, model, tables and the checksums of the dense part's files.
 
-    The dense part changes with every step and by every row, so two trainings have no state in common but that of equal models. told: a manifest.
+    The dense part changes with every step and by every row, so two trainings have no state in common but that of equal models.
     """
-    tables = [{name: table[name] for name in _OF_A_TABLE} for table in told["tables"]]
-    of_the_model = {name: told[name] for name in ("step", *_OF_THE_MODEL)}
-    return canonical(of_the_model | {"tables": tables, "dense": dense, "dense_state": dense_state})
+    of_the_model = {"step": told["step"], **same_model(told), "tables": list(map(same_table, told["tables"]))}
+    return canonical(of_the_model | {"dense": dense, "dense_state": dense_state})
 
 
-def file_entries(folder: Path) -> dict[str, dict[str, Any]]:
+def same_model(told: OfModel) -> dict[str, object]:
+    """What two states of a model have in common, beside their settings and tables."""
+    return {"seed": told["seed"], "model": told["model"], "inexact": told["inexact"]}
+
+
+def same_table(told: TableOfModel) -> TableOfModel:
+    """What two states of a table have in common."""
+    return {"name": told["name"], "table_rows": told["table_rows"], "parts": told["parts"], "optimizer": told["optimizer"]}
+
+
+def file_entries(folder: Path) -> dict[str, FileEntry]:
     """Size and SHA-256 of every file in a folder, by name; each is on the disk then. Raises OSError."""
-    entries = {}
+    entries: dict[str, FileEntry] = {}
     for path in sorted(folder.iterdir()):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -224,11 +241,11 @@ def file_entries(folder: Path) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def write_about(folder: Path, told: Mapping[str, Any]) -> dict[str, Any]:
+def write_about(folder: Path, told: Told) -> About:
     """Write the manifest of a folder whose other files are there: told, and what follows from them. Returns it. Raises OSError."""
     files = file_entries(folder)
-    about = {**told, "format": FORMAT, "files": files}
-    about["state"] = state_of(told, files[MODEL]["sha256"], files[DENSE_STATE]["sha256"])
+    state = state_of(told, files[MODEL]["sha256"], files[DENSE_STATE]["sha256"])
+    about: About = {**told, "format": FORMAT, "files": files, "state": state}
     write_sealed(folder / ABOUT, about, durable=True)
     return about
 
@@ -238,7 +255,7 @@ class Export:
     """An export: its folder, and what its manifest says. An increment has only the rows that changed after a step, and applies to what is of that."""
 
     path: Path
-    about: dict[str, Any]
+    about: About
 
     @classmethod
     def open(cls, path: Path | str) -> Export:
@@ -252,7 +269,7 @@ class Export:
                 )
             about = of_json(stored, About)
             _check_about(about)
-            export = cls(path, dict(about))
+            export = cls(path, about)
             assert export.layouts is not None  # they are checked as they are made
         except (FileNotFoundError, NotADirectoryError):
             raise ExportError(f"{path}: has no {ABOUT}, so it is no export; give a folder that `foreload export` wrote") from None
@@ -272,12 +289,12 @@ class Export:
     @property
     def step(self) -> int:
         """The last step trained of the model that it is, or makes."""
-        return int(self.about["step"])
+        return self.about["step"]
 
     @property
     def state(self) -> str:
         """See `state_of`."""
-        return str(self.about["state"])
+        return self.about["state"]
 
     @property
     def since(self) -> tuple[int, str | None] | None:
@@ -313,14 +330,14 @@ class Export:
                         raise _damaged(self.path, name, f"its checksum is not that of {ABOUT}")
             except OSError as error:
                 raise _damaged(self.path, name, error.strerror or str(error)) from error
-        for entry, layout in zip(self.about["tables"], self.layouts, strict=True):
+        for table, layout in zip(self.about["tables"], self.layouts, strict=True):
             try:
-                with pq.ParquetFile(self.file(entry["file"])) as rows:
+                with pq.ParquetFile(self.file(table["file"])) as rows:
                     held, schema = rows.metadata.num_rows, rows.schema_arrow
             except (OSError, pa.ArrowException) as error:
-                raise _damaged(self.path, entry["file"], str(error).partition("\n")[0]) from error
-            if held != entry["rows"] or not schema.equals(schema_of(layout.width, layout.state_width, "value" in schema.names)):
-                raise _damaged(self.path, entry["file"], f"its rows are not those that {ABOUT} describes")
+                raise _damaged(self.path, table["file"], str(error).partition("\n")[0]) from error
+            if held != table["rows"] or not schema.equals(schema_of(layout.width, layout.state_width, "value" in schema.names)):
+                raise _damaged(self.path, table["file"], f"its rows are not those that {ABOUT} describes")
 
     def has_values(self, table: int) -> bool:
         """Whether the rows of a table have the values of a vocabulary."""
@@ -338,25 +355,6 @@ class Export:
                     state = batch.column("state").flatten().to_numpy().reshape(-1, layout.state_width)
                 yield ExportRows(batch.column("id").to_numpy(), weights, state, batch.column("value") if has_values else None)
 
-    def check_same_model(self, other: Mapping[str, Any], where: str) -> None:
-        """Raise ExportError where a manifest, that of what is at `where`, is not of the same model as this one."""
-        # A setting that only one of them knows is of a version in which it had no other value.
-        settings = [name for name in self.about["settings"] if name in other["settings"]]
-        for name in settings:
-            if self.about["settings"][name] != other["settings"][name]:
-                raise ExportError(
-                    f"{self.path}: is of another model than {where}: {name} must be {other['settings'][name]!r}, as there; got "
-                    f"{self.about['settings'][name]!r}"
-                )
-        for name in _OF_THE_MODEL:
-            if self.about[name] != other[name]:
-                raise ExportError(
-                    f"{self.path}: is of another model than {where}: {name} must be {other[name]!r}, as there; got {self.about[name]!r}"
-                )
-        mine, others = ([{name: one[name] for name in _OF_A_TABLE} for one in told["tables"]] for told in (self.about, other))
-        if mine != others:
-            raise ExportError(f"{self.path}: is of another model than {where}: its tables must be those there; got others")
-
     def check_next(self, where: str, step: int, state: str) -> None:
         """Raise ExportError where this is not the increment that goes on from a step and state, those of what is at `where`."""
         if self.since is None:
@@ -373,6 +371,21 @@ class Export:
             raise ExportError(
                 f"{self.what} of a training that is not that of {where}: at step {step} their dense parts differ; export from the run that this is of"
             )
+
+
+def check_same_model(name: str, told: Told, other: OfModel, tables: Sequence[TableOfModel], where: str) -> None:
+    """Raise ExportError where a manifest is of another model than that of what is at `where`, whose manifest and tables are `other` and `tables`.
+
+    name: what the first is called.
+    """
+    # A setting that only one of them knows is of a version in which it had no other value.
+    mine = {key: value for key, value in told["settings"].items() if key in other["settings"]} | same_model(told)
+    there = {**other["settings"], **same_model(other)}
+    for key, value in mine.items():
+        if value != there[key]:
+            raise ExportError(f"{name}: is of another model than {where}: {key} must be {there[key]!r}, as there; got {value!r}")
+    if list(map(same_table, told["tables"])) != list(map(same_table, tables)):
+        raise ExportError(f"{name}: is of another model than {where}: its tables must be those there; got others")
 
 
 def check_rows(export: Export, table: int, rows: int, where: str) -> None:

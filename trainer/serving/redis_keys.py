@@ -13,19 +13,29 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NotRequired, Self, TypedDict, TypeVar
+from typing import NotRequired, Self, TypedDict, TypeVar
 
 import numpy as np
 from safetensors.torch import load, save
 
 from foreload.base.arguments import checked
-from foreload.base.codec import Count, FormError, Natural, of_json, parse_json
+from foreload.base.codec import Count, FormError, of_json, parse_json
 from foreload.base.errors import SettingError
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import Fenced
 from foreload.trainer.errors import ExportError
-from foreload.trainer.serving.format import BUFFERS, MODEL, Export, ExportRows, InexactEntry, Parts, check_rows
+from foreload.trainer.serving.format import (
+    BUFFERS,
+    MODEL,
+    Export,
+    ExportRows,
+    OfModel,
+    TableOfModel,
+    check_rows,
+    check_same_model,
+    same_table,
+)
 
 FORMAT = 1
 _STEP_BYTES = 8
@@ -35,29 +45,20 @@ _TIMEOUT = timedelta(seconds=30)
 _PLACES = re.compile(r"\{(\w*)\}")
 
 
-class ServedTable(TypedDict):
+class ServedTable(TableOfModel):
     """A table in the version key."""
 
-    name: str
-    table_rows: Natural
-    parts: Parts
-    optimizer: str
     rows: Count
 
 
-class Version(TypedDict):
+class Version(OfModel):
     """The version key (docs/serving.md, In Redis)."""
 
     format: int
-    step: Count
     state: str
     kept: list[Count]
     dense: str
     tables: list[ServedTable]
-    seed: Count
-    model: dict[str, Any]
-    settings: dict[str, Any]
-    inexact: InexactEntry | None
 
 
 class Applying(TypedDict):
@@ -139,11 +140,11 @@ class Keys:
         return ["MSET", *(word for row, value in zip(ids, values, strict=True) for word in (f"{before}{row}{after}", value))]
 
 
-def apply_to_redis(export: Export, url: str, keys: Keys, keep: int) -> dict[str, Any]:
+def apply_to_redis(export: Export, url: str, keys: Keys, keep: int) -> tuple[int, list[int]]:
     """Bring an export to a server: a full one to where there is none under these keys, an increment to where what it goes on from is.
 
-    keep: how many versions before it can still be read. Returns {"step", "rows" of all tables, "kept" steps}. Raises ExportError with nothing changed
-    for readers, and StoreError. Whoever is killed leaves the version before for readers, and goes on where it is called again.
+    keep: how many versions before it can still be read. Returns how many rows all tables have, and the steps that are kept. Raises ExportError with
+    nothing changed for readers, and StoreError. Whoever is killed leaves the version before for readers, and goes on where it is called again.
     """
     export.verify()
     try:
@@ -163,7 +164,7 @@ class _Application:
         self._token = secrets.token_hex(8)
         self._where = f"{store.urls[0]} {keys.template}"
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> tuple[int, list[int]]:
         version = self._begin()
         before = None if version is None else version["step"]
         kept = [] if version is None else version["kept"]
@@ -182,20 +183,20 @@ class _Application:
             ["SET", self._keys.version, json.dumps(told, sort_keys=True)],
             ["DEL", self._keys.applying, *gone],
         )
-        return {"step": self._export.step, "rows": sum(table["rows"] for table in told["tables"]), "kept": told["kept"]}
+        return sum(table["rows"] for table in told["tables"]), told["kept"]
 
-    def _told(self, kept: Sequence[int]) -> dict[str, Any]:
+    def _told(self, kept: Sequence[int]) -> Version:
         about = self._export.about
-        tables = [
-            {name: table[name] for name in ("name", "table_rows", "parts", "optimizer")}
-            | {"rows": table.get("whole_rows", table["rows"])}
-            for table in about["tables"]
-        ]
-        of_the_model = {name: about[name] for name in ("step", "state", "seed", "model", "settings", "inexact")}
-        return of_the_model | {
+        return {
+            "step": about["step"],
+            "state": about["state"],
+            "seed": about["seed"],
+            "model": about["model"],
+            "settings": about["settings"],
+            "inexact": about["inexact"],
             "format": FORMAT,
             "kept": list(kept),
-            "tables": tables,
+            "tables": [{**same_table(table), "rows": table.get("whole_rows", table["rows"])} for table in about["tables"]],
             "dense": self._keys.dense(self._export.step).decode(),
         }
 
@@ -210,7 +211,7 @@ class _Application:
                 f"{export.what}, and there is nothing at {self._where} yet; apply a full export of step {export.since[0]} first"
             )
         if version is not None:
-            export.check_same_model(version, self._where)
+            check_same_model(str(export.path), export.about, version, version["tables"], self._where)
             export.check_next(self._where, version["step"], version["state"])
         if broken_off is not None and broken_off["state"] != export.state:
             raise ExportError(

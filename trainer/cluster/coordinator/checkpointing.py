@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError
@@ -17,7 +17,7 @@ from foreload.trainer.checkpoints.draft import AnyDraft, check_absent, draft
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import next_bits, next_increment, of_run, prune
 from foreload.trainer.checkpoints.part import GRACE_SECONDS
-from foreload.trainer.checkpoints.policies import EXACT_BITS, LEAST_BITS, Policy
+from foreload.trainer.checkpoints.policies import EXACT_BITS, LEAST_BITS
 from foreload.trainer.checkpoints.writable import folder_of
 from foreload.trainer.cluster.coordinator.best_evaluation import OVERDUE, BestEvaluation, HeldTraining, tell_missing
 from foreload.trainer.cluster.coordinator.checkpoint_under_way import CheckpointUnderWay, Opened
@@ -67,7 +67,7 @@ class Checkpointing:
         events: EventLog,
     ) -> None:
         self._every, self._keep, self._metric = job.checkpoint_every, job.keep, job.keep_best
-        self._policy, self._schedule = cast(Policy, job.checkpoint_policy), schedule
+        self._policy, self._schedule = job.checkpoint_policy, schedule
         self._bits, self._failures_a_day = job.checkpoint_bits, job.failures_a_day
         self._most_bits = LEAST_BITS  # that --checkpoint-bits auto has chosen so far
         self._folder = place(job.checkpoint) if job.checkpoint is not None else run / CHECKPOINTS

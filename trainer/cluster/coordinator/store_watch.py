@@ -21,8 +21,8 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import StoreTooSmall
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.memory_check import readable
-from foreload.trainer.resources.row_timeline import RowTimeline
-from foreload.trainer.resources.store_memory import ShardServer, Shortage, StoreMemory, counted_bytes, remedy, shortage_text
+from foreload.trainer.memory.row_timeline import RowTimeline
+from foreload.trainer.memory.store_memory import ShardServer, Shortage, StoreMemory, counted_bytes, remedy, shortage_text
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.servers import asked
 from foreload.trainer.saved.expected_rows import given_ordinals

@@ -70,7 +70,7 @@ from foreload.trainer.cluster.processes.starting import StartProcess
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.scheduler import Meeting, under_scheduler
 from foreload.trainer.job.succession import ONE_MACHINE
-from foreload.trainer.resources.seen_servers import check_room
+from foreload.trainer.memory.seen_servers import check_room
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import CallEnded, EventLog, StopAsked, TrainerLost
 from foreload.trainer.run.manifest import Manifest, Status

@@ -11,8 +11,8 @@ import numpy as np
 from foreload.cache.client.store import COMMAND_ROWS, Store
 from foreload.cache.errors import CacheError
 from foreload.trainer.job.memory_check import readable
-from foreload.trainer.resources.hash_memory import KEY_BYTES, HashMemory, statistics_bytes
-from foreload.trainer.resources.row_timeline import RowTimeline, sizes_of
+from foreload.trainer.memory.hash_memory import KEY_BYTES, HashMemory, statistics_bytes
+from foreload.trainer.memory.row_timeline import RowTimeline, sizes_of
 
 CLIENT_BYTES = 16 << 10  # of a trainer's connection, about
 _BUFFER_BYTES, _VALKEY_BUFFER_BYTES = 40 << 10, 24 << 10  # that a server keeps for each once rows came by it, about

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -20,9 +20,9 @@ from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import RunError
 from foreload.trainer.job.memory_check import readable
-from foreload.trainer.resources.hash_memory import HashMemory
-from foreload.trainer.resources.row_timeline import counts_of, sizes_of
-from foreload.trainer.resources.store_memory import ShardServer, counted_bytes, hash_bytes
+from foreload.trainer.memory.hash_memory import HashMemory
+from foreload.trainer.memory.row_timeline import counts_of, sizes_of
+from foreload.trainer.memory.store_memory import ShardServer, counted_bytes, hash_bytes
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.saved.expected_rows import given_ordinals
 
@@ -30,7 +30,34 @@ _TIMEOUT, _CONNECT = timedelta(seconds=5), timedelta(seconds=1)
 _SAMPLES = 200  # values of a hash that Redis looks at to tell its size
 
 
-def ask_server(url: str, namespace: str, lanes: int) -> dict[str, Any]:
+class ShardTold(TypedDict, total=False):
+    """What is told of a shard: what its server says of itself and of the lanes there, or why it cannot be asked, and what trainers say of it.
+
+    state: up, down, lost, degraded, at rest, or as trainers have it; foreign: a key of another run; lane_entries, markers: by lane; rebuilt: a share.
+    """
+
+    shard: int
+    url: str
+    state: str
+    why: str
+    foreign: str
+    version: str
+    allocator: str
+    entries: int
+    lane_entries: list[int]
+    hash_bytes: int
+    markers: list[str]
+    memory_bytes: int
+    counted_bytes: int
+    limit_bytes: int | None
+    saved_bytes: int | None
+    rebuilt: float
+    rows: int | None
+    parity_rows: int | None
+    row_bytes: int | None
+
+
+def ask_server(shard: int, url: str, namespace: str, lanes: int) -> ShardTold:
     """What a server says of itself and of the namespace's lanes there; "down", and why, where it cannot be asked."""
     try:
         with Store([url], _TIMEOUT, _CONNECT) as store:
@@ -40,8 +67,8 @@ def ask_server(url: str, namespace: str, lanes: int) -> dict[str, Any]:
             sizes = [store.command(0, "MEMORY", "USAGE", key, "SAMPLES", _SAMPLES) for key in keys]
             rows = [one.rows for one in found.values()]
             foreign = foreign_key(found) or foreign_note(store, 0, namespace)
-            return {
-                **({} if foreign is None else {"foreign": str(foreign)}),
+            told: ShardTold = {
+                "shard": shard,
                 "url": str(store.urls[0]),
                 "state": "up",
                 "version": server_version(info),
@@ -54,26 +81,27 @@ def ask_server(url: str, namespace: str, lanes: int) -> dict[str, Any]:
                 "counted_bytes": counted_bytes(info),
                 "limit_bytes": int(info.get("maxmemory", 0)) or None,
             }
+            return told if foreign is None else {**told, "foreign": str(foreign)}
     except CacheError as error:
-        return {"url": str(parse_url(url)), "state": "down", "why": str(error)}
+        return {"shard": shard, "url": str(parse_url(url)), "state": "down", "why": str(error)}
 
 
-def server_seen(told: Mapping[str, Any], at_end: np.ndarray, sizes: Sequence[int]) -> ShardServer:
-    """A server of which it is told what it has now ("version", "lane_entries", "hash_bytes", "counted_bytes", "limit_bytes"; what is not known is not
-    there). at_end: int64 [lanes, sizes], the rows that it will have, whose sizes are mixed as those of what it has.
+def server_seen(told: ShardTold, at_end: np.ndarray, sizes: Sequence[int]) -> ShardServer:
+    """A server of which it is told what it has now. at_end: int64 [lanes, sizes], the rows that it will have, whose sizes are mixed as those of what
+    it has.
     """
-    version = str(told.get("version", ""))
+    version = told.get("version", "")
     kind, _, number = version.partition(" ")
-    info = {f"{kind}_version": number, "mem_allocator": str(told.get("allocator", ""))} if version else {}
+    info = {f"{kind}_version": number, "mem_allocator": told.get("allocator", "")} if version else {}
     hashes = HashMemory.known(info, sizes)
     there = np.array(told.get("lane_entries", []), np.int64)
-    used = float(told.get("counted_bytes") or 0) - float(told.get("hash_bytes") or 0)
+    used = float(told.get("counted_bytes", 0) - told.get("hash_bytes", 0))
     if there.sum():
         shares = at_end.sum(axis=0) / max(at_end.sum(), 1)
         tables = float(hash_bytes(HashMemory(hashes.growth, {0: 0.0}, False), there[:, None]).sum())
         mixed = {size: float(share) for size, share in zip(sizes, shares, strict=True)}
         hashes = hashes.fitted(int(there.sum()), tables, mixed, float(told["hash_bytes"]))
-    return ShardServer(told["shard"], str(told.get("url", "")), hashes, max(used, 0.0), told.get("limit_bytes"))
+    return ShardServer(told["shard"], told["url"], hashes, max(used, 0.0), told.get("limit_bytes"))
 
 
 def check_room(
@@ -87,20 +115,20 @@ def check_room(
     if manifest.local_stores is not None:
         return
     after = placement.completed()
-    told = [{"shard": shard, **ask_server(urls[shard], manifest.namespace, manifest.lanes)} for shard in after.live]
-    limited = [one for one in told if one.get("limit_bytes")]
+    told = [ask_server(shard, urls[shard], manifest.namespace, manifest.lanes) for shard in after.live]
+    limited = [(one, limit) for one in told if (limit := one.get("limit_bytes"))]
     if not limited:
         return
     try:
         counts = counts_of(after, given_ordinals(schedule, None), layouts)
     except ScheduleError:
         return
-    for one in limited:
+    for one, limit in limited:
         server = server_seen(one, counts[:, one["shard"]], sizes_of(layouts))
         needed = server.used_bytes + float(hash_bytes(server.hashes, counts[:, server.shard]).sum())
-        if needed > one["limit_bytes"]:
+        if needed > limit:
             raise RunError(
                 f"store shard {server.shard} ({server.url}): its maxmemory must be at least what it needs once the rows have moved, "
-                f"{readable(math.ceil(needed))}; got {readable(one['limit_bytes'])}; give it more "
+                f"{readable(math.ceil(needed))}; got {readable(limit)}; give it more "
                 f"(CONFIG SET maxmemory {math.ceil(needed / 2**20)}mb), or have more shards"
             )

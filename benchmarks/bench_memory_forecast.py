@@ -93,7 +93,7 @@ class _Steps(RunObserver):
 
     at: dict[int, float] = field(default_factory=dict)
 
-    def see(self, trainer: int, event: TrainerEvent) -> None:
+    def on_event(self, trainer: int, event: TrainerEvent) -> None:
         if isinstance(event, StepEnded):
             self.at.setdefault(event.report.step, event.at)
 

@@ -91,7 +91,7 @@ class ShardInjector(RunObserver):
         """All steps, one at least."""
         return self._steps.timeline
 
-    def see(self, trainer: int, event: TrainerEvent) -> None:
+    def on_event(self, trainer: int, event: TrainerEvent) -> None:
         """Note what happens; inject, or stop, when it is time."""
         match event:
             case StepEnded(report, at):

@@ -70,7 +70,7 @@ class TrainerInjector(RunObserver):
         """All steps, one at least."""
         return self._steps.timeline
 
-    def see(self, trainer: int, event: TrainerEvent) -> None:
+    def on_event(self, trainer: int, event: TrainerEvent) -> None:
         """Note what happens; inject, or stop, when it is time."""
         seen, now = self._seen, time.monotonic()
         match event:

@@ -98,7 +98,7 @@ class Remains:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`foreload.trainer.cli.main` in this process, which forks the keeper and the trainers of a training."""
+    """`foreload.trainer.cli.main` in this process, which forks the rendezvous host and the trainers of a training."""
     return cli.main(arguments, FORKER)
 
 

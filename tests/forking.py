@@ -1,7 +1,7 @@
 """Processes that tests fork from one that has imported everything, so that none of them spends seconds on importing.
 
-`Forker` is the tests' side: it starts keeper and trainers of a launcher in the test's own process, as a StartProcess, and whole `foreload` commands,
-whose keeper and trainers are forked, too. As a module this is the process that forks. What must start as a user starts it is not forked
+`Forker` is the tests' side: it starts the rendezvous host and trainers of a launcher in the test's own process, as a StartProcess, and whole
+`foreload` commands, whose processes are forked, too. As a module this is the process that forks. What must start as a user starts it is not forked
 (`command_line.Command`, anew=True).
 """
 
@@ -30,7 +30,7 @@ from foreload.base.forking import THREADLESS, fork, replace_environment
 from foreload.base.socket_messages import Message, receive, send
 from foreload.trainer.cluster.processes.preforked import ForkedProcess, Preforked
 from foreload.trainer.cluster.processes.starting import (
-    KEEPER,
+    RENDEZVOUS_HOST,
     WORKER,
     ChildProcess,
     ProcessStart,
@@ -43,7 +43,7 @@ COMMAND_LINE = "foreload.trainer.cli"
 _FORKED_FIRST = {
     "train": 4,
     "join": 1,
-}  # a keeper and trainers, those of `--trainers` beyond the first aside: two may replace lost ones
+}  # a rendezvous host and trainers, those of `--trainers` beyond the first aside: two may replace lost ones
 
 
 class Forked(ForkedProcess):
@@ -129,7 +129,7 @@ class Forker:
         self.started: list[Forked] = []
 
     def __call__(self, start: ProcessStart) -> StartedProcess:
-        """Start a keeper or a trainer of a launcher in this process; not forked if its libraries would read other variables as they are imported."""
+        """Start a process of a launcher in this one; not forked if its libraries would read other variables as they are imported."""
         if (
             _of_numerics() | {name: start.environment[name] for name in self._environment if name in start.environment}
             != self._environment
@@ -196,12 +196,12 @@ class Forker:
             )  # fmt: skip
 
     def alive(self) -> list[Forked]:
-        """The keepers and trainers of launchers in this process that have not ended."""
+        """The rendezvous hosts and trainers of launchers in this process that have not ended."""
         self.started = [one for one in self.started if one.poll() is None]
         return self.started
 
     def processes(self) -> list[psutil.Process]:
-        """All processes that were forked and have not ended, commands and their keepers and trainers included."""
+        """All processes that were forked and have not ended, commands and their rendezvous hosts and trainers included."""
         alive = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -211,7 +211,7 @@ class Forker:
         return alive
 
     def close(self) -> None:
-        """End the process that forks, and the keepers and trainers of launchers in this process."""
+        """End the process that forks, and the rendezvous hosts and trainers of launchers in this process."""
         for one in self.alive():
             one.kill()
         if self._control is not None and self._process is not None:
@@ -248,7 +248,7 @@ def _child(request: Message, control: socket.socket) -> Callable[[], int]:
         if module == COMMAND_LINE:
             return _command(request.values)
         sys.argv = [module, *request.values["arguments"], *map(str, descriptors)]
-        assert module in (KEEPER, WORKER)
+        assert module in (RENDEZVOUS_HOST, WORKER)
         return int(importlib.import_module(module).main())
 
     return main
@@ -292,7 +292,7 @@ def _command(values: dict[str, Any]) -> int:
 
 
 def _serve(control: socket.socket) -> None:
-    for name in (WORKER, KEEPER):
+    for name in (WORKER, RENDEZVOUS_HOST):
         importlib.import_module(name)
     waiting: dict[int, socket.socket] = {}
 

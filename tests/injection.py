@@ -91,7 +91,7 @@ class Injector(RunObserver):
         self._of_launcher = [fault for fault in injected if isinstance(fault, LauncherFault)]
         self._may_kill, self._run, self._visited = may_kill, run, list[str]()
 
-    def see(self, trainer: int, event: TrainerEvent) -> None:
+    def on_event(self, trainer: int, event: TrainerEvent) -> None:
         """See RunObserver."""
         if isinstance(event, CanJoin):
             sys.stderr.write(f"{CAN_JOIN.format(trainer)}\n")

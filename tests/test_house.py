@@ -83,7 +83,7 @@ NAMES = {
 INNOCENT: dict[tuple[str, str], str] = {
     ("trainer/commands/lookup.py", "trained"): "whether a row was ever trained, in a result that users read",
     ("trainer/commands/lookup.py", "vector"): "a row's values, in the same result, as JSON",
-    ("trainer/commands/store_moves.py", "moved"): "the share of rows that has, in a result that users read, as JSON",
+    ("trainer/commands/migrate.py", "moved"): "the share of rows that has, in a result that users read, as JSON",
     ("trainer/commands/stores.py", "moved"): "the same",
 }
 """(file, name): why it is right there."""

@@ -25,7 +25,7 @@ from foreload.trainer.commands import predict
 from foreload.trainer.commands.evaluate import evaluated
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import RunError
-from foreload.trainer.saved.saved_run import open_saved
+from foreload.trainer.saved.stopped_run import open_stopped
 from foreload.trainer.serving import standalone
 
 ROWS, HELD_OUT = 2400, 400
@@ -103,7 +103,7 @@ def run(folder: Path, schedule: foreload.Schedule) -> foreload.Run:
 def logits(run: foreload.Run) -> np.ndarray:
     """Those of the evaluation, float32 [HELD_OUT], in the order of the samples."""
     by_number = np.full(HELD_OUT, np.nan, np.float32)
-    with open_saved(os.fspath(run), None) as saved:
+    with open_stopped(os.fspath(run), None) as saved:
         for part in evaluated(saved, saved.schedule):
             by_number[part.slice.numbers] = part.outputs
     assert not np.isnan(by_number).any()

@@ -48,7 +48,7 @@ def main(
     1: the work is done, and its result could not be written to stdout. 3: more store shards are lost than parity covers, so rows are gone. 4: `scrub`
     found a stripe that it cannot repair.
 
-    start_process: how a training, or a host that joins one, starts its keeper and its trainers. observer: of `foreload train`; drills have their own.
+    start_process: how a training, or a host that joins one, starts its processes. observer: of `foreload train`; drills have their own.
     """
     if arguments is None:
         use_utf8()

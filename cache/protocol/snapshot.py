@@ -290,7 +290,7 @@ class Snapshot:
             self.abandon("what training fetches meanwhile comes faster than it can be written")
 
 
-def rehearse() -> None:
+def warm_up() -> None:
     """Compile what a snapshot needs, or load it, so that no step waits for that."""
     none = np.zeros(0, np.uint8)
     _mark(none, np.zeros(1, np.int64), np.zeros(0, np.int16), np.zeros(0, np.int64), np.zeros(0, bool))

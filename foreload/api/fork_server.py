@@ -22,7 +22,7 @@ from foreload.base.socket_messages import Message, receive, send
 _PRELOADED = (
     "foreload.trainer.cluster.launcher",
     "foreload.trainer.cluster.processes.preforked",
-    "foreload.trainer.cluster.processes.keeper",
+    "foreload.trainer.cluster.processes.rendezvous_host",
     "foreload.trainer.cluster.member.worker",
     "foreload.trainer.commands.train",
     "foreload.trainer.commands.evaluate",

@@ -43,7 +43,7 @@ class Setting:
 
     group: its heading on the help page. form: see Form. required: whether it must be given, and be other than the default. stated: True for what
     is kept with what is made, in its manifest; False for what concerns this call alone (whether to overwrite, where to write the summary).
-    words: what may stand behind the "=" of a switch, each with its help. resume: see Resume.
+    words: what may stand behind the "=" of a switch, each with its help. resume: see Resume. alias: another name for it, "" where there is none.
     """
 
     field: str
@@ -59,6 +59,7 @@ class Setting:
     stated: bool
     words: Mapping[str, str]
     resume: Resume
+    alias: str
 
 
 def setting(
@@ -75,9 +76,10 @@ def setting(
     stated: bool = True,
     words: Mapping[str, str] | None = None,
     resume: Resume = "fixed",
+    alias: str = "",
 ) -> Any:
     """A field of a class of settings; the arguments are Setting's. name: given where it is not the field's; flag: where not made of the name."""
-    metadata = {"setting": (name, flag, default, parse, help, group, form, metavar, required, stated, words or {}, resume)}
+    metadata = {"setting": (name, flag, default, parse, help, group, form, metavar, required, stated, words or {}, resume, alias)}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -108,12 +110,16 @@ def named(kind: type, values: Mapping[str, Any], where: str, further: Sequence[s
 
     where: what the values are of, for messages. further: names that are taken too. Raises SettingError for an unknown name.
     """
-    known = [*settings_of(kind), *further]
-    result = {}
+    declared = settings_of(kind)
+    known, aliases = [*declared, *further], {setting.alias: name for name, setting in declared.items() if setting.alias}
+    result: dict[str, Any] = {}
     for key, value in values.items():
         name = key.replace("-", "_")
+        name = aliases.get(name, name)
         if name not in known:
             raise SettingError(f"{where} knows no {key!r}; it takes {', '.join(map(spelled, sorted(known)))}")
+        if name in result and key.replace("-", "_") != name:
+            raise SettingError(f"{where}: {spelled(name)} is given twice, for {key!r} is the same; give it once")
         result[name] = value
     return result
 
@@ -165,7 +171,8 @@ def _add_argument(group: Any, known: Setting) -> None:
     }
     if known.form == "switch":
         del options["metavar"]
-    group.add_argument(known.flag, dest=known.name, default=None, **forms.get(known.form, {}), **options)
+    flags = [known.flag, *(["--" + spelled(known.alias)] if known.alias else [])]
+    group.add_argument(*flags, dest=known.name, default=None, **forms.get(known.form, {}), **options)
     # Each is a flag of its own, so that no word behind a switch is taken for its value.
     for word, help in known.words.items():
         group.add_argument(f"{known.flag}={word}", dest=known.name, default=None, action="store_const", const=word, help=help)

@@ -25,8 +25,8 @@ from foreload.pipelines.samples.column_counts import ColumnCounts
 from foreload.pipelines.samples.piece_order import PieceOrder, gather
 from foreload.pipelines.samples.pieces import Samples, write_piece
 from foreload.pipelines.samples.rejects import Rejected
+from foreload.pipelines.schedule.occupants import empty_slots, local_rows, rows_used
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.pipelines.schedule.sitting import empty_slots, local_rows, rows_used
 
 _BUFFERED_PIECES = 16  # of samples that are put into pieces together
 
@@ -72,14 +72,14 @@ def _write_samples(plan: Plan, parent: Schedule) -> Path | None:
 
 def _first_of_all(parent: Schedule) -> Iterator[tuple[str, list[tuple[Samples, np.ndarray]]]]:
     """Every step of the first epoch, and of the first evaluation pass: its kind, and per lane samples and their numbers."""
-    header, sitting = parent.header, empty_slots(parent)
+    header, occupants = parent.header, empty_slots(parent)
     pass_steps = sum(header.set_steps)
     for event in parent.events():
         if event.kind == "train" and event.step >= header.first_step + header.steps_per_epoch:
             return
         if event.kind == "evaluate" and event.step >= pass_steps:
             continue
-        lanes, rows = rows_used(parent, event, sitting)
+        lanes, rows = rows_used(parent, event, occupants)
         parts = []
         for number, moves in enumerate(lanes):
             ids = local_rows(lanes, rows, number)["id"][moves.index]

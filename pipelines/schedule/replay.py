@@ -68,9 +68,9 @@ def _lane_state(schedule: Schedule, lane: int, step: int, segment: int, before: 
     entry, size = schedule.entry(segment, lane), max(schedule.slots)
     assert entry is not None
     # Of a free slot these say nothing.
-    sitting, occupied = Occupants.zeros(size), np.zeros(size, bool)
+    occupants, occupied = Occupants.zeros(size), np.zeros(size, bool)
     occupied[: len(entry)] = True
-    for column, values in zip((*sitting.columns(), sitting.stored_tag), (*entry.columns(), entry.stored_tag), strict=True):
+    for column, values in zip((*occupants.columns(), occupants.stored_tag), (*entry.columns(), entry.stored_tag), strict=True):
         column[: len(entry)] = values
     for moves in walk(schedule, lane, before, [step]):
         places = np.full(size, -1)  # of each slot its last arrival
@@ -79,10 +79,10 @@ def _lane_state(schedule: Schedule, lane: int, step: int, segment: int, before: 
         places = places[slots]
         occupied[slots] = True  # where a residency ends, another one begins
         # An arrival's tag is the stored version's; its own it gets, as all rows of the step, by the step: 1 + its number.
-        columns = (sitting.table, sitting.ordinal, sitting.id, sitting.stored_tag)
+        columns = (occupants.table, occupants.ordinal, occupants.id, occupants.stored_tag)
         for column, name in zip(columns, ("table", "ordinal", "id", "tag"), strict=True):
             column[slots] = moves.values(f"arrival_{name}")[places]
-        np.maximum.at(sitting.tag, moves.values("slots"), moves.steps("slots") + 1)
+        np.maximum.at(occupants.tag, moves.values("slots"), moves.steps("slots") + 1)
         ordinals += moves.given(ordinals.size)
     slots = np.flatnonzero(occupied).astype(np.int32)
-    return LaneState(slots, Occupants(*sitting.columns(slots), sitting.stored_tag[slots]), ordinals)
+    return LaneState(slots, Occupants(*occupants.columns(slots), occupants.stored_tag[slots]), ordinals)

@@ -296,7 +296,10 @@ def test_a_silent_holder_is_given_up_in_time() -> None:
     owner, holder = Trainer(timedelta(seconds=0.2)), Trainer()
     owner.log.begin_term(Holders({0: (1,)}, {1: holder.place}), ())
     owner.log._adopted[0] = 2
-    with holder.records._changed, pytest.raises(CopyLost, match="trainer 1: does not say that it holds the batch log of lane 0"):
+    with (
+        holder.records._changed,
+        pytest.raises(CopyLost, match="trainer 1: does not say that it holds the batch log of lane 0"),
+    ):
         owner.log.hold(0, LoggedBatch.empty(first_number(2), 0, None))
     owner.close()
     holder.close()

@@ -29,8 +29,8 @@ from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol import migrated, migration
 from foreload.cache.protocol.namespace import claim, lane_key
 from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.rehearsal import rehearse_migration
 from foreload.cache.protocol.server_probe import PROBE_PAUSE
+from foreload.cache.protocol.warm_up import warm_up_migration
 from foreload.cache.rows.fields import PARITY_BIT
 
 LANES = (0, 3)
@@ -230,7 +230,7 @@ def test_a_move_compiles_nothing_that_was_not_rehearsed(
     stores: LocalStores, histories: Mapping[int, History], tmp_path: Path, case: Case
 ) -> None:
     compiled: list[Any] = [migrating_rows._migrating, *([decoding._sources, erasure._accumulate] if case.r else [])]
-    rehearse_migration(case.before)
+    warm_up_migration(case.before)
     rehearsed = [list(function.signatures) for function in compiled]
     assert all(rehearsed)
     test_rows_move_while_their_owner_trains(stores, histories, tmp_path, case, slow_source=False)

@@ -22,7 +22,7 @@ finish = CoordinatorLink.finish
 
 def lose_a_shard_first(self: CoordinatorLink, term: Term, check: Callable[[], None]) -> list[int]:
     """In place of `finish`: once trainer 0 has looked, kill shard 1, and do as it does."""
-    while self._board.poll(ShardsLooked, term.number, 0, 0) is None:
+    while self._rendezvous.poll(ShardsLooked, term.number, 0, 0) is None:
         time.sleep(0.01)
     Fault(0, 1, signal.SIGKILL).inject(self._run / STORES)
     return finish(self, term, check)

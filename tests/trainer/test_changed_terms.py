@@ -118,28 +118,28 @@ def _plan(job: Coordinator, change: Change) -> None:
     """What was planned is asked for, and the leader's agreement on a step made; all members leave."""
     job.ready()
     job.of.change = change
-    assert not job.of.see({}, ())
-    assert job.board.read(StopWanted) == StopWanted(job.of.term.number)
+    assert not job.of.poll({}, ())
+    assert job.rendezvous.read(StopWanted) == StopWanted(job.of.term.number)
     for trainer in job.of.term.members:
-        assert not job.of.see({}, ())
+        assert not job.of.poll({}, ())
         job.of.receive(trainer, planned(job.of.term, trainer))
-    assert job.of.see({}, ())
+    assert job.of.poll({}, ())
 
 
 def test_a_term_ends_as_planned_and_the_next_has_who_joins() -> None:
     job = Coordinator(2)
     _plan(job, Change((2,)))
-    assert job.board.poll(TermOver, 1) is None
-    assert job.board.poll(StopWanted) is None
-    assert job.board.read(Admitted, 2) == Admitted(2)
+    assert job.rendezvous.poll(TermOver, 1) is None
+    assert job.rendezvous.poll(StopWanted) is None
+    assert job.rendezvous.read(Admitted, 2) == Admitted(2)
     assert (job.of.term.members, job.of.term.joined) == ((0, 1, 2), (2,))
     job.of.change = NO_CHANGE
     job.ready()
     assert not job.of.at_rest
     whole = {lane: SeededCopy(9, 9, True) for lane, holders in enumerate(job.of.term.copies) if 2 in holders}
     job.of.receive(2, CopiesTold(2, whole))
-    assert not job.of.see({}, ())
-    assert job.board.read(StopWanted) == StopWanted(2)
+    assert not job.of.poll({}, ())
+    assert job.rendezvous.read(StopWanted) == StopWanted(2)
 
 
 def test_who_leaves_is_waited_for_and_ended_where_it_is_too_slow_or_dead() -> None:
@@ -147,12 +147,12 @@ def test_who_leaves_is_waited_for_and_ended_where_it_is_too_slow_or_dead() -> No
         job = Coordinator(3, copies=3)
         _plan(job, Change((), (2,)))
         assert (job.of.term.members, job.of.term.left) == ((0, 1), (2,))
-        job.of.see({}, ())
-        assert job.board.poll(HandedOver, 2, 2) is None
+        job.of.poll({}, ())
+        assert job.rendezvous.poll(HandedOver, 2, 2) is None
         if not gone:
             job.now += LEAVE_TIMEOUT.total_seconds() + 1
-        job.of.see(gone, ())
-        assert job.board.poll(HandedOver, 2, 2) is not None
+        job.of.poll(gone, ())
+        assert job.rendezvous.poll(HandedOver, 2, 2) is not None
 
 
 class Wanted:
@@ -167,8 +167,8 @@ class Wanted:
         self.told: list[str] = []
         self.of = Scaling(trainers, 4, restarts, self.started.append, self.ended.append, self.told.append, clock=lambda: self.now)
 
-    def see(self, ended: dict[int, str] | None = None, goes_on: bool = True) -> Change:
-        self.of.see(self.job.of, ended or {}, goes_on)
+    def poll(self, ended: dict[int, str] | None = None, goes_on: bool = True) -> Change:
+        self.of.poll(self.job.of, ended or {}, goes_on)
         return self.job.of.change
 
     def number(self, trainers: int) -> int:
@@ -186,31 +186,31 @@ def test_so_many_are_started_as_are_missing_and_all_join_at_once() -> None:
     wanted = Wanted(2)
     number = wanted.number(4)
     assert not wanted.progress(number).done
-    assert wanted.see() == NO_CHANGE
+    assert wanted.poll() == NO_CHANGE
     assert wanted.started == [2, 3]
     wanted.of.can_join(3)
-    assert wanted.see() == NO_CHANGE
+    assert wanted.poll() == NO_CHANGE
     wanted.of.can_join(2)
-    assert wanted.see() == Change((2, 3))
+    assert wanted.poll() == Change((2, 3))
     assert wanted.progress(number) == ScaleProgress(2, 4, 2, 0, False)
 
 
 def test_those_that_can_join_wait_for_others_no_longer_than_a_while() -> None:
     wanted = Wanted(2)
     wanted.number(4)
-    wanted.see()
+    wanted.poll()
     wanted.of.can_join(3)
-    assert wanted.see() == NO_CHANGE
+    assert wanted.poll() == NO_CHANGE
     wanted.now += JOIN_PATIENCE.total_seconds()
-    assert wanted.see() == Change((3,))
+    assert wanted.poll() == Change((3,))
 
 
 def test_the_last_ones_leave_and_one_that_was_asked_to() -> None:
     wanted = Wanted(4)
     assert wanted.of.leave(1, wanted.job.of)
-    assert wanted.see() == Change((), (1,))
+    assert wanted.poll() == Change((), (1,))
     wanted.number(2)
-    assert wanted.see() == Change((), (1, 3))
+    assert wanted.poll() == Change((), (1, 3))
     assert not wanted.started
     assert wanted.of.leave(2, wanted.job.of)
     assert not wanted.of.leave(0, wanted.job.of)
@@ -227,11 +227,11 @@ def test_one_that_is_lost_is_replaced_unless_that_is_not_wanted() -> None:
     for restarts in (True, False):
         wanted = Wanted(3, restarts)
         wanted.of.lost(1)
-        wanted.job.of.see({1: "gone"}, ())
+        wanted.job.of.poll({1: "gone"}, ())
         wanted.job.leave(0, 2, step=8)
-        wanted.job.of.see({1: "gone"}, ())
+        wanted.job.of.poll({1: "gone"}, ())
         wanted.job.ready()
-        wanted.see()
+        wanted.poll()
         assert wanted.started == ([3] if restarts else [])
 
 
@@ -239,27 +239,27 @@ def test_trainers_that_do_not_join_are_not_started_for_ever() -> None:
     wanted = Wanted(2)
     number = wanted.number(3)
     for trainer in range(2, 2 + FRUITLESS_STARTS):
-        wanted.see()
+        wanted.poll()
         assert wanted.started[-1] == trainer
         wanted.of.cannot_join(trainer, "the store does not answer")
-        wanted.see({trainer: "ended with status 2"})
+        wanted.poll({trainer: "ended with status 2"})
     assert len(wanted.started) == FRUITLESS_STARTS
     assert wanted.told[0] == "trainer 2: did not join: the store does not answer"
     failed = wanted.progress(number).failed
     assert failed is not None
     assert "were lost before they trained a step" in failed
     wanted.number(3)
-    wanted.see()
+    wanted.poll()
     assert len(wanted.started) == FRUITLESS_STARTS + 1
 
 
 def test_where_training_ends_nobody_joins() -> None:
     wanted = Wanted(2)
     wanted.number(4)
-    wanted.see()
+    wanted.poll()
     wanted.of.can_join(2)
     wanted.of.can_join(3)
-    assert wanted.see(goes_on=False) == NO_CHANGE
+    assert wanted.poll(goes_on=False) == NO_CHANGE
     assert sorted(wanted.ended) == [2, 3]
 
 

@@ -61,13 +61,13 @@ def at(point: str, step: int, change: Change, of: int = 1) -> Callable[[int, Tra
     def break_it(number: int, trainer: Trainer) -> None:
         before = trainer.on_point
 
-        def come_to(name: str, now: int) -> None:
+        def reach_point(name: str, now: int) -> None:
             before(name, now)
             if (name, now) == (point, step):
                 change(trainer)
 
         if number == of:
-            trainer.on_point = come_to
+            trainer.on_point = reach_point
 
     return break_it
 

@@ -26,7 +26,7 @@ from foreload.trainer.compute import dense_average
 from foreload.trainer.compute.dense_optimizers import build_dense_optimizer
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import Run
-from foreload.trainer.saved.saved_run import open_saved
+from foreload.trainer.saved.stopped_run import open_stopped
 from foreload.trainer.saved.trained_model import dense_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -133,7 +133,7 @@ def test_a_run_evaluates_predicts_and_exports_its_average(
     capsys.readouterr()
     assert main(["evaluate", "run", "--json", "evaluated.json"]) == 0
     assert json.loads(Path("evaluated.json").read_text(encoding="utf-8"))["log_loss"] == pytest.approx(last["log_loss"])
-    with open_saved("run", None) as model:
+    with open_stopped("run", None) as model:
         assert sum(len(one.outputs.numpy()) for one in evaluated(model, model.schedule)) == 240
     assert main(["export", "run", "--out", "export"]) == 0
     exported, beside = load_file("export/model.safetensors"), load_file("export/optimizer.safetensors")
@@ -141,7 +141,7 @@ def test_a_run_evaluates_predicts_and_exports_its_average(
     assert all(torch.equal(beside[f"{name}/trained"], value) for name, value in parameters.items())
     assert not any(name.endswith("/ema") for name in beside)
     assert {name for name in state if not name.endswith("/ema")} < set(beside)
-    with open_saved("run", None) as model:
+    with open_stopped("run", None) as model:
         served = dict(dense_module(model).named_parameters())
     assert all(torch.equal(served[name], value) for name, value in averages.items())
     capsys.readouterr()

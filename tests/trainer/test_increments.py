@@ -32,7 +32,7 @@ from foreload.trainer.checkpoints.row_files import CheckpointRows, write_file, w
 from foreload.trainer.checkpoints.writable import LOCK
 from foreload.trainer.checkpoints.writer import save
 from foreload.trainer.run.directory import Run
-from foreload.trainer.saved.saved_run import open_saved
+from foreload.trainer.saved.stopped_run import open_stopped
 
 STOPS = (10, 30)
 
@@ -207,7 +207,7 @@ def test_an_increment_may_begin_in_the_schedule_before(case: Case, tmp_path: Pat
     folder = shutil.copytree(case.saved / "full", tmp_path / "saved")
     for number in range(2):
         base = Checkpoint.open(folder / f"step-{case.steps[number]}")
-        with open_saved(str(run), None) as saved:
+        with open_stopped(str(run), None) as saved:
             made = save(saved, folder, lambda rows, total: None, increment=Increment(base, ()))
             assert digest_of(made) == saved.digest()
             assert made.rows_here == sum(

@@ -32,7 +32,7 @@ from foreload.trainer.cluster.messages.faults import (
 from foreload.trainer.cluster.messages.trainers import TermLeft
 from foreload.trainer.run.directory import METRICS, Run
 
-MOVE_POINTS = ("rows to move read", "rows copied", "rows moved")  # at which test_store_moves.py has trainers killed
+MOVE_POINTS = ("rows to move read", "rows copied", "rows moved")  # at which test_migration_commands.py has trainers killed
 TRAINERS, LANES, STEPS = 4, 4, 82
 PLAIN, PARITY = "local:1", "local:3"
 
@@ -155,10 +155,10 @@ def test_a_fault_is_injected_once_and_not_before_its_step(monkeypatch: pytest.Mo
     told: list[TrainerFault] = []
     faults = [killed(1, "exchanged", 3), killed(0, "exchanged", 3), killed(1, "left", 0), killed(1, "rows staged", 4)]
     points = FaultPoints(faults, 1, told.append)
-    points.come_to("left")  # no step has begun
+    points.reach_point("left")  # no step has begun
     points.in_step("exchanged", 2)
     assert not sent
-    points.come_to("left")
+    points.reach_point("left")
     points.in_step("exchanged", 5)
     points.in_step("exchanged", 6)
     points.in_traffic("rows staged")

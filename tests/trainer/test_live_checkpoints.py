@@ -241,10 +241,10 @@ def test_who_asks_for_one_is_told_of_it_though_the_launcher_does_not_say_that_it
 
 
 def test_a_part_that_is_taken_after_it_was_told_to_be_written_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, board, sent = mock.Mock(), mock.Mock(), list[object]()
+    writer, rendezvous, sent = mock.Mock(), mock.Mock(), list[object]()
     monkeypatch.setattr(trainer_checkpoints, "PartWriter", writer)
-    board.poll.return_value = CheckpointAt(5)
-    checkpoints = trainer_checkpoints.TrainerCheckpoints(board, mock.Mock(send=sent.append), lambda point: None)
+    rendezvous.poll.return_value = CheckpointAt(5)
+    checkpoints = trainer_checkpoints.TrainerCheckpoints(rendezvous, mock.Mock(send=sent.append), lambda point: None)
     trainer = mock.Mock(lanes=mock.Mock(partitions={}), session=mock.Mock(leads=False, transport=mock.Mock(world=1)))
     trainer.parts.schedule.prefix.return_value = ""
     checkpoints.begin(TakeCheckpoint(1, 1))

@@ -534,7 +534,7 @@ def test_a_shard_that_is_rebuilt_for_a_lane_that_changes_hands_is_not_whole_befo
         shards.told(trainer, ShardSnapshot((ShardStatus(urls[0], state, "", 0.0), ShardStatus(urls[1]), ShardStatus(urls[2]))))
 
     told(0, "rebuilding")
-    shards.now_trainers([0, 1])
+    shards.on_term([0, 1])
     told(0, "ok")  # of the lanes that it still has
     assert shards.together.shards[0].state == "rebuilding"
     told(1, "rebuilding")
@@ -542,7 +542,7 @@ def test_a_shard_that_is_rebuilt_for_a_lane_that_changes_hands_is_not_whole_befo
     assert shards.together.shards[0].state == "rebuilding"
     assert capsys.readouterr().err == ""
     # The one that took the lane over is lost, and the first has it again, whole.
-    shards.now_trainers([0])
+    shards.on_term([0])
     assert shards.together.shards[0].state == "rebuilding"
     shards.term_begins()
     assert shards.together.whole

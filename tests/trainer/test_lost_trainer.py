@@ -13,7 +13,7 @@ from training import Death, Trained, train
 from foreload.cache.client import frames, resp
 from foreload.cache.client.local import LocalStores
 from foreload.cache.protocol import batch_log
-from foreload.cache.protocol.rehearsal import rehearse_takeover
+from foreload.cache.protocol.warm_up import warm_up_takeover
 from foreload.cache.rows import row_bytes
 from foreload.pipelines.schedule.reader import Schedule
 
@@ -195,7 +195,7 @@ def test_a_takeover_compiles_nothing_that_was_not_rehearsed(
     schedule: Schedule, servers: LocalStores, code: tuple[int, int]
 ) -> None:
     compiled: list[Any] = [frames.take, resp._parse, batch_log._checksum, row_bytes._encode, row_bytes._decode]
-    rehearse_takeover()
+    warm_up_takeover()
     rehearsed = [list(function.signatures) for function in compiled]
     assert all(rehearsed)
     _lose(schedule, servers, 2, Death(1, "gradients sent", 5), parity=code)

@@ -452,7 +452,7 @@ def test_from_takes_the_newest_complete_checkpoint_of_a_folder(case: Case, tmp_p
 
 def test_a_digest_that_fails_leaves_results_and_report(case: Case, tmp_path: Path, launched: Callable[..., Command]) -> None:
     run = tmp_path / "run"
-    before = CallFault("foreload.trainer.cluster.launcher:saved_run_at")
+    before = CallFault("foreload.trainer.cluster.launcher:stopped_run_at")
     job = launched("train", case.schedule, "--run", run, "--store", "local:1", *SMALL, "--digest", faults=[before])
     job.stand()
     local = LocalStores.find(run / STORES)

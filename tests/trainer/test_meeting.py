@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from foreload.trainer.cluster.messages.board import host_store, join_store
+from foreload.trainer.cluster.messages.rendezvous import host_store, join_store
 from foreload.trainer.errors import PeerLost
 from foreload.trainer.job.scheduler import FAILED, NO_STEPS, Meeting, meet_at
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_board import TIMEOUT
+from test_rendezvous import TIMEOUT
 
 from foreload.trainer.cluster.coordinator.membership import FRUITLESS_TERMS, LEAVE_TIMEOUT, UNCOVERED_TIMEOUT, Membership
 from foreload.trainer.cluster.coordinator.terms import first_term, next_term
-from foreload.trainer.cluster.messages.board import Board, host_store
 from foreload.trainer.cluster.messages.facts import Lease, Term, TermBegins, TermOver
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous, host_store
 from foreload.trainer.cluster.messages.trainers import Ready, TermLeft
 from foreload.trainer.errors import LanesLost
 from foreload.trainer.run.event_log import EventLog, read_events
@@ -67,11 +67,11 @@ def test_a_lane_without_a_complete_copy_is_lost_with_its_owner() -> None:
 
 
 class Coordinator:
-    """A membership on a board of its own, with a clock that stands still until it is moved."""
+    """A membership on a rendezvous of its own, with a clock that stands still until it is moved."""
 
     def __init__(self, trainers: int, copies: int = 2) -> None:
         self.now = 0.0
-        self.board = Board(host_store("127.0.0.1", TIMEOUT))
+        self.rendezvous = Rendezvous(host_store("127.0.0.1", TIMEOUT))
         self.terms: list[int] = []
         self.killed: list[int] = []
         self.told: list[str] = []
@@ -80,7 +80,7 @@ class Coordinator:
         weakref.finalize(self, shutil.rmtree, self._run)
         events = EventLog(self._run, -1, 1)
         self.of = Membership(
-            self.board, term, copies, SILENCE, self.terms.append, self._kill, self.told.append, events, lambda: self.now
+            self.rendezvous, term, copies, SILENCE, self.terms.append, self._kill, self.told.append, events, lambda: self.now
         )
 
     @property
@@ -108,23 +108,23 @@ def test_a_term_begins_when_all_members_are_ready() -> None:
     assert not job.of.begin()
     job.of.receive(1, Ready(0, {}))  # of an earlier term
     assert not job.of.begin()
-    assert job.board.poll(TermBegins, 1) is None
+    assert job.rendezvous.poll(TermBegins, 1) is None
     job.ready()
-    assert job.board.poll(TermBegins, 1) is not None
+    assert job.rendezvous.poll(TermBegins, 1) is not None
     assert not job.of.begin()
 
 
 def test_a_dead_trainer_ends_the_term_and_the_next_begins_when_the_others_have_left() -> None:
     job = Coordinator(3)
     job.ready()
-    assert not job.of.see({}, ())
-    assert not job.of.see({1: "was killed by SIGKILL"}, ())
-    assert job.board.poll(TermOver, 1) is not None
+    assert not job.of.poll({}, ())
+    assert not job.of.poll({1: "was killed by SIGKILL"}, ())
+    assert job.rendezvous.poll(TermOver, 1) is not None
     job.leave(0, step=8)
-    assert not job.of.see({1: "was killed by SIGKILL"}, ())
+    assert not job.of.poll({1: "was killed by SIGKILL"}, ())
     job.leave(2, step=9)
-    assert job.of.see({1: "was killed by SIGKILL"}, ())
-    assert job.board.read(Term, 2) == job.of.term
+    assert job.of.poll({1: "was killed by SIGKILL"}, ())
+    assert job.rendezvous.read(Term, 2) == job.of.term
     assert (job.of.term.members, job.of.term.committed) == ((0, 2), 8)
     assert (job.terms, job.killed) == ([2], [1])
     assert "trainer 1: lost (was killed by SIGKILL); training goes on after step 8" in job.told[0]
@@ -142,17 +142,17 @@ def test_a_dead_trainer_ends_the_term_and_the_next_begins_when_the_others_have_l
 def test_one_that_ended_in_order_is_not_missed() -> None:
     job = Coordinator(2)
     job.ready()
-    assert not job.of.see({1: "ended with status 0"}, [1])
-    assert job.board.poll(TermOver, 1) is None
+    assert not job.of.poll({1: "ended with status 0"}, [1])
+    assert job.rendezvous.poll(TermOver, 1) is None
 
 
 def test_one_that_has_ended_and_is_dead_is_lost_once_others_have_to_go_on() -> None:
     job = Coordinator(3)
     job.ready()
     dead = {2: "was killed by SIGKILL"}
-    assert not job.of.see(dead, [1, 2])
+    assert not job.of.poll(dead, [1, 2])
     job.leave(0, 1, step=9)
-    assert job.of.see(dead, [1, 2])
+    assert job.of.poll(dead, [1, 2])
     assert "trainer 2: lost (was killed by SIGKILL)" in job.told[0]
 
 
@@ -160,9 +160,9 @@ def test_one_that_does_not_leave_is_lost_too() -> None:
     job = Coordinator(4)
     job.ready()
     job.leave(0, 1, 2, step=3)
-    assert not job.of.see({}, ())
+    assert not job.of.poll({}, ())
     job.now += LEAVE_TIMEOUT.total_seconds()
-    assert job.of.see({}, ())
+    assert job.of.poll({}, ())
     assert job.of.term.members == (0, 1, 2)
     assert "it does not leave the term" in job.told[0]
 
@@ -170,43 +170,43 @@ def test_one_that_does_not_leave_is_lost_too() -> None:
 def test_one_that_alone_has_lanes_and_may_be_alive_is_waited_for() -> None:
     job = Coordinator(4)
     job.ready()
-    job.of.see({1: "gone"}, ())
+    job.of.poll({1: "gone"}, ())
     job.leave(0, step=3)
     job.now += LEAVE_TIMEOUT.total_seconds()
-    assert not job.of.see({1: "gone"}, ())
-    assert not job.of.see({1: "gone"}, ())
+    assert not job.of.poll({1: "gone"}, ())
+    assert not job.of.poll({1: "gone"}, ())
     assert len(job.told) == 1
     assert "it does not leave the term; waited for, since no other trainer has a complete copy of lane" in job.told[0]
     assert not job.killed
     job.leave(2, 3, step=4)
-    assert job.of.see({1: "gone"}, ())
+    assert job.of.poll({1: "gone"}, ())
     assert (job.of.term.members, job.of.term.committed, job.killed) == ((0, 2, 3), 3, [1])
 
 
 def test_nobody_is_waited_for_for_ever() -> None:
     job = Coordinator(4)
     job.ready()
-    job.of.see({1: "gone"}, ())
+    job.of.poll({1: "gone"}, ())
     job.leave(0, step=3)
     job.now += UNCOVERED_TIMEOUT.total_seconds() + 1
     with pytest.raises(
         LanesLost, match=r"^trainer 1 \(gone\), 2 \(it does not leave the term\), 3 \(it does.*\): lost, and with it"
     ):
-        job.of.see({1: "gone"}, ())
+        job.of.poll({1: "gone"}, ())
 
 
 def test_the_only_one_that_is_left_may_be_silent() -> None:
     job = Coordinator(2)
     job.ready()
-    job.board.publish(Lease(0), 0)
-    job.of.see({1: "gone"}, ())
+    job.rendezvous.publish(Lease(0), 0)
+    job.of.poll({1: "gone"}, ())
     job.leave(0, step=3)
-    assert job.of.see({1: "gone"}, ())
+    assert job.of.poll({1: "gone"}, ())
     job.ready()
     for _ in range(20):
-        assert not job.of.see({1: "gone"}, ())
+        assert not job.of.poll({1: "gone"}, ())
         job.now += SILENCE.total_seconds() / 10
-    assert job.board.poll(TermOver, 2) is None
+    assert job.rendezvous.poll(TermOver, 2) is None
 
 
 def test_a_trainer_that_renews_no_lease_is_lost_unless_the_coordinator_itself_was_stopped() -> None:
@@ -216,20 +216,20 @@ def test_a_trainer_that_renews_no_lease_is_lost_unless_the_coordinator_itself_wa
 
     def renew(*trainers: int) -> None:
         for trainer in trainers:
-            job.board.publish(Lease(next(counts)), trainer)
+            job.rendezvous.publish(Lease(next(counts)), trainer)
 
     renew(0, 1)
-    job.of.see({}, ())
+    job.of.poll({}, ())
     job.now += 100  # nobody looked meanwhile
-    assert not job.of.see({}, ())
-    assert job.board.poll(TermOver, 1) is None
+    assert not job.of.poll({}, ())
+    assert job.rendezvous.poll(TermOver, 1) is None
     for _ in range(12):
         job.now += SILENCE.total_seconds() / 10
         renew(0)
-        job.of.see({}, ())
-    assert job.board.poll(TermOver, 1) is not None
+        job.of.poll({}, ())
+    assert job.rendezvous.poll(TermOver, 1) is not None
     job.leave(0, step=5)
-    assert job.of.see({}, ())
+    assert job.of.poll({}, ())
     assert job.of.term.members == (0,)
     assert job.killed == [1]
     assert "it is silent" in job.told[0]
@@ -240,10 +240,10 @@ def test_two_that_cannot_reach_each_other_end_terms_until_one_of_them_goes() -> 
     for _ in range(FRUITLESS_TERMS - 1):
         job.ready()
         job.leave(*job.of.term.members, step=-1)
-        assert job.of.see({}, ())
+        assert job.of.poll({}, ())
         assert job.of.term.members == (0, 1, 2)
     job.ready()
     job.leave(0, 1, 2, step=-1)
-    assert job.of.see({}, ())
+    assert job.of.poll({}, ())
     assert job.of.term.members == (0, 1)
     assert job.killed == [2]

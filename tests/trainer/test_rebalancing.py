@@ -64,7 +64,7 @@ class Slow:
         self.told: list[str] = []
         self.events = tmp_path
         self.rebalancing = Rebalancing(self.told.append, EventLog(tmp_path, 7, 1))
-        self.rebalancing.see(self.members)
+        self.rebalancing.poll(self.members)
 
     @property
     def members(self) -> Membership:
@@ -75,7 +75,7 @@ class Slow:
         for _ in range(round(WINDOW.total_seconds() / max(seconds))):
             for trainer, took in enumerate(seconds):
                 self.rebalancing.add(trainer, StepReport(0, 0, 1, 0.0, 0, 0, 0, 0, max(seconds), took, 0.0, 0.0, 0))
-            self.rebalancing.see(self.members)
+            self.rebalancing.poll(self.members)
         return self.members.change.targets
 
 

@@ -282,7 +282,7 @@ def test_a_step_of_which_a_lost_trainer_did_not_tell_has_the_rows_of_the_schedul
     evaluated = EvaluationReport(step=1, epoch=0, samples=7, log_loss=0.6, auc=0.7, normalized_entropy=0.9)
     report.evaluation(evaluated)
     # Step 3 is committed, too, which trainer 4 tells of when it goes back there.
-    report.now_members([4, 8], 3)
+    report.on_term([4, 8], 3)
     report.step(4, step_report(3))
     report.evaluation(evaluated)  # the pass is run again, to the same end
     for trainer in (4, 8):

@@ -10,7 +10,7 @@ from command_line import main
 
 from foreload.cache.protocol.shard_status import ShardSnapshot, ShardStatus
 from foreload.trainer.cluster.coordinator.control_socket import ControlSocket
-from foreload.trainer.cluster.coordinator.lane_copies import LaneCopies
+from foreload.trainer.cluster.coordinator.lane_replicas import LaneReplicas
 from foreload.trainer.cluster.messages.control import CopyStatus, RunStatus
 from foreload.trainer.cluster.messages.facts import Term
 from foreload.trainer.cluster.messages.trainers import CopiesTold, SeededCopy
@@ -53,7 +53,7 @@ def test_a_run_that_trains_tells_its_trainers_lanes_and_copies(tmp_path: Path, c
 
 def test_copies_that_are_not_complete_are_told_until_they_are(tmp_path: Path) -> None:
     said: list[str] = []
-    copies = LaneCopies(TERM, said.append, EventLog(tmp_path, 40, 3))
+    copies = LaneReplicas(TERM, said.append, EventLog(tmp_path, 40, 3))
     assert copies.lacking == [0, 1, 2]
     copies.told(0, CopiesTold(2, {1: WHOLE, 2: WHOLE}))  # of an earlier term
     copies.told(2, CopiesTold(3, {0: WHOLE}))
@@ -72,11 +72,11 @@ def test_copies_that_are_not_complete_are_told_until_they_are(tmp_path: Path) ->
 
 def test_copies_that_are_complete_when_they_are_told_of_are_no_news(tmp_path: Path) -> None:
     said: list[str] = []
-    copies = LaneCopies(TERM, said.append, EventLog(tmp_path, 40, 3))
+    copies = LaneReplicas(TERM, said.append, EventLog(tmp_path, 40, 3))
     copies.told(0, CopiesTold(3, {1: WHOLE, 2: WHOLE}))
     copies.told(2, CopiesTold(3, {0: WHOLE}))
     assert (said, copies.lacking) == ([], [])
-    copies.now_term(Term(4, (0,), (0, 0, 0), ((), (), ()), ((), (), ()), 50))
+    copies.on_term(Term(4, (0,), (0, 0, 0), ((), (), ()), ((), (), ()), 50))
     copies.told(0, CopiesTold(4, {}))
     assert (said, copies.status, list(read_events(tmp_path))) == ([], (), [])
 

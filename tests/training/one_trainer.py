@@ -21,7 +21,7 @@ from foreload.trainer.cluster.messages.faults import STEP_POINTS, TRAINER_POINTS
 from foreload.trainer.cluster.messages.trainers import TermLeft
 from foreload.trainer.compute.reports import EvaluationReport, StepReport, Totals
 from foreload.trainer.errors import LossNotFinite, PeerLost
-from foreload.trainer.step.commits import Commits, Standing
+from foreload.trainer.step.commits import Commits, TermPosition
 from foreload.trainer.step.hosted_lanes import HostedLanes
 from foreload.trainer.step.program import Trainer
 from training.coordinator import Died
@@ -145,7 +145,7 @@ class OneTrainer:
         if trainer is None:
             left = TermLeft(number, -1, (), False, why, joins=True)
         else:
-            standing = Standing(self._last_step, (), False) if commits is None else commits.standing()
+            standing = TermPosition(self._last_step, (), False) if commits is None else commits.position()
             left = TermLeft(number, standing.step, standing.copies, standing.stopping, why)
         self._term = self._coordinator.next(self._number, left)
         if trainer is not None and commits is not None:

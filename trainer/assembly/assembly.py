@@ -44,10 +44,10 @@ from foreload.trainer.job.job_loss import training_loss
 from foreload.trainer.models.building import build_model, load_model
 from foreload.trainer.models.layers import takes_step
 from foreload.trainer.step.commits import Commits
-from foreload.trainer.step.copies import LaneCopy
 from foreload.trainer.step.hosted_lanes import HostedLanes
 from foreload.trainer.step.parts import TrainerParts
 from foreload.trainer.step.program import Trainer
+from foreload.trainer.step.replicas import LaneReplica
 from foreload.trainer.step.term_session import TermSession
 from foreload.trainer.step.transport import Transport
 
@@ -241,6 +241,6 @@ def _commits(parts: TrainerParts, hosted: HostedLanes, session: TermSession, sta
     empty = [not state.slots.size for state in position.lanes]
     partitions = free_partitions(parts, session.copied, with_base=False)
     tables = len(header.features.tables)
-    copies = {lane: LaneCopy(lane, partition, tables, empty[lane]) for lane, partition in partitions.items()}
+    copies = {lane: LaneReplica(lane, partition, tables, empty[lane]) for lane, partition in partitions.items()}
     seeded = [(lane, rank) for lane, ranks in enumerate(session.copy_map) for rank in ranks if empty[lane]]
     return Commits(parts, hosted, session, copies, start.step, seeded, seeds_first=True)

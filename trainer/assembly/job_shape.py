@@ -58,7 +58,7 @@ def settings_of_job(job: TrainJob, schedule: Schedule, model: DenseModel) -> dic
         "trainers": job.trainers,
         "trainers_here": job.trainers_here,
         "threads": job.threads,
-        "copies": job.copies_held,
+        "copies": job.replicas_held,
         "shards": shards,
         "k": k,
         "r": r,

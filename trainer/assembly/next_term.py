@@ -11,10 +11,10 @@ from foreload.pipelines.schedule.format import Event, Occupants
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import StoreAccess, arrivals_from, events_from, free_partitions
 from foreload.trainer.step.commits import Commits
-from foreload.trainer.step.copies import LaneCopy
 from foreload.trainer.step.hosted_lanes import HostedLanes
 from foreload.trainer.step.parts import TrainerParts
 from foreload.trainer.step.program import Trainer
+from foreload.trainer.step.replicas import LaneReplica
 from foreload.trainer.step.term_session import TermSession
 
 
@@ -49,7 +49,7 @@ def _next_training_event(schedule: Schedule, segment: int, index: int) -> Event 
     return None
 
 
-def _copied(copy: LaneCopy, step: int, ends: np.ndarray) -> CopiedLane:
+def _copied(copy: LaneReplica, step: int, ends: np.ndarray) -> CopiedLane:
     """What a copy tells of its lane after `step`. ends: the slots whose rows leave at the next boundary."""
     partition = copy.partition
     slots, here = partition.occupied(), partition.occupants
@@ -68,7 +68,7 @@ def take_over_copied(
     parts: TrainerParts,
     access: StoreAccess,
     hosted: HostedLanes,
-    copies: Sequence[LaneCopy],
+    copies: Sequence[LaneReplica],
     step: int,
     stopping: bool,
     last_owner_dead: bool,
@@ -105,7 +105,7 @@ def continue_term(
     access: StoreAccess,
     session: TermSession,
     hosted: HostedLanes,
-    copies: dict[int, LaneCopy],
+    copies: dict[int, LaneReplica],
     step: int,
     seeded: Collection[tuple[int, int]],
     stopping: bool,
@@ -115,7 +115,7 @@ def continue_term(
 
     Lanes that the trainer hosted stay as they are; those of which it has a copy, and which the term gives it, are taken over. Copies that the term
     asks for and that are not here are seeded while training goes on. seeded: (lane, rank) of the copies that are complete, on all trainers alike;
-    stopping: whether any trainer's standing said so; last_owner_dead: as `take_over_lost` has it. Raises CacheError.
+    stopping: whether any trainer's position said so; last_owner_dead: as `take_over_lost` has it. Raises CacheError.
     """
     schedule = parts.schedule
     segment, index = place_after(schedule, step)
@@ -128,7 +128,7 @@ def continue_term(
     kept = {lane: copies[lane] for lane in session.copied if (lane, session.transport.rank) in seeded}
     fresh = free_partitions(parts, [lane for lane in session.copied if lane not in kept], with_base=False)
     tables = len(schedule.header.features.tables)
-    held = {lane: kept.get(lane) or LaneCopy(lane, fresh[lane], tables, empty=False) for lane in session.copied}
+    held = {lane: kept.get(lane) or LaneReplica(lane, fresh[lane], tables, empty=False) for lane in session.copied}
     commits = (
         Commits(parts, hosted, session, held, step, seeded, seeds_first=False, stopping=stopping) if session.has_copies else None
     )

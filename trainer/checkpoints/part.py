@@ -28,9 +28,9 @@ GRACE_SECONDS = 30.0
 """How long the end of a call waits for a part under way."""
 
 
-def rehearse(layouts: Sequence[RowLayout], bits: int) -> None:
+def warm_up(layouts: Sequence[RowLayout], bits: int) -> None:
     """Compile what a part needs, or load it, so that no step waits for that."""
-    snapshot.rehearse()
+    snapshot.warm_up()
     if bits < EXACT_BITS:
         for layout in layouts:
             encode(np.zeros((1, layout.width), np.float32), [width for _, width in layout.parts], bits)

@@ -25,7 +25,7 @@ from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.model_code import check_code, code_of, note_code
 from foreload.trainer.saved.model_rows import ModelRows, RowsByTable
 from foreload.trainer.saved.saved_model import SavedModel, check_fitting, initial_rows
-from foreload.trainer.saved.saved_run import open_saved
+from foreload.trainer.saved.stopped_run import open_stopped
 from foreload.trainer.storage import place
 
 
@@ -177,9 +177,9 @@ def names_checkpoint(path: str) -> bool:
 def open_model(path: str, store: str | None, schedule: str | None = None, accept_model: bool = False) -> Iterator[SavedModel]:
     """The model of the run, or the checkpoint, in a folder.
 
-    store: as for `open_saved`, for a run; accept_model: likewise; schedule: where the schedule of a checkpoint is now.
+    store: as for `open_stopped`, for a run; accept_model: likewise; schedule: where the schedule of a checkpoint is now.
 
-    Raises CheckpointError where a file of a checkpoint is damaged, and what `open_saved` raises.
+    Raises CheckpointError where a file of a checkpoint is damaged, and what `open_stopped` raises.
     """
     if names_checkpoint(path):
         if store is not None:
@@ -189,7 +189,7 @@ def open_model(path: str, store: str | None, schedule: str | None = None, accept
             checkpoint.verify()  # others are compared as they are fetched
         yield SavedCheckpoint(checkpoint, schedule, accept_model)
         return
-    with open_saved(path, store, accept_model) as saved:
+    with open_stopped(path, store, accept_model) as saved:
         if schedule is not None:
             raise RunError(f"--schedule: is for checkpoints; run {path} keeps what its model is read by; leave it out")
         yield saved

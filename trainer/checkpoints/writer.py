@@ -19,12 +19,12 @@ from foreload.trainer.checkpoints.row_files import CheckpointRows, RowSink, rows
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.saved.expected_rows import given_ordinals, table_rows
 from foreload.trainer.saved.model_rows import lane_rows
-from foreload.trainer.saved.saved_run import SavedRun
+from foreload.trainer.saved.stopped_run import StoppedRun
 from foreload.trainer.storage import AnyFolder
 
 
 def save(
-    saved: SavedRun,
+    saved: StoppedRun,
     folder: AnyFolder,
     on_rows: Callable[[int, int], object],
     bits: int = EXACT_BITS,
@@ -58,7 +58,7 @@ def save(
 
 
 def _write_rows(
-    saved: SavedRun, sink: RowSink, ordinals: np.ndarray, base: Checkpoint | None, on_rows: Callable[[int, int], object]
+    saved: StoppedRun, sink: RowSink, ordinals: np.ndarray, base: Checkpoint | None, on_rows: Callable[[int, int], object]
 ) -> None:
     """Read the rows that were changed since the base, or all, from the store, and write them. The files depend on the rows alone, not on how they are
     read piece by piece.
@@ -88,7 +88,7 @@ def _write_rows(
         sink.write(lane, rows.table)
 
 
-def _read(saved: SavedRun, lane: int, ordinals: np.ndarray, rows: TableRows) -> CheckpointRows:
+def _read(saved: StoppedRun, lane: int, ordinals: np.ndarray, rows: TableRows) -> CheckpointRows:
     layout = saved.layouts[rows.table]
     table = np.full(len(ordinals), rows.table, np.int16)
     expected = RowColumns(table, ordinals, rows.id[ordinals], rows.tag[ordinals])

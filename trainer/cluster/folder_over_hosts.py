@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from foreload.cache.protocol.batch_log import FileLog, LoggedBatch
 from foreload.trainer.assembly.dense_file import write_dense
-from foreload.trainer.cluster.messages.board import Board
 from foreload.trainer.cluster.messages.facts import DenseAtEnd, DenseAtStart, KeptFileElsewhere
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import LaunchSpec, RunFacts, TrainerEnd
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import LOG, Run
@@ -21,20 +21,20 @@ def run_facts(run: Run, manifest: Manifest) -> RunFacts:
     return RunFacts(manifest.identity, manifest.stages[-1])
 
 
-def publish_dense(board: Board, run: Run, spec: LaunchSpec) -> None:
-    """Put the dense part that a run goes on from on the board, where there are trainers without its folder. Raises PeerLost, RunError."""
+def publish_dense(rendezvous: Rendezvous, run: Run, spec: LaunchSpec) -> None:
+    """Put the dense part that a run goes on from in the rendezvous store, where there are trainers without its folder. Raises PeerLost, RunError."""
     if spec.hosts is None or not spec.resumes:
         return
     try:
         data = run.dense(spec.start_step).read_bytes()
     except OSError as error:
         raise RunError(f"{run.dense(spec.start_step)}: cannot be read ({error}); restore the run's folder") from error
-    board.publish_bytes(DenseAtStart.of(data, spec.start_step), data)
+    rendezvous.publish_bytes(DenseAtStart.of(data, spec.start_step), data)
 
 
-def save_over_hosts(board: Board, run: Run, spec: LaunchSpec, term: int, ended: Mapping[int, TrainerEnd]) -> None:
-    """Put into a run's folder what trainers without it have left on the board at the end of a term: the dense part, and where each lane's log ends,
-    or the files that they keep.
+def save_over_hosts(rendezvous: Rendezvous, run: Run, spec: LaunchSpec, term: int, ended: Mapping[int, TrainerEnd]) -> None:
+    """Put into a run's folder what trainers without it have left in the rendezvous store at the end of a term: the dense part, and where each lane's
+    log ends, or the files that they keep.
 
     Where all trainers have that folder, there is nothing to be done. Raises PeerLost, RunError.
     """
@@ -43,12 +43,12 @@ def save_over_hosts(board: Board, run: Run, spec: LaunchSpec, term: int, ended: 
     told = list(ended.values())  # all of the same step
     for trainer in ended:
         for count in itertools.count():
-            if board.poll(KeptFileElsewhere, term, trainer, count) is None:
+            if rendezvous.poll(KeptFileElsewhere, term, trainer, count) is None:
                 break
-            file, data = board.read_bytes(KeptFileElsewhere, term, trainer, count)
+            file, data = rendezvous.read_bytes(KeptFileElsewhere, term, trainer, count)
             write_kept(run.path, file.name, data)
-    if board.poll(DenseAtEnd, term) is not None:
-        _, data = board.read_bytes(DenseAtEnd, term)
+    if rendezvous.poll(DenseAtEnd, term) is not None:
+        _, data = rendezvous.read_bytes(DenseAtEnd, term)
         write_dense(run.dense(told[0].step), data)
     if run.placement.r:
         log = FileLog(run.path / LOG)

@@ -34,8 +34,8 @@ from foreload.trainer.cluster.coordinator.trainer_group import TrainerGroup
 from foreload.trainer.cluster.ending import Ending, ending_before
 from foreload.trainer.cluster.kept_run import at_rest_again, rest_at_end
 from foreload.trainer.cluster.member.worker import JOIN_TIMEOUT, work
-from foreload.trainer.cluster.messages.board import join_store
 from foreload.trainer.cluster.messages.faults import RunObserver
+from foreload.trainer.cluster.messages.rendezvous import join_store
 from foreload.trainer.cluster.processes.starting import ChildProcess, StartProcess
 from foreload.trainer.cluster.profiling import Profiling
 from foreload.trainer.cluster.restored_run import restore
@@ -60,7 +60,7 @@ from foreload.trainer.run.servers import asked, open_stores, servers_of, with_na
 from foreload.trainer.saved.at_rest import rebuild_at_end
 from foreload.trainer.saved.kept import keep_schedule, open_schedule
 from foreload.trainer.saved.run_rows import delete_replaced
-from foreload.trainer.saved.saved_run import saved_run_at
+from foreload.trainer.saved.stopped_run import stopped_run_at
 
 
 def train(
@@ -71,8 +71,8 @@ def train(
 ) -> Ending | None:
     """Train as the job says, in the environment that `foreload train` sets. Returns None in a scheduler's other processes, and as `Launcher.run`.
 
-    observer: is shown every event of a trainer, and names the faults that trainers are to inject. start_process: starts keeper and trainers. report:
-    is called with the run's folder once that has come to rest.
+    observer: is shown every event of a trainer, and names the faults that trainers are to inject. start_process: starts its processes. report: is
+    called with the run's folder once that has come to rest.
 
     Raises ForeloadError; KeyboardInterrupt if a signal came before training began.
     """
@@ -307,7 +307,7 @@ class Launcher:
             if self._job.digest and group.failure is None:
                 try:
                     with Store.connect(asked(shards.urls), self._job.store_silence, run.placement.r) as store:
-                        ending.summary["digest"] = saved_run_at(run, store, group.status).digest()
+                        ending.summary["digest"] = stopped_run_at(run, store, group.status).digest()
                 except ForeloadError as error:
                     ending = replace(ending, no_digest=error)
                 else:
@@ -341,7 +341,9 @@ class Launcher:
             events = self._events
             events.step, events.term = start.step, start.term
             if self._group is None:  # else it is a further attempt of this call
-                events.note(CallBegan(trainers=self._job.trainers, copies=self._job.copies_held, resumed=bool(self._job.resume)))
+                events.note(
+                    CallBegan(trainers=self._job.trainers, copies=self._job.replicas_held, resumed=bool(self._job.resume))
+                )
             keep_schedule(run, schedule)
             self._profiling.begin(run, start, urls)
             check = spare_check(self._job, manifest)

@@ -54,18 +54,18 @@ def _add_stores(commands: Any) -> None:
     replaced.add_argument("old", metavar="OLD", help="the URL of the shard's server now, or the shard's number")
     replaced.add_argument("new", metavar="NEW", help="the URL of an empty server")
     added = add_command(
-        commands, "add", (_stores_add, "store_moves"), "have further servers hold a part of the rows",
+        commands, "add", (_stores_add, "migrate"), "have further servers hold a part of the rows",
         "Has rows move to further, empty servers, so that all hold alike: while the run trains, and returns at once then, or of a run that rests.",
     )  # fmt: skip
     added.add_argument("urls", nargs="+", metavar="URL", help=_NEW_HELP)
     removed = add_command(
-        commands, "remove", (_stores_remove, "store_moves"), "have the other servers hold a shard's rows, and do without it",
+        commands, "remove", (_stores_remove, "migrate"), "have the other servers hold a shard's rows, and do without it",
         "Has all rows of a store shard move to the others; then the run uses its server no more, and removes what it has there. While the run "
         "trains, and returns at once then, or of a run that rests.",
     )  # fmt: skip
     removed.add_argument("shard", metavar="SHARD", help="the shard's number, or the URL of its server")
     moved = add_command(
-        commands, "move", (_stores_move, "store_moves"), "have another server hold a shard's rows, which both serve meanwhile",
+        commands, "move", (_stores_move, "migrate"), "have another server hold a shard's rows, which both serve meanwhile",
         "Has all rows of a store shard move to another, empty server, which is a further shard; then the run uses the old one no more, and removes "
         "what it has there. Nothing is decoded, and no loss less survived meanwhile. While the run trains, and returns at once then, or of a run "
         "that rests.",
@@ -128,10 +128,10 @@ def _stores_move(parsed: argparse.Namespace) -> int:
 
 
 def _stores_change(parsed: argparse.Namespace, change: Change, shard: str, urls: tuple[str, ...]) -> int:
-    from foreload.trainer.commands import store_moves
+    from foreload.trainer.commands import migrate
     from foreload.trainer.run.shard_change import ShardChange
 
-    moves = store_moves.run(parsed.run, parsed.store, ShardChange(change, shard, urls), parsed.moved)
+    moves = migrate.run(parsed.run, parsed.store, ShardChange(change, shard, urls), parsed.moved)
     return tell(parsed, moves, moves.text())
 
 

@@ -70,7 +70,7 @@ class Drill(RunObserver):
         self.job = job
         self.steps = StepTimes()
 
-    def see(self, trainer: int, event: TrainerEvent) -> None:
+    def on_event(self, trainer: int, event: TrainerEvent) -> None:
         """Note a step, or an evaluation."""
         if isinstance(event, StepEnded):
             self.steps.note(event.report, event.at)

@@ -14,8 +14,8 @@ from torch import Tensor
 from foreload.base.codec import to_stored
 from foreload.pipelines.schedule.format import LaneEvent
 from foreload.pipelines.schedule.kept import last_evaluation, last_occupants
+from foreload.pipelines.schedule.occupants import empty_slots, local_rows, rows_used
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.pipelines.schedule.sitting import empty_slots, local_rows, rows_used
 from foreload.trainer.checkpoints.saved_checkpoint import open_model
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.reports import without_calibration

@@ -74,9 +74,9 @@ class LostShard(FaultDrill):
         """A signal for the server of a shard."""
         return Fault(self.step, self.number, self.signal_number)
 
-    def see(self, trainer: int, event: TrainerEvent) -> None:
+    def on_event(self, trainer: int, event: TrainerEvent) -> None:
         """Note what becomes of the shard; once the fault is injected, see to its return."""
-        super().see(trainer, event)
+        super().on_event(trainer, event)
         match event:
             case FaultInjected(at=at):
                 self.injected = at

@@ -37,9 +37,9 @@ class LostTrainer(FaultDrill):
     normal_again = False  # after the fault, one trainer less does the same work
 
     def __init__(self, job: TrainJob, at: int | None = None, trainer: int | None = None, stop: bool = False) -> None:
-        if job.copies_held < 2:
+        if job.replicas_held < 2:
             raise SettingError(
-                f"--copies: a drill that loses a trainer needs 2 at least, so that another goes on with its lanes; got {job.copies_held} "
+                f"--copies: a drill that loses a trainer needs 2 at least, so that another goes on with its lanes; got {job.replicas_held} "
                 f"with --trainers {job.trainers}; give --trainers 2, and no --copies 1"
             )
         super().__init__(job, at, trainer, job.trainers, stop)
@@ -61,9 +61,9 @@ class LostTrainer(FaultDrill):
         """A signal that a trainer sends itself."""
         return TrainerFault(self.number, POINT, self.step, self.signal_number)
 
-    def see(self, trainer: int, event: TrainerEvent) -> None:
+    def on_event(self, trainer: int, event: TrainerEvent) -> None:
         """Note the terms that follow, and how copies are."""
-        super().see(trainer, event)
+        super().on_event(trainer, event)
         match event:
             case TrainerFaultInjected(at=at):
                 self.injected = at

@@ -227,7 +227,7 @@ def _setups(job: TrainJob, settings: Mapping[str, Any], pool: Pool) -> list[Setu
     most = max(min(settings["lanes"], pool.cores // job.threads), 1)
     setups = []
     for trainers in range(1, most + 1):
-        copies = replace(job, trainers=trainers).copies_held
+        copies = replace(job, trainers=trainers).replicas_held
         for shards in range(1, pool.stores + 1):
             parities = [Parity(1, 0), Parity(2, 1)] if job.parity is None else [job.parity]
             setups += [

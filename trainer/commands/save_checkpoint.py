@@ -29,7 +29,7 @@ from foreload.trainer.errors import CheckpointError
 from foreload.trainer.job.job_values import Policy
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.progress_bar import progress_bar
-from foreload.trainer.saved.saved_run import SavedRun, open_saved
+from foreload.trainer.saved.stopped_run import StoppedRun, open_stopped
 from foreload.trainer.storage import AnyFolder, place
 
 
@@ -67,7 +67,7 @@ def saved(
         return replace(Saved.of(save_while_training(run, to, folder)), deleted=())
     step = run.saved_status().step
     check_absent(folder, step)
-    with open_saved(path, store) as opened, progress_bar(0, "row") as bar:
+    with open_stopped(path, store) as opened, progress_bar(0, "row") as bar:
         totals = opened.status.totals
         width = next_bits(bits, opened.manifest, int(totals.get("steps", 0)), totals.get("seconds", 0.0), failures_a_day)
         plan = None if every is None else _plan(opened, every)
@@ -83,7 +83,7 @@ def saved(
     return replace(about, deleted=() if keep is None else tuple(prune(folder, run.manifest, keep)))
 
 
-def _plan(saved: SavedRun, every: int) -> Plan:
+def _plan(saved: StoppedRun, every: int) -> Plan:
     """The checkpoints to come, up to the end of the run's schedule, where its last one is."""
     if (saved.schedule.path / POSITION).exists():
         raise CheckpointError(
@@ -92,7 +92,7 @@ def _plan(saved: SavedRun, every: int) -> Plan:
     return Plan.of(saved.schedule, saved.status.step, every, saved.layouts, at_end=True)
 
 
-def _increment_of(path: AnyFolder, saved: SavedRun, bits: int) -> Increment:
+def _increment_of(path: AnyFolder, saved: StoppedRun, bits: int) -> Increment:
     base = Checkpoint.open(path)
     if why := why_no_base(base, saved.manifest, saved.status.step, bits):
         raise CheckpointError(f"--base: checkpoint {path} {why}; give another one, or leave it out")

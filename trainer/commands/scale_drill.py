@@ -75,9 +75,9 @@ class ScaleDrill(Drill):
         self._changes = [Change(*pair, header.first_step + apart * (place + 1) - 1) for place, pair in enumerate(pairs)]
         self._thread.start()
 
-    def see(self, trainer: int, event: TrainerEvent) -> None:
+    def on_event(self, trainer: int, event: TrainerEvent) -> None:
         """Note a step, after which a change may be due."""
-        super().see(trainer, event)
+        super().on_event(trainer, event)
         if isinstance(event, StepEnded):
             with self._stepped:
                 self._last = max(self._last, event.report.step)

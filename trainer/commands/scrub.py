@@ -40,7 +40,7 @@ from foreload.trainer.run.servers import asked, servers_of
 from foreload.trainer.saved.expected_rows import given_ordinals, table_rows, write_expected_rows
 from foreload.trainer.saved.kept import schedule_of
 from foreload.trainer.saved.run_rows import own_rows
-from foreload.trainer.saved.saved_run import open_saved
+from foreload.trainer.saved.stopped_run import open_stopped
 
 POLL = timedelta(milliseconds=300)
 
@@ -114,7 +114,7 @@ def run(path: str, store: str | None, moved: bool = False) -> Scrubbed:
     if status.state == "training" and (scrubbed_run.manifest.local_stores is None or (local is not None and any(local.pids))):
         with locked(scrubbed_run.path), _broken_off(scrubbed_run, store, moved) as (stored, schedule):
             return _scrub(stored, schedule, None, [None] * scrubbed_run.manifest.lanes)
-    with open_saved(path, store, own=partial(own_rows, moved=moved)) as saved:
+    with open_stopped(path, store, own=partial(own_rows, moved=moved)) as saved:
         return _scrub(saved.stored, saved.schedule, saved.status.step, list(saved.last_batches))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from foreload.base.errors import ForeloadError, SettingError
 from foreload.base.interrupts import heeded_afterwards
-from foreload.base.settings import names_by_resume, read_job_file, settings_of
+from foreload.base.settings import named, names_by_resume, read_job_file, settings_of
 from foreload.cache.errors import CacheError
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import named_or_newest
@@ -115,7 +115,7 @@ def call_values(given: Mapping[str, Any], job_file: str | Path | None) -> tuple[
     """
     in_file = {} if job_file is None else read_job_file(job_file, "train", TrainJob, ["json"])
     summary = in_file.pop("json", None)
-    values = in_file | dict(given)
+    values = in_file | named(TrainJob, given, "train:")
     return (values if values.get("resume") == AUTO else _completed(values)), summary
 
 

@@ -42,7 +42,7 @@ def check_loss(loss: OwnLoss, spec: ModelSpec) -> None:
     what, shape = f"--loss {loss.name}", spec.output_shape(_SAMPLES)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        outputs, labels = torch.randn(shape, requires_grad=True), _made_up_labels(spec)
+        outputs, labels = torch.randn(shape, requires_grad=True), _synthetic_labels(spec)
         losses = loss(outputs, labels)
         gradient = _gradient(what, losses, outputs)
         for place, value in enumerate((losses, gradient)):
@@ -64,7 +64,7 @@ def check_loss(loss: OwnLoss, spec: ModelSpec) -> None:
                 )
 
 
-def _made_up_labels(spec: ModelSpec) -> Tensor:
+def _synthetic_labels(spec: ModelSpec) -> Tensor:
     """float32, in the shape of outputs: clicks are 0 and 1 by turns, numbers from 0.5 to 1.5."""
     clicks, numbers = torch.arange(_SAMPLES) % 2, torch.rand(_SAMPLES) + 0.5
     columns = [clicks.float() if kind == "click" else numbers for kind in spec.label_kinds]

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from foreload.trainer.compute.metrics import log_losses, squared_errors
 from foreload.trainer.errors import ModelError
-from foreload.trainer.models.faults import raised_at
+from foreload.trainer.models.diagnosis import raised_at
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Called with outputs and labels, both float32 [b] or [b, labels]: a loss for each sample, float32 [b]."""

@@ -218,7 +218,7 @@ class TrainJob:
         None, integer(1),
         "how many trainers hold each lane's rows, its own included: one less may be lost at once; by default 2 where there are so many, "
         "but 1 under a scheduler and with --device cuda",
-        _WHERE, metavar="N", resume="free",
+        _WHERE, metavar="N", resume="free", alias="replicas",
     )  # fmt: skip
     peer_timeout: float | None = setting(
         None, number(0.1), "seconds of silence after which a trainer counts as lost; by default 5 with copies, else 300",
@@ -407,15 +407,15 @@ class TrainJob:
         """How long another trainer may be silent."""
         if self.peer_timeout is not None:
             return timedelta(seconds=self.peer_timeout)
-        return timedelta(seconds=5 if self.copies_wanted > 1 else 300)
+        return timedelta(seconds=5 if self.replicas_wanted > 1 else 300)
 
     @property
-    def copies_held(self) -> int:
+    def replicas_held(self) -> int:
         """How many trainers hold each lane's rows when training begins, its own included."""
-        return min(self.copies_wanted, self.trainers)
+        return min(self.replicas_wanted, self.trainers)
 
     @property
-    def copies_wanted(self) -> int:
+    def replicas_wanted(self) -> int:
         """How many trainers are to hold each lane's rows, its own included, as soon as there are so many."""
         if under_scheduler():
             return 1  # it ends the other trainers where one dies

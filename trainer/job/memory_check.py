@@ -39,7 +39,7 @@ def check_fit(job: TrainJob, schedule: Schedule) -> str:
     taken = lane_bytes(slots, columns, with_base=protected)
     limit = job.memory.bytes if job.memory is not None else header.settings.get("memory_bytes")
     words = f"{header.lanes} lanes x {slots:,} slots, {readable(taken)} a lane with staging"
-    copy_bytes, further = slot_bytes(columns, with_base=False) * slots, job.copies_held - 1
+    copy_bytes, further = slot_bytes(columns, with_base=False) * slots, job.replicas_held - 1
     _check_copies(job, header.lanes, taken, copy_bytes)
     if further:
         words += f"; {further} further cop{'y' if further == 1 else 'ies'} of each, {readable(copy_bytes)} apiece"
@@ -72,12 +72,12 @@ def _check_copies(job: TrainJob, lanes: int, taken: int, copy_bytes: int) -> Non
     """
     lanes_here, available = -(-lanes * job.trainers_here // job.trainers), available_bytes()
     held = taken * lanes_here
-    held_by_others = held + copy_bytes * lanes_here * (job.copies_held - 1)
+    held_by_others = held + copy_bytes * lanes_here * (job.replicas_held - 1)
     with_checkpoints = held_by_others + copy_bytes * lanes_here * job.saves_checkpoints
     refused = f"in the {job.trainers_here} of this machine, where {readable(available)} are available"
     if held <= available < held_by_others:
         raise SettingError(
-            f"--copies: {job.copies_held} trainers hold each lane, which takes {readable(held_by_others)} {refused}; give --copies 1, with which the "
+            f"--copies: {job.replicas_held} trainers hold each lane, which takes {readable(held_by_others)} {refused}; give --copies 1, with which the "
             "loss of a trainer ends the call, or prepare with fewer --slots"
         )
     if held_by_others <= available < with_checkpoints:

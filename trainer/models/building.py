@@ -13,7 +13,7 @@ from torch import nn
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.built_in import MODELS
 from foreload.trainer.models.checking import check_built_alike, check_model
-from foreload.trainer.models.faults import raised_at
+from foreload.trainer.models.diagnosis import raised_at
 from foreload.trainer.models.fitting import check_fits
 from foreload.trainer.models.generators import seeded
 from foreload.trainer.models.importing import load_named

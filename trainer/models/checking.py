@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from foreload.trainer.errors import ModelError
+from foreload.trainer.models.diagnosis import check_outputs, first_not_finite, not_finite_gradient, raised_at
 from foreload.trainer.models.dlrm import little_to_interact
-from foreload.trainer.models.faults import check_outputs, first_not_finite, not_finite_gradient, raised_at
 from foreload.trainer.models.fitting import model_name
 from foreload.trainer.models.generators import states_beside_torch
 from foreload.trainer.models.hidden_state import first_change, hidden_state

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foreload.base.arguments import checked
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.arguments import Arguments, Columns, DenseValues
-from foreload.trainer.models.faults import raised_at
+from foreload.trainer.models.diagnosis import raised_at
 from foreload.trainer.models.feature_text import FeatureFile, WrappedFeature
 from foreload.trainer.models.given_weights import Drawn
 from foreload.trainer.models.ids import Path

@@ -46,7 +46,7 @@ def exits_told(who: str) -> Iterator[None]:
 
 def exit_error(who: str, error: SystemExit) -> ModelError:
     """What a call that would end the process is told as."""
-    from foreload.trainer.models.faults import raised_at  # which needs torch
+    from foreload.trainer.models.diagnosis import raised_at  # which needs torch
 
     call = "os._exit" if isinstance(error, _Exit) else "sys.exit"
     given = "" if error.code is None else repr(error.code)

@@ -121,7 +121,7 @@ class RunReport:
         self._waiting.setdefault(report.step, {})[trainer] = report
         self._count(report.step)
 
-    def now_members(self, members: Iterable[int], step: int) -> None:
+    def on_term(self, members: Iterable[int], step: int) -> None:
         """Change who tells of the steps after `step`.
 
         Where a trainer that is no member any more did not tell of a step before, the step's rows are those of the schedule, and its line says whose

@@ -34,7 +34,7 @@ from foreload.trainer.saved.expected_rows import given_ordinals
 from foreload.trainer.saved.kept import schedule_of
 from foreload.trainer.saved.row_check import check_rows
 from foreload.trainer.saved.run_rows import own_rows
-from foreload.trainer.saved.saved_run import leave_stores, saved_run_at
+from foreload.trainer.saved.stopped_run import leave_stores, stopped_run_at
 
 PATIENCE = timedelta(milliseconds=100)  # between two looks at how far the work is
 
@@ -118,7 +118,7 @@ def _rebuild_lost(run: Run, manifest: Manifest, job: TrainJob, status: Status) -
         whole = True
         if job.digest:
             with Store.connect(asked(urls), silence, placement.r) as whole_store:
-                digest = saved_run_at(run, whole_store, run.saved_status()).digest()
+                digest = stopped_run_at(run, whole_store, run.saved_status()).digest()
     return lost, digest
 
 

@@ -53,7 +53,7 @@ def check_dense(model: BlockModel, dense_width: int, name: str) -> None:
         return logits
 
     with torch.random.fork_rng(devices=[]):
-        check_apart(name, model, forward, *made_up(model, dense_width, _TRACED))
+        check_apart(name, model, forward, *synthetic_inputs(model, dense_width, _TRACED))
 
 
 def check_onnx() -> None:
@@ -68,7 +68,9 @@ def trace(model: BlockModel, dense_width: int, name: str) -> torch.export.Export
     batch = torch.export.Dim("batch")
     try:
         with torch.no_grad(), _quiet():
-            program = torch.export.export(model, made_up(model, dense_width, _TRACED), dynamic_shapes=({0: batch}, {0: batch}))
+            program = torch.export.export(
+                model, synthetic_inputs(model, dense_width, _TRACED), dynamic_shapes=({0: batch}, {0: batch})
+            )
     except Exception as error:  # a user's module may do anything
         raise ExportError(
             f"--format torch: torch.export cannot follow forward of {name}: {type(error).__name__}: {_reason(error)}; make it operations of "
@@ -95,7 +97,7 @@ def write_program(program: torch.export.ExportedProgram, path: Path, model: Bloc
                 "for its parameters alone"
             ) from error
     for samples in _TRIED:
-        given = made_up(model, dense_width, samples)
+        given = synthetic_inputs(model, dense_width, samples)
         with torch.no_grad():
             wanted, got = model(*given), written(*given)
         if wanted.shape != got.shape or not torch.allclose(wanted, got, rtol=_NEAR, atol=_NEAR):
@@ -138,7 +140,7 @@ def _try_onnx(path: Path, model: BlockModel, dense_width: int, name: str) -> Non
             given.name for given in session.get_inputs()
         }  # an input that a model does not use is none of its program
         for samples in _TRIED:
-            given = dict(zip(("dense", "block"), made_up(model, dense_width, samples), strict=True))
+            given = dict(zip(("dense", "block"), synthetic_inputs(model, dense_width, samples), strict=True))
             (got,) = session.run(["logits"], {key: value.numpy() for key, value in given.items() if key in wanted_inputs})
             with torch.no_grad():
                 wanted = model(**given).numpy()
@@ -155,7 +157,7 @@ def _try_onnx(path: Path, model: BlockModel, dense_width: int, name: str) -> Non
         ) from error
 
 
-def made_up(model: BlockModel, dense_width: int, samples: int) -> tuple[Tensor, Tensor]:
+def synthetic_inputs(model: BlockModel, dense_width: int, samples: int) -> tuple[Tensor, Tensor]:
     """Dense values [samples, n] and a block [samples, F, W], which follow from the number of samples."""
     generator = torch.Generator().manual_seed(samples)
     layout = model._layout

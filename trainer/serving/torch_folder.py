@@ -30,7 +30,7 @@ from foreload.trainer.saved.model_rows import ModelRows, RowsByTable
 from foreload.trainer.saved.saved_model import SavedModel, encoder_of
 from foreload.trainer.saved.trained_model import dense_module
 from foreload.trainer.serving import own_module, plain_files, raw_values, standalone
-from foreload.trainer.serving.dense_program import BlockModel, check_dense, made_up, trace, write_onnx, write_program
+from foreload.trainer.serving.dense_program import BlockModel, check_dense, synthetic_inputs, trace, write_onnx, write_program
 from foreload.trainer.serving.format import ExportRows, TableWriter, file_entries
 from foreload.trainer.serving.plain_files import weights_of
 
@@ -143,7 +143,7 @@ def _write_dense(model: SavedModel, folder: Path, options: TorchOptions) -> dict
 def _write_weights(model: SavedModel, folder: Path, block: BlockModel, width: int) -> dict[str, Any]:
     """The parameters and buffers, and logits by which `load` knows that it has the same module."""
     (folder / WEIGHTS).write_bytes(save({name: value.clone().contiguous() for name, value in weights_of(block.module).items()}))
-    dense, rows = made_up(block, width, _TRIED)
+    dense, rows = synthetic_inputs(block, width, _TRIED)
     with torch.no_grad():
         logits = block(dense, rows).contiguous()
     (folder / TRIED).write_bytes(save({"dense": dense, "block": rows, "logits": logits}))

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from foreload.pipelines.schedule.format import Event
 from foreload.trainer.compute.reports import StepReport
-from foreload.trainer.step.copies import LaneCopy
 from foreload.trainer.step.exchange import ExchangePlan
 from foreload.trainer.step.hosted_lanes import HostedLanes
 from foreload.trainer.step.parts import TrainerParts
+from foreload.trainer.step.replicas import LaneReplica
 from foreload.trainer.step.replication import Replica, Replication
 from foreload.trainer.step.term_session import TermSession
 from foreload.trainer.step.undo import StepUndo
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class TermPosition:
     """Where a trainer stands when its term is over.
 
     step: the last step applied here of which its copies have all, too; copies: the lanes whose copies here lack nothing. stopping: training was to
@@ -48,7 +48,7 @@ class Commits:
         parts: TrainerParts,
         lanes: HostedLanes,
         session: TermSession,
-        copies: dict[int, LaneCopy],
+        copies: dict[int, LaneReplica],
         step: int,
         seeded: Iterable[tuple[int, int]],
         seeds_first: bool,
@@ -56,7 +56,8 @@ class Commits:
     ) -> None:
         """step: the last one committed; copies: those held here, of the state after it; seeded: as `Replication` has it.
 
-        seeds_first: whether the others are seeded before training begins, or while it goes on; stopping: as the term before left it in `Standing`.
+        seeds_first: whether the others are seeded before training begins, or while it goes on; stopping: as the term before left it in
+        `TermPosition`.
         """
         self._seeds_first = seeds_first
         self._lanes, self._session, self.copies = lanes, session, copies
@@ -166,11 +167,11 @@ class Commits:
         for lane in lanes:
             self.copies[lane] = self._lanes.give_away(lane)
 
-    def standing(self) -> Standing:
+    def position(self) -> TermPosition:
         """What this trainer tells when the term is over."""
         self._install()
         complete = tuple(lane for lane, copy in self.copies.items() if copy.complete)
-        return Standing(self.applied if self._has_all() else self.committed, complete, self._stopping)
+        return TermPosition(self.applied if self._has_all() else self.committed, complete, self._stopping)
 
     def _has_all(self) -> bool:
         """Whether the step applied could be committed here."""
@@ -180,10 +181,10 @@ class Commits:
     def roll_back(self, step: int) -> None:
         """Bring lanes, copies and the dense part to the state after `step`, before the next boundary.
 
-        step: the least of what all that are there stand at: the committed one, or that of this trainer's standing.
+        step: the least of what all that are there stand at: the committed one, or that of this trainer's position.
         """
-        if step not in (self.committed, self.standing().step):
-            raise ValueError(f"step: must be {self.committed} or {self.standing().step}, got {step}")
+        if step not in (self.committed, self.position().step):
+            raise ValueError(f"step: must be {self.committed} or {self.position().step}, got {step}")
         if step > self.committed:
             self.commit()
         self._install()

@@ -19,7 +19,7 @@ from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.format import Arrivals, Event, LaneEvent
 from foreload.trainer.compute.kernels import Kernels
 from foreload.trainer.step.clock import Clock
-from foreload.trainer.step.copies import LaneCopy
+from foreload.trainer.step.replicas import LaneReplica
 
 
 @nb.njit(nogil=True, cache=True)
@@ -83,7 +83,7 @@ class HostedLanes:
         self._handed[plan.lane] = plan.released_boundary
         self._arrivals[plan.lane] = np.full(partition.slots, -1, np.int32)
 
-    def give_away(self, lane: int) -> LaneCopy:
+    def give_away(self, lane: int) -> LaneReplica:
         """Host a lane no more, whose next owner has a copy of it: what was handed over is written back, what sits in slots stays, as another copy.
 
         To be called between steps, where every boundary that was passed is committed or undone. Raises CacheError.
@@ -92,7 +92,7 @@ class HostedLanes:
         released, _ = self.traffic.released(lane)
         batch = self.traffic.release_lane(lane)
         del self._arrivals[lane], self._handed[lane]
-        return LaneCopy.of_owner(lane, self.partitions.pop(lane), self.given.pop(lane), (released, batch))
+        return LaneReplica.of_owner(lane, self.partitions.pop(lane), self.given.pop(lane), (released, batch))
 
     def weights(self) -> dict[int, Tensor]:
         """Lane -> float32 [slots, W]: the partitions themselves, no copies."""

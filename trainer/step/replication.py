@@ -20,9 +20,9 @@ from foreload.cache.rows.partition import Partition
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.format import LaneEvent
 from foreload.trainer.compute.kernels import Kernels
-from foreload.trainer.step.copies import LaneCopy
 from foreload.trainer.step.exchange import REPLICA, ExchangePlan
 from foreload.trainer.step.hosted_lanes import HostedLanes
+from foreload.trainer.step.replicas import LaneReplica
 from foreload.trainer.step.seeding import Seeding, Seeds
 from foreload.trainer.step.transport import Transport, Work
 
@@ -103,7 +103,7 @@ class Replication:
         copy_map: Sequence[Iterable[int]],
         kernels: Kernels,
         lanes: HostedLanes,
-        copies: Mapping[int, LaneCopy],
+        copies: Mapping[int, LaneReplica],
         seeded: Iterable[tuple[int, int]],
     ) -> None:
         self._transport, self._kernels, self._lanes, self.copies = transport, kernels, lanes, copies
@@ -191,7 +191,7 @@ class Replication:
                 copy.note_released(*heads[2 * place : 2 * place + 2])
         self.seeding.install(replica.seeds, replica.step)
 
-    def _put_exchanged(self, copy: LaneCopy, part: LanePart, peer: int, following: ExchangePlan) -> None:
+    def _put_exchanged(self, copy: LaneReplica, part: LanePart, peer: int, following: ExchangePlan) -> None:
         """Weights that the next step's exchange has brought."""
         moves, weights = following.events[part.lane], copy.partition.weights
         places = _places_of(part.later, moves.slots, moves.users, self._masks[self._transport.rank], copy.scratch)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from foreload.cache.rows.partition import Partition
-from foreload.trainer.step.copies import LaneCopy
 from foreload.trainer.step.exchange import SEED
 from foreload.trainer.step.hosted_lanes import HostedLanes
+from foreload.trainer.step.replicas import LaneReplica
 from foreload.trainer.step.transport import Transport, Work
 
 SLOTS_AT_ONCE = 1 << 16  # of a stretch where nobody trains yet
@@ -56,7 +56,7 @@ class Seeding:
         lane_map: Sequence[int],
         to: Mapping[int, list[int]],
         lanes: HostedLanes,
-        copies: Mapping[int, LaneCopy],
+        copies: Mapping[int, LaneReplica],
         seeded: Iterable[tuple[int, int]],
     ) -> None:
         self._transport, self._map, self._lanes, self._copies = transport, tuple(lane_map), lanes, copies

@@ -10,8 +10,8 @@ from typing import Any
 from foreload.trainer.checkpoints.best import Best, best_in
 from foreload.trainer.checkpoints.part import GRACE_SECONDS
 from foreload.trainer.cluster.coordinator.folder_work import FolderWork
-from foreload.trainer.cluster.messages.board import Board
 from foreload.trainer.cluster.messages.facts import GoOnAfter, StopWanted
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.storage import AnyFolder
 
@@ -36,13 +36,15 @@ class BestEvaluation:
     it did so in all.
     """
 
-    def __init__(self, folder: AnyFolder, run_id: str, metric: str | None, board: Board, folder_work: FolderWork) -> None:
+    def __init__(
+        self, folder: AnyFolder, run_id: str, metric: str | None, rendezvous: Rendezvous, folder_work: FolderWork
+    ) -> None:
         """folder: of checkpoints; metric: as --keep-best names it."""
         noted = best_in(folder, run_id)
         self.noted = noted if noted is not None and noted.metric == metric else None
         self.held: HeldTraining | None = None
         self.seconds_waited = 0.0
-        self._folder, self._board, self._folder_work = folder, board, folder_work
+        self._folder, self._rendezvous, self._folder_work = folder, rendezvous, folder_work
 
     def note(self, best: Best) -> None:
         """The checkpoint of its step is there."""
@@ -64,11 +66,11 @@ class BestEvaluation:
         """Whether training has waited for long enough, as it is to end, or to change trainers. goes_on: it is not."""
         held = self.held
         assert held is not None
-        if held.until is None and (not goes_on or self._board.poll(StopWanted) is not None):
+        if held.until is None and (not goes_on or self._rendezvous.poll(StopWanted) is not None):
             held.until = time.monotonic() + GRACE_SECONDS
         return held.until is not None and time.monotonic() > held.until
 
-    def has_copy(self) -> float:
+    def has_replica(self) -> float:
         """All that wait have made their copy, and go on; returns how long they waited, in seconds."""
         assert self.held is not None
         waited = time.monotonic() - self.held.since
@@ -80,8 +82,8 @@ class BestEvaluation:
         """Have training wait no more, though there is to be no checkpoint of its step. missing: why."""
         held = self.held
         assert held is not None
-        self.has_copy()
-        self._board.publish(GoOnAfter(), held.term, held.best.step)
+        self.has_replica()
+        self._rendezvous.publish(GoOnAfter(), held.term, held.best.step)
         tell_missing(held.best, missing)
 
     def summary(self) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from foreload.trainer.cluster.coordinator.best_evaluation import OVERDUE, BestEv
 from foreload.trainer.cluster.coordinator.checkpoint_under_way import CheckpointUnderWay, Opened
 from foreload.trainer.cluster.coordinator.folder_work import FolderWork
 from foreload.trainer.cluster.coordinator.wanted_checkpoints import Wanted, WantedCheckpoints, why_over
-from foreload.trainer.cluster.messages.board import Board
 from foreload.trainer.cluster.messages.facts import CheckpointReady, GoOnAfter
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import (
     CheckpointArmed,
     CheckpointFailed,
@@ -60,7 +60,7 @@ class Checkpointing:
         schedule: Schedule,
         layouts: Sequence[RowLayout],
         manifest: Callable[[], Manifest],
-        board: Board,
+        rendezvous: Rendezvous,
         report: RunReport,
         tell_all: Callable[[TrainerCommand], None],
         at_point: Callable[[str], None],
@@ -74,10 +74,10 @@ class Checkpointing:
         self.wanted = WantedCheckpoints(job, self._folder, schedule.header)
         self._events = events
         self._layouts, self._manifest = layouts, manifest
-        self._board, self._report, self._tell_all, self._at_point = board, report, tell_all, at_point
+        self._rendezvous, self._report, self._tell_all, self._at_point = rendezvous, report, tell_all, at_point
         self._saving: CheckpointUnderWay | None = None
         self._folder_work = FolderWork()
-        self._best = BestEvaluation(self._folder, manifest().run_id, self._metric, board, self._folder_work)
+        self._best = BestEvaluation(self._folder, manifest().run_id, self._metric, rendezvous, self._folder_work)
         self._discarded: list[AnyDraft] = []
         self._count = 0
         self.saved = self.failed = 0
@@ -85,7 +85,7 @@ class Checkpointing:
         self._last_here: int | None = None  # in the folder of this call
         self._last_bits: int | None = None
 
-    def see(self, members: Sequence[int], goes_on: bool) -> None:
+    def poll(self, members: Sequence[int], goes_on: bool) -> None:
         """Go on with the one under way, or begin the next. goes_on: training does, so that one can be begun."""
         if self._best.held is not None:
             self._see_held(self._best.held, goes_on)
@@ -99,7 +99,7 @@ class Checkpointing:
             return
         if not saving.ready and saving.armed >= set(members):
             saving.ready = True
-            self._board.publish(CheckpointReady(), saving.number)
+            self._rendezvous.publish(CheckpointReady(), saving.number)
         try:
             if saving.best is not None and saving.taken and saving.opening is None and self.wanted.may_begin():
                 self._open(saving)
@@ -119,10 +119,10 @@ class Checkpointing:
 
     def finish(self, members: Sequence[int]) -> None:
         """Training is over: publish what all have written."""
-        self.see(members, goes_on=False)
+        self.poll(members, goes_on=False)
         if self._saving is not None and self._saving.publishing is not None:
             wait([self._saving.publishing], GRACE_SECONDS)
-            self.see(members, goes_on=False)
+            self.poll(members, goes_on=False)
 
     def _make_room(self) -> None:
         """Give up the one under way where another one is to be before."""
@@ -172,25 +172,25 @@ class Checkpointing:
         best = self._best.so_far(None if saving is None else saving.best)
         better = measured.is_better_than(None if best is None else best.value)
         best = Best(self._manifest().run_id, self._metric, measured.value, report.step)
-        has_copy = (
+        has_replica = (
             saving is not None and bool(saving.taken) and saving.step == report.step and saving.wanted.folder == self._folder
         )
         there = self._last_here == report.step
-        if better and told.waits_in is not None and not there and not has_copy:
+        if better and told.waits_in is not None and not there and not has_replica:
             self._best.held = HeldTraining(told.waits_in, best)
             return
         if better and there:
             self._best.note(best)
-        elif better and not has_copy:
+        elif better and not has_replica:
             tell_missing(best, "the copy of it was given up")
-        if saving is not None and has_copy:
+        if saving is not None and has_replica:
             saving.best = best if better else saving.best
             if saving.opening is None and better:
                 self._open(saving)
             elif saving.opening is None and saving.best is None:
                 self._give_up("it is not the best", again=True)
         if told.waits_in is not None:
-            self._board.publish(GoOnAfter(), told.waits_in, report.step)
+            self._rendezvous.publish(GoOnAfter(), told.waits_in, report.step)
 
     def _open(self, saving: CheckpointUnderWay) -> None:
         """Its step is known: make the draft of it, unless it is there already, from before the run was broken off."""
@@ -256,13 +256,13 @@ class Checkpointing:
                 if first and (saving.best is not None or (every is not None and (event.step + 1) % every == 0)):
                     self._open(saving)
                 if held is not None and held.number == saving.number:
-                    saving.seconds_waited = self._best.has_copy()
+                    saving.seconds_waited = self._best.has_replica()
             case CheckpointWritten():
                 saving.written[trainer] = event
             case CheckpointFailed():
                 self._give_up(f"trainer {trainer}: {event.error}")
 
-    def now_members(self) -> None:
+    def on_term(self) -> None:
         """The trainers, or their lanes, are others now: what they have not written cannot be finished, and what they waited behind is told again."""
         held, self._best.held = self._best.held, None
         if self._saving is not None and self._saving.publishing is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from foreload.trainer.cluster.coordinator.lane_copies import LaneCopies
+from foreload.trainer.cluster.coordinator.lane_replicas import LaneReplicas
 from foreload.trainer.cluster.coordinator.membership import Membership
-from foreload.trainer.cluster.coordinator.row_moves import RowMoves
+from foreload.trainer.cluster.coordinator.row_migration import RowMigration
 from foreload.trainer.cluster.coordinator.run_requests import RunRequests
 from foreload.trainer.cluster.coordinator.scaling import Scaling
 from foreload.trainer.cluster.coordinator.spawned_trainers import SpawnedTrainers
@@ -49,12 +49,12 @@ class ControlAnswers:
         members: Membership,
         trainers: SpawnedTrainers,
         shards: StoreShards,
-        copies: LaneCopies,
+        copies: LaneReplicas,
         run_requests: RunRequests,
         scaling: Scaling,
         report: RunReport,
         checkpoints: WantedCheckpoints,
-        moves: RowMoves,
+        moves: RowMigration,
     ) -> None:
         self._checkpoints, self._moves = checkpoints, moves
         self._phase, self._members, self._trainers, self._shards, self._copies = phase, members, trainers, shards, copies

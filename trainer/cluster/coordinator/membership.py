@@ -7,8 +7,8 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from datetime import timedelta
 
 from foreload.trainer.cluster.coordinator.terms import NO_CHANGE, changed_term, next_term, wants_change
-from foreload.trainer.cluster.messages.board import Board, clear_agreement
 from foreload.trainer.cluster.messages.facts import Admitted, HandedOver, Lease, StopWanted, Term, TermBegins, TermOver
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous, clear_agreement
 from foreload.trainer.cluster.messages.trainers import CopiesTold, Ready, TermLeft
 from foreload.trainer.errors import LanesLost, after_step
 from foreload.trainer.job.succession import ONE_MACHINE, next_hosts
@@ -36,7 +36,7 @@ FRUITLESS_TERMS = (
 class Membership:
     """The members of a job through its terms. One thread uses it.
 
-    term: the one that is on the board; ready: who has told in it that it can begin. copies: how many trainers are to have each lane, where
+    term: the one that is in the rendezvous store; ready: who has told in it that it can begin. copies: how many trainers are to have each lane, where
     there are so many; silence: after which one that renews no lease is lost. raise_term: notes a term's number in RUN before anyone owns lanes in it.
     kill: ends a trainer's process, if it is this machine's, and returns whether it is dead. tell: what the user is told, a line; events: where what
     befalls the run is noted; machines: which one each trainer is on.
@@ -46,7 +46,7 @@ class Membership:
 
     def __init__(
         self,
-        board: Board,
+        rendezvous: Rendezvous,
         term: Term,
         copies: int,
         silence: timedelta,
@@ -57,7 +57,7 @@ class Membership:
         clock: Callable[[], float] = time.monotonic,
         machines: Mapping[int, str] = ONE_MACHINE,
     ) -> None:
-        self._board, self.term, self._copies, self._silence = board, term, copies, silence
+        self._rendezvous, self.term, self._copies, self._silence = rendezvous, term, copies, silence
         self._raise_term, self._kill, self._tell, self._clock = raise_term, kill, tell, clock
         self._events, self._machines = events, machines
         self.ready: dict[int, Ready] = {}
@@ -75,7 +75,7 @@ class Membership:
         self._fruitless = 0
         self._leases: dict[int, tuple[int, float]] = {}  # trainer -> its last count, and when that came
         self._looked_at = clock()
-        board.publish(term, term.number)
+        rendezvous.publish(term, term.number)
 
     @property
     def survives(self) -> bool:
@@ -116,7 +116,7 @@ class Membership:
             case CopiesTold():
                 self._complete[trainer] = {lane for lane, copy in event.copies.items() if copy.complete}
 
-    def see(self, gone: Mapping[int, str], ended: Iterable[int], may_change: bool = True) -> bool:
+    def poll(self, gone: Mapping[int, str], ended: Iterable[int], may_change: bool = True) -> bool:
         """See to the term: end it where a member is gone, begin the next one when all that are there have left. Returns whether one began.
 
         gone: whose process has ended before its time, and how; ended: who needs no other trainer any more; may_change: whether a term may be ended so
@@ -136,14 +136,14 @@ class Membership:
                     may_change
                     and self.begun
                     and not self._asked
-                    and wants_change(self.term, self._complete_copies(), self.change)
+                    and wants_change(self.term, self._complete_replicas(), self.change)
                 ):
                     self._asked = True
-                    self._board.publish(StopWanted(self.term.number))
+                    self._rendezvous.publish(StopWanted(self.term.number))
                 return False
             self._over_at = self._clock()
             if self._lost or not planned:
-                self._board.publish(TermOver(), self.term.number)
+                self._rendezvous.publish(TermOver(), self.term.number)
         # Who has ended is needed, too, by those that have not.
         self._lost = dead | self._lost
         present = [trainer for trainer in self.term.members if trainer not in self._lost]
@@ -172,7 +172,7 @@ class Membership:
         self._waited_for = alive
         return True
 
-    def _complete_copies(self) -> list[set[int]]:
+    def _complete_replicas(self) -> list[set[int]]:
         """Of each lane, the trainers with complete copies by now."""
         return [
             {*complete, *(trainer for trainer, lanes in self._complete.items() if lane in lanes)}
@@ -182,31 +182,31 @@ class Membership:
     def _see_handed_over(self, gone: Mapping[int, str]) -> None:
         """See to those that left with the term before: once one is dead, nobody waits for what it hands over, and one that is too slow is ended."""
         for trainer in list(self._handing):
-            handed = self._board.poll(HandedOver, self.term.number, trainer) is not None
+            handed = self._rendezvous.poll(HandedOver, self.term.number, trainer) is not None
             if not handed and (trainer in gone or self._clock() - self._stated_at > LEAVE_TIMEOUT.total_seconds()):
                 self._kill(trainer)
-                self._board.publish(HandedOver(), self.term.number, trainer)
+                self._rendezvous.publish(HandedOver(), self.term.number, trainer)
                 handed = True
             if handed:
                 self._handing.discard(trainer)
 
     def _begin_next(self, present: list[int]) -> None:
-        before, standings = self.term, {trainer: self._left[trainer] for trainer in present}
-        if not self._lost and all(standing.why is None for standing in standings.values()):
+        before, positions = self.term, {trainer: self._left[trainer] for trainer in present}
+        if not self._lost and all(position.why is None for position in positions.values()):
             killed = []
-            self.term = changed_term(before, standings, self._copies, self.change, self._machines)
+            self.term = changed_term(before, positions, self._copies, self.change, self._machines)
         else:
-            if not self._lost and not any(standing.keeps for standing in standings.values()):
+            if not self._lost and not any(position.keeps for position in positions.values()):
                 # All are alive: a connection between two of them broke.
                 self._fruitless += 1
                 if self._fruitless >= FRUITLESS_TERMS and len(present) > 1:
                     last = present.pop()
-                    self._lost[last] = f"the trainers cannot reach each other ({standings.pop(last).why})"
+                    self._lost[last] = f"the trainers cannot reach each other ({positions.pop(last).why})"
             killed = [self._kill(trainer) for trainer in self._lost]
             for trainer, why in self._lost.items():
                 self._events.note(TrainerLost(trainer=trainer, cause=why))
             try:
-                self.term = next_term(before, standings, self._copies, all(killed), self._machines)
+                self.term = next_term(before, positions, self._copies, all(killed), self._machines)
             except LanesLost as error:
                 raise LanesLost(error.lanes, error.trainers, self._lost) from None
         if self.term.committed > before.committed:
@@ -215,15 +215,15 @@ class Membership:
         self._tell_lost(before)
         self._tell_changed(before)
         self._raise_term(self.term.number)
-        clear_agreement(self._board, before)
+        clear_agreement(self._rendezvous, before)
         self.lost = tuple(self._lost)
         self.ready, self._left, self._lost, self._over_at, self.begun = {}, {}, {}, None, False
         self._waited_for = []
         self._complete, self._asked, self._stated_at = {}, False, self._clock()
         self._handing = {former for former in self.term.former if former is not None} - set(self.term.members)
-        self._board.publish(self.term, self.term.number)
+        self._rendezvous.publish(self.term, self.term.number)
         for trainer in set(self.term.members) - set(before.members):
-            self._board.publish(Admitted(self.term.number), trainer)
+            self._rendezvous.publish(Admitted(self.term.number), trainer)
 
     def _tell_lost(self, before: Term) -> None:
         """Tell of those that were lost, and who has their lanes."""
@@ -267,7 +267,7 @@ class Membership:
         if self.begun or self._over_at is not None or not self.all_ready:
             return False
         self.begun = True
-        self._board.publish(TermBegins(), self.term.number)
+        self._rendezvous.publish(TermBegins(), self.term.number)
         self._events.note(TermBegan(members=self.term.members, lanes=self.term.hosts))
         return True
 
@@ -282,7 +282,7 @@ class Membership:
         self._looked_at = now
         silent = []
         for trainer in self.term.members:
-            lease = self._board.poll(Lease, trainer)
+            lease = self._rendezvous.poll(Lease, trainer)
             if lease is None:
                 continue  # it is still starting; if it dies, its process ends
             known = self._leases.get(trainer)

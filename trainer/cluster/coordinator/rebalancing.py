@@ -77,7 +77,7 @@ class Rebalancing:
         """A trainer has trained a step."""
         self._window.add(trainer, report)
 
-    def see(self, members: Membership) -> None:
+    def poll(self, members: Membership) -> None:
         """Have lanes move, if it is time. To be called after whoever else says what is to change, which comes first."""
         term = members.term
         if term.number != self._term:

@@ -64,7 +64,7 @@ class RunRequests:
         self._scrub: _Scrub | None = None
         self._count: _Count | None = None
 
-    def now_members(self, members: Iterable[int]) -> None:
+    def on_term(self, members: Iterable[int]) -> None:
         """Who the trainers are from now on. What the earlier ones were asked for may never be answered: it has failed."""
         with self._condition:
             self._members = frozenset(members)

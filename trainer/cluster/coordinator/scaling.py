@@ -133,7 +133,7 @@ class Scaling:
             elif trainer in self._new:
                 self._fruitless += 1
 
-    def see(self, members: Membership, ended: Mapping[int, str], goes_on: bool) -> None:
+    def poll(self, members: Membership, ended: Mapping[int, str], goes_on: bool) -> None:
         """Start trainers, have some leave, and tell `members` who joins and leaves. ended: of processes, how; goes_on: false where training ends."""
         with self._changed:
             there = set(members.term.members)
@@ -155,7 +155,7 @@ class Scaling:
             self._start_and_end(staying, goes_on, members.begun)
             members.change = Change(self._can_join_now(), tuple(sorted(self._leaving)))
             if self._rebalancing is not None:
-                self._rebalancing.see(members)
+                self._rebalancing.poll(members)
             done = members.at_rest and not self._starting and len(there) == self._wanted
             progress = ScaleProgress(len(there), self._wanted, len(self._starting), members.lanes_to_move, done, self._failed)
             self._progress = self._asked, progress

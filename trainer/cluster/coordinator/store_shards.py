@@ -13,10 +13,10 @@ from foreload.cache.client.url import StoreUrl, parse_url, parse_urls
 from foreload.cache.errors import CacheError
 from foreload.cache.protocol.shard_status import LOST, OK, REBUILDING, REMOVED, ServerUnreachable, ShardSnapshot
 from foreload.trainer.cluster.coordinator.store_watch import StoreWatch
-from foreload.trainer.cluster.messages.board import Board
 from foreload.trainer.cluster.messages.control import AskReplace, Refused, Replacing
 from foreload.trainer.cluster.messages.facts import StopBy
 from foreload.trainer.cluster.messages.faults import RunObserver
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.errors import RunError
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.event_log import EventLog, ShardLost, ShardRebuilt, ShardReplaced
@@ -91,7 +91,7 @@ class StoreShards:
         """Whether a lost shard may get a server again without its user: its own, started again, or a spare."""
         return self._restarted is not None or bool(self._spares)
 
-    def see(self, board: Board, step: int) -> None:
+    def poll(self, rendezvous: Rendezvous, step: int) -> None:
         """Start dead local servers again, and tell trainers by which step they must stop, before a server is full. step: the last one trained."""
         self._restart_dead()
         if self.memory is None:
@@ -100,7 +100,7 @@ class StoreShards:
         if (stop_by := self.memory.stop_by) != self._stop_by:
             self._stop_by = stop_by
             # Where it suffices by now, since a server was given more, what was said before must not stand.
-            board.publish(StopBy(_NEVER if stop_by is None else stop_by))
+            rendezvous.publish(StopBy(_NEVER if stop_by is None else stop_by))
 
     def _restart_dead(self) -> None:
         """Start dead local servers again, empty, where that is wanted."""
@@ -128,7 +128,7 @@ class StoreShards:
             if status.state == LOST:
                 self._use_spare(shard, status.url)
 
-    def now_trainers(self, trainers: Collection[int]) -> None:
+    def on_term(self, trainers: Collection[int]) -> None:
         """Who tells of shards from now on: what others told counts no more, once these have told of the lanes that they have now."""
         self._before_term = self.together if self._told or self._before_term is not None else None
         self._told = {trainer: shards for trainer, shards in self._told.items() if trainer in trainers}

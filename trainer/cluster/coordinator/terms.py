@@ -40,15 +40,15 @@ def first_term(
 
 
 def next_term(
-    before: Term, standings: Mapping[int, TermLeft], copies: int, dead: bool = True, machines: Mapping[int, str] = ONE_MACHINE
+    before: Term, positions: Mapping[int, TermLeft], copies: int, dead: bool = True, machines: Mapping[int, str] = ONE_MACHINE
 ) -> Term:
     """The term after one in which members were lost: their lanes go to trainers that have complete copies, all others stay where they are.
 
-    standings: of the members that are there, by number. It goes on from the least step that any of them stands at: what others did beyond is undone.
+    positions: of the members that are there, by number. It goes on from the least step that any of them stands at: what others did beyond is undone.
     dead: whether those that are lost are known to be dead. Raises LanesLost for lanes that neither their owner nor a complete copy is left of.
     """
-    members, complete, hosts = _left_of(before, standings)
-    keeps = next((standing.why for standing in standings.values() if standing.keeps), None)
+    members, complete, hosts = _left_of(before, positions)
+    keeps = next((position.why for position in positions.values() if position.keeps), None)
     # A copy that was made since a lane is to move to it is still made.
     pending = [target if target in members else host for target, host in zip(before.targets, hosts, strict=True)]
     return Term(
@@ -57,18 +57,18 @@ def next_term(
         hosts,
         _with_targets(next_copies(hosts, complete, members, copies, machines), hosts, pending),
         complete,
-        _least_step(before, standings),
-        any(standing.stopping for standing in standings.values()),
+        _least_step(before, positions),
+        any(position.stopping for position in positions.values()),
         dead,
         tuple(pending),
-        joined=_without_state(members, standings),
+        joined=_without_state(members, positions),
         left=before.left,
         keeps=keeps,
     )
 
 
 def changed_term(
-    before: Term, standings: Mapping[int, TermLeft], copies: int, change: Change, machines: Mapping[int, str] = ONE_MACHINE
+    before: Term, positions: Mapping[int, TermLeft], copies: int, change: Change, machines: Mapping[int, str] = ONE_MACHINE
 ) -> Term:
     """The term after one that all members have left at the same step, as was planned.
 
@@ -76,7 +76,7 @@ def changed_term(
     to be is planned anew where somebody joins, or is to leave, or hosts nothing. A trainer that is to leave does so as soon as it hosts no lane, and
     others have all copies that it alone had.
     """
-    members, complete, before_hosts = _left_of(before, standings)
+    members, complete, before_hosts = _left_of(before, positions)
     there = (*members, *change.joining)
     stay = [trainer for trainer in there if trainer not in change.leaving]
     held = [{*complete[lane], *before.copies[lane]} for lane in range(len(before_hosts))]
@@ -103,10 +103,10 @@ def changed_term(
         hosts,
         _with_targets(copied, hosts, targets),
         tuple(tuple(trainer for trainer in holders if trainer in remain) for holders in complete),
-        _least_step(before, standings),
+        _least_step(before, positions),
         targets=targets,
         former=tuple(None if was == host else was for was, host in zip(before_hosts, hosts, strict=True)),
-        joined=(*_without_state(remain, standings), *change.joining),
+        joined=(*_without_state(remain, positions), *change.joining),
         left=(*before.left, *(trainer for trainer in members if trainer not in remain)),
     )
 
@@ -128,28 +128,28 @@ def wants_change(term: Term, complete: Sequence[Collection[int]], change: Change
 
 
 def _left_of(
-    before: Term, standings: Mapping[int, TermLeft]
+    before: Term, positions: Mapping[int, TermLeft]
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """Of a term that is over: the members that are there, of each lane the complete copies that they have, and who of them can host it."""
-    members = tuple(trainer for trainer in before.members if trainer in standings)
+    members = tuple(trainer for trainer in before.members if trainer in positions)
     lanes = range(len(before.hosts))
-    complete = tuple(tuple(trainer for trainer in members if lane in standings[trainer].copies) for lane in lanes)
+    complete = tuple(tuple(trainer for trainer in members if lane in positions[trainer].copies) for lane in lanes)
     found = next_hosts(before.hosts, complete, members)
     hosts = tuple(host for host in found if host is not None)
     if len(hosts) < len(found):
         lost = [lane for lane, host in enumerate(found) if host is None]
-        raise LanesLost(lost, [trainer for trainer in before.members if trainer not in standings])
+        raise LanesLost(lost, [trainer for trainer in before.members if trainer not in positions])
     return members, complete, hosts
 
 
-def _least_step(before: Term, standings: Mapping[int, TermLeft]) -> int:
+def _least_step(before: Term, positions: Mapping[int, TermLeft]) -> int:
     """The step that everyone can go on from; who has no state yet can from any."""
-    return min((standing.step for standing in standings.values() if not standing.joins), default=before.committed)
+    return min((position.step for position in positions.values() if not position.joins), default=before.committed)
 
 
-def _without_state(members: Sequence[int], standings: Mapping[int, TermLeft]) -> tuple[int, ...]:
+def _without_state(members: Sequence[int], positions: Mapping[int, TermLeft]) -> tuple[int, ...]:
     """The members that have not yet got what the others have in memory."""
-    return tuple(trainer for trainer in members if trainer in standings and standings[trainer].joins)
+    return tuple(trainer for trainer in members if trainer in positions and positions[trainer].joins)
 
 
 def _only_copies(

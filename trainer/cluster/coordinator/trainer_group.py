@@ -22,11 +22,11 @@ from foreload.trainer.cluster.coordinator.control_answers import ControlAnswers,
 from foreload.trainer.cluster.coordinator.control_socket import ControlSocket
 from foreload.trainer.cluster.coordinator.failures import Failures, GuestsRefused
 from foreload.trainer.cluster.coordinator.hosts import Hosts
-from foreload.trainer.cluster.coordinator.lane_copies import LaneCopies
+from foreload.trainer.cluster.coordinator.lane_replicas import LaneReplicas
 from foreload.trainer.cluster.coordinator.launch_spec import launch_spec
 from foreload.trainer.cluster.coordinator.membership import SILENT, Membership
 from foreload.trainer.cluster.coordinator.rebalancing import Rebalancing
-from foreload.trainer.cluster.coordinator.row_moves import RowMoves
+from foreload.trainer.cluster.coordinator.row_migration import RowMigration
 from foreload.trainer.cluster.coordinator.run_requests import RunRequests
 from foreload.trainer.cluster.coordinator.scaling import Scaling
 from foreload.trainer.cluster.coordinator.spawned_trainers import SpawnedTrainers
@@ -34,10 +34,10 @@ from foreload.trainer.cluster.coordinator.store_shards import StoreShards
 from foreload.trainer.cluster.coordinator.terms import first_term
 from foreload.trainer.cluster.ending import Ending, early_stop, figures_told, first_of, keep_run, manifest_of, status_of
 from foreload.trainer.cluster.folder_over_hosts import publish_dense, save_over_hosts
-from foreload.trainer.cluster.messages.board import Board
 from foreload.trainer.cluster.messages.events import EventReceiver
 from foreload.trainer.cluster.messages.facts import Go, RunSaved, StopWanted, Term
 from foreload.trainer.cluster.messages.faults import RunObserver
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import (
     CanJoin,
     CheckpointArmed,
@@ -65,7 +65,7 @@ from foreload.trainer.cluster.messages.trainers import (
     TrainerEvent,
     TrainerFaultInjected,
 )
-from foreload.trainer.cluster.processes.keeper import Keeper
+from foreload.trainer.cluster.processes.rendezvous_host import RendezvousHost
 from foreload.trainer.cluster.processes.starting import StartProcess
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.scheduler import Meeting, under_scheduler
@@ -115,14 +115,14 @@ class TrainerGroup:
         self.failure: str | None = None
         self.at_rest = self.kept = self._stop_told = False
         machines = self._machines = ONE_MACHINE if hosts is None else hosts.machines
-        self._first = first_term(start.term, range(job.trainers), schedule.header.lanes, job.copies_held, start.step, machines)
+        self._first = first_term(start.term, range(job.trainers), schedule.header.lanes, job.replicas_held, start.step, machines)
         self._membership: Membership | None = None
-        self._copies = LaneCopies(self._first, _tell, events)
+        self._copies = LaneReplicas(self._first, _tell, events)
         self._training = False  # whether all trainers were ready once
         self._ended: dict[int, TrainerEnd] = {}
         self._failures = Failures(machines)
         room = partial(check_room, manifest, schedule, layouts)
-        self._moves = RowMoves(run, job, shards, events, lambda: self.manifest, self._write_manifest, room)
+        self._moves = RowMigration(run, job, shards, events, lambda: self.manifest, self._write_manifest, room)
         self._run_requests = RunRequests(self._first.members, shards.protected, lambda: self._training, hosts is not None)
         self._scaling = Scaling(
             job.trainers, schedule.header.lanes, not job.no_restart, self._start_joining, self._end_process, _tell,
@@ -136,33 +136,33 @@ class TrainerGroup:
         self._interrupts.defer_signals = True
         address = self._job.own_address()
         with contextlib.ExitStack() as stack:
-            keeper = Keeper(address, self._start_process)
-            stack.callback(keeper.close)
+            rendezvous_host = RendezvousHost(address, self._start_process)
+            stack.callback(rendezvous_host.close)
             stack.callback(self._trainers.kill)
-            # Trainers start while the keeper does.
-            self._trainers.meet_at(keeper.address, address, (keeper.held,))
+            # Trainers start while the rendezvous host does.
+            self._trainers.meet_at(rendezvous_host.address, address, (rendezvous_host.held,))
             self._trainers.start_first(spawned)
-            store = keeper.join()
+            store = rendezvous_host.join()
             if meeting is not None:
-                meeting.tell(keeper.address)
-            return self._lead(Board(store), spec)
+                meeting.tell(rendezvous_host.address)
+            return self._lead(Rendezvous(store), spec)
 
-    def _lead(self, board: Board, spec: LaunchSpec) -> Ending:
+    def _lead(self, rendezvous: Rendezvous, spec: LaunchSpec) -> Ending:
         """Tell trainers who hosts what, follow them to their end, and publish how far the run is then."""
         members = self._membership = Membership(
-            board, self._first, self._job.copies_wanted, self._job.peer_silence, self._raise_term, self._end_process, _tell, self._events,
+            rendezvous, self._first, self._job.replicas_wanted, self._job.peer_silence, self._raise_term, self._end_process, _tell, self._events,
             machines=self._machines,
         )  # fmt: skip
-        publish_dense(board, self._run, spec)
-        board.publish(spec)
+        publish_dense(rendezvous, self._run, spec)
+        rendezvous.publish(spec)
         header, first = self._schedule.header, self._start.step + 1
         rows_of = partial(rows_of_steps, self._schedule)
         given = self._first.members, rows_of, self.manifest.job
         steps = header.end_step - self.manifest.stages[0].first_step
         report = RunReport(self._run.path, replace(spec.totals), first, steps, *given, is_amid=header.is_amid)
         self._checkpointing = Checkpointing(
-            self._job, self._run.path, self._schedule, self._layouts, lambda: self.manifest, board, report,
-            lambda command: self._tell_all(board, command), self._observer.at_checkpoint, self._events,
+            self._job, self._run.path, self._schedule, self._layouts, lambda: self.manifest, rendezvous, report,
+            lambda command: self._tell_all(rendezvous, command), self._observer.at_checkpoint, self._events,
         )  # fmt: skip
         self._answers = ControlAnswers(
             lambda: self._phase, members, self._trainers, self._shards, self._copies, self._run_requests, self._scaling, report,
@@ -170,11 +170,11 @@ class TrainerGroup:
         )  # fmt: skip
         control = ControlSocket(self._run.path, self._answers.respond)
         try:
-            self._follow(board, report, members)
+            self._follow(rendezvous, report, members)
             self._checkpointing.finish(members.term.members)
-            left = [told for trainer in members.term.left if (told := board.poll(Departed, trainer)) is not None]
+            left = [told for trainer in members.term.left if (told := rendezvous.poll(Departed, trainer)) is not None]
             ending = self._finish(report, left)
-            save_over_hosts(board, self._run, spec, members.term.number, self._ended)
+            save_over_hosts(rendezvous, self._run, spec, members.term.number, self._ended)
             self.kept = keep_run(self._run, self.manifest, self.status, self._ended)
             if not self.kept:
                 # The rows are where the status says, in servers that run: if these cannot be saved, the next command finds them so.
@@ -182,13 +182,13 @@ class TrainerGroup:
                 self.at_rest = True
                 self._events.note(CallEnded(state=self.status.state, cause=self.failure or ending.early))
                 keep_schedule(self._run, self._schedule, self.status.step)
-            board.publish(RunSaved())
+            rendezvous.publish(RunSaved())
             self._scaling.end_starting()
             # All is done; one that takes longer to leave is ended with the rest.
             self._trainers.await_end(GRACE)
             # Who had stood still, and was taken for lost, may only now have found out.
             for trainer, event in self._receiver.poll():
-                self._receive(trainer, event, board, report)
+                self._receive(trainer, event, rendezvous, report)
             return ending
         finally:
             self._trainers.kill()
@@ -196,15 +196,15 @@ class TrainerGroup:
             control.close()
             report.close()
 
-    def _follow(self, board: Board, report: RunReport, members: Membership) -> None:
+    def _follow(self, rendezvous: Rendezvous, report: RunReport, members: Membership) -> None:
         """Take in events, and pass on what is asked, until every trainer has ended. Raises why one ended before its time, or KeyboardInterrupt."""
-        receiver = self._receiver = EventReceiver(board, members.term.members)
+        receiver = self._receiver = EventReceiver(rendezvous, members.term.members)
         gone = False  # whether a trainer failed, and the others were given time to say why
         while self._ended.keys() != set(members.term.members):
             # Before the event is read: what a process sent before it ended is then there.
             dead = self._failures.with_reports(self._trainers.ended())
             for trainer, event in receiver.poll():
-                self._receive(trainer, event, board, report)
+                self._receive(trainer, event, rendezvous, report)
             missing = dead.keys() & set(members.term.members) - self._ended.keys()
             silent: dict[int, str] = {}
             if not self._training and (guests := self._failures.guests(members.term)):
@@ -215,13 +215,13 @@ class TrainerGroup:
                 if gone or silent:
                     raise self._reason(members.term, silent)
                 gone = True
-                self._linger(receiver, board, report)
+                self._linger(receiver, rendezvous, report)
                 continue
-            self._shards.see(board, self._events.step)
-            self._moves.see(members.term.members, lambda command: self._tell_all(board, command))
+            self._shards.poll(rendezvous, self._events.step)
+            self._moves.poll(members.term.members, lambda command: self._tell_all(rendezvous, command))
             for command in self._run_requests.take():
-                self._tell_all(board, command)
-            self._checkpointing.see(members.term.members, self._phase == "training" and not members.changing)
+                self._tell_all(rendezvous, command)
+            self._checkpointing.poll(members.term.members, self._phase == "training" and not members.changing)
             report.tick()
             self._events.step = report.last_step
             self._events.see_messages()
@@ -229,7 +229,7 @@ class TrainerGroup:
                 raise KeyboardInterrupt  # before all are ready nothing of the run has changed
             if (self._interrupts.received or self._answers.stop_wanted) and not self._stop_told:
                 self._stop_told = True
-                board.publish(StopWanted())
+                rendezvous.publish(StopWanted())
                 signals = [signal.Signals(number).name for number in self._interrupts.received]
                 self._events.note(StopAsked(cause=signals[0] if signals else "by the control socket"))
             self._trainers.pause(CHANGE_POLL if self._training and members.changing else POLL, dead)
@@ -243,20 +243,20 @@ class TrainerGroup:
     def _see_to_members(self, members: Membership, dead: Mapping[int, str], report: RunReport) -> None:
         """Whoever is lost, joins or leaves: one term ends then, and the next begins."""
         goes_on = self._phase == "training"
-        if members.see(dead, self._ended, goes_on):
+        if members.poll(dead, self._ended, goes_on):
             # Who had ended sees to the lanes of those that had not.
             self._ended.clear()
-            self._copies.now_term(members.term)
-            report.now_members(members.term.members, members.term.committed)
-            self._run_requests.now_members(members.term.members)
-            self._checkpointing.now_members()
-            self._shards.now_trainers(members.term.members)
+            self._copies.on_term(members.term)
+            report.on_term(members.term.members, members.term.committed)
+            self._run_requests.on_term(members.term.members)
+            self._checkpointing.on_term()
+            self._shards.on_term(members.term.members)
             for trainer in members.lost:
                 self._scaling.lost(trainer, elsewhere=bool(self._machines.get(trainer)))
         if not under_scheduler():
             for trainer in self._trainers.take_offers(lambda: self._scaling.offer() if goes_on else None, self._commands):
                 self._receiver.add(trainer)
-            self._scaling.see(members, dead, goes_on)
+            self._scaling.poll(members, dead, goes_on)
             for trainer in dead.keys() - set(members.term.members):
                 self._trainers.forget(trainer)
         if members.begin():
@@ -266,22 +266,22 @@ class TrainerGroup:
         self._receiver.add(trainer)
         self._trainers.start(trainer, self._commands)
 
-    def _linger(self, receiver: EventReceiver, board: Board, report: RunReport) -> None:
+    def _linger(self, receiver: EventReceiver, rendezvous: Rendezvous, report: RunReport) -> None:
         """A trainer failed: give the others a moment to say why, since who speaks first is seldom the one to blame."""
         deadline = time.monotonic() + GRACE.total_seconds()
         while time.monotonic() < deadline and self._trainers.ended().keys() != self._trainers.pids.keys():
             for trainer, event in receiver.poll():
-                self._receive(trainer, event, board, report)
+                self._receive(trainer, event, rendezvous, report)
             if self._failures.explained:
                 return
             time.sleep(POLL.total_seconds())
         for trainer, event in receiver.poll():
-            self._receive(trainer, event, board, report)
+            self._receive(trainer, event, rendezvous, report)
 
-    def _receive(self, trainer: int, event: TrainerEvent, board: Board, report: RunReport) -> None:
+    def _receive(self, trainer: int, event: TrainerEvent, rendezvous: Rendezvous, report: RunReport) -> None:
         assert self._membership is not None
         if self._scaling.is_starting(trainer):
-            self._observer.see(trainer, event)
+            self._observer.on_event(trainer, event)
             match event:
                 case CanJoin():
                     self._scaling.can_join(trainer)
@@ -293,7 +293,7 @@ class TrainerGroup:
             if isinstance(event, Failed):
                 _tell(f"trainer {trainer}: was lost, and has stopped now: {event.message}")
             return
-        self._observer.see(trainer, event)
+        self._observer.on_event(trainer, event)
         match event:
             case TermLeft():
                 self._membership.receive(trainer, event)
@@ -309,9 +309,9 @@ class TrainerGroup:
             case Ready():
                 self._membership.receive(trainer, event)
                 if not self._training:
-                    self._begin(board, self._membership)
+                    self._begin(rendezvous, self._membership)
             case Ended():
-                self._ended[trainer] = board.read(TrainerEnd, self._membership.term.number, trainer)
+                self._ended[trainer] = rendezvous.read(TrainerEnd, self._membership.term.number, trainer)
             case ShardsTold():
                 self._shards.told(trainer, event.shards)
             case CopiesTold():
@@ -330,14 +330,14 @@ class TrainerGroup:
             case _:
                 assert_never(event)
 
-    def _begin(self, board: Board, members: Membership) -> None:
+    def _begin(self, rendezvous: Rendezvous, members: Membership) -> None:
         """Training begins, if all are ready. From the first step on rows change on the store, while the dense part at rest does not."""
         if not members.all_ready:
             return
         self._training = True
         self._write_manifest(self.manifest.under(members.ready[members.term.members[0]].fingerprint, self._start.step + 1))
         self._run.write_status(self._start)
-        board.publish(Go())
+        rendezvous.publish(Go())
         members.begin()
         self._shards.term_begins()
 
@@ -391,8 +391,8 @@ class TrainerGroup:
         self.manifest = manifest
         self._run.write_manifest(manifest)
 
-    def _tell_all(self, board: Board, command: TrainerCommand) -> None:
-        board.publish(Commanded(command), self._commands)
+    def _tell_all(self, rendezvous: Rendezvous, command: TrainerCommand) -> None:
+        rendezvous.publish(Commanded(command), self._commands)
         self._commands += 1
 
 

@@ -15,10 +15,10 @@ from foreload.cache.protocol.shard_status import LOST, ServerUnreachable, ShardN
 from foreload.cache.rows.layout import RowLayout
 from foreload.trainer.cluster.member.trainer_checkpoints import TrainerCheckpoints
 from foreload.trainer.cluster.member.trainer_requests import TrainerRequests
-from foreload.trainer.cluster.messages.board import Board
 from foreload.trainer.cluster.messages.events import EventSender
 from foreload.trainer.cluster.messages.facts import ShardsLooked, StopWanted, Term
 from foreload.trainer.cluster.messages.faults import Fault, TrainerFault
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import (
     Commanded,
     CopiesTold,
@@ -37,8 +37,8 @@ from foreload.trainer.cluster.messages.trainers import (
 )
 from foreload.trainer.run.directory import STORES
 from foreload.trainer.run.servers import asked, numbered
-from foreload.trainer.step.copies import LaneCopy
 from foreload.trainer.step.hosted_lanes import HostedLanes
+from foreload.trainer.step.replicas import LaneReplica
 
 RETURN_TIMEOUT = timedelta(seconds=30)  # for a server that is to take the place of one that is gone, once training is over
 SHARDS_PAUSE = timedelta(milliseconds=100)  # between two looks at commands and at what is rebuilt
@@ -54,7 +54,7 @@ class CoordinatorLink:
 
     def __init__(
         self,
-        board: Board,
+        rendezvous: Rendezvous,
         events: EventSender,
         trainer: int,
         run: Path,
@@ -64,13 +64,13 @@ class CoordinatorLink:
         commands: int,
         checkpoints: TrainerCheckpoints,
     ) -> None:
-        """commands: how many of the board's are not for this trainer, since they came before it was started."""
+        """commands: how many of the rendezvous's are not for this trainer, since they came before it was started."""
         self._checkpoints = checkpoints
-        self._board, self._events, self._trainer, self._run = board, events, trainer, run
+        self._rendezvous, self._events, self._trainer, self._run = rendezvous, events, trainer, run
         self._servers_return, self._interrupts, self._stop_asked = spec.servers_return, interrupts, False
         self._news: deque[tuple[ServerUnreachable | ShardSnapshot, float]] = deque()
         self._told: ShardSnapshot | None = None  # what the coordinator was told last
-        self._commands = commands  # how many were taken from the board
+        self._commands = commands  # how many were taken from the rendezvous
         self.placement = self._placement_after(spec.placement, commands)
         self.stores = numbered(store_urls, self.placement)
         self._later: deque[Scrub | CountRows | TakeCheckpoint | WriteCheckpoint | DropCheckpoint] = (
@@ -79,7 +79,7 @@ class CoordinatorLink:
         self._copies: Callable[[], CopiesTold | None] = lambda: None
         self._copies_told: CopiesTold | None = None
         self._lost = 0  # how many times a shard was lost, or had its server replaced, for this trainer
-        self._asked_at = 0.0  # when the board was last looked at for commands, time.monotonic()
+        self._asked_at = 0.0  # when the rendezvous was last looked at for commands, time.monotonic()
 
     def serve(self, lanes: HostedLanes, layouts: Sequence[RowLayout]) -> None:
         """Have run requests done by the traffic of these lanes, for those that are hosted then."""
@@ -88,7 +88,7 @@ class CoordinatorLink:
             self._events, self._run, lanes.traffic, lambda: lanes.numbers, layouts, lambda: lanes.stored.store.loads
         )
 
-    def serve_copies(self, term: int, copies: Mapping[int, LaneCopy]) -> None:
+    def serve_replicas(self, term: int, copies: Mapping[int, LaneReplica]) -> None:
         """Tell of these copies of lanes from now on."""
 
         def told() -> CopiesTold:
@@ -101,14 +101,14 @@ class CoordinatorLink:
         """Where rows live after so many commands, which were told before this trainer was started."""
         text = begun_with
         for number in range(commands):
-            command = self._board.read(Commanded, number).command
+            command = self._rendezvous.read(Commanded, number).command
             if isinstance(command, MoveRows | EndMove):
                 text = command.placement
         return Placement.of_text(text, "the coordinator's placement")
 
     def catch_up(self) -> None:
         """Use the servers that were told of by now, and where rows are: before it serves lanes that were another trainer's, which may know more."""
-        while (commanded := self._board.poll(Commanded, self._commands)) is not None:
+        while (commanded := self._rendezvous.poll(Commanded, self._commands)) is not None:
             self._commands += 1
             match commanded.command:
                 case ReplaceServer() as command:
@@ -167,7 +167,7 @@ class CoordinatorLink:
         self._asked_at = time.monotonic()
         if self._interrupts is not None and self._interrupts.received and not self._stop_asked:
             self._stop_asked = True
-            self._board.publish(StopWanted())
+            self._rendezvous.publish(StopWanted())
         self.tell_shards()
         if (copies := self._copies()) is not None and copies != self._copies_told:
             self._copies_told = copies
@@ -223,7 +223,7 @@ class CoordinatorLink:
                     break
                 check()
             further, known = self._lost > known, self._lost
-            self._board.publish(ShardsLooked(further), term.number, turn, self._trainer)
+            self._rendezvous.publish(ShardsLooked(further), term.number, turn, self._trainer)
             if not any(self._found_lost(term, turn, trainer, check) for trainer in term.members):
                 break
             turn += 1
@@ -232,7 +232,7 @@ class CoordinatorLink:
 
     def _found_lost(self, term: Term, turn: int, trainer: int, check: Callable[[], None]) -> bool:
         """Whether a trainer found a shard lost in a turn of `finish`, waited for as long as its rebuilding takes."""
-        while (looked := self._board.poll(ShardsLooked, term.number, turn, trainer)) is None:
+        while (looked := self._rendezvous.poll(ShardsLooked, term.number, turn, trainer)) is None:
             check()
             self.tell()
             time.sleep(BOARD_PAUSE.total_seconds())

@@ -10,8 +10,8 @@ from pathlib import Path
 from foreload.base.errors import SettingError
 from foreload.cache.protocol.batch_log import BatchLog, FileLog, LoggedBatch
 from foreload.cache.protocol.copied_log import CopiedLog, HeldRecords, Holders, LogService
-from foreload.trainer.cluster.messages.board import Board
 from foreload.trainer.cluster.messages.facts import Term, TrainerPlace
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import LaunchSpec
 from foreload.trainer.cluster.processes.starting import OnHost
 from foreload.trainer.job.job import TrainJob
@@ -84,7 +84,7 @@ class HostedLog(TermLog):
 
     def __init__(
         self,
-        board: Board,
+        rendezvous: Rendezvous,
         trainer: int,
         address: str,
         on_host: OnHost,
@@ -92,7 +92,7 @@ class HostedLog(TermLog):
         silence: timedelta,
         on_lost: Callable[[str], None],
     ) -> None:
-        self._board, self.trainer = board, trainer
+        self._rendezvous, self.trainer = rendezvous, trainer
         records = HeldRecords()
         self.log: CopiedLog = CopiedLog(records, on_host.token, silence, on_lost)
         for lane, number in enumerate(last_batches):
@@ -105,11 +105,11 @@ class HostedLog(TermLog):
                 f"trainer {trainer}: --address: must be an address of the machine that it is on; got {address} ({error.strerror or error})"
             ) from error
         self._places: dict[int, TrainerPlace] = {}
-        board.publish(TrainerPlace(address, self._service.port, on_host.has_run), trainer)
+        rendezvous.publish(TrainerPlace(address, self._service.port, on_host.has_run), trainer)
 
     def _place(self, trainer: int) -> TrainerPlace:
         if trainer not in self._places:
-            self._places[trainer] = self._board.read(TrainerPlace, trainer)
+            self._places[trainer] = self._rendezvous.read(TrainerPlace, trainer)
         return self._places[trainer]
 
     def begin_term(self, term: Term, hosted: Collection[int]) -> None:
@@ -142,7 +142,7 @@ class HostedLog(TermLog):
 
 
 def open_log(
-    board: Board,
+    rendezvous: Rendezvous,
     trainer: int,
     address: str,
     on_host: OnHost | None,
@@ -153,4 +153,4 @@ def open_log(
     """The log of a trainer: on_host, on_lost as `HostedLog` has them. Raises SettingError."""
     if on_host is None:
         return FolderLog(Path(job.run) / LOG, trainer)
-    return HostedLog(board, trainer, address, on_host, spec.last_batches, job.peer_silence, on_lost)
+    return HostedLog(rendezvous, trainer, address, on_host, spec.last_batches, job.peer_silence, on_lost)

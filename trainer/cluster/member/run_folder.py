@@ -14,8 +14,8 @@ from foreload.cache.protocol.namespace import are_of
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel
 from foreload.trainer.assembly.dense_file import dense_bytes, load_dense, load_dense_bytes, save_dense
-from foreload.trainer.cluster.messages.board import Board
 from foreload.trainer.cluster.messages.facts import DenseAtEnd, DenseAtStart, KeptFileElsewhere
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import LaunchSpec, RunFacts
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import Run
@@ -82,8 +82,8 @@ class OwnFolder(RunFolder):
 class FolderElsewhere(RunFolder):
     """The folder is on another host."""
 
-    def __init__(self, board: Board, facts: RunFacts) -> None:
-        self._board, self._facts = board, facts
+    def __init__(self, rendezvous: Rendezvous, facts: RunFacts) -> None:
+        self._rendezvous, self._facts = rendezvous, facts
         self.identity = facts.identity
 
     def check_schedule(self, schedule: Schedule, resumes: bool) -> None:
@@ -111,7 +111,7 @@ class FolderElsewhere(RunFolder):
 
     def load_dense(self, dense: DenseModel, step: int) -> None:
         """See RunFolder."""
-        fact, data = self._board.read_bytes(DenseAtStart)
+        fact, data = self._rendezvous.read_bytes(DenseAtStart)
         if fact.step != step:
             raise RunError(f"dense part: must be of step {step}, is of {fact.step}; restore the run's folder")
         load_dense_bytes(data, dense.module, dense.optimizer)
@@ -120,7 +120,7 @@ class FolderElsewhere(RunFolder):
         """See RunFolder: the coordinator writes it."""
         data = dense_bytes(dense.module, dense.optimizer, step)
         written()
-        self._board.publish_bytes(DenseAtEnd.of(data, step), data, term)
+        self._rendezvous.publish_bytes(DenseAtEnd.of(data, step), data, term)
 
     def keep(self, write: Callable[[Path], _Kept], step: int, term: int, trainer: int) -> _Kept:
         """See RunFolder: the coordinator writes them."""
@@ -128,12 +128,12 @@ class FolderElsewhere(RunFolder):
             kept = write(Path(folder))
             for count, path in enumerate(sorted(folder_of(Path(folder)).glob("*"))):
                 data = path.read_bytes()
-                self._board.publish_bytes(KeptFileElsewhere.of(data, step, name=path.name), data, term, trainer, count)
+                self._rendezvous.publish_bytes(KeptFileElsewhere.of(data, step, name=path.name), data, term, trainer, count)
         return kept
 
 
-def open_folder(board: Board, run: Path, spec: LaunchSpec, is_here: bool) -> RunFolder:
+def open_folder(rendezvous: Rendezvous, run: Path, spec: LaunchSpec, is_here: bool) -> RunFolder:
     """A run's folder, as a trainer has it that is on a host where it is here, or is not. Raises RunError."""
     if is_here or spec.hosts is None:
         return OwnFolder(run)
-    return FolderElsewhere(board, spec.hosts)
+    return FolderElsewhere(rendezvous, spec.hosts)

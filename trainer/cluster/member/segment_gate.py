@@ -9,8 +9,8 @@ from typing import TypeVar
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.format import Event
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.messages.board import Board
 from foreload.trainer.cluster.messages.facts import SegmentFound, SegmentVerdict, StopWanted, Term
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 
 _PAUSE_SECONDS = 0.02
 
@@ -34,9 +34,15 @@ class SegmentGate:
     """
 
     def __init__(
-        self, board: Board, schedule: Schedule, events: Iterator[Event], trainer: int, term: Term, begins: int | None = None
+        self,
+        rendezvous: Rendezvous,
+        schedule: Schedule,
+        events: Iterator[Event],
+        trainer: int,
+        term: Term,
+        begins: int | None = None,
     ) -> None:
-        self._board, self._schedule, self._events = board, schedule, events
+        self._rendezvous, self._schedule, self._events = rendezvous, schedule, events
         self._trainer, self._leader, self._term = trainer, term.leader, term.number
         self._others = [other for other in term.members if other != term.leader]
         self._begins = begins
@@ -71,13 +77,13 @@ class SegmentGate:
         """Return when every trainer can begin a segment, or knows that there is none."""
         if self._trainer != self._leader:
             # A verdict that is there already can only be against it: the leader waits for this trainer otherwise.
-            failure = self._map_files(segment, lambda: self._board.poll(SegmentVerdict, self._term, segment) is not None)
-            self._board.publish(SegmentFound(failure), self._term, segment, self._trainer)
+            failure = self._map_files(segment, lambda: self._rendezvous.poll(SegmentVerdict, self._term, segment) is not None)
+            self._rendezvous.publish(SegmentFound(failure), self._term, segment, self._trainer)
             verdict = self._awaited(SegmentVerdict, self._term, segment)
         else:
             verdict = self._verdict(segment)
             if self._others:
-                self._board.publish(verdict, self._term, segment)
+                self._rendezvous.publish(verdict, self._term, segment)
         if not verdict.begin:
             raise StoppedAtSegment(verdict.failure, verdict.goes_on)
 
@@ -87,7 +93,7 @@ class SegmentGate:
 
         def stop() -> bool:
             nonlocal wanted
-            wanted = self._board.poll(StopWanted)
+            wanted = self._rendezvous.poll(StopWanted)
             if wanted is not None and wanted.term not in (None, self._term):
                 wanted = None
             return wanted is not None
@@ -114,8 +120,8 @@ class SegmentGate:
         return None
 
     def _awaited(self, kind: type[_Fact], *place: int) -> _Fact:
-        """A fact of the board, waited for without end."""
-        while (fact := self._board.poll(kind, *place)) is None:
+        """A fact of the rendezvous, waited for without end."""
+        while (fact := self._rendezvous.poll(kind, *place)) is None:
             self._pause()
         return fact
 

@@ -9,8 +9,8 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from foreload.trainer.cluster.messages.board import Board
 from foreload.trainer.cluster.messages.facts import Lease, TermOver
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.errors import PeerLost
 from foreload.trainer.step.transport import Transport
 
@@ -56,20 +56,20 @@ class TermWatch:
         self._broken = term
 
     def _run(self) -> None:
-        board = Board(self._connect())
+        rendezvous = Rendezvous(self._connect())
         # Where the coordinator is gone, there is nobody to tell, and no further term.
         with contextlib.suppress(PeerLost):
             looks = 0
             every = max(int(self._silence / PAUSE / RENEWALS), 1)
             while not self._stopping.wait(PAUSE.total_seconds()):
                 if looks % every == 0:
-                    board.publish(Lease(looks // every), self._trainer)
+                    rendezvous.publish(Lease(looks // every), self._trainer)
                 looks += 1
                 with self._changed:
                     if self._watched is None:
                         continue
                     term, transport, on_over = self._watched
-                    if self._broken == term or board.poll(TermOver, term) is not None:
+                    if self._broken == term or rendezvous.poll(TermOver, term) is not None:
                         transport.interrupt()
                         on_over()
                         self._watched = None

@@ -1,8 +1,8 @@
 """A trainer's side of checkpoints that are saved while it trains: the step is agreed on, the copy made behind it, the files written meanwhile.
 
-No step asks the board for anything while none is wanted. A checkpoint is asked for by a command. When all trainers have told that they know of it,
-the coordinator lets the one that leads name the step. It does so behind a step, before it sends anything of the next: so no other one can end that
-without seeing the name, if it looks behind every step from then on.
+No step asks the rendezvous for anything while none is wanted. A checkpoint is asked for by a command. When all trainers have told that they know of
+it, the coordinator lets the one that leads name the step. It does so behind a step, before it sends anything of the next: so no other one can end
+that without seeing the name, if it looks behind every step from then on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreload.cache.protocol.snapshot import Snapshot, rehearse
+from foreload.cache.protocol.snapshot import Snapshot, warm_up
 from foreload.cache.rows.layout import RowLayout
 from foreload.cache.rows.slot_copy import SlotCopy
 from foreload.pipelines.schedule.reader import Schedule
@@ -26,13 +26,13 @@ from foreload.trainer.assembly.dense_file import dense_tensors, encode_dense
 from foreload.trainer.checkpoints.changed_rows import changed_rows
 from foreload.trainer.checkpoints.contents import DENSE
 from foreload.trainer.checkpoints.part import GRACE_SECONDS, PartWriter
-from foreload.trainer.checkpoints.part import rehearse as rehearse_part
+from foreload.trainer.checkpoints.part import warm_up as rehearse_part
 from foreload.trainer.checkpoints.policies import LEAST_BITS
 from foreload.trainer.checkpoints.row_files import RowSink
 from foreload.trainer.cluster.member.step_pace import StepPace
-from foreload.trainer.cluster.messages.board import Board
 from foreload.trainer.cluster.messages.events import EventSender
 from foreload.trainer.cluster.messages.facts import CheckpointAt, CheckpointReady, GoOnAfter, Orphaned, StopWanted
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import (
     CheckpointArmed,
     CheckpointFailed,
@@ -68,11 +68,11 @@ class _Taken:
 class TrainerCheckpoints:
     """Of one trainer, the checkpoint under way; its main thread uses it.
 
-    come_to: told the points of one (`faults`).
+    reach_point: told the points of one (`faults`).
     """
 
-    def __init__(self, board: Board, events: EventSender, come_to: Callable[[str], None]) -> None:
-        self._board, self._events, self._come_to = board, events, come_to
+    def __init__(self, rendezvous: Rendezvous, events: EventSender, reach_point: Callable[[str], None]) -> None:
+        self._rendezvous, self._events, self._come_to = rendezvous, events, reach_point
         self._begun: Callable[[], int] = lambda: 0
         # What evaluations have been, asked behind the step that a checkpoint is of.
         self.watched: Callable[[], Watched | None] = lambda: None
@@ -113,7 +113,7 @@ class TrainerCheckpoints:
     def begin(self, wanted: TakeCheckpoint) -> None:
         """Look for the step of this checkpoint from now on."""
         self.drop("another one is wanted")
-        rehearse()
+        warm_up()
         self._wanted, self._at = wanted, None
         self._events.send(CheckpointArmed(wanted.number))
         self._come_to("checkpoint asked for")
@@ -154,8 +154,8 @@ class TrainerCheckpoints:
         trainer that leads asks this, and then tells the coordinator.
         """
         wanted, taken = self._wanted, self._taken
-        has_copy = wanted is not None and taken is not None and taken.snapshot.step == step and step in wanted.steps
-        self._waits_in = term if self._keeps_best and not has_copy else None
+        has_replica = wanted is not None and taken is not None and taken.snapshot.step == step and step in wanted.steps
+        self._waits_in = term if self._keeps_best and not has_replica else None
         return self._waits_in
 
     def after_evaluation(self, trainer: Trainer, step: int, check: Callable[[], None], look: Callable[[bool], object]) -> None:
@@ -191,16 +191,20 @@ class TrainerCheckpoints:
 
     def _next_of_wait(self, waits_in: int | None, step: int) -> int:
         """What the trainer that leads says to the others, which wait with it."""
-        if waits_in is None or self._board.poll(GoOnAfter, waits_in, step) is not None or self._board.poll(Orphaned) is not None:
+        if (
+            waits_in is None
+            or self._rendezvous.poll(GoOnAfter, waits_in, step) is not None
+            or self._rendezvous.poll(Orphaned) is not None
+        ):
             return _GO_ON
         return _TAKE if self._wanted is not None and self._wanted.behind == step and self._taken is None else _WAIT
 
     def _named(self, wanted: TakeCheckpoint, step: int, leads: bool) -> int | None:
         """The step of the checkpoint, once it has one: whoever leads names one that is yet to come."""
         if not leads:
-            at = self._board.poll(CheckpointAt, wanted.number)
+            at = self._rendezvous.poll(CheckpointAt, wanted.number)
             return None if at is None else at.step
-        if self._board.poll(CheckpointReady, wanted.number) is None:
+        if self._rendezvous.poll(CheckpointReady, wanted.number) is None:
             return None
         to_come = [one for one in wanted.steps if one > step]
         if wanted.every is not None:
@@ -208,7 +212,7 @@ class TrainerCheckpoints:
         if not to_come:
             return None
         named = CheckpointAt(min(to_come))
-        self._board.publish(named, wanted.number)
+        self._rendezvous.publish(named, wanted.number)
         return named.step
 
     def _take(self, wanted: TakeCheckpoint, trainer: Trainer, step: int) -> None:
@@ -277,7 +281,7 @@ class TrainerCheckpoints:
         if self._taken is not None:
             self._taken.snapshot.hurry()
         while self._taken is not None and time.monotonic() < deadline:
-            if self._told is None and self._board.poll(Orphaned) is not None:
+            if self._told is None and self._rendezvous.poll(Orphaned) is not None:
                 break  # nobody will tell where it is to be written
             if self._may_take_longer():
                 deadline = time.monotonic() + GRACE_SECONDS
@@ -297,7 +301,7 @@ class TrainerCheckpoints:
             or taken.snapshot.step not in wanted.steps
         ):
             return False
-        return self._board.poll(StopWanted) is None and self._board.poll(Orphaned) is None
+        return self._rendezvous.poll(StopWanted) is None and self._rendezvous.poll(Orphaned) is None
 
 
 def _changed(schedule: Path, follow: bool, since: int, until: int) -> dict[int, np.ndarray]:

@@ -11,8 +11,8 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.ending import end_alone
 from foreload.trainer.cluster.folder_over_hosts import save_over_hosts
 from foreload.trainer.cluster.member.hosted_log import TermLog
-from foreload.trainer.cluster.messages.board import Board
 from foreload.trainer.cluster.messages.facts import Orphaned, RunSaved, Term
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import Departed, LaunchSpec, TrainerEnd
 from foreload.trainer.errors import PeerLost
 from foreload.trainer.job.job import TrainJob
@@ -22,7 +22,7 @@ _PAUSE = timedelta(milliseconds=10)  # between two looks
 
 
 def await_saved(
-    board: Board,
+    rendezvous: Rendezvous,
     spec: LaunchSpec,
     run: Path,
     schedule: Schedule,
@@ -35,24 +35,24 @@ def await_saved(
     log: says whether it falls to this trainer. check: called meanwhile; raises PeerLost where another trainer was lost that has not ended, so that
     its lanes are to be taken over.
     """
-    while board.poll(RunSaved) is None:
+    while rendezvous.poll(RunSaved) is None:
         check()
-        if board.poll(Orphaned) is not None:
+        if rendezvous.poll(Orphaned) is not None:
             if log.keeps_folder(term) == log.trainer:
-                ended = _ends(board, term, TrainJob.of(spec.job).peer_silence)
-                save_over_hosts(board, Run(run), spec, term.number, ended)
-                left = [told for trainer in term.left if (told := board.poll(Departed, trainer)) is not None]
+                ended = _ends(rendezvous, term, TrainJob.of(spec.job).peer_silence)
+                save_over_hosts(rendezvous, Run(run), spec, term.number, ended)
+                left = [told for trainer in term.left if (told := rendezvous.poll(Departed, trainer)) is not None]
                 end_alone(Run(run), schedule, ended, left, spec.totals)
             return
         time.sleep(_PAUSE.total_seconds())
 
 
-def _ends(board: Board, term: Term, silence: timedelta) -> dict[int, TrainerEnd]:
+def _ends(rendezvous: Rendezvous, term: Term, silence: timedelta) -> dict[int, TrainerEnd]:
     """How each member ended. silence: after which one that has not told counts as lost. Raises PeerLost then."""
     ended: dict[int, TrainerEnd] = {}
     deadline = time.monotonic() + silence.total_seconds()
     while missing := [trainer for trainer in term.members if trainer not in ended]:
-        told = {trainer: end for trainer in missing if (end := board.poll(TrainerEnd, term.number, trainer)) is not None}
+        told = {trainer: end for trainer in missing if (end := rendezvous.poll(TrainerEnd, term.number, trainer)) is not None}
         ended |= told
         if not told and time.monotonic() >= deadline:
             raise PeerLost(f"trainer {missing[0]}: ended without a word, and so did the launcher")

@@ -16,7 +16,7 @@ from foreload.base.interrupts import Interrupts
 from foreload.cache.client.store import Store
 from foreload.cache.errors import CacheError, CopyLost
 from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.rehearsal import rehearse
+from foreload.cache.protocol.warm_up import warm_up
 from foreload.pipelines.schedule.format import Event
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel, StoreAccess, begin_term, join_term, open_no_lanes
@@ -33,10 +33,10 @@ from foreload.trainer.cluster.member.stopping_early import EarlyStopping
 from foreload.trainer.cluster.member.trainer_checkpoints import TrainerCheckpoints
 from foreload.trainer.cluster.member.trainer_end import await_saved
 from foreload.trainer.cluster.member.trainer_terms import TrainerTerms
-from foreload.trainer.cluster.messages.board import Board, StopAgreement
 from foreload.trainer.cluster.messages.events import EventSender
 from foreload.trainer.cluster.messages.faults import FaultPoints, TrainerFault
 from foreload.trainer.cluster.messages.process_use import ProcessUse
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous, StopAgreement
 from foreload.trainer.cluster.messages.trainers import (
     Departed,
     Ended,
@@ -55,7 +55,7 @@ from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.model_code import check_same_code
 from foreload.trainer.run.servers import asked
 from foreload.trainer.saved.kept_manifest import KeptFile
-from foreload.trainer.step.commits import Standing
+from foreload.trainer.step.commits import TermPosition
 from foreload.trainer.step.hosted_lanes import HostedLanes
 from foreload.trainer.step.parts import TrainerParts
 from foreload.trainer.step.program import Trainer
@@ -71,8 +71,8 @@ class TrainerProcess:
 
     def __init__(
         self,
-        rendezvous: Any,
-        board: Board,
+        rendezvous_store: Any,
+        rendezvous: Rendezvous,
         events: EventSender,
         trainer: int,
         address: str,
@@ -85,7 +85,7 @@ class TrainerProcess:
         commands: int | None,
         on_host: OnHost | None,
     ) -> None:
-        self._board, self._events, self._interrupts = board, events, interrupts
+        self._rendezvous, self._events, self._interrupts = rendezvous, events, interrupts
         self._trainer, self._spec, self._ready = trainer, spec, ready
         self._job = TrainJob.of(spec.job)
         if on_host is not None and on_host.schedule is not None:
@@ -94,13 +94,13 @@ class TrainerProcess:
         self._points = FaultPoints(spec.faults, trainer, self._tell_fault)
         self._leaving, self._leave_told, self._begun = leaving, False, False
         self._terms = TrainerTerms(
-            rendezvous, board, events, trainer, spec, self._job, self._device(), address, connect, commands is not None,
-            self._points.come_to, run=self._run,
+            rendezvous_store, rendezvous, events, trainer, spec, self._job, self._device(), address, connect, commands is not None,
+            self._points.reach_point, run=self._run,
         )  # fmt: skip
-        self._checkpoints = TrainerCheckpoints(board, events, self._points.come_to)
+        self._checkpoints = TrainerCheckpoints(rendezvous, events, self._points.reach_point)
         self._checkpoints.watched = lambda: self._early.so_far
         further = commands or 0, self._checkpoints
-        self._link = CoordinatorLink(board, events, trainer, self._run, spec, store_urls, interrupts, *further)
+        self._link = CoordinatorLink(rendezvous, events, trainer, self._run, spec, store_urls, interrupts, *further)
         self._last_step, self._totals = spec.start_step, Totals()  # and what its steps of this call add up to
         self._segments = self._flushed = 0  # how many of the schedule were begun; rows written beyond the schedule
         self._early = EarlyStopping(self._job.stop_early, spec.watched)
@@ -110,22 +110,22 @@ class TrainerProcess:
 
     def run(self) -> None:
         """Train to the end of the schedule, or to an agreed stop. Raises the package's errors."""
-        spec, job, board, trainer, on_host = self._spec, self._job, self._board, self._trainer, self._on_host
+        spec, job, rendezvous, trainer, on_host = self._spec, self._job, self._rendezvous, self._trainer, self._on_host
         numerics.set_up(job.threads, job.device, job.cpu_capability)
         self._terms.check_fingerprint(numerics.fingerprint(self._device()), spec.fingerprint)
         self._schedule = schedule = Schedule(job.schedule, follow=job.follow)
-        self._folder = folder = open_folder(board, self._run, spec, self._on_host is None or self._on_host.has_run)
+        self._folder = folder = open_folder(rendezvous, self._run, spec, self._on_host is None or self._on_host.has_run)
         folder.check_schedule(schedule, spec.resumes)
         self._dense = dense = DenseModel.build(job, schedule)
         check_same_code(f"trainer {self._trainer}", spec.code, job)
         if spec.resumes and not self._terms.joins:
             folder.load_dense(dense, spec.start_step)
-        rehearse(self._link.placement, takeover=self._terms.survives or self._terms.joins)
+        warm_up(self._link.placement, takeover=self._terms.survives or self._terms.joins)
         self._checkpoints.prepare(job, dense.layouts)
         with (
             Store.connect(asked(self._link.stores), job.store_silence, self._link.placement.r) as store,
             self._terms.watched(),
-            contextlib.closing(open_log(board, trainer, self._address, on_host, spec, job, self._lose_holder)) as log,
+            contextlib.closing(open_log(rendezvous, trainer, self._address, on_host, spec, job, self._lose_holder)) as log,
         ):
             folder.check_stores(store, job.run_namespace)
             access = StoreAccess(
@@ -159,7 +159,7 @@ class TrainerProcess:
                 why, keeps = None, False
                 try:
                     with terms.transport() as transport:
-                        self._points.come_to("group formed")
+                        self._points.reach_point("group formed")
                         session = join_term(parts, transport, terms.term.lane_map, terms.term.copy_map)
                         try:
                             if hosted is None:
@@ -189,14 +189,14 @@ class TrainerProcess:
                                 why, keeps = self._cannot_go_on(found, before)
                         if not terms.survives:
                             raise
-                    self._points.come_to("term over")
+                    self._points.reach_point("term over")
                 self._next_term(before, why, keeps)
-                self._points.come_to("rolled back")
+                self._points.reach_point("rolled back")
                 assert hosted is not None
                 if terms.term.keeps is not None:
                     given = terms.term, self._trainer, hosted, before, self._last_step, self._dense
                     files = keep(self._folder, self._log, *given)
-                    self._points.come_to("kept")
+                    self._points.reach_point("kept")
                     batches = dict.fromkeys(terms.term.lanes_of(self._trainer), 0)
                     self._publish_end(terms.term.committed, True, terms.term.keeps, batches, kept=files)
                     self._await_saved(lambda: None)
@@ -241,10 +241,10 @@ class TrainerProcess:
         self._checkpoints.drop("the term is over")
         commits = None if before is None else before.commits
         while True:
-            standing = None
+            position = None
             if before is not None:
-                standing = Standing(self._last_step, (), False) if commits is None else commits.standing()
-            terms.next(standing, why, keeps)
+                position = TermPosition(self._last_step, (), False) if commits is None else commits.position()
+            terms.next(position, why, keeps)
             keeping = terms.term.keeps is not None
             if not keeping:
                 try:
@@ -302,13 +302,13 @@ class TrainerProcess:
         """
         terms, lanes, session, schedule = self._terms, trainer.lanes, trainer.session, self._schedule
         term = terms.term
-        self._link.serve_copies(term.number, {} if trainer.commits is None else trainer.commits.copies)
+        self._link.serve_replicas(term.number, {} if trainer.commits is None else trainer.commits.copies)
         begins = segment_after(schedule, term.committed) if term.number > self._spec.first_term else None
-        gate = SegmentGate(self._board, schedule, events, self._trainer, term, begins)
+        gate = SegmentGate(self._rendezvous, schedule, events, self._trainer, term, begins)
         self._segments = max(self._segments, gate.begun)
         if self._points.any:
             trainer.on_point = self._points.in_step
-        # From here on it is the keeper that tells whether the launcher is there.
+        # From here on it is the rendezvous host that tells whether the launcher is there.
         self._ready.set()
         if self._interrupts is not None:
             self._interrupts.defer_signals = True
@@ -321,16 +321,16 @@ class TrainerProcess:
             # Who leaves closes its connections; another one may still wait for a message of the last step.
             session.barrier()
             return True
-        self._points.come_to("last write-back")
+        self._points.reach_point("last write-back")
         self._flushed = lanes.write_everything_back(self._last_step + 1, at_stop=stopped)
-        self._points.come_to("last rows written")
+        self._points.reach_point("last rows written")
         lost = self._link.finish(term, lambda: terms.check_waiting(session.transport))
         # From here on no lane of any trainer is written any more: the dense part of this step may replace that of the last clean stop.
         session.barrier()
         if session.leads:
             self._folder.save_dense(self._dense, self._last_step, term.number, self._on_dense_written)
         self._publish_end(self._last_step, stopped, failure, lanes.last_batches(), lost)
-        self._points.come_to("ended")
+        self._points.reach_point("ended")
         if session.leads or terms.survives or self._on_host is not None:
             self._await_saved(terms.check)
         return False
@@ -345,15 +345,15 @@ class TrainerProcess:
             traffic=counters_of(self._hosted.traffic), segments=self._segments, prefix=self._schedule.prefix(self._segments), totals=self._totals,
             use=ProcessUse.now(), loads=self._hosted.stored.store.loads, watched=self._early.so_far, kept=kept,
         )  # fmt: skip
-        self._board.publish(end, self._terms.term.number, self._trainer)
+        self._rendezvous.publish(end, self._terms.term.number, self._trainer)
         self._events.send_last(Ended())
 
     def _await_saved(self, check: Callable[[], None]) -> None:
-        await_saved(self._board, self._spec, self._run, self._schedule, self._terms.term, self._log, check)
+        await_saved(self._rendezvous, self._spec, self._run, self._schedule, self._terms.term, self._log, check)
 
     def _train(self, trainer: Trainer, gate: SegmentGate) -> tuple[bool, str | None, bool]:
         """Run the program; returns whether training stopped early, what went wrong if that is why, and whether it is the term alone that ended."""
-        agreement = StopAgreement(self._board, trainer.session.leads, self._terms.term.number, self._job.until_full)
+        agreement = StopAgreement(self._rendezvous, trainer.session.leads, self._terms.term.number, self._job.until_full)
         self._checkpoints.now_trains(trainer, lambda: gate.begun)
 
         def tell() -> None:
@@ -412,7 +412,7 @@ class TrainerProcess:
             return True, failure, False
 
     def _on_dense_written(self) -> None:
-        self._points.come_to("dense part written")
+        self._points.reach_point("dense part written")
         # Where this trainer stood still meanwhile, the run may have gone far beyond it.
         self._terms.check()
 

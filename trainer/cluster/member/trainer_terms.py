@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from foreload.trainer.cluster.member.term_watch import TermWatch
-from foreload.trainer.cluster.messages.board import Board
 from foreload.trainer.cluster.messages.events import EventSender
 from foreload.trainer.cluster.messages.facts import (
     Admitted,
@@ -24,12 +23,13 @@ from foreload.trainer.cluster.messages.facts import (
     TermBegins,
     TermOver,
 )
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import CanJoin, Departed, LaunchSpec, Ready, TermLeft
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import PeerLost, TrainerError, after_step
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import Run
-from foreload.trainer.step.commits import Commits, Standing
+from foreload.trainer.step.commits import Commits, TermPosition
 from foreload.trainer.step.nccl import NcclTransport
 from foreload.trainer.step.term_session import TermSession
 from foreload.trainer.step.transport import GlooTransport, Transport
@@ -45,14 +45,14 @@ class TrainerTerms:
     """The terms of one trainer; its main thread uses it.
 
     term: the one that it is in, or was in last. connect: makes a further connection to the rendezvous store; None: the loss of a trainer is not
-    survived. joins: whether it was started while others train, and is no member yet. come_to: told the points of a takeover (`faults`). run: the
+    survived. joins: whether it was started while others train, and is no member yet. reach_point: told the points of a takeover (`faults`). run: the
     run's folder, on hosts that have it. keeps_folder: `TermLog.keeps_folder`, once there is that log.
     """
 
     def __init__(
         self,
-        rendezvous: Any,
-        board: Board,
+        rendezvous_store: Any,
+        rendezvous: Rendezvous,
         events: EventSender,
         trainer: int,
         spec: LaunchSpec,
@@ -61,14 +61,14 @@ class TrainerTerms:
         address: str,
         connect: Callable[[], Any] | None,
         joins: bool = False,
-        come_to: Callable[[str], None] = lambda point: None,
+        reach_point: Callable[[str], None] = lambda point: None,
         *,
         run: Path,
     ) -> None:
-        self._rendezvous, self._board, self._events, self._trainer = rendezvous, board, events, trainer
+        self._rendezvous_store, self._rendezvous, self._events, self._trainer = rendezvous_store, rendezvous, events, trainer
         self._job, self._device, self._address, self.joins = job, device, address, joins
-        self._come_to, self._run = come_to, run
-        self.term = board.read(Term, spec.first_term)
+        self._come_to, self._run = reach_point, run
+        self.term = rendezvous.read(Term, spec.first_term)
         self._first_term = spec.first_term
         self._watch = TermWatch(connect, trainer, job.peer_silence) if connect is not None else None
         self.keeps_folder: Callable[[Term], int | None] = lambda term: None
@@ -89,18 +89,18 @@ class TrainerTerms:
         if of_run is not None:
             numerics.check(mine, of_run, goes_on="--resume")
         elif self.joins or self._trainer != self.term.members[0]:
-            numerics.check(mine, self._board.read(Fingerprint).fields)
+            numerics.check(mine, self._rendezvous.read(Fingerprint).fields)
         else:
-            self._board.publish(Fingerprint(mine))
+            self._rendezvous.publish(Fingerprint(mine))
 
     def join(self) -> None:
         """Tell that this trainer can join, and wait until a term has it as a member. Raises PeerLost where training is over before."""
         self._events.send(CanJoin())
-        while (admitted := self._board.poll(Admitted, self._trainer)) is None:
-            if self._board.poll(Orphaned) is not None:
+        while (admitted := self._rendezvous.poll(Admitted, self._trainer)) is None:
+            if self._rendezvous.poll(Orphaned) is not None:
                 raise PeerLost(f"trainer {self._trainer}: the launcher is gone, so there is nothing to join")
             time.sleep(BOARD_PAUSE.total_seconds())
-        self.term = self._board.read(Term, admitted.term)
+        self.term = self._rendezvous.read(Term, admitted.term)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -118,11 +118,11 @@ class TrainerTerms:
             if not torch.cuda.is_available():
                 raise TrainerError(f"--device cuda: trainer {self._trainer} finds no CUDA device; use --device cpu")
             torch.cuda.set_device(self._device)
-            transport = NcclTransport(self._rendezvous, number, self._trainer, members, silence, torch.device(self._device))
+            transport = NcclTransport(self._rendezvous_store, number, self._trainer, members, silence, torch.device(self._device))
         else:
             forming = (FIRST_FORMING if number == self._first_term else FORMING) if self.survives else silence
             transport = GlooTransport(
-                self._rendezvous, number, self._trainer, members, silence, self._address, forming, self.check
+                self._rendezvous_store, number, self._trainer, members, silence, self._address, forming, self.check
             )
         try:
             with self._watch.watching(number, transport, self.on_over) if self._watch is not None else contextlib.nullcontext():
@@ -134,9 +134,9 @@ class TrainerTerms:
         """Tell that this trainer is ready for the term's steps, and wait until all members are. Raises PeerLost."""
         self._events.send(Ready(self.term.number, fingerprint))
         self._come_to("ready")
-        while self._board.poll(TermBegins, self.term.number) is None:
+        while self._rendezvous.poll(TermBegins, self.term.number) is None:
             self.check()
-            if self._board.poll(Orphaned) is not None and self._board.poll(TermBegins, self.term.number) is None:
+            if self._rendezvous.poll(Orphaned) is not None and self._rendezvous.poll(TermBegins, self.term.number) is None:
                 # The coordinator is gone, so the members find out among themselves.
                 session.barrier()
                 return
@@ -148,21 +148,21 @@ class TrainerTerms:
         if given:
             assert commits is not None
             commits.give_away(given)
-            self._board.publish(HandedOver(), self.term.number, self._trainer)
+            self._rendezvous.publish(HandedOver(), self.term.number, self._trainer)
 
     def await_handed_over(self, lanes: list[int]) -> None:
         """Wait until the trainers that hosted these lanes, and are there, have handed them over. Raises PeerLost."""
         number = self.term.number
         for trainer in sorted({former for lane in lanes if self.term.former and (former := self.term.former[lane]) is not None}):
-            while self._board.poll(HandedOver, number, trainer) is None:
+            while self._rendezvous.poll(HandedOver, number, trainer) is None:
                 self.check()
-                if self._board.poll(Orphaned) is not None:
+                if self._rendezvous.poll(Orphaned) is not None:
                     raise PeerLost(f"trainer {self._trainer}: the launcher is gone, and trainer {trainer} hands nothing over")
                 time.sleep(BOARD_PAUSE.total_seconds())
 
     def depart(self, departed: Departed) -> None:
         """Tell what this trainer has done, which is no member any more and has handed its lanes over."""
-        self._board.publish(departed, self._trainer)
+        self._rendezvous.publish(departed, self._trainer)
 
     def break_off(self) -> None:
         """The term is over for this trainer, though nobody has said so; any thread may tell."""
@@ -170,8 +170,8 @@ class TrainerTerms:
             self._watch.break_off(self.term.number)
 
     def check(self) -> None:
-        """Raise PeerLost if the term is over: whoever waits for another trainer by the board calls this again and again."""
-        if self.survives and self._board.poll(TermOver, self.term.number) is not None:
+        """Raise PeerLost if the term is over: whoever waits for another trainer by the rendezvous calls this again and again."""
+        if self.survives and self._rendezvous.poll(TermOver, self.term.number) is not None:
             raise PeerLost(f"trainer {self._trainer}: term {self.term.number} is over")
 
     def check_waiting(self, transport: Transport) -> None:
@@ -179,7 +179,7 @@ class TrainerTerms:
         and when the launcher has died.
         """
         self.check()
-        if not self.survives or self._board.poll(Orphaned) is not None:
+        if not self.survives or self._rendezvous.poll(Orphaned) is not None:
             transport.check_peers()
 
     def end_keeping(self, together: bool) -> None:
@@ -187,33 +187,33 @@ class TrainerTerms:
 
         together: no step can be undone, so they are given the time to end the one that this trainer has ended.
         """
-        self._board.publish(EndsKeeping(), self.term.number)
+        self._rendezvous.publish(EndsKeeping(), self.term.number)
         if together and len(self.term.members) > 1:
             time.sleep(STEP_PATIENCE.total_seconds())
 
     @property
     def ends_keeping(self) -> bool:
         """Whether a trainer has told that, in this term."""
-        return self._board.poll(EndsKeeping, self.term.number) is not None
+        return self._rendezvous.poll(EndsKeeping, self.term.number) is not None
 
-    def next(self, standing: Standing | None, why: str | None, keeps: bool = False) -> None:
-        """Leave the term, and come to the next, which `term` then is. standing: None where this trainer has nothing yet. why: what was noticed, None
+    def next(self, position: TermPosition | None, why: str | None, keeps: bool = False) -> None:
+        """Leave the term, and come to the next, which `term` then is. position: None where this trainer has nothing yet. why: what was noticed, None
         where the end was planned. keeps: it cannot go on.
 
         This trainer may be no member of the next term if it has left in order: then it hands its lanes over. Raises PeerLost where there will be
         none, since the coordinator is gone, and a trainer too, and TrainerError where it was taken for lost.
         """
         number = self.term.number
-        if standing is None:
+        if position is None:
             self._events.send(TermLeft(number, -1, (), False, why, joins=True))
         else:
-            self._events.send(TermLeft(number, standing.step, standing.copies, standing.stopping, why, keeps=keeps))
+            self._events.send(TermLeft(number, position.step, position.copies, position.stopping, why, keeps=keeps))
         self._come_to("left")
         number += 1
-        while (term := self._board.poll(Term, number)) is None:
-            if self._board.poll(Orphaned) is not None:
+        while (term := self._rendezvous.poll(Term, number)) is None:
+            if self._rendezvous.poll(Orphaned) is not None:
                 # It may have stated one before it died.
-                term = self._board.poll(Term, number) or self._last_term(standing, why)
+                term = self._rendezvous.poll(Term, number) or self._last_term(position, why)
                 break
             time.sleep(BOARD_PAUSE.total_seconds())
         if self._trainer not in (*term.members, *term.left):
@@ -222,18 +222,18 @@ class TrainerTerms:
             )
         self.term = term
 
-    def _last_term(self, standing: Standing | None, why: str | None) -> Term:
+    def _last_term(self, position: TermPosition | None, why: str | None) -> Term:
         """The term after one that was to end for lanes to change hands, where the launcher died before it stated one: its members stand at the same
-        step, so each of them knows that they go on as they were, to the stop that the keeper asks for. Raises PeerLost where one was lost, or where
-        none has the run's folder.
+        step, so each of them knows that they go on as they were, to the stop that the rendezvous host asks for. Raises PeerLost where one was lost,
+        or where none has the run's folder.
         """
         before, nobody = self.term, ((),) * len(self.term.hosts)
         keeps_folder = self.keeps_folder(before)
-        if why is not None or standing is None or keeps_folder is None:
+        if why is not None or position is None or keeps_folder is None:
             raise PeerLost(f"{why or 'the term is over'}; and the launcher is gone, so there is no further one")
         if keeps_folder == self._trainer:
             # On disk before it is on a server, for the others wait for this trainer before they own anything in it.
             Run(self._run).raise_term(before.number + 1)
         return Term(
-            before.number + 1, before.members, before.hosts, nobody, nobody, standing.step, standing.stopping, left=before.left
+            before.number + 1, before.members, before.hosts, nobody, nobody, position.step, position.stopping, left=before.left
         )

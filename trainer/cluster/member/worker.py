@@ -22,8 +22,8 @@ from foreload.base.files import is_full
 from foreload.base.interrupts import Interrupts
 from foreload.cache.errors import RowsLost
 from foreload.trainer.cluster.member.trainer_process import TrainerProcess
-from foreload.trainer.cluster.messages.board import Board, join_store
 from foreload.trainer.cluster.messages.events import EventSender
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous, join_store
 from foreload.trainer.cluster.messages.trainers import Failed, LaunchSpec, LostRows
 from foreload.trainer.cluster.processes.starting import OnHost, TrainerStart
 from foreload.trainer.errors import PeerLost, TrainerError
@@ -77,7 +77,7 @@ def _leave_with(launcher: int) -> None:
 
 
 def work(
-    rendezvous: Any,
+    rendezvous_store: Any,
     trainer: int,
     address: str,
     store_urls: Sequence[str] | None,
@@ -87,21 +87,21 @@ def work(
     on_host: OnHost | None = None,
 ) -> int:
     """Train as trainer number `trainer`; returns the exit status: 0, 2 where the coordinator was told why it failed, 1 for an error that was not
-    foreseen, with its traceback. rendezvous: the store that the board is on; address: of this machine, at which other trainers reach this one.
+    foreseen, with its traceback. rendezvous_store: for what it publishes and reads; address: of this machine, at which other trainers reach this one.
 
     store_urls: with passwords, where they are not the coordinator's. interrupts: of a process that a scheduler started; once training
     begins, a signal asks for a clean stop of all trainers. connect: makes a further connection to the rendezvous store; None: the loss of another
     trainer is not survived. commands, on_host: as in `TrainerStart`.
     """
-    board = Board(rendezvous)
-    sender = EventSender(board, trainer)
+    rendezvous = Rendezvous(rendezvous_store)
+    sender = EventSender(rendezvous, trainer)
     try:
-        spec = board.read(LaunchSpec)
+        spec = rendezvous.read(LaunchSpec)
         # What was imported stays: a search for cycles of garbage that goes through it takes a tenth of a second, and may come in any step.
         gc.freeze()
         with exits_told(f"trainer {trainer}"):
             TrainerProcess(
-                rendezvous, board, sender, trainer, address, spec, store_urls or spec.stores, interrupts, _ready, _leaving, connect,
+                rendezvous_store, rendezvous, sender, trainer, address, spec, store_urls or spec.stores, interrupts, _ready, _leaving, connect,
                 commands, on_host,
             ).run()  # fmt: skip
     except ForeloadError as error:

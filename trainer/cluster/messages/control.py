@@ -192,7 +192,7 @@ class AskReplace(Asks[Replacing]):
 
 @dataclass(frozen=True, slots=True)
 class AskMove(Asks[MoveBegun]):
-    """Have shards added, or one removed or moved; change, shard, urls: as in `store_moves.ShardChange`."""
+    """Have shards added, or one removed or moved; change, shard, urls: as in `migrate.ShardChange`."""
 
     do = "move"
     answer = MoveBegun

@@ -1,4 +1,4 @@
-"""What trainers report to the coordinator: each sends its events over the board, a few at a time, and the coordinator takes them in."""
+"""What trainers report to the coordinator: each sends its events over the rendezvous, a few at a time, and the coordinator takes them in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator
 
-from foreload.trainer.cluster.messages.board import Board
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import Events, StepEnded, TrainerEvent
 from foreload.trainer.errors import PeerLost
 
@@ -16,8 +16,8 @@ FLUSH_SECONDS = 0.1
 class EventSender:
     """A trainer's reports to the coordinator."""
 
-    def __init__(self, board: Board, trainer: int) -> None:
-        self._board = board
+    def __init__(self, rendezvous: Rendezvous, trainer: int) -> None:
+        self._rendezvous = rendezvous
         self._trainer = trainer
         self._held: list[TrainerEvent] = []
         self._sent = 0
@@ -37,7 +37,7 @@ class EventSender:
     def flush(self) -> None:
         """Send what is held back."""
         if self._held:
-            self._board.publish(Events(tuple(self._held)), self._trainer, self._sent)
+            self._rendezvous.publish(Events(tuple(self._held)), self._trainer, self._sent)
             self._sent += 1
             self._held = []
             self._sent_at = time.monotonic()
@@ -46,8 +46,8 @@ class EventSender:
 class EventReceiver:
     """The coordinator's side, for the trainers of these numbers."""
 
-    def __init__(self, board: Board, members: Iterable[int]) -> None:
-        self._board = board
+    def __init__(self, rendezvous: Rendezvous, members: Iterable[int]) -> None:
+        self._rendezvous = rendezvous
         self._next = dict.fromkeys(members, 0)
 
     def add(self, trainer: int) -> None:
@@ -57,7 +57,7 @@ class EventReceiver:
     def poll(self) -> Iterator[tuple[int, TrainerEvent]]:
         """What has come in since, with the number of who sent it, in each trainer's order."""
         for trainer in list(self._next):
-            while (taken := self._board.take(Events, trainer, self._next[trainer])) is not None:
+            while (taken := self._rendezvous.take(Events, trainer, self._next[trainer])) is not None:
                 self._next[trainer] += 1
                 for event in taken.events:
                     yield trainer, event

@@ -1,6 +1,6 @@
-"""What stands on the board, each fact a class of its own: agreements of the trainers and the coordinator.
+"""What stands in the rendezvous store, each fact a class of its own: agreements of the trainers and the coordinator.
 
-It imports nothing heavy, since the keeper, for which trainers wait, imports it.
+It imports nothing heavy, since the rendezvous host, for which trainers wait, imports it.
 
 Where a fact stands more than once, its place is told: numbers after its name. What trainers are started with, and how they ended, is in `messages`.
 """
@@ -84,7 +84,9 @@ class EndsKeeping:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """That bytes stand on the board (`Board.publish_bytes`). checksum: SHA-256; step: the training step after which they are what they are."""
+    """That bytes stand in the rendezvous store (`Rendezvous.publish_bytes`). checksum: SHA-256; step: the training step after which they are what
+    they are.
+    """
 
     size: int
     checksum: str

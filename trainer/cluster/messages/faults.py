@@ -98,14 +98,14 @@ class FaultPoints:
     def in_step(self, point: str, step: int) -> None:
         """The trainer comes to a point of a step."""
         self._step = step
-        self.come_to(point)
+        self.reach_point(point)
 
     def in_traffic(self, action: str) -> None:
         """The traffic's thread comes to a point."""
         if action not in STEP_POINTS:  # of which one has the same name
-            self.come_to(action)
+            self.reach_point(action)
 
-    def come_to(self, point: str) -> None:
+    def reach_point(self, point: str) -> None:
         """The trainer comes to a point."""
         for fault in list(self._waiting):
             if fault.point == point and self._step is not None and fault.step <= self._step:
@@ -123,7 +123,7 @@ class RunObserver:
     faults: Sequence[Fault | TrainerFault] = ()
     """What is injected: a Fault by the trainer that hosts lane 0, a TrainerFault by the trainer that it names."""
 
-    def see(self, trainer: int, event: TrainerEvent) -> None:
+    def on_event(self, trainer: int, event: TrainerEvent) -> None:
         """An event of a trainer."""
 
     def at_checkpoint(self, point: str) -> None:

@@ -58,7 +58,7 @@ class LaunchSpec:
 
 @dataclass(frozen=True, slots=True)
 class TrainerEnd:
-    """How a trainer ended, at (term, trainer) on the board.
+    """How a trainer ended, at (term, trainer) in the rendezvous store.
 
     step: the last one; stopped: before the schedule's end; failure: what went wrong, where that is why; flushed: rows written beyond the schedule.
     last_batches: of each of its lanes, the number of the last write-back batch. traffic: cache.traffic.Counters, times in seconds. lost: store
@@ -243,7 +243,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The trainer is at its end; its TrainerEnd is on the board."""
+    """The trainer is at its end; its TrainerEnd is in the rendezvous store."""
 
 
 @dataclass(frozen=True, slots=True)

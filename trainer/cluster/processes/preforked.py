@@ -1,4 +1,4 @@
-"""Keeper and trainers that were forked before the launcher had threads, and wait to be told what to run: no seconds of importing for them."""
+"""Rendezvous host and trainers that were forked before the launcher had threads, and wait to be told what to run: no seconds of importing for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from foreload.base.forking import fork
 from foreload.base.socket_messages import receive, send
-from foreload.trainer.cluster.processes.starting import KEEPER, WORKER, ChildProcess, ProcessStart, StartedProcess
+from foreload.trainer.cluster.processes.starting import RENDEZVOUS_HOST, WORKER, ChildProcess, ProcessStart, StartedProcess
 
 _POLL = timedelta(milliseconds=5)
 
@@ -70,7 +70,7 @@ def _run(end: socket.socket) -> int:
     os.environ.update(message.values["environment"])
     module = message.values["module"]
     sys.argv = [module, *message.values["arguments"], *map(str, message.descriptors)]
-    assert module in (KEEPER, WORKER)
+    assert module in (RENDEZVOUS_HOST, WORKER)
     return int(importlib.import_module(module).main())
 
 

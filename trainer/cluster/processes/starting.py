@@ -1,4 +1,6 @@
-"""How the launcher starts the processes of a call, its keeper and its trainers, and ends them: one function, so that another may stand in for it."""
+"""How the launcher starts the processes of a call, its rendezvous host and its trainers, and ends them: one function, so that another may stand in
+for it.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from typing import Protocol
 from foreload.base.own_process import command_of
 from foreload.trainer.cluster.messages.codec import decode, encode
 
-WORKER, KEEPER = "foreload.trainer.cluster.member.worker", "foreload.trainer.cluster.processes.keeper"
+WORKER, RENDEZVOUS_HOST = "foreload.trainer.cluster.member.worker", "foreload.trainer.cluster.processes.rendezvous_host"
 _TRAINER, _START = "FORELOAD_TRAINER", "FORELOAD_START"
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessStart:
-    """A process to be started. module: WORKER or KEEPER, whose `main` it runs; arguments: its command line, to which the descriptors' numbers are
-    appended.
+    """A process to be started. module: WORKER or RENDEZVOUS_HOST, whose `main` it runs; arguments: its command line, to which the descriptors'
+    numbers are appended.
 
     environment: variables beyond the launcher's. descriptors: what it inherits, and keeps open for as long as it lives.
     """
@@ -67,11 +69,11 @@ class OnHost:
 
 @dataclass(frozen=True, slots=True)
 class TrainerStart:
-    """What a trainer is started with; all else it finds on the board. rendezvous: the address of the rendezvous store, which the
-    board is on, "HOST:PORT"; address: of this machine, at which other trainers reach this one.
+    """What a trainer is started with; all else it finds in the rendezvous store. rendezvous: the address of the rendezvous store, which the
+    rendezvous is on, "HOST:PORT"; address: of this machine, at which other trainers reach this one.
 
     store_urls: with passwords; None: those of the LaunchSpec. launcher: the process that it leaves with before training begins. commands: of a
-    trainer that is started while others train, how many commands to trainers the board has, which the URLs tell of already; None: it is one of
+    trainer that is started while others train, how many commands to trainers the rendezvous has, which the URLs tell of already; None: it is one of
     the first. on_host: of a job over several hosts.
     """
 

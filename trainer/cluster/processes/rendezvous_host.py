@@ -1,4 +1,5 @@
-"""The process that holds a job's rendezvous store, and with it the board: it outlives the launcher, so that trainers still agree when that is killed.
+"""The process that holds a job's rendezvous store, and with it the rendezvous: it outlives the launcher, so that trainers still agree when that is
+killed.
 
 Where the launcher dies before training began, it leaves at once, and the trainers with it. Later it asks the trainers for a clean stop in the
 launcher's place, and leaves when they have.
@@ -14,15 +15,15 @@ from typing import Any
 
 from foreload.base.errors import SettingError
 from foreload.trainer.cluster.messages.facts import Go, Orphaned, StopWanted
-from foreload.trainer.cluster.processes.starting import KEEPER, ProcessStart, StartProcess
+from foreload.trainer.cluster.processes.starting import RENDEZVOUS_HOST, ProcessStart, StartProcess
 from foreload.trainer.errors import TrainerError
 
 _PATIENCE = timedelta(minutes=5)  # for which a read of a fact waits until that is stated
 
 
-class Keeper:
-    """The keeper of one call, from the launcher's side. address: where trainers find the store, "HOST:PORT"; held: a descriptor that each of
-    them must inherit, by whose end the keeper knows when all have left.
+class RendezvousHost:
+    """The rendezvous host of one call, from the launcher's side. address: where trainers find the store, "HOST:PORT"; held: a descriptor that each of
+    them must inherit, by whose end the rendezvous host knows when all have left.
     """
 
     def __init__(self, host: str, start: StartProcess) -> None:
@@ -35,10 +36,10 @@ class Keeper:
             self._host, self._port = host, listening.getsockname()[1]
             launchers, self._launcher_end = os.pipe()
             trainers, self.held = os.pipe()
-            # Nothing is ever written to the first two: the keeper reads their end when the last process that holds the other side is gone.
+            # Nothing is ever written to the first two: the rendezvous host reads their end when the last process that holds the other side is gone.
             self._ready, ready = os.pipe()
             handed = (listening.fileno(), launchers, trainers, ready)
-            self._process = start(ProcessStart(KEEPER, (host,), descriptors=handed))
+            self._process = start(ProcessStart(RENDEZVOUS_HOST, (host,), descriptors=handed))
             os.close(launchers)
             os.close(trainers)
             os.close(ready)
@@ -69,19 +70,19 @@ class Keeper:
 def main() -> int:
     """The process: HOST, then the descriptors of the listening socket, and of pipes: held open by launcher and trainers, and to say "ready"."""
     # No more than this is imported here, since trainers wait for it.
-    from foreload.trainer.cluster.messages.board import Board, host_store
+    from foreload.trainer.cluster.messages.rendezvous import Rendezvous, host_store
 
     host = sys.argv[1]
     listening, launcher, trainers, ready = map(int, sys.argv[2:])
-    board = Board(host_store(host, _PATIENCE, listening))
+    rendezvous = Rendezvous(host_store(host, _PATIENCE, listening))
     os.write(ready, b"1")
     os.close(ready)
     # Returns when the launcher is gone.
     os.read(launcher, 1)
-    if board.poll(Go) is None:
+    if rendezvous.poll(Go) is None:
         return 0
-    board.publish(Orphaned())
-    board.publish(StopWanted())
+    rendezvous.publish(Orphaned())
+    rendezvous.publish(StopWanted())
     # Returns when the last trainer is gone, which needs the store until then.
     os.read(trainers, 1)
     return 0

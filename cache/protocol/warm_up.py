@@ -15,7 +15,7 @@ from foreload.cache.rows.row_bytes import decode_rows, encode_rows
 _NOTHING_THERE = b"*2\r\n$-1\r\n$-1\r\n"  # the reply to an HMGET of the marker and a row, where there is neither
 
 
-def rehearse_takeover() -> None:
+def warm_up_takeover() -> None:
     """Compile it, or read it from numba's cache: once a process, some 0.1 s, or 20 where nothing was compiled on this machine before."""
     reply = HmgetReply(np.zeros((1, 16), np.uint8))
     reply.feed(np.frombuffer(bytearray(_NOTHING_THERE), np.uint8), 0, len(_NOTHING_THERE))
@@ -31,7 +31,7 @@ def rehearse_takeover() -> None:
     checksum(np.zeros(8, np.int64), np.zeros(8, np.uint8))
 
 
-def rehearse_migration(placement: Placement) -> None:
+def warm_up_migration(placement: Placement) -> None:
     """Compile what tells which rows move, and what decodes them, or read it from numba's cache: once a process, some 0.1 s. placement: of the run."""
     if not placement.migrating:
         placement = placement.with_migrated(placement.live[0])
@@ -43,8 +43,8 @@ def rehearse_migration(placement: Placement) -> None:
         plan_decoding(stripes, survivors, wanted, 16, [b""] * placement.shard_count).decode()
 
 
-def rehearse(placement: Placement, takeover: bool) -> None:
+def warm_up(placement: Placement, takeover: bool) -> None:
     """All that training may come to. placement: of the run; takeover: whether it survives the loss of a trainer."""
-    rehearse_migration(placement)
+    warm_up_migration(placement)
     if takeover:
-        rehearse_takeover()
+        warm_up_takeover()

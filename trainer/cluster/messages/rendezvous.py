@@ -1,8 +1,8 @@
 """What the coordinator and the trainers of a job agree on, through the rendezvous store that the coordinator holds.
 
-The coordinator is the launcher, under a scheduler that of rank 0; the store is held by a process beside it (`keeper`), or is the one at which a
-scheduler's trainers meet. The coordinator alone says who hosts which lane in which term. A stop is agreed so that all trainers end after the same
-step: the trainer that hosts lane 0 sees after its step t that a stop is wanted, and publishes t + 1 before it takes part in that step; nobody
+The coordinator is the launcher, under a scheduler that of rank 0; the store is held by a process beside it (`rendezvous host`), or is the one at
+which a scheduler's trainers meet. The coordinator alone says who hosts which lane in which term. A stop is agreed so that all trainers end after the
+same step: the trainer that hosts lane 0 sees after its step t that a stop is wanted, and publishes t + 1 before it takes part in that step; nobody
 finishes step t + 1 without it, so everybody reads this number after step t + 1 at the latest.
 """
 
@@ -49,7 +49,7 @@ def join_store(address: str, timeout: timedelta) -> Any:
         raise PeerLost(f"coordinator at {address}: cannot be reached; is the launcher still there?") from error
 
 
-class Board:
+class Rendezvous:
     """Facts of the job, each a message of a class of its own, published once and read by everybody. place: where there are
     several facts of a class, the numbers that tell them apart, as (trainer,) or (segment, trainer); the class says which.
 
@@ -80,7 +80,7 @@ class Board:
         return self.read(kind, *place) if stated else None
 
     def take(self, kind: type[_Fact], *place: int) -> _Fact | None:
-        """A fact that has one reader: it is deleted, so that the board does not grow. None if it was not stated yet."""
+        """A fact that has one reader: it is deleted, so that the rendezvous does not grow. None if it was not stated yet."""
         fact = self.poll(kind, *place)
         if fact is not None:
             with _reachable():
@@ -111,11 +111,11 @@ class StopAgreement:
     0, and so names the step; term: the number of the one that it is for; until_full: whether there may be a step by which training must stop.
     """
 
-    def __init__(self, board: Board, leads: bool, term: int, until_full: bool = False) -> None:
-        self._board, self._leads, self._term, self._until_full = board, leads, term, until_full
+    def __init__(self, rendezvous: Rendezvous, leads: bool, term: int, until_full: bool = False) -> None:
+        self._rendezvous, self._leads, self._term, self._until_full = rendezvous, leads, term, until_full
         self._after: StopAfter | None = None
         # In an earlier term, by who led then.
-        named = board.poll(StopAfter)
+        named = rendezvous.poll(StopAfter)
         self._named = named if named is not None and named.term is None else None
 
     def reached(self, step: int) -> bool:
@@ -126,34 +126,36 @@ class StopAgreement:
         """Whether training stops after `step`; to be asked by every trainer after every step."""
         if self._after is None:
             if not self._leads:
-                after = self._board.poll(StopAfter)
+                after = self._rendezvous.poll(StopAfter)
                 self._after = after if after is not None and after.term in (None, self._term) else None
             elif self._named is not None:
                 self._after = self._named
-            elif (wanted := self._board.poll(StopWanted)) is not None and wanted.term in (None, self._term):
+            elif (wanted := self._rendezvous.poll(StopWanted)) is not None and wanted.term in (None, self._term):
                 self._after = StopAfter(step + 1, wanted.term)
-                self._board.publish(self._after)
-            elif self._until_full and (full := self._board.poll(StopBy)) is not None and step + 1 >= full.step:
+                self._rendezvous.publish(self._after)
+            elif self._until_full and (full := self._rendezvous.poll(StopBy)) is not None and step + 1 >= full.step:
                 self._after = StopAfter(step + 1)
-                self._board.publish(self._after)
+                self._rendezvous.publish(self._after)
         return self._after is not None and step >= self._after.step
 
     def stop_now(self, step: int) -> None:
         """Training stops after `step`, the last one trained, as every trainer knows; a further term is to know it, too."""
         self._after = StopAfter(step)
         if self._leads:
-            self._board.publish(self._after)
+            self._rendezvous.publish(self._after)
 
     def goes_on(self) -> bool:
         """Whether it is the term alone that ends, and not training."""
         return self._after is not None and self._after.term is not None
 
 
-def clear_agreement(board: Board, term: Term) -> None:
-    """Take what was asked for, and agreed, on the end of a term from the board: it is over. The coordinator calls this, before it states the next."""
-    for fact in (board.poll(StopWanted), board.poll(StopAfter)):
+def clear_agreement(rendezvous: Rendezvous, term: Term) -> None:
+    """Take what was asked for, and agreed, on the end of a term from the rendezvous: it is over. The coordinator calls this, before it states the
+    next.
+    """
+    for fact in (rendezvous.poll(StopWanted), rendezvous.poll(StopAfter)):
         if fact is not None and fact.term == term.number:
-            board.take(type(fact))
+            rendezvous.take(type(fact))
 
 
 def _name(kind: type, place: tuple[int, ...]) -> str:

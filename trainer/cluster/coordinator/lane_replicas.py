@@ -12,7 +12,7 @@ from foreload.trainer.run.event_log import CopiesComplete, CopiesIncomplete, Eve
 _NOTHING = SeededCopy(0, 0, False)
 
 
-class LaneCopies:
+class LaneReplicas:
     """The copies in the term that is. The launcher's thread tells it; threads of the control socket read `status`. tell: a line for the user."""
 
     def __init__(self, term: Term, tell: Callable[[str], None], events: EventLog) -> None:
@@ -20,7 +20,7 @@ class LaneCopies:
         self._told: dict[int, CopiesTold] = {}  # by each trainer, of the term
         self._exposed = False  # whether the user knows that the loss of a trainer is not survived for now
 
-    def now_term(self, term: Term) -> None:
+    def on_term(self, term: Term) -> None:
         """A further term: how its copies are is told anew."""
         self._term, self._told = term, {}
 

@@ -1,4 +1,4 @@
-"""What stands on the board, by which launcher and trainers talk: facts of a term, the agreement to stop, events."""
+"""What stands in the rendezvous store, by which launcher and trainers talk: facts of a term, the agreement to stop, events."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from small_job import step_report
 
 from foreload.trainer.cluster.coordinator.terms import first_term
-from foreload.trainer.cluster.messages.board import PART_BYTES, Board, StopAgreement, host_store, join_store
 from foreload.trainer.cluster.messages.events import EventReceiver, EventSender
 from foreload.trainer.cluster.messages.facts import DenseAtEnd, RunSaved, StopAfter, StopWanted, Term, contiguous_lanes
+from foreload.trainer.cluster.messages.rendezvous import PART_BYTES, Rendezvous, StopAgreement, host_store, join_store
 from foreload.trainer.cluster.messages.trainers import Ended, ScrubFailed, StepEnded
 from foreload.trainer.errors import MessageError, PeerLost
 from foreload.trainer.step.transport import LocalHub, Transport
@@ -24,10 +24,10 @@ from foreload.trainer.step.transport import LocalHub, Transport
 TIMEOUT = timedelta(seconds=20)
 
 
-def boards(count: int) -> list[Board]:
-    """So many boards of one rendezvous store; the first is that of the process that hosts it."""
+def connected(count: int) -> list[Rendezvous]:
+    """So many processes' sides of one rendezvous store; the first is that of the process that hosts it."""
     server = host_store("127.0.0.1", TIMEOUT)
-    return [Board(server), *(Board(join_store(f"127.0.0.1:{server.port}", TIMEOUT)) for _ in range(count - 1))]
+    return [Rendezvous(server), *(Rendezvous(join_store(f"127.0.0.1:{server.port}", TIMEOUT)) for _ in range(count - 1))]
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3, 4, 7, 64])
@@ -40,7 +40,7 @@ def test_lanes_are_spread_evenly_over_any_number_of_trainers(lanes: int) -> None
 
 
 def test_the_members_and_lanes_of_a_term_reach_every_trainer() -> None:
-    launcher, first, second = boards(3)
+    launcher, first, second = connected(3)
     launcher.publish(first_term(0, (4, 7), 3, 2, -1), 0)
     launcher.publish(first_term(1, (4,), 3, 2, 8), 1)
     term = first.read(Term, 0)
@@ -54,11 +54,11 @@ def test_the_members_and_lanes_of_a_term_reach_every_trainer() -> None:
 def test_all_trainers_stop_after_the_same_step(asked_before: int) -> None:
     """Trainers run as far apart as a step's messages allow; the stop is asked for at any moment."""
     trainers = 3
-    launcher, *rest = boards(trainers + 1)
+    launcher, *rest = connected(trainers + 1)
     asked = threading.Event()
 
-    def train(transport: Transport, board: Board) -> int:
-        agreement = StopAgreement(board, transport.rank == 0, 1)
+    def train(transport: Transport, rendezvous: Rendezvous) -> int:
+        agreement = StopAgreement(rendezvous, transport.rank == 0, 1)
         peers = [peer for peer in range(trainers) if peer != transport.rank]
         # Far more than it takes.
         for step in range(10_000):
@@ -79,7 +79,7 @@ def test_all_trainers_stop_after_the_same_step(asked_before: int) -> None:
 
 
 def test_events_arrive_once_and_in_order() -> None:
-    launcher, first, second = boards(3)
+    launcher, first, second = connected(3)
     senders, receiver = {0: EventSender(first, 0), 5: EventSender(second, 5)}, EventReceiver(launcher, (0, 5))
     for number in range(50):
         for sender in senders.values():
@@ -95,7 +95,7 @@ def test_events_arrive_once_and_in_order() -> None:
 
 
 def test_steps_are_held_back_for_a_moment_and_go_with_what_is_told_next() -> None:
-    launcher, first = boards(2)
+    launcher, first = connected(2)
     sender, receiver = EventSender(first, 0), EventReceiver(launcher, (0,))
     steps = [StepEnded(step_report(step), at=float(step)) for step in range(10)]
     for step in steps:
@@ -105,26 +105,26 @@ def test_steps_are_held_back_for_a_moment_and_go_with_what_is_told_next() -> Non
 
 
 def test_a_fact_is_refused_where_another_stands() -> None:
-    (board,) = boards(1)
-    board._store.set("StopAfter", '{"kind": "StopAfter", "step": "soon"}')
+    (rendezvous,) = connected(1)
+    rendezvous._store.set("StopAfter", '{"kind": "StopAfter", "step": "soon"}')
     with pytest.raises(MessageError, match=r"StopAfter\.step: must be int; got 'soon'"):
-        board.poll(StopAfter)
+        rendezvous.poll(StopAfter)
 
 
 def test_a_trainer_notices_that_the_launcher_is_gone() -> None:
     server = host_store("127.0.0.1", TIMEOUT)
     port = server.port
-    board = Board(join_store(f"127.0.0.1:{port}", TIMEOUT))
+    rendezvous = Rendezvous(join_store(f"127.0.0.1:{port}", TIMEOUT))
     del server
     with pytest.raises(PeerLost, match="launcher"):
-        board.publish(StopWanted())
+        rendezvous.publish(StopWanted())
     with pytest.raises(PeerLost, match=f"coordinator at 127.0.0.1:{port}"):
         join_store(f"127.0.0.1:{port}", timedelta(milliseconds=200))
 
 
 @pytest.mark.parametrize("size", [0, 1, PART_BYTES, 3 * PART_BYTES + 5, pytest.param(100_000_000, marks=pytest.mark.full)])
 def test_bytes_of_any_number_stand_beside_a_fact(size: int) -> None:
-    writer, reader = boards(2)
+    writer, reader = connected(2)
     data = np.random.default_rng(size).bytes(size)
     writer.publish_bytes(DenseAtEnd.of(data, 7), data, 3)
     fact, read = reader.read_bytes(DenseAtEnd, 3)
@@ -132,7 +132,7 @@ def test_bytes_of_any_number_stand_beside_a_fact(size: int) -> None:
 
 
 def test_other_bytes_than_the_fact_says_are_refused() -> None:
-    writer, reader = boards(2)
+    writer, reader = connected(2)
     writer.publish_bytes(DenseAtEnd.of(b"one", 7), b"two", 3)
     with pytest.raises(MessageError, match="DenseAtEnd/3: must be 3 bytes with checksum"):
         reader.read_bytes(DenseAtEnd, 3)
@@ -164,6 +164,6 @@ def test_a_trainer_has_ended_though_the_coordinator_is_gone_before_it_says_that_
     server = host_store("127.0.0.1", TIMEOUT)
     connection = LeftAtOnce(server)
     del server
-    EventSender(Board(connection), 1).send_last(Ended())
+    EventSender(Rendezvous(connection), 1).send_last(Ended())
     with pytest.raises(PeerLost):
-        Board(connection).poll(RunSaved)
+        Rendezvous(connection).poll(RunSaved)

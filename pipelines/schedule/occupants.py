@@ -17,17 +17,17 @@ def empty_slots(schedule: Schedule) -> list[np.ndarray]:
 
 
 def rows_used(
-    schedule: Schedule, event: Event, sitting: list[np.ndarray]
+    schedule: Schedule, event: Event, occupants: list[np.ndarray]
 ) -> tuple[tuple[LaneEvent, ...], tuple[np.ndarray, ...]]:
     """The lanes' parts of an event, and per lane the row in each slot of its list, ROW [U].
 
-    sitting: as it is before the event; made what it is then.
+    occupants: as it is before the event; made what it is then.
     """
     lanes = tuple(schedule.lane(event, lane) for lane in range(schedule.header.lanes))
-    for moves, rows in zip(lanes, sitting, strict=True):
+    for moves, rows in zip(lanes, occupants, strict=True):
         rows["table"][moves.arrivals.slot] = moves.arrivals.table
         rows["id"][moves.arrivals.slot] = moves.arrivals.id
-    return lanes, tuple(rows[moves.slots] for moves, rows in zip(lanes, sitting, strict=True))
+    return lanes, tuple(rows[moves.slots] for moves, rows in zip(lanes, occupants, strict=True))
 
 
 def local_rows(lanes: tuple[LaneEvent, ...], rows: tuple[np.ndarray, ...], lane: int) -> np.ndarray:

@@ -25,10 +25,10 @@ from foreload.trainer.run.servers import asked, left_over, open_stores, plain, s
 from foreload.trainer.run.shard_change import ShardChange
 from foreload.trainer.saved.at_rest import PATIENCE, owned_at_rest
 from foreload.trainer.saved.kept import schedule_of
+from foreload.trainer.saved.migration import NewServers, check_whole
 from foreload.trainer.saved.row_check import check_rows
 from foreload.trainer.saved.run_rows import own_rows
-from foreload.trainer.saved.saved_run import leave_stores
-from foreload.trainer.saved.store_moves import NewServers, check_whole
+from foreload.trainer.saved.stopped_run import leave_stores
 
 _ASK_TIMEOUT = timedelta(minutes=1)  # the launcher looks at the new servers first
 REBUILT_BY_RESUME = "foreload train --resume, with a server there, rebuilds it"

@@ -38,7 +38,7 @@ from foreload.trainer.saved.run_rows import check_current
 
 
 @dataclass(frozen=True, slots=True)
-class SavedRun:
+class StoppedRun:
     """A run that was stopped or has ended, with its store open: a SavedModel."""
 
     run: Run
@@ -105,8 +105,8 @@ class SavedRun:
         return Digest().model(self.dense(), [layout.name for layout in self.layouts], self.rows())
 
 
-def saved_run_at(run: Run, store: Store, status: Status, accept_model: bool = False) -> SavedRun:
-    """A run as it is at `status`, with its rows on an open store; accept_model: as for `open_saved`.
+def stopped_run_at(run: Run, store: Store, status: Status, accept_model: bool = False) -> StoppedRun:
+    """A run as it is at `status`, with its rows on an open store; accept_model: as for `open_stopped`.
 
     Raises RunError where neither its schedule nor what it keeps of that is there.
     """
@@ -115,7 +115,7 @@ def saved_run_at(run: Run, store: Store, status: Status, accept_model: bool = Fa
     rows = layouts_of(job, schedule.header.features)
     at = Start(status.step, tuple(int(status.batches[str(lane)]) for lane in range(manifest.lanes)))
     stored = stored_rows_at(store, run.placement, rows, manifest.namespace, schedule, at)
-    return SavedRun(run, manifest, status, job, schedule, rows, stored, accept_model)
+    return StoppedRun(run, manifest, status, job, schedule, rows, stored, accept_model)
 
 
 def leave_stores(local: LocalStores, of_the_stop: bool, changed: bool) -> None:
@@ -134,9 +134,9 @@ def leave_stores(local: LocalStores, of_the_stop: bool, changed: bool) -> None:
 
 
 @contextlib.contextmanager
-def open_saved(
+def open_stopped(
     path: str, store: str | None, accept_model: bool = False, own: Callable[[Run, Store], None] = check_current
-) -> Iterator[SavedRun]:
+) -> Iterator[StoppedRun]:
     """The run in a folder, its local stores started for as long as the context lasts.
 
     store: URLs with passwords; those of the run, with the password of the environment, by default. accept_model: its model may be run with other code
@@ -169,4 +169,4 @@ def open_saved(
         own(run, opened)
         check_rows(run, opened, status)
         of_the_stop = True
-        yield saved_run_at(run, opened, status, accept_model)
+        yield stopped_run_at(run, opened, status, accept_model)

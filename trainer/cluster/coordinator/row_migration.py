@@ -24,10 +24,10 @@ from foreload.trainer.run.event_log import EventLog, RowsMove, RowsMoved
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.servers import left_over, with_servers
 from foreload.trainer.run.shard_change import ShardChange
-from foreload.trainer.saved.store_moves import NewServers, check_whole
+from foreload.trainer.saved.migration import NewServers, check_whole
 
 
-class RowMoves:
+class RowMigration:
     """Of one call. Threads of the control socket call `want`, the launcher's own all else.
 
     manifest: the run's, as it is by now; write_manifest: publishes another one; check_room: as NewServers has it.
@@ -89,7 +89,7 @@ class RowMoves:
         if self._shards.about_to_come:
             raise RunError("a server is about to take a store shard's place; ask again when that is whole")
 
-    def see(self, members: Collection[int], tell: Callable[[TrainerCommand], None]) -> None:
+    def poll(self, members: Collection[int], tell: Callable[[TrainerCommand], None]) -> None:
         """Tell of servers that take the place of others; begin a move that is wanted, look how far one is, settle it when it is through.
 
         tell: a command to all trainers, of which these are the members.

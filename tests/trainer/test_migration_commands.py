@@ -20,7 +20,7 @@ from foreload.cache.protocol.namespace import claim, owner
 from foreload.cache.protocol.shard_status import ShardSnapshot, ShardStatus
 from foreload.trainer.cluster.coordinator.store_shards import StoreShards
 from foreload.trainer.cluster.messages.faults import RunObserver, TrainerFault
-from foreload.trainer.commands import store_moves, stores
+from foreload.trainer.commands import migrate, stores
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.event_log import EventLog, read_events
@@ -244,7 +244,7 @@ def test_a_run_that_rests_moves_and_goes_on(
     with monkeypatch.context() as broken:
         broken.setattr(Placement, "completed", lambda placement: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            store_moves.run(str(run), None, ShardChange("add", urls=("local",)))
+            migrate.run(str(run), None, ShardChange("add", urls=("local",)))
     assert Run.open(run).placement.migrating
     assert stores.run(str(run), None).move == stores.Move(None, [3], [])
     capsys.readouterr()

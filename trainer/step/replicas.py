@@ -9,7 +9,7 @@ from foreload.cache.rows.staging import EndedRows
 from foreload.pipelines.schedule.format import Arrivals, LaneEvent
 
 
-class LaneCopy:
+class LaneReplica:
     """Rows, states and occupants of a lane's slots after a committed step, and the rows that its owner still owes the store.
 
     It is moved by the schedule, as the owner's partition is; a row's values come from its owner once it was changed (`replication`). One that is
@@ -32,7 +32,7 @@ class LaneCopy:
         self.scratch = np.zeros(partition.slots, np.uint8)
 
     @classmethod
-    def of_owner(cls, lane: int, partition: Partition, given: np.ndarray, released: tuple[int, int]) -> LaneCopy:
+    def of_owner(cls, lane: int, partition: Partition, given: np.ndarray, released: tuple[int, int]) -> LaneReplica:
         """What a trainer keeps that was the lane's owner, and owes the store nothing. given, released: as the traffic of the lane had them."""
         partition.forget_base()
         copy = cls(lane, partition, given.size, empty=True)

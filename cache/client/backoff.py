@@ -11,8 +11,11 @@ _LONGEST_PAUSE = timedelta(milliseconds=500)
 
 
 def pauses(limit: timedelta) -> Iterator[None]:
-    """Exponential backoff: each item follows a pause twice as long as the one before, until `limit` would be passed."""
-    deadline = time.monotonic() + limit.total_seconds()
+    """Exponential backoff: each item follows a pause twice as long as the one before, until `limit`, from now on, would be passed."""
+    return _pauses(time.monotonic() + limit.total_seconds())
+
+
+def _pauses(deadline: float) -> Iterator[None]:
     pause = _FIRST_PAUSE.total_seconds()
     while time.monotonic() + pause < deadline:
         time.sleep(pause)

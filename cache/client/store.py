@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
+from foreload.base.at_once import at_once
 from foreload.cache.client.channel import Channel
 from foreload.cache.client.connections import Connections
 from foreload.cache.client.load import ShardLoad
@@ -116,19 +118,10 @@ class Store:
             raise StoreError("store: needs the URL of at least one store shard; got none")
         self.rows_read = self.rows_written = 0
         self._connections = Connections(timeout)
-        channels = self._connections.channels
         try:
-            for url in urls:
-                if url is None:
-                    channels.append(Channel.absent(_NOWHERE, _REMOVED))
-                    continue
-                parsed = url if isinstance(url, StoreUrl) else parse_url(url)
-                try:
-                    channels.append(Channel(parsed, timeout, connect_timeout))
-                except StoreUnavailable as error:
-                    if not optional:
-                        raise
-                    channels.append(Channel.absent(parsed, error))
+            self._connect(
+                [url if isinstance(url, StoreUrl | None) else parse_url(url) for url in urls], connect_timeout, optional
+            )
             self._connections.open()
             for shard in self.used if optional else ():
                 # A stopped server takes connections, and no more.
@@ -138,6 +131,22 @@ class Store:
         except BaseException:
             self.close()
             raise
+
+    def _connect(self, urls: Sequence[StoreUrl | None], connect_timeout: timedelta, optional: bool) -> None:
+        """Open a channel to each server, to all at once: those that do not answer are waited for together."""
+        used = {shard: url for shard, url in enumerate(urls) if url is not None}
+        opened = at_once({shard: partial(Channel, url, self.timeout, connect_timeout) for shard, url in used.items()})
+        failures: list[Exception] = []
+        for shard in range(len(urls)):
+            channel = opened.get(shard)
+            if isinstance(channel, Exception):
+                if not (optional and isinstance(channel, StoreUnavailable)):
+                    failures.append(channel)
+                    continue
+                channel = Channel.absent(used[shard], channel)
+            self._connections.channels.append(channel or Channel.absent(_NOWHERE, _REMOVED))
+        if failures:
+            raise failures[0]
 
     @classmethod
     def connect(

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 
+from foreload.base.at_once import at_once
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import (
     Fenced,
@@ -70,27 +73,22 @@ class Reconnection:
         """Fence as an owner of this term from now on."""
         self.ownership = replace(self.ownership, term=term)
 
-    def once(
-        self, shard: int, markers: Markers, writes: Sequence[tuple[int, Write]], look: timedelta
+    def _adopted(
+        self, shard: int, fresh: Store, markers: Markers, writes: Sequence[tuple[int, Write]]
     ) -> Mapping[int, Found] | None:
-        """Connect again: what is there of each lane; None where that is not what must be there.
+        """Go on with a shard over a new connection: what is there of each lane; None where that is not what must be there.
 
         markers: those that a lane may have now; writes: what was under way, each with its lane. Raises Fenced, and StoreError where the server does
         not answer.
         """
-        table = self.stored.shards
-        fresh = Store([table.urls[shard]], look, look)
-        try:
-            fenced = self._fenced(fresh, shard)
-            own = [one for one in writes if one[1].shard == shard]
-            if fenced is None or not all(self._as_it_was(lane, shard, there, markers, own) for lane, there in fenced.items()):
-                return None
-            self.stored.store.adopt(shard, fresh)
-            for lane, there in fenced.items():
-                table.of(lane).epochs[shard] = there.epoch
-            return fenced
-        finally:
-            fresh.close()
+        fenced = self._fenced(fresh, shard)
+        own = [one for one in writes if one[1].shard == shard]
+        if fenced is None or not all(self._as_it_was(lane, shard, there, markers, own) for lane, there in fenced.items()):
+            return None
+        self.stored.store.adopt(shard, fresh)
+        for lane, there in fenced.items():
+            self.stored.shards.of(lane).epochs[shard] = there.epoch
+        return fenced
 
     def reconnect(
         self,
@@ -107,12 +105,9 @@ class Reconnection:
         tried = _Tried()
         for shard, error in failing.items():
             # One that is being rebuilt has nothing that would be worth it.
-            if not is_away(error) or not self.stored.shards.complete(shard):
-                tried.wrong[shard] = error
-            elif is_broken(error):
-                self._try(shard, tried, markers, writes, RECONNECT)
-            else:
-                tried.away[shard] = error
+            whole = is_away(error) and self.stored.shards.complete(shard)
+            (tried.away if whole else tried.wrong)[shard] = error
+        self._try([shard for shard, error in tried.away.items() if is_broken(error)], tried, markers, writes, RECONNECT)
         if tried.away and not covered(tried.failed) and covered(tried.wrong):
             self.on_awaited(ShardsAwaited(tuple(tried.away), str(next(iter(tried.away.values())))))
             silent = any(isinstance(error, StoreSilent) for error in failing.values())
@@ -122,22 +117,38 @@ class Reconnection:
                 self.on_awaited(ShardsAwaited((), ""))
         return tried.back, tried.failed
 
-    def _try(self, shard: int, tried: _Tried, markers: Markers, writes: Sequence[tuple[int, Write]], look: timedelta) -> None:
-        """Connect again to one shard, and note what came of it."""
-        tried.away.pop(shard, None)
-        try:
-            there = self.once(shard, markers, writes, look)
-        except Fenced:
-            raise
-        except StoreError as error:
-            died = self.patience.volatile and _is_gone(error)
-            (tried.away if is_away(error) and not died else tried.wrong)[shard] = error
-            return
-        if there is None:
-            what = "came back without the run's last write-back batches, or without rows"
-            tried.wrong[shard] = StoreUnavailable(f"store {self.stored.shards.urls[shard]}: {what}")
-        else:
-            tried.back[shard] = there
+    def _try(
+        self,
+        shards: Sequence[int],
+        tried: _Tried,
+        markers: Markers,
+        writes: Sequence[tuple[int, Write]],
+        look: timedelta,
+    ) -> None:
+        """Connect again to shards that are away, to all at once, and note what came of it."""
+        urls = self.stored.shards.urls
+        opened = at_once({shard: partial(Store, [urls[shard]], look, look) for shard in shards})
+        with ExitStack() as stack:
+            for fresh in opened.values():
+                if isinstance(fresh, Store):
+                    stack.callback(fresh.close)
+            for shard, fresh in opened.items():
+                del tried.away[shard]
+                try:
+                    if isinstance(fresh, Exception):
+                        raise fresh
+                    there = self._adopted(shard, fresh, markers, writes)
+                except Fenced:
+                    raise
+                except StoreError as error:
+                    died = self.patience.volatile and _is_gone(error)
+                    (tried.away if is_away(error) and not died else tried.wrong)[shard] = error
+                    continue
+                if there is None:
+                    what = "came back without the run's last write-back batches, or without rows"
+                    tried.wrong[shard] = StoreUnavailable(f"store {urls[shard]}: {what}")
+                else:
+                    tried.back[shard] = there
 
     def _wait(
         self, tried: _Tried, markers: Markers, writes: Sequence[tuple[int, Write]], covered: Callable[[Collection[int]], bool], deadline: float
@@ -145,8 +156,7 @@ class Reconnection:
         """Try shards that do not answer until parity covers those that are left, or more have lost their rows than it covers."""
         covered_since: float | None = None
         while tried.away and covered(tried.wrong):
-            for shard in list(tried.away):
-                self._try(shard, tried, markers, writes, min(self.stored.store.timeout, _LONGEST_LOOK))
+            self._try(list(tried.away), tried, markers, writes, min(self.stored.store.timeout, _LONGEST_LOOK))
             now = time.monotonic()
             if covered(tried.failed):
                 covered_since = now if covered_since is None else covered_since

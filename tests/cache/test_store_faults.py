@@ -107,6 +107,25 @@ def test_a_silent_store_is_unavailable_after_the_timeout(server: LocalStores) ->
             store.exchange([read()], [])
 
 
+def test_servers_that_are_silent_are_all_waited_for_at_once_and_each_once(tmp_path: Path) -> None:
+    """Three of them take as long as one, and as the limit says."""
+    listening, accepted = [socket.socket(socket.AF_UNIX) for _ in range(3)], list[socket.socket]()
+    for number, one in enumerate(listening):
+        one.bind(str(tmp_path / f"{number}.sock"))
+        one.listen()
+    with pytest.raises(StoreUnavailable, match=r"0\.sock: cannot be reached"):
+        Store([f"unix://{tmp_path}/{number}.sock" for number in range(3)], SHORT, SHORT)
+    for one in listening:
+        one.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                accepted.append(one.accept()[0])
+    names = [one.getsockname() for one in accepted]
+    for one in (*listening, *accepted):
+        one.close()
+    assert names == [f"{tmp_path}/{number}.sock" for number in range(3)]
+
+
 def test_a_store_behind_a_slow_link_is_not_silent_while_it_takes_what_was_sent(server: LocalStores) -> None:
     rows, writes = np.zeros((COMMAND_ROWS, 132), np.uint8), 3
     with narrow(server.urls[0], 1 << 14, 0.03) as url, Store([url], SHORT) as store:

@@ -77,8 +77,8 @@ def _check_copies(job: TrainJob, lanes: int, taken: int, copy_bytes: int) -> Non
     refused = f"in the {job.trainers_here} of this machine, where {readable(available)} are available"
     if held <= available < held_by_others:
         raise SettingError(
-            f"--copies: {job.replicas_held} trainers hold each lane, which takes {readable(held_by_others)} {refused}; give --copies 1, with which the "
-            "loss of a trainer ends the call, or prepare with fewer --slots"
+            f"--copies: {job.replicas_held} trainers hold each lane, which takes {readable(held_by_others)} {refused}; give --copies 1, with which "
+            "the loss of a trainer ends the call, or prepare with fewer --slots"
         )
     if held_by_others <= available < with_checkpoints:
         raise SettingError(

@@ -1,4 +1,4 @@
-"""Rendezvous host and trainers that were forked before the launcher had threads, and wait to be told what to run: no seconds of importing for them."""
+"""Processes that were forked before the launcher had threads, and wait to be told what to run: no seconds of importing for them."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from types import FrameType
 
 from foreload.base.errors import OutputLost
 from foreload.base.interrupts import heeded_signals
-from foreload.base.output import guard_messages, results_told
+from foreload.base.output import guard_messages, results_written
 
 
 def main() -> int:
@@ -21,7 +21,7 @@ def main() -> int:
 
     if sys.argv[1:] == ["--version"]:
         try:
-            with results_told():
+            with results_written():
                 sys.stdout.write(f"foreload {__version__}\n")
         except OutputLost as error:
             return error.exit_status

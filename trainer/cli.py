@@ -16,10 +16,10 @@ from foreload.base.entry import use_utf8, working_directory
 from foreload.base.errors import ForeloadError, OutputLost
 from foreload.base.files import is_full
 from foreload.base.interrupts import Interrupts, heeded_afterwards
-from foreload.base.output import results_told
+from foreload.base.output import results_written
 from foreload.trainer.cluster.processes.starting import ChildProcess, StartProcess
 from foreload.trainer.command_line.shared import Command, Parser, check_json
-from foreload.trainer.run.own_exit import exits_told
+from foreload.trainer.run.own_exit import exits_reported
 
 if TYPE_CHECKING:
     from foreload.trainer.cluster.messages.faults import RunObserver
@@ -58,7 +58,7 @@ def main(
 def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer: RunObserver | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with Interrupts() as interrupts, results_told():
+        with Interrupts() as interrupts, results_written():
             working_directory()  # first of all: without one, a library that torch loads ends the process
             if given[:1] == ["prepare"]:
                 # Beam takes long to import, and only prepare needs it.
@@ -74,7 +74,7 @@ def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer:
             if parsed.module is not None:
                 with heeded_afterwards():  # it may take seconds
                     importlib.import_module(f"foreload.trainer.commands.{parsed.module}")
-            with exits_told(f"foreload {given[0]}"):
+            with exits_reported(f"foreload {given[0]}"):
                 return command(parsed)
     except ForeloadError as error:
         if isinstance(error, OutputLost) and error.reader_gone and not {*given[:1]} & {*_LEAVE_SOMETHING}:

@@ -19,7 +19,7 @@ from foreload.base.errors import ForeloadError
 from foreload.base.forking import replace_environment
 from foreload.base.interrupts import Interrupts
 from foreload.base.socket_messages import send
-from foreload.trainer.run.own_exit import exits_told
+from foreload.trainer.run.own_exit import exits_reported
 
 Leave = Callable[[], None]
 Part = tuple[Mapping[str, object], bytes]
@@ -35,7 +35,7 @@ def answer(reply: socket.socket, request: Mapping[str, Any]) -> int:
     end: dict[str, Any] = {}
     try:
         os.chdir(request["folder"])
-        with Interrupts(), exits_told(request["call"]):
+        with Interrupts(), exits_reported(request["call"]):
             for values, payload in CALLS[request["call"]](reply.close, **request["values"]):
                 send(reply, {"part": values}, payload)
     except ForeloadError as error:

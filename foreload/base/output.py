@@ -127,16 +127,16 @@ class Results(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write it. Raises OutputLost."""
-        with self._told():
+        with self._as_lost():
             return self._stream.write(text)
 
     def flush(self) -> None:
         """Write what is held back. Raises OutputLost."""
-        with self._told():
+        with self._as_lost():
             self._stream.flush()
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _as_lost(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -167,7 +167,7 @@ class Results(io.TextIOBase):
 
 
 @contextlib.contextmanager
-def results_told() -> Iterator[None]:
+def results_written() -> Iterator[None]:
     """Have stdout be `Results` while entered; all of it is written at the end. Raises OutputLost."""
     stream = sys.stdout
     results = Results(stream)

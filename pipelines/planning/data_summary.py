@@ -19,7 +19,7 @@ _FLAGS = {"training": "", "evaluation": " of --eval-source"}  # what is said beh
 def data_summary(
     schedule: Schedule, spec: FeatureSpec, causes: Sequence[tuple[Sequence[str], int]], columns: Mapping[str, ColumnCounts]
 ) -> dict[str, Any]:
-    """For the summary: "malformed", "tables" (rows of each that were ever trained), "data" of each set (ColumnCounts.told), and "warnings", lines.
+    """For the summary: "malformed", "tables" (rows of each that were ever trained), "data" of each set (ColumnCounts.report), and "warnings", lines.
 
     causes: of malformed records, most frequent first, each as ((column, value, rule), number of records). columns: of each set.
     """
@@ -28,7 +28,7 @@ def data_summary(
     return {
         "malformed": [{"column": c[0], "value": c[1], "rule": c[2], "records": count} for c, count in causes],
         "tables": [{"name": name, "rows": rows} for name, rows in zip(names, schedule.rows_per_table(), strict=True)],
-        "data": {which: count.told(spec) for which, count in counts.items() if count.samples},
+        "data": {which: count.report(spec) for which, count in counts.items() if count.samples},
         "warnings": [
             f"{_PREFIXES[which]}{line}" for which, count in counts.items() if count.samples for line in count.warnings(spec)
         ],

@@ -93,7 +93,7 @@ class ColumnCounts:
             self.noticed + other.noticed,
         )
 
-    def told(self, spec: FeatureSpec) -> dict[str, Any]:
+    def report(self, spec: FeatureSpec) -> dict[str, Any]:
         """For people and programs, JSON-able: samples, of which there is at least one; of one click label label_rate, of others labels, each with its
         rate of ones, or mean, deviation, least and largest of its numbers; weights, where there are any: their sum, least and largest; and for each
         column, by name, its values, how many samples have none, and how many a transform clipped, or a vocabulary does not have.
@@ -106,7 +106,7 @@ class ColumnCounts:
         for feature, (values, missing, unknown) in zip(spec.features, self.features.T.tolist(), strict=True):
             column = {"name": feature.name, "table": spec.tables[feature.table].name, "values": values, "missing": missing}
             columns.append(column | ({"unknown": unknown} if feature.encoding == "vocabulary" else {}))
-        return {"samples": self.samples, **self._told_labels(spec), "columns": columns}
+        return {"samples": self.samples, **self._label_report(spec), "columns": columns}
 
     def warnings(self, spec: FeatureSpec) -> list[str]:
         """What is probably not what the user means, each in a line."""
@@ -122,7 +122,7 @@ class ColumnCounts:
         lines += [f"group: {what}" for what in warnings_of(self.noticed[-1].tolist())]
         return lines
 
-    def _told_labels(self, spec: FeatureSpec) -> dict[str, Any]:
+    def _label_report(self, spec: FeatureSpec) -> dict[str, Any]:
         rates = [int(ones) / self.samples for ones in self.ones]
         labels: list[dict[str, Any]] = [
             {"name": label.name, "rate": rate} for label, rate in zip(spec.labels, rates, strict=True)

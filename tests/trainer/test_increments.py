@@ -106,7 +106,7 @@ def rows_of(checkpoint: Path) -> dict[tuple[int, int], CheckpointRows]:
     }
 
 
-def told_of(path: Path) -> dict[str, Any]:
+def contents_of(path: Path) -> dict[str, Any]:
     told: dict[str, Any] = json.loads((path / MANIFEST).read_text())
     return told
 
@@ -126,7 +126,7 @@ def test_the_schedule_tells_which_rows_were_changed(case: Case) -> None:
     assert [full[0], increments[0, 1], increments[0, 2]] == here["default"]
     assert 0 < increments[0, 1] < full[1]
     # With so many to come, some of which are large, increments of the first would cost more.
-    assert [told_of(case.checkpoint("planned", number))["base"] is None for number in range(3)] == [True, True, False]
+    assert [contents_of(case.checkpoint("planned", number))["base"] is None for number in range(3)] == [True, True, False]
 
 
 def test_a_schedule_that_grows_tells_it_too(case: Case, tmp_path: Path) -> None:
@@ -149,8 +149,8 @@ def test_a_chain_is_the_run_to_the_bit(case: Case, tmp_path: Path, policy: str) 
     for number, (step, digest) in enumerate(case.digests.items()):
         one = case.checkpoint(policy, number)
         bases = [None, f"step-{case.steps[0]}", f"step-{case.steps[1 if policy == 'consecutive' else 0]}"]
-        assert (told_of(one)["base"] or {}).get("name") == bases[number]
-        assert told_of(one)["inexact"] is None
+        assert (contents_of(one)["base"] or {}).get("name") == bases[number]
+        assert contents_of(one)["inexact"] is None
         assert done("digest", one).strip() == digest
         # What is compacted is what saving all rows wrote.
         done("checkpoint", "compact", one, "--to", tmp_path)
@@ -190,7 +190,7 @@ def test_the_schedule_may_have_other_slots_if_its_rows_are_the_same(case: Case, 
         assert f"other --slots than schedule {grows.path} has, which is to be complete" in line
     # Of one that does not say by what schedules are compared.
     older = shutil.copytree(case.checkpoint("full", 1), tmp_path / "older")
-    told = told_of(older)
+    told = contents_of(older)
     del told["sha256"], told["run"]["stages"][0]["program"]
     write_sealed(older / MANIFEST, told)
     assert f"schedule {many}: does not continue" in refused("train", many, "--from", older, *call[2:])
@@ -243,7 +243,7 @@ def test_what_is_wrong_in_a_chain_is_named(case: Case, tmp_path: Path) -> None:
 def test_a_row_that_is_in_no_file_is_missed(case: Case, tmp_path: Path) -> None:
     shutil.copytree(case.saved / "consecutive", tmp_path / "chain")
     newest = tmp_path / "chain" / f"step-{case.steps[2]}"
-    told = told_of(newest)
+    told = contents_of(newest)
     del told["sha256"]
     assert any(file["name"].endswith(".parquet") for file in told["rows"])
     told["ordinals"][1][2] += 1
@@ -281,14 +281,14 @@ def test_a_base_is_of_the_same_run_and_as_exact(case: Case, tmp_path: Path) -> N
     assert "--every: goes with --policy planned" in refused(*save, "--every", 5)
     assert "--failures-a-day: must be a number, at least 0; got 'nan'" in refused(*save, "--failures-a-day", "nan")
     done(*save)
-    assert told_of(two / steps[2])["base"] is None
+    assert contents_of(two / steps[2])["base"] is None
     shutil.rmtree(two / steps[2])
     # A short job: it is restored once at most, and four bits are enough.
     assert "has weights of 2 bits, fewer than 4; give another one" in refused(*save, "--bits", "auto", "--base", steps[0])
     done(*save, "--bits", 2, "--base", steps[0])
-    assert told_of(two / steps[2])["base"]["name"] == steps[0]
+    assert contents_of(two / steps[2])["base"]["name"] == steps[0]
     assert Checkpoint.open(two / steps[2]).bits == 2
-    other = told_of(two / steps[0])
+    other = contents_of(two / steps[0])
     del other["sha256"]
     other["run"]["run_id"] = "another"
     write_sealed(two / steps[0] / MANIFEST, other)
@@ -299,7 +299,7 @@ def test_a_base_is_of_the_same_run_and_as_exact(case: Case, tmp_path: Path) -> N
 def test_a_run_of_rounded_weights_says_so_wherever_it_goes(case: Case, tmp_path: Path) -> None:
     rounded, run = case.checkpoint("bits", 1), tmp_path / "run"
     step = case.steps[1]
-    assert told_of(rounded)["inexact"] == {"since": step, "bits": 2, "restores": 0}
+    assert contents_of(rounded)["inexact"] == {"since": step, "bits": 2, "restores": 0}
     assert Checkpoint.open(rounded).own_bytes < Checkpoint.open(case.checkpoint("consecutive", 1)).own_bytes
     exact, read = rows_of(case.checkpoint("full", 1)), rows_of(rounded)
     for key, rows in exact.items():
@@ -319,7 +319,7 @@ def test_a_run_of_rounded_weights_says_so_wherever_it_goes(case: Case, tmp_path:
     assert f"inexact since step {step}: 2 bits a weight, restored 1 times" in done("digest", run)
     done("checkpoint", "save", run)
     (saved,) = (run / "checkpoints").glob("step-*")
-    assert told_of(saved)["inexact"] == now
+    assert contents_of(saved)["inexact"] == now
     assert f"; inexact since step {step}" in done("checkpoint", "list", run)
 
 
@@ -329,7 +329,9 @@ def test_tables_of_many_files_are_as_good(case: Case, tmp_path: Path, monkeypatc
     newest = chain / f"step-{case.steps[2]}"
     shutil.rmtree(newest)
     done("checkpoint", "save", case.run, "--to", chain, "--policy", "consecutive")
-    assert max(file["rows"] for file in told_of(newest)["rows"]) == 1500 // Checkpoint.open(newest).contents.tables[0].row_bytes
+    assert (
+        max(file["rows"] for file in contents_of(newest)["rows"]) == 1500 // Checkpoint.open(newest).contents.tables[0].row_bytes
+    )
     assert done("digest", newest).strip() == case.digests[case.steps[2]]
     done("checkpoint", "save", case.run, "--to", tmp_path / "full", "--policy", "full")
     done("checkpoint", "compact", newest, "--to", tmp_path / "compact")

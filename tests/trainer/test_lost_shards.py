@@ -363,7 +363,7 @@ def test_a_shard_is_whole_when_every_trainer_says_so_and_only_a_server_in_use_is
 
     def tell(trainer: int, state: ShardState, url: str, why: str = "", rebuilt: float = 0.0, shard: int = 1) -> None:
         views[trainer][shard] = ShardStatus(url, state, why, 1.0 if state == "ok" else rebuilt)
-        shards.told(trainer, ShardSnapshot(tuple(views[trainer])))
+        shards.on_shards(trainer, ShardSnapshot(tuple(views[trainer])))
 
     def rebuilt(trainer: int, share: float) -> None:
         tell(trainer, "rebuilding", spares[0], rebuilt=share)
@@ -531,7 +531,9 @@ def test_a_shard_that_is_rebuilt_for_a_lane_that_changes_hands_is_not_whole_befo
     shards = StoreShards(job, urls, None, True, RunObserver(), lambda url, in_use: None, EventLog(tmp_path, 7, 1))
 
     def told(trainer: int, state: ShardState) -> None:
-        shards.told(trainer, ShardSnapshot((ShardStatus(urls[0], state, "", 0.0), ShardStatus(urls[1]), ShardStatus(urls[2]))))
+        shards.on_shards(
+            trainer, ShardSnapshot((ShardStatus(urls[0], state, "", 0.0), ShardStatus(urls[1]), ShardStatus(urls[2])))
+        )
 
     told(0, "rebuilding")
     shards.on_term([0, 1])

@@ -42,7 +42,7 @@ def met(store: Any, pool: ThreadPoolExecutor) -> list[Meeting]:
 def test_each_call_meets_apart_and_learns_what_its_own_first_tells(store: Any, pool: ThreadPoolExecutor) -> None:
     for what in ("10.0.0.1:5000", FAILED, "10.0.0.1:6000", NO_STEPS):
         first, *others = met(store, pool)
-        heard = [pool.submit(other.told) for other in others]
+        heard = [pool.submit(other.receive) for other in others]
         first.tell(what)
         assert [one.result() for one in heard] == [what] * (WORLD - 1)
 
@@ -55,7 +55,7 @@ def test_who_comes_early_waits_for_a_first_of_its_own_call(store: Any, pool: Thr
         pass
     assert not any(one.done() for one in early)
     first = meet_at(joined(store), 0, WORLD, TIMEOUT)
-    heard = [pool.submit(one.result().told) for one in early]
+    heard = [pool.submit(one.result().receive) for one in early]
     first.tell("10.0.0.1:7000")
     assert [one.result() for one in heard] == ["10.0.0.1:7000"] * (WORLD - 1)
 
@@ -73,4 +73,4 @@ def test_where_the_first_is_gone_with_the_store_the_others_leave(store: Any, poo
     _, other, _ = met(own, pool)
     del own
     with pytest.raises(PeerLost, match="rank 0 is gone"):
-        other.told()
+        other.receive()

@@ -222,12 +222,12 @@ def test_all_has_moved_only_once_trainers_have_told_of_all_their_lanes(tmp_path:
     shards = StoreShards(job, urls, None, True, RunObserver(), lambda url, in_use: None, EventLog(tmp_path, 7, 1))
     views = tuple(ShardStatus(url) for url in urls)
     # As a run goes on, a trainer takes its lanes one after the other; of the first all may have moved before.
-    shards.told(0, ShardSnapshot(views, 1, 1.0))
+    shards.on_shards(0, ShardSnapshot(views, 1, 1.0))
     assert not shards.all_moved([0], 1)
-    shards.told(0, ShardSnapshot(views, 1, 0.3))
+    shards.on_shards(0, ShardSnapshot(views, 1, 0.3))
     shards.term_begins()
     assert not shards.all_moved([0], 1)
-    shards.told(0, ShardSnapshot(views, 1, 1.0))
+    shards.on_shards(0, ShardSnapshot(views, 1, 1.0))
     assert shards.all_moved([0], 1)
 
 

@@ -12,7 +12,7 @@ from command_line import Command, done, refused
 
 from foreload.trainer.cluster.ending import ended_how
 from foreload.trainer.errors import ModelError
-from foreload.trainer.run.own_exit import exits_told
+from foreload.trainer.run.own_exit import exits_reported
 
 MODEL = """
 import ctypes, os, sys
@@ -93,13 +93,13 @@ def test_no_status_of_a_trainer_means_what_it_does_of_a_command() -> None:
 
 
 def test_a_fork_and_other_threads_exit_as_they_would() -> None:
-    with exits_told("here"):
+    with exits_reported("here"):
         child = os.fork()
         if not child:
             os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     with (
         pytest.raises(ModelError, match=r"here: .* called os\._exit\(7\) \(test_model_exits\.py, line \d+\)"),
-        exits_told("here"),
+        exits_reported("here"),
     ):
         os._exit(7)

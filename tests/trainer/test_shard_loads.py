@@ -33,7 +33,7 @@ def exchanged(urls: Sequence[str], rows_of: Sequence[int] = (100, 100, 100)) -> 
 def test_a_shard_with_slow_answers_is_named_with_what_it_costs(urls: Sequence[str]) -> None:
     with delayed(urls[2], 0.03) as slow:
         loads = exchanged([*urls[:2], slow])
-    told = shard_loads.told(loads, EXCHANGES)
+    told = shard_loads.reports(loads, EXCHANGES)
     assert [one["exchanges"] for one in told] == [EXCHANGES] * 3
     assert [one["slow"] is not None for one in told] == [False, False, True]
     assert told[2]["ms_answer"] >= 30
@@ -43,7 +43,7 @@ def test_a_shard_with_slow_answers_is_named_with_what_it_costs(urls: Sequence[st
 
 
 def test_a_shard_with_more_than_its_share_is_named(urls: Sequence[str]) -> None:
-    told = shard_loads.told(exchanged(urls, (100, 2000, 100)), EXCHANGES)
+    told = shard_loads.reports(exchanged(urls, (100, 2000, 100)), EXCHANGES)
     assert [one["hot"] is not None for one in told] == [False, True, False]
     assert "store shard 1 is hot: it has " in "\n".join(shard_loads.lines(told))
 
@@ -54,7 +54,7 @@ def test_equal_shards_are_never_named() -> None:
     loads = {shard: ShardLoad(1000, 1000 * seconds, 0.5, 20 << 20) for shard, seconds in mean.items()}
     quick = {0: ShardLoad(1000, 0.1, 0.01, 1 << 24), 1: ShardLoad(1000, 0.4, 0.2, 1 << 24)}
     for counted in (loads, quick, together([loads, loads]), {}, {0: ShardLoad(1000, 1.0, 0.0, 1 << 30)}):
-        assert shard_loads.lines(shard_loads.told(counted, 1000)) == []
+        assert shard_loads.lines(shard_loads.reports(counted, 1000)) == []
 
 
 def test_answers_of_late_count_also_where_one_shard_alone_is_asked(urls: Sequence[str]) -> None:

@@ -55,14 +55,14 @@ def test_copies_that_are_not_complete_are_told_until_they_are(tmp_path: Path) ->
     said: list[str] = []
     copies = LaneReplicas(TERM, said.append, EventLog(tmp_path, 40, 3))
     assert copies.lacking == [0, 1, 2]
-    copies.told(0, CopiesTold(2, {1: WHOLE, 2: WHOLE}))  # of an earlier term
-    copies.told(2, CopiesTold(3, {0: WHOLE}))
+    copies.on_copies(0, CopiesTold(2, {1: WHOLE, 2: WHOLE}))  # of an earlier term
+    copies.on_copies(2, CopiesTold(3, {0: WHOLE}))
     assert (said, copies.lacking) == ([], [1, 2])
-    copies.told(0, CopiesTold(3, {1: SeededCopy(200, 500, False), 2: SeededCopy(0, 500, False)}))
-    copies.told(0, CopiesTold(3, {1: WHOLE, 2: SeededCopy(499, 500, False)}))
+    copies.on_copies(0, CopiesTold(3, {1: SeededCopy(200, 500, False), 2: SeededCopy(0, 500, False)}))
+    copies.on_copies(0, CopiesTold(3, {1: WHOLE, 2: SeededCopy(499, 500, False)}))
     assert copies.status[2] == CopyStatus(2, 0, 499, 500, False)
     assert said == ["lane 1, 2: no complete copy yet; until there is, the loss of its trainer is not survived"]
-    copies.told(0, CopiesTold(3, {1: WHOLE, 2: WHOLE}))
+    copies.on_copies(0, CopiesTold(3, {1: WHOLE, 2: WHOLE}))
     assert said[1:] == ["every lane has a complete copy again; a further loss is survived"]
     assert [(event["kind"], event.get("lanes")) for event in read_events(tmp_path)] == [
         ("copies-incomplete", [1, 2]),
@@ -73,11 +73,11 @@ def test_copies_that_are_not_complete_are_told_until_they_are(tmp_path: Path) ->
 def test_copies_that_are_complete_when_they_are_told_of_are_no_news(tmp_path: Path) -> None:
     said: list[str] = []
     copies = LaneReplicas(TERM, said.append, EventLog(tmp_path, 40, 3))
-    copies.told(0, CopiesTold(3, {1: WHOLE, 2: WHOLE}))
-    copies.told(2, CopiesTold(3, {0: WHOLE}))
+    copies.on_copies(0, CopiesTold(3, {1: WHOLE, 2: WHOLE}))
+    copies.on_copies(2, CopiesTold(3, {0: WHOLE}))
     assert (said, copies.lacking) == ([], [])
     copies.on_term(Term(4, (0,), (0, 0, 0), ((), (), ()), ((), (), ()), 50))
-    copies.told(0, CopiesTold(4, {}))
+    copies.on_copies(0, CopiesTold(4, {}))
     assert (said, copies.status, list(read_events(tmp_path))) == ([], (), [])
 
 

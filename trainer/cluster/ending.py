@@ -113,14 +113,14 @@ def first_of(ended: Mapping[int, TrainerEnd]) -> TrainerEnd:
     return ended[min(ended)]
 
 
-def figures_told(told: Sequence[TrainerEnd | Departed], steps: int, slots: int, columns: int, protected: bool) -> dict[str, Any]:
+def call_figures(told: Sequence[TrainerEnd | Departed], steps: int, slots: int, columns: int, protected: bool) -> dict[str, Any]:
     """For the summary, what all trainers of a call come to: `store_traffic`, `store_shards` and `memory` (docs/operations.md, summary.json).
 
     steps: of the call; slots: of a lane; columns: of a slot; protected: there is parity.
     """
     return {
         "store_traffic": {name: sum(one.traffic[name] for one in told) for name in told[0].traffic},
-        "store_shards": shard_loads.told(together(one.loads for one in told), steps),
+        "store_shards": shard_loads.reports(together(one.loads for one in told), steps),
         "memory": {
             "lane_bytes": lane_bytes(slots, columns, with_base=protected),
             "trainers_peak_bytes": [one.use.peak_bytes for one in told],
@@ -138,7 +138,7 @@ def manifest_of(manifest: Manifest, schedule: Schedule, ended: Mapping[int, Trai
 def early_stop(manifest: Manifest, stopped: bool) -> dict[str, Any] | None:
     """For the summary, where evaluations are why a run stopped. manifest: as `manifest_of` gives it."""
     watched = manifest.watched if stopped else None
-    return watched.told() if watched is not None and watched.ends(manifest.training_job.stop_early) else None
+    return watched.summary() if watched is not None and watched.ends(manifest.training_job.stop_early) else None
 
 
 def counters_of(traffic: Traffic) -> dict[str, int | float]:

@@ -99,7 +99,7 @@ def train(
                 # Those that have begun to train notice it themselves.
                 meeting.tell(FAILED)
                 raise
-        told = meeting.told()
+        told = meeting.receive()
         if told == NO_STEPS:
             return None
         urls = None if job.store.local else list(job.store.urls)

@@ -48,7 +48,7 @@ class Profiling:
         """The call has come to rest: append its profile to the history. Where that cannot be, it says so in a line."""
         if self._path is None:
             return
-        lines = _steps_told(self._metrics, self._told_bytes)
+        lines = _steps_of(self._metrics, self._told_bytes)
         if not lines:
             return
         steps, stride = history.of_steps(lines)
@@ -104,7 +104,7 @@ def _of_server(shard: int, info: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _steps_told(metrics: Path, start_bytes: int) -> list[list[float]]:
+def _steps_of(metrics: Path, start_bytes: int) -> list[list[float]]:
     """COLUMNS of the steps that metrics.jsonl tells of from a place on; lines that are not whole are left out."""
     lines: list[list[float]] = []
     try:

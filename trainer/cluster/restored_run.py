@@ -26,9 +26,9 @@ from foreload.trainer.run.directory import LOG, METRICS, PLACEMENT, STORES, Run
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
+from foreload.trainer.run.reported import reported_step
 from foreload.trainer.run.resume import check_code_of_run, check_place
 from foreload.trainer.run.servers import asked, servers_of, with_named
-from foreload.trainer.run.told_before import reported_step
 from foreload.trainer.saved.row_check import check_rows
 from foreload.trainer.saved.run_rows import own_rows
 

@@ -208,7 +208,7 @@ def _lookup(parsed: argparse.Namespace) -> int:
 
     values, ids = (None, parsed.values) if parsed.ids else (parsed.values, None)
     found = lookup.run(parsed.run, parsed.store, parsed.table, values, ids, parsed.schedule)
-    return tell(parsed, found.told(parsed.table, parsed.values), found.text(parsed.values))
+    return tell(parsed, found.as_json(parsed.table, parsed.values), found.text(parsed.values))
 
 
 def _export(parsed: argparse.Namespace) -> int:

@@ -37,10 +37,10 @@ from foreload.trainer.serving.format import (
     ENCODING,
     MODEL,
     About,
+    Contents,
     Export,
     ExportRows,
     TableWriter,
-    Told,
     check_new,
     check_same_model,
     new_folder,
@@ -69,7 +69,7 @@ class Predecessor:
 
     step: int
     state: str | None = None
-    about: Told | None = None
+    about: Contents | None = None
     where: str = ""
 
 
@@ -100,7 +100,7 @@ def run(
         module = _module(model, code_may_miss=names_checkpoint(path))
         buffers = {} if module is None else _buffers(module)
         dense = dense_files(model)
-        told = told_of(model)
+        told = contents_of(model)
         if model.manifest.mixes_samples if module is None else mixes_samples(module):
             told["mixes_samples"] = True
         if before is not None:
@@ -140,7 +140,7 @@ def predecessor(since: str) -> Predecessor:
         return Predecessor(int(since))
     if names_checkpoint(since):
         with open_model(since, None) as model:
-            told = told_of(model)
+            told = contents_of(model)
             return Predecessor(model.step, state_with(told, dense_files(model)), told, since)
     if not (Path(since) / ABOUT).exists():
         raise ExportError(
@@ -150,7 +150,7 @@ def predecessor(since: str) -> Predecessor:
     return Predecessor(export.step, export.state, export.about, since)
 
 
-def _check_since(model: SavedModel, before: Predecessor, told: Told) -> None:
+def _check_since(model: SavedModel, before: Predecessor, told: Contents) -> None:
     first = model.manifest.stages[0].first_step
     if not first <= before.step < model.step:
         raise ExportError(
@@ -172,12 +172,12 @@ def dense_files(model: SavedModel) -> dict[str, bytes]:
     return {MODEL: save_arrays(to_serve(*dense)), DENSE_STATE: save_arrays(beside_served(*dense))}
 
 
-def state_with(told: Told, dense: dict[str, bytes]) -> str:
-    """The state of a model, as its exports have it. told: see `told_of`; dense: see `dense_files`."""
+def state_with(told: Contents, dense: dict[str, bytes]) -> str:
+    """The state of a model, as its exports have it. told: see `contents_of`; dense: see `dense_files`."""
     return state_of(told, *(hashlib.sha256(dense[name]).hexdigest() for name in (MODEL, DENSE_STATE)))
 
 
-def told_of(model: SavedModel) -> Told:
+def contents_of(model: SavedModel) -> Contents:
     """What a manifest says of the model, whatever of it is exported: with no rows yet."""
     job = model.job.to_dict() | model.manifest.job  # settings that an older run does not know are at their defaults
     return {
@@ -202,7 +202,7 @@ def told_of(model: SavedModel) -> Told:
     }  # fmt: skip
 
 
-def _write(model: SavedModel, folder: Path, told: Told, before: Predecessor | None) -> About:
+def _write(model: SavedModel, folder: Path, told: Contents, before: Predecessor | None) -> About:
     features = model.features
     vocabularies = encoder_of(model)[1].vocabularies if features.vocabulary_tables else {}
     whole = model.row_counts()

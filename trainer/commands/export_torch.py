@@ -7,7 +7,7 @@ from typing import Any
 
 from foreload.base.errors import SettingError
 from foreload.trainer.checkpoints.saved_checkpoint import names_checkpoint, open_model
-from foreload.trainer.commands.export import dense_files, state_with, told_of
+from foreload.trainer.commands.export import contents_of, dense_files, state_with
 from foreload.trainer.serving.format import check_new, new_folder, same_model
 from foreload.trainer.serving.torch_folder import TorchOptions, write_folder
 
@@ -25,7 +25,7 @@ def run(
     with open_model(path, store, schedule, accept_model) as model:
         if not names_checkpoint(path):
             model.check_code()
-        told = told_of(model)
+        told = contents_of(model)
         of_model = {"step": told["step"], **same_model(told), "state": state_with(told, dense_files(model))}
         with new_folder(target) as folder:
             return write_folder(model, folder, of_model, options)

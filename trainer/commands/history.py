@@ -18,7 +18,7 @@ _SHOWN = 40  # profiles that are shown, the newest; --json has all
 
 
 @dataclass(frozen=True, slots=True)
-class ProfileTold:
+class ProfileEntry:
     """A profile, in means over its steps. settings, machine, processes: as run/history has them."""
 
     ended: str
@@ -28,7 +28,7 @@ class ProfileTold:
     mean: dict[str, float]
 
     @classmethod
-    def of(cls, profile: Profile) -> ProfileTold:
+    def of(cls, profile: Profile) -> ProfileEntry:
         """A profile that was read."""
         ended = datetime.fromtimestamp(profile.ended, UTC).isoformat(timespec="seconds")
         mean = {name: profile.mean(name) for name in COLUMNS}
@@ -40,7 +40,7 @@ class Listed:
     """The profiles of a history, the oldest first."""
 
     history: str
-    profiles: list[ProfileTold]
+    profiles: list[ProfileEntry]
 
     def text(self) -> str:
         """For a person."""
@@ -54,7 +54,7 @@ class Listed:
         return "\n".join(lines)
 
 
-def _row(one: ProfileTold) -> tuple[str, ...]:
+def _row(one: ProfileEntry) -> tuple[str, ...]:
     """As _HEAD says."""
     settings = one.settings
     parity = f" {settings['k']}+{settings['r']}" if settings["r"] else ""
@@ -69,7 +69,7 @@ def _row(one: ProfileTold) -> tuple[str, ...]:
 def run(given: str | None) -> Listed:
     """The profiles of a history, of the default one where none is given. Raises HistoryError."""
     path = history_path(given)
-    return Listed(str(path), [] if path is None else [ProfileTold.of(profile) for profile in read(path)])
+    return Listed(str(path), [] if path is None else [ProfileEntry.of(profile) for profile in read(path)])
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -42,7 +42,7 @@ class FoundRows:
     trained: np.ndarray
     step: int
 
-    def told(self, table: str, values: Sequence[str]) -> TableRows:
+    def as_json(self, table: str, values: Sequence[str]) -> TableRows:
         """As JSON has them. table: of which they are; values: by which they were asked for."""
         columns = zip(values, self.ids.tolist(), self.trained.tolist(), self.weights.tolist(), strict=True)
         return TableRows(table, self.step, [ValueRow(*row) for row in columns])

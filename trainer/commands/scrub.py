@@ -148,7 +148,7 @@ def _scrub(stored: StoredRows, schedule: Schedule, step: int | None, last_batche
             for findings in scrub_table(stored, lane, rows, last_batches[lane]):
                 total.add(findings)
                 bar.update(findings.stripes)
-    return _told(total, [layout.name for layout in stored.layouts], sorted(stored.shards.lost))
+    return _scrubbed(total, [layout.name for layout in stored.layouts], sorted(stored.shards.lost))
 
 
 def _beside_training(scrubbed_run: Run, training: RunStatus) -> Scrubbed:
@@ -174,7 +174,7 @@ def _beside_training(scrubbed_run: Run, training: RunStatus) -> Scrubbed:
     total = Findings()
     for part in progress.trainers:
         total.add(part.findings)
-    return _told(total, [table.name for table in schedule.header.features.tables], training.shards.not_whole)
+    return _scrubbed(total, [table.name for table in schedule.header.features.tables], training.shards.not_whole)
 
 
 def _asked(scrubbed_run: Run, request: Asks[_Answer]) -> _Answer:
@@ -189,7 +189,7 @@ def _asked(scrubbed_run: Run, request: Asks[_Answer]) -> _Answer:
     return answer
 
 
-def _told(total: Findings, tables: Sequence[str], lost: Iterable[int]) -> Scrubbed:
+def _scrubbed(total: Findings, tables: Sequence[str], lost: Iterable[int]) -> Scrubbed:
     repaired, damaged = (
         tuple(Stripe(one.lane, tables[one.table], (one.first, one.last), one.shards, one.what) for one in some)
         for some in (total.repaired, total.damaged)

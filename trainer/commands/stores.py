@@ -23,13 +23,13 @@ from foreload.trainer.cluster.messages.control import AskRowCounts, RowCountsAns
 from foreload.trainer.errors import TrainerError
 from foreload.trainer.job.job_layouts import layouts_of
 from foreload.trainer.memory.row_timeline import RowTimeline, counts_of, row_counts, sizes_of
-from foreload.trainer.memory.seen_servers import ShardTold, ask_server, server_seen
+from foreload.trainer.memory.seen_servers import ShardReport, ask_server, server_seen
 from foreload.trainer.memory.store_memory import ShardServer, Shortage, StoreMemory, hash_bytes, shortage_text
 from foreload.trainer.run import shard_loads
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.servers import servers_of
-from foreload.trainer.run.shard_loads import LoadTold
+from foreload.trainer.run.shard_loads import LoadReport
 from foreload.trainer.saved.expected_rows import given_ordinals
 from foreload.trainer.saved.kept import schedule_of
 
@@ -105,9 +105,9 @@ class StoresStatus:
     state: str
     parity: Parity
     move: Move | None
-    shards: list[ShardTold]
+    shards: list[ShardReport]
     lag: Lag | None
-    loads: list[LoadTold]
+    loads: list[LoadReport]
     forecast: Forecast | None
 
     def text(self) -> str:
@@ -123,7 +123,7 @@ class StoresStatus:
         return "\n".join(lines + shard_loads.lines(self.loads) + ([] if self.forecast is None else self.forecast.lines()))
 
 
-def _line(shard: ShardTold) -> str:
+def _line(shard: ShardReport) -> str:
     """What is told of a shard, for a person."""
     counted = {name: shard.get(name) for name in ("rows", "parity_rows", "row_bytes", "memory_bytes", "saved_bytes")}
     facts = [f"{count:,} {name.replace('_', ' ')}" for name, count in counted.items() if count is not None]
@@ -147,7 +147,7 @@ def run(path: str, store: str | None) -> StoresStatus:
     )
     plan = _plan(asked_run)
     lag = forecast = None
-    loads: list[LoadTold] = []
+    loads: list[LoadReport] = []
     if training is not None:
         answer = ask(asked_run.path, AskRowCounts())
         counted = answer.trainers if isinstance(answer, RowCountsAnswer) else ()
@@ -160,7 +160,7 @@ def run(path: str, store: str | None) -> StoresStatus:
                 _tell(shards, "rows", _entries(shards, placement.shard_count))
                 _tell(shards, "row_bytes", None)
             if not placement.migrating:  # until then shards have what they will not have
-                loads = shard_loads.told(together(part.loads for part in counted), training.step - before)
+                loads = shard_loads.reports(together(part.loads for part in counted), training.step - before)
     elif placement.migrating:
         for name in COUNTED:
             _tell(shards, name, None)  # how far each lane is, the servers know
@@ -214,14 +214,14 @@ def _arithmetic(placement: Placement, ordinals: np.ndarray, tables: int) -> RowC
     return counts_by_shard
 
 
-def _tell(shards: list[ShardTold], name: Counted, values: np.ndarray | None) -> None:
+def _tell(shards: list[ShardReport], name: Counted, values: np.ndarray | None) -> None:
     """Set an entry of every shard to its value, int [shards]; to None where values is, or the shard does not hold all of its rows."""
     for told in shards:
         there = values is not None and told["state"] not in ("down", "lost", "degraded")
         told[name] = int(values[told["shard"]]) if there and values is not None else None
 
 
-def _entries(shards: list[ShardTold], count: int) -> np.ndarray:
+def _entries(shards: list[ShardReport], count: int) -> np.ndarray:
     """How many rows each server says that it has: int64 [shards], by number."""
     entries = np.zeros(count, np.int64)
     for told in shards:
@@ -229,7 +229,7 @@ def _entries(shards: list[ShardTold], count: int) -> np.ndarray:
     return entries
 
 
-def _parity_state(placement: Placement, shards: list[ShardTold]) -> str | None:
+def _parity_state(placement: Placement, shards: list[ShardReport]) -> str | None:
     """See Parity."""
     if not placement.r:
         return None
@@ -240,7 +240,7 @@ def _parity_state(placement: Placement, shards: list[ShardTold]) -> str | None:
     return "degraded" if gone else "rebuilding" if rebuilding else "ok"
 
 
-def _forecast(run: Run, placement: Placement, schedule: Schedule, rows: list[RowLayout], shards: list[ShardTold]) -> Forecast:
+def _forecast(run: Run, placement: Placement, schedule: Schedule, rows: list[RowLayout], shards: list[ShardReport]) -> Forecast:
     """What will be at the end; what a row takes is that of what is there, if any server tells."""
     ordinals = given_ordinals(schedule, None)
     at_end, counts = _arithmetic(placement, ordinals, len(rows)), counts_of(placement, ordinals, rows)
@@ -277,7 +277,7 @@ def _shortages(run: Run, placement: Placement, rows: list[RowLayout], servers: l
     return []
 
 
-def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapping[int, ShardStatus]) -> list[ShardTold]:
+def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapping[int, ShardStatus]) -> list[ShardReport]:
     """What each server says of itself, and trainers say of it. status: of a run that does not train; seen: shards that are not ok for trainers."""
     manifest = asked_run.manifest
     lost = status.lost if status else []
@@ -285,7 +285,7 @@ def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapp
     if status is not None and status.state != "training":
         numbers = (int(status.batches.get(str(lane), 0)) for lane in range(manifest.lanes))
         expected = [str(Marker(number, number)) for number in numbers]
-    shards: list[ShardTold] = []
+    shards: list[ShardReport] = []
     live = asked_run.placement.live
     if manifest.local_stores is not None and LocalStores.find(asked_run.path / STORES) is None:
         for shard in live:

@@ -55,7 +55,7 @@ class Watched:
         """Whether training ends by a rule."""
         return rule is not None and rule.metric == self.metric and self.worse >= rule.patience
 
-    def told(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """For the summary of a run that was stopped early."""
         return {name: value for name, value in asdict(self).items() if name != "step"} | {"why": self.why()}
 

@@ -43,7 +43,7 @@ class Meeting:
             while not self.store.check([f"knows/{other}" for other in range(1, self.world)]) and time.monotonic() < deadline:
                 time.sleep(_LOOK_PAUSE.total_seconds())
 
-    def told(self) -> str:
+    def receive(self) -> str:
         """What rank 0 tells, waited for. Raises PeerLost where it is gone, with the store where they met."""
         try:
             while not self.store.check(["told"]):

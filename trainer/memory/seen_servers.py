@@ -30,7 +30,7 @@ _TIMEOUT, _CONNECT = timedelta(seconds=5), timedelta(seconds=1)
 _SAMPLES = 200  # values of a hash that Redis looks at to tell its size
 
 
-class ShardTold(TypedDict, total=False):
+class ShardReport(TypedDict, total=False):
     """What is told of a shard: what its server says of itself and of the lanes there, or why it cannot be asked, and what trainers say of it.
 
     state: up, down, lost, degraded, at rest, or as trainers have it; foreign: a key of another run; lane_entries, markers: by lane; rebuilt: a share.
@@ -57,7 +57,7 @@ class ShardTold(TypedDict, total=False):
     row_bytes: int | None
 
 
-def ask_server(shard: int, url: str, namespace: str, lanes: int) -> ShardTold:
+def ask_server(shard: int, url: str, namespace: str, lanes: int) -> ShardReport:
     """What a server says of itself and of the namespace's lanes there; "down", and why, where it cannot be asked."""
     try:
         with Store([url], _TIMEOUT, _CONNECT) as store:
@@ -67,7 +67,7 @@ def ask_server(shard: int, url: str, namespace: str, lanes: int) -> ShardTold:
             sizes = [store.command(0, "MEMORY", "USAGE", key, "SAMPLES", _SAMPLES) for key in keys]
             rows = [one.rows for one in found.values()]
             foreign = foreign_key(found) or foreign_note(store, 0, namespace)
-            told: ShardTold = {
+            told: ShardReport = {
                 "shard": shard,
                 "url": str(store.urls[0]),
                 "state": "up",
@@ -86,7 +86,7 @@ def ask_server(shard: int, url: str, namespace: str, lanes: int) -> ShardTold:
         return {"shard": shard, "url": str(parse_url(url)), "state": "down", "why": str(error)}
 
 
-def server_seen(told: ShardTold, at_end: np.ndarray, sizes: Sequence[int]) -> ShardServer:
+def server_seen(told: ShardReport, at_end: np.ndarray, sizes: Sequence[int]) -> ShardServer:
     """A server of which it is told what it has now. at_end: int64 [lanes, sizes], the rows that it will have, whose sizes are mixed as those of what
     it has.
     """

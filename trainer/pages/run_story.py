@@ -28,7 +28,7 @@ _STATES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StoryEvent:
     """An event for a person. seconds: of training before it."""
 
     seconds: float
@@ -52,7 +52,7 @@ class Story:
     shards: dict[int, list[Span]] = field(default_factory=dict)
     trainers: dict[int, list[Span]] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
-    events: list[Told] = field(default_factory=list)
+    events: list[StoryEvent] = field(default_factory=list)
     event_count: int = 0
 
     def happened(self, kind: str) -> int:
@@ -94,7 +94,7 @@ class _Teller:
         self.story.event_count += 1
         if len(self.story.events) < MOST_EVENTS:
             self.story.events.append(
-                Told(now, str(event["time"])[:19].replace("T", " "), step, _what(event), str(event.get("cause") or ""))
+                StoryEvent(now, str(event["time"])[:19].replace("T", " "), step, _what(event), str(event.get("cause") or ""))
             )
         if kind in ("call-ended", "call-failed"):
             self._end_call()

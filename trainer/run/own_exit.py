@@ -17,7 +17,7 @@ class _Exit(SystemExit):
 
 
 @contextlib.contextmanager
-def exits_told(who: str) -> Iterator[None]:
+def exits_reported(who: str) -> Iterator[None]:
     """Raise ModelError where code calls sys.exit or os._exit while this is entered: foreload's own does not, so it is the model's, or a library's.
 
     A crash of native code, which ends the process by a signal, leaves the line of Python that it was in on stderr.
@@ -27,7 +27,7 @@ def exits_told(who: str) -> Iterator[None]:
     """
     really, process = os._exit, os.getpid()
 
-    def exit_told(status: int) -> None:
+    def report_exit(status: int) -> None:
         # Not in another thread, which has nobody to tell, and not in a fork.
         if os.getpid() != process or threading.current_thread() is not threading.main_thread():
             really(status)
@@ -35,7 +35,7 @@ def exits_told(who: str) -> Iterator[None]:
 
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)
-    os._exit = exit_told  # type: ignore[assignment]
+    os._exit = report_exit  # type: ignore[assignment]
     try:
         yield
     except SystemExit as error:

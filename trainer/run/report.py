@@ -19,7 +19,7 @@ from foreload.base.progress import Display
 from foreload.trainer.compute.reports import SUMMED, EvaluationReport, StepReport, Totals, merged, without_calibration
 from foreload.trainer.run.directory import METRICS, SUMMARY, TENSORBOARD
 from foreload.trainer.run.metric_text import metric_lines
-from foreload.trainer.run.told_before import evaluations_told
+from foreload.trainer.run.reported import evaluations_reported
 
 LINE_SECONDS = 60.0  # between two lines where stderr is not a terminal; what a line tells is of as long a time at most
 TENSORBOARD_STEPS = 50  # of which TensorBoard has the mean
@@ -103,7 +103,7 @@ class RunReport:
             rows = [f"| {name} | `{value}` |" for name, value in settings.items()]
             self._board.add_text("settings", "\n".join(["| setting | value |", "| --- | --- |", *rows]), first_step)
         # Evaluations, as they are written: those of the step before that an earlier call told, and this call's.
-        self._told = evaluations_told(run / METRICS, first_step - 1)
+        self._told = evaluations_reported(run / METRICS, first_step - 1)
         self._metrics: IO[str] = open(run / METRICS, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         self._flushed_at = 0.0
         self._interval = _Sums()  # for TensorBoard

@@ -16,7 +16,7 @@ _LEAST_EXCHANGES = 50
 _LEAST_BYTES = 1 << 20
 
 
-class LoadTold(TypedDict):
+class LoadReport(TypedDict):
     """A shard's load. ms_answer: how long its answers took; ms_a_step: how long others' answers were there, and its were waited for, of each step;
     slow, hot: how many times the median of the others its answers took, or its bytes are, where that is much; None else.
     """
@@ -30,7 +30,7 @@ class LoadTold(TypedDict):
     hot: float | None
 
 
-def told(loads: Mapping[int, ShardLoad], steps: int) -> list[LoadTold]:
+def reports(loads: Mapping[int, ShardLoad], steps: int) -> list[LoadReport]:
     """Each shard's load, over so many steps."""
     return [
         {
@@ -46,7 +46,7 @@ def told(loads: Mapping[int, ShardLoad], steps: int) -> list[LoadTold]:
     ]
 
 
-def lines(shards: Sequence[LoadTold]) -> list[str]:
+def lines(shards: Sequence[LoadReport]) -> list[str]:
     """A line for each shard that is slow, and for each that is hot, of those that `told` gives."""
     words = []
     for one in shards:

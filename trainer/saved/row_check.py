@@ -12,7 +12,7 @@ from foreload.cache.protocol.ownership import stale_shards
 from foreload.trainer.errors import RunRefused
 from foreload.trainer.run.directory import METRICS, STORES, Run
 from foreload.trainer.run.manifest import Status
-from foreload.trainer.run.told_before import reported_step
+from foreload.trainer.run.reported import reported_step
 
 
 def check_rows(run: Run, store: Store, status: Status) -> None:

@@ -79,7 +79,7 @@ class OfModel(TypedDict):
     inexact: InexactEntry | None
 
 
-class Told(OfModel):
+class Contents(OfModel):
     """What a manifest says, but for what follows from the files."""
 
     dense: Literal["model.safetensors"]
@@ -91,7 +91,7 @@ class Told(OfModel):
     since: NotRequired[Since]
 
 
-class About(Told):
+class About(Contents):
     """The manifest (docs/serving.md, The format)."""
 
     format: int
@@ -209,7 +209,7 @@ def canonical(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def state_of(told: Told, dense: str, dense_state: str) -> str:
+def state_of(told: Contents, dense: str, dense_state: str) -> str:
     """Which state of which model it is: SHA-256 of step, seed, model, tables and the checksums of the dense part's files.
 
     The dense part changes with every step and by every row, so two trainings have no state in common but that of equal models.
@@ -241,7 +241,7 @@ def file_entries(folder: Path) -> dict[str, FileEntry]:
     return entries
 
 
-def write_about(folder: Path, told: Told) -> About:
+def write_about(folder: Path, told: Contents) -> About:
     """Write the manifest of a folder whose other files are there: told, and what follows from them. Returns it. Raises OSError."""
     files = file_entries(folder)
     state = state_of(told, files[MODEL]["sha256"], files[DENSE_STATE]["sha256"])
@@ -373,7 +373,7 @@ class Export:
             )
 
 
-def check_same_model(name: str, told: Told, other: OfModel, tables: Sequence[TableOfModel], where: str) -> None:
+def check_same_model(name: str, told: Contents, other: OfModel, tables: Sequence[TableOfModel], where: str) -> None:
     """Raise ExportError where a manifest is of another model than that of what is at `where`, whose manifest and tables are `other` and `tables`.
 
     name: what the first is called.

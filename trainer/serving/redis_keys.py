@@ -176,7 +176,7 @@ class _Application:
         dense = self._export.file(MODEL).read_bytes()
         if BUFFERS in self._export.about["files"]:
             dense = save(load(dense) | load(self._export.file(BUFFERS).read_bytes()))
-        told = self._told(([] if before is None else [before, *kept])[: self._keep])
+        told = self._version(([] if before is None else [before, *kept])[: self._keep])
         gone = [self._keys.dense(step) for step in readable if step not in told["kept"]]
         self._transact(
             ["SET", self._keys.dense(self._export.step), dense],
@@ -185,7 +185,7 @@ class _Application:
         )
         return sum(table["rows"] for table in told["tables"]), told["kept"]
 
-    def _told(self, kept: Sequence[int]) -> Version:
+    def _version(self, kept: Sequence[int]) -> Version:
         about = self._export.about
         return {
             "step": about["step"],

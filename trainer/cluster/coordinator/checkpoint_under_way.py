@@ -75,7 +75,7 @@ class CheckpointUnderWay:
         encoded = header.features, header.settings.get("encoding")
         return Contents.made(run, *encoded, taken.step, totals, layouts, ordinals, files, dense, *base)
 
-    def told(self, checkpoint: Checkpoint) -> dict[str, Any]:
+    def metrics_line(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """What metrics.jsonl has of it, once it is there."""
         assert self.opened is not None
         return {

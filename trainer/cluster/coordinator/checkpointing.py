@@ -345,7 +345,7 @@ class Checkpointing:
             self._last_here = contents.step
             if saving.best is not None:
                 self._best.note(saving.best)
-        told = saving.told(checkpoint)
+        told = saving.metrics_line(checkpoint)
         bits = "" if told["bits"] == EXACT_BITS else f", weights of {told['bits']} bits"
         self._report.checkpoint(told)
         self._events.note(CheckpointSaved(checkpoint=str(checkpoint.place)))

@@ -24,7 +24,7 @@ class LaneReplicas:
         """A further term: how its copies are is told anew."""
         self._term, self._told = term, {}
 
-    def told(self, trainer: int, event: CopiesTold) -> None:
+    def on_copies(self, trainer: int, event: CopiesTold) -> None:
         """Note how a trainer's copies are, and tell the user when that decides whether a further loss is survived."""
         if event.term != self._term.number:
             return

@@ -117,7 +117,7 @@ class StoreShards:
         before = self._before_term
         return ShardSnapshot.together(self._told.values() if before is None else (*self._told.values(), before))
 
-    def told(self, trainer: int, shards: ShardSnapshot) -> None:
+    def on_shards(self, trainer: int, shards: ShardSnapshot) -> None:
         """Note how the shards are for a trainer, and tell the user where that changes how they are for all together; spares may take places."""
         before = self.together if self._told else None
         changes = shards.changes_since(self._told.get(trainer))

@@ -32,7 +32,7 @@ from foreload.trainer.cluster.coordinator.scaling import Scaling
 from foreload.trainer.cluster.coordinator.spawned_trainers import SpawnedTrainers
 from foreload.trainer.cluster.coordinator.store_shards import StoreShards
 from foreload.trainer.cluster.coordinator.terms import first_term
-from foreload.trainer.cluster.ending import Ending, early_stop, figures_told, first_of, keep_run, manifest_of, status_of
+from foreload.trainer.cluster.ending import Ending, call_figures, early_stop, first_of, keep_run, manifest_of, status_of
 from foreload.trainer.cluster.folder_over_hosts import publish_dense, save_over_hosts
 from foreload.trainer.cluster.messages.events import EventReceiver
 from foreload.trainer.cluster.messages.facts import Go, RunSaved, StopWanted, Term
@@ -313,10 +313,10 @@ class TrainerGroup:
             case Ended():
                 self._ended[trainer] = rendezvous.read(TrainerEnd, self._membership.term.number, trainer)
             case ShardsTold():
-                self._shards.told(trainer, event.shards)
+                self._shards.on_shards(trainer, event.shards)
             case CopiesTold():
                 self._membership.receive(trainer, event)
-                self._copies.told(trainer, event)
+                self._copies.on_copies(trainer, event)
             case ServerUnreachable():
                 self._shards.unreachable(event)
             case ScrubTold() | ScrubFailed() | RowsCounted():
@@ -380,7 +380,7 @@ class TrainerGroup:
             trainers=len(self._ended),
             rebalanced=self._scaling.rebalanced,
             checkpoints=self._checkpointing.summary(),
-            **figures_told(told, first.totals.steps, max(self._schedule.slots), columns, protected),
+            **call_figures(told, first.totals.steps, max(self._schedule.slots), columns, protected),
             **self.manifest.caveats,
             stopped_early=early_stop(self.manifest, first.stopped),
         )

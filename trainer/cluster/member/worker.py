@@ -27,7 +27,7 @@ from foreload.trainer.cluster.messages.rendezvous import Rendezvous, join_store
 from foreload.trainer.cluster.messages.trainers import Failed, LaunchSpec, LostRows
 from foreload.trainer.cluster.processes.starting import OnHost, TrainerStart
 from foreload.trainer.errors import PeerLost, TrainerError
-from foreload.trainer.run.own_exit import exits_told
+from foreload.trainer.run.own_exit import exits_reported
 
 JOIN_TIMEOUT = timedelta(minutes=5)
 LAUNCHER_PAUSE = timedelta(milliseconds=200)  # between two looks whether the launcher lives, before training begins
@@ -99,7 +99,7 @@ def work(
         spec = rendezvous.read(LaunchSpec)
         # What was imported stays: a search for cycles of garbage that goes through it takes a tenth of a second, and may come in any step.
         gc.freeze()
-        with exits_told(f"trainer {trainer}"):
+        with exits_reported(f"trainer {trainer}"):
             TrainerProcess(
                 rendezvous_store, rendezvous, sender, trainer, address, spec, store_urls or spec.stores, interrupts, _ready, _leaving, connect,
                 commands, on_host,

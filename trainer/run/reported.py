@@ -13,7 +13,7 @@ _TAIL_BYTES = 1 << 16  # in which the last steps stand
 _NUMBER, _EVALUATION = re.compile(rb'\{"kind": "step", "step": (\d+),'), b'{"kind": "evaluation", "step": %d,'  # as lines begin
 
 
-def evaluations_told(path: Path, step: int) -> set[str]:
+def evaluations_reported(path: Path, step: int) -> set[str]:
     """Lines of metrics.jsonl about evaluations after a step, of which the run did not go back behind that step since. A last line that its writer was
     killed in is cut off, so that the next one begins a line.
     """

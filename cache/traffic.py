@@ -50,7 +50,7 @@ class Traffic:
     out the check of ids and tags (for tests of the tests). log: where the batches under way are held, needed with parity. on_action is called
     by the thread at "data leaves", "fetch leaves", "data acknowledged", "rows staged", and with parity also "parity rows asked for", "parity
     rows read", "batch logged", "parity leaves" and "parity acknowledged"; "rows decoded" and "rows rebuilt" where a shard is lost. on_shards is
-    told what becomes of store shards, by the thread or one beside it. patience: with shards that do not answer.
+    called with what becomes of store shards, by the thread or one beside it. patience: with shards that do not answer.
 
     Whatever the thread fails with is raised by every later call.
     """
@@ -230,7 +230,7 @@ class Traffic:
             return self._lanes[lane].last_batch
 
     def released(self, lane: int) -> tuple[int, int]:
-        """The last boundary all of whose rows, and all of those before it, are acknowledged; and `last_batch`. What a copy of the lane is told."""
+        """The last boundary all of whose rows, and all of those before it, are acknowledged; and `last_batch`. What a copy of the lane gets."""
         with self._monitor:
             state = self._lanes[lane]
             return state.released_boundary, state.last_batch
@@ -371,7 +371,7 @@ class Traffic:
             self._monitor.notify_all()
 
     def _note(self, stats: RoundStats) -> None:
-        """Count an exchange of a round in, and tell whoever waits for what it brought."""
+        """Count an exchange of a round in, and notify whoever waits for what it brought."""
         with self._monitor:
             # A snapshot that begins either is there already, and these rows pass through it, or finds them staged.
             stats.fetched = self.snapshots.receive(stats.fetched)

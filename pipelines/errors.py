@@ -54,7 +54,7 @@ class DiskError(PipelineError):
 
 
 def disk_error(error: BaseException, out: Path) -> DiskError | None:
-    """What to tell of an error that the disk of --out is to blame for: it is full, fails, was made read-only, or has gone. None for another error."""
+    """A DiskError for an error that the disk of --out is to blame for: it is full, fails, was made read-only, or has gone. None for another error."""
     if not isinstance(error, OSError):
         return None
     if is_full(error):

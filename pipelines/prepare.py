@@ -68,7 +68,7 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
     started = time.monotonic()
     with heeded_afterwards(), quiet_import():
         from foreload.pipelines.beam import (
-            run as beam_run,  # takes seconds, so that mistakes above are told first, and the help page is quick
+            run as beam_run,  # takes seconds, so that mistakes above are reported first, and the help page is quick
         )
         from foreload.pipelines.beam.again import compile_again
     beam_run.check_flags(flags)
@@ -218,8 +218,8 @@ def _summary(
 
 def _provenance(options: PrepareOptions, flags: list[str], summary: dict[str, Any]) -> dict[str, Any]:
     """How the schedule was made. folder: the working directory, which relative paths in the options start from."""
-    told = {"options": options.to_dict(), "flags": flags, "folder": os.getcwd(), "beam": metadata.version("apache-beam")}
-    return told | {"seconds": summary["seconds"], "finished": time.time()}
+    entry = {"options": options.to_dict(), "flags": flags, "folder": os.getcwd(), "beam": metadata.version("apache-beam")}
+    return entry | {"seconds": summary["seconds"], "finished": time.time()}
 
 
 def _lookahead_lines(summary: dict[str, Any]) -> list[str]:

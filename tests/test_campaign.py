@@ -1,4 +1,4 @@
-"""Five minutes of the campaign from outside; `python tests/campaign.py` plays longer ones, and single episodes again."""
+"""Five minutes of the campaign from outside; `python tests/campaigns/campaign.py` plays longer ones, and single episodes again."""
 
 from __future__ import annotations
 

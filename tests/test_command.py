@@ -9,10 +9,12 @@ import stat
 import subprocess
 import sys
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 
 import pytest
 from command_line import ROOT, Command
+from grids import covering
 
 import foreload
 from foreload.base import kernel_cache
@@ -30,13 +32,14 @@ importlib.import_module(__name__)
 """
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-@pytest.mark.parametrize("module", ["torch", "numpy"])
+COMMANDS = {"evaluate": ["evaluate", "nothing"], "train": ["train", "{schedule}", "--run", "none", "--store", "local:1"]}
+
+
 @pytest.mark.parametrize(
-    "words", [["evaluate", "nothing"], ["train", "{schedule}", "--run", "none", "--store", "local:1"]], ids=["evaluate", "train"]
+    ("module", "command", "name"), covering(list(product(["torch", "numpy"], COMMANDS, ["SIGINT", "SIGTERM", "SIGHUP"])), 5)
 )
 def test_a_signal_while_modules_are_imported_ends_the_command_in_one_line(
-    name: str, module: str, words: list[str], tmp_path: Path
+    command: str, module: str, name: str, tmp_path: Path
 ) -> None:
     """The module that is being imported stands still until the signal comes; where it goes on then, the signal is heeded behind it."""
     (tmp_path / "stubs").mkdir()
@@ -47,10 +50,10 @@ def test_a_signal_while_modules_are_imported_ends_the_command_in_one_line(
     environment = os.environ | {
         "PYTHONPATH": str(tmp_path / "stubs"), "IMPORTED": str(imported), "RELEASED": str(tmp_path / "released"),
     }  # fmt: skip
-    command = [sys.executable, "-m", "foreload", *(word.format(schedule=tmp_path) for word in words)]
+    words = [sys.executable, "-m", "foreload", *(word.format(schedule=tmp_path) for word in COMMANDS[command])]
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and stays so
     try:
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     finally:
         signal.signal(signal.SIGHUP, before)
     while not imported.exists():

@@ -129,7 +129,7 @@ class Connections:
         """All requests of the shards that were not ready; each may be repeated safely, and the parts of a read must see the same writes.
 
         A shard that refuses for any other reason is lost. Raises Fenced where the lane has another owner: then it is this one that must stop.
-        A key of another type may also be another program's: `judge` tells.
+        A key of another type may also be another program's: `judge` finds out.
         """
         again: dict[int, list[Request]] = {}
         for shard, of_shard in requests.items():

@@ -281,8 +281,8 @@ class LocalStores:
             alive = {server: pid for server, pid in alive.items() if server not in silent}
         # All at once: saving takes as long as the largest shard does, not their sum.
         with ThreadPoolExecutor(max(len(alive), 1)) as pool:
-            told = zip(alive, pool.map(lambda server: server.shut_down(save), alive), strict=True)
-            failures = {server: why for server, why in told if why is not None}
+            outcomes = zip(alive, pool.map(lambda server: server.shut_down(save), alive), strict=True)
+            failures = {server: why for server, why in outcomes if why is not None}
         # Where some could not save and run on, the others are exiting: they are reaped before the error is raised.
         for shard, process in list(self._processes.items()):
             if failures and self._server(shard) not in failures:

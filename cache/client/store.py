@@ -55,7 +55,7 @@ class Read:
 class Write:
     """Rows for one store shard, written with the marker by one atomic command.
 
-    fields: uint64 [n], n <= 2048; rows: uint8 [n, row_bytes]. migrated: how far the lane has moved, where that is told by this command, too. new: how
+    fields: uint64 [n], n <= 2048; rows: uint8 [n, row_bytes]. migrated: how far the lane has moved, where this command records it, too. new: how
     many fields, the marker's and that one's among them, the hash may lack yet; None where that is not known. exchange fills added: how many it
     lacked, as the server says; None where that has not answered.
     """

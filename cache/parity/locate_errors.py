@@ -1,4 +1,4 @@
-"""Which rows of stripes are wrong, as far as the stripes themselves tell, and what they must be. Pure functions on arrays."""
+"""Which rows of stripes are wrong, as far as the stripes themselves show, and what they must be. Pure functions on arrays."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from foreload.cache.parity.erasure import Code, accumulate
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What n stripes tell of their rows.
+    """What n stripes show of their rows.
 
     restored: bool [n, k + r], rows that were wrong or not there, and are now as the rest of their stripe says. uncorrectable: bool [n],
-    stripes that do not agree and do not tell which of their rows is wrong.
+    stripes that do not agree and do not show which of their rows is wrong.
     """
 
     restored: np.ndarray
@@ -24,7 +24,7 @@ class Verdict:
 
 
 def locate_errors(code: Code, rows: np.ndarray, erased: np.ndarray) -> Verdict:
-    """Check stripes, and restore in place what can be told for certain.
+    """Check stripes, and restore in place what is known for certain.
 
     rows: uint8 [n, k + r, row_bytes], contiguous, members first, row_bytes a multiple of 4, zeros where nothing was ever stored; erased:
     bool [n, k + r], rows that are known to be wrong. With e of these in a stripe, up to (r - e) / 2 further wrong rows are singled out: the

@@ -96,7 +96,7 @@ class BatchLog(Protocol):
     """Holds, per lane, the last write-back batch until the next replaces it; by then it is released."""
 
     def hold(self, lane: int, batch: LoggedBatch) -> None:
-        """Hold a batch of an owner of the term that its number tells; on return it survives the writer."""
+        """Hold a batch of an owner of the term that its number names; on return it survives the writer."""
 
     def held(self, lane: int) -> LoggedBatch | None:
         """The batch that is held for a lane: of the highest term that has any, the last; None if there is none."""
@@ -123,7 +123,7 @@ class FileLog:
         file = self._mapped(self._turn(lane, term), _HEADER_BYTES + sum(part.nbytes for part in parts))
         header = np.frombuffer(file, np.int64, _HEADER_BYTES // 8)
         # What a process has stored in a mapped file stays when it is killed, in the order in which it was: a record is whole once it says so. (Not
-        # so when the host loses power: then the checksum tells.)
+        # so when the host loses power: then the checksum shows it.)
         header[_WHOLE] = 0
         at = _HEADER_BYTES
         for part in parts:
@@ -216,7 +216,7 @@ class FileLog:
         self._directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            # Room beforehand: a full disk is told here, and waited for, and not later, by a signal.
+            # Room beforehand: a full disk is noticed here, and waited for, and not later, by a signal.
             size = max(2 * size, os.fstat(descriptor).st_size)
             persist(path, lambda: os.posix_fallocate(descriptor, 0, size))
             self._maps[path] = mmap.mmap(descriptor, size)

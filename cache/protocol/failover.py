@@ -48,8 +48,8 @@ REFUSED, LONGEST_REFUSED = timedelta(milliseconds=200), timedelta(seconds=30)  #
 class Failover:
     """What the owner of lanes does about store shards that fail. One thread uses it, the one that changes `stored.shards`.
 
-    monitor: of that thread, which is woken when a server is there again. on_news is told what becomes of shards, by that thread or by the server
-    probe's.
+    monitor: of that thread, which is woken when a server is there again. on_news is called with what becomes of shards, by that thread or by
+    the server probe's.
     """
 
     def __init__(

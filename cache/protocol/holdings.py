@@ -21,14 +21,14 @@ from foreload.cache.protocol.namespace import NAME, FolderId, Note, epoch_key, i
 
 _LANE = re.compile(rb"\{(%b):(\d+)\}:\d+" % NAME.encode())
 _NOTE = re.compile(rb"(%b):run" % NAME.encode())
-_SAMPLES = 200  # values of a hash that Redis looks at to tell its size
+_SAMPLES = 200  # values of a hash that Redis looks at to estimate its size
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
     """What a store shard holds of a namespace.
 
-    note: what `claim` left there, None where that is gone. lanes: that have a hash; rows: with parity rows; bytes: as the server tells, None where it
+    note: what `claim` left there, None where that is gone. lanes: that have a hash; rows: with parity rows; bytes: as the server says, None where it
     may not be asked.
     """
 

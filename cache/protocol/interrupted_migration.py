@@ -170,10 +170,10 @@ def finish_migration(
 ) -> list[int]:
     """Find how far a lane has moved, and bring the last chunk to its end, or back, on every shard; the lane is fenced there.
 
-    Then every shard tells of it in the new owner's name: one that this does not reach may have done more, or less, and must be told from these by who
-    comes next. found: by shard, what the fence found, of those that can be trusted otherwise; it is brought up to date. lose: called for a shard that
-    fails. by_log: how many rows a shard has by the log once it has its last batch; None: as many as it has. Returns the shards that are stale. Raises
-    StoreError.
+    Then every shard records it in the new owner's name: one that this does not reach may have done more, or less, and the next owner must tell
+    it from these. found: by shard, what the fence found, of those that can be trusted otherwise; it is brought up to date. lose: called for a shard
+    that fails. by_log: how many rows a shard has by the log once it has its last batch; None: as many as it has. Returns the shards that are stale.
+    Raises StoreError.
     """
     own, placement = stored.shards.of(lane), stored.placement
     for shard, one in found.items():
@@ -187,10 +187,10 @@ def finish_migration(
     _finish_chunk(stored, lane, at, found, taking, lose, by_log)
     stamps: dict[int, list[Command]] = {}
     for shard in trusted.keys() & found.keys() - set(at.stale):
-        told = found[shard].migrated
+        recorded = found[shard].migrated
         held = found[shard].rows if by_log is None else by_log(shard)
-        if told is not None and told.version == placement.version and told.number == taking.number:
-            held = told.held
+        if recorded is not None and recorded.version == placement.version and recorded.number == taking.number:
+            held = recorded.held
         stamp = Migrated(placement.version, taking.term, at.cursor, at.cursor, False, taking.number, held)
         own.migrated[shard] = stamp
         found[shard] = replace(found[shard], migrated=stamp)

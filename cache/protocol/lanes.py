@@ -161,7 +161,7 @@ class LaneTraffic:
         return False
 
     def pull(self, monitor: Monitor, stored: StoredRows, ahead: Ahead, on_initial: Callable[[int], None]) -> None:
-        """Stage the arrivals of coming events, as far as there is room; make the initial ones, and tell, under the monitor, how many."""
+        """Stage the arrivals of coming events, as far as there is room; make the initial ones, and report, under the monitor, how many."""
         while self.next is not None or self.advance(monitor):
             assert self.next is not None
             index, arrivals = self.next

@@ -62,18 +62,18 @@ class Migrated:
 
 
 def deletion(key: bytes, names: np.ndarray, marker: Marker | None, migrated: Migrated) -> list[Command]:
-    """The transaction that deletes fields (uint64 [n]) of a lane's hash, and has it tell so.
+    """The transaction that deletes fields (uint64 [n]) of a lane's hash, and records that there.
 
-    marker: as it is, written again: a hash that was emptied meanwhile lacks it, and the answer tells.
+    marker: as it is, written again: a hash that was emptied meanwhile lacks it, and the answer shows it.
     """
-    told = (MIGRATED, migrated.stored()) if marker is None else (MARKER, marker.stored(), MIGRATED, migrated.stored())
+    recorded = (MIGRATED, migrated.stored()) if marker is None else (MARKER, marker.stored(), MIGRATED, migrated.stored())
     parts = [names[first : first + COMMAND_ROWS] for first in range(0, len(names), COMMAND_ROWS)]
     deletions = [hdel(key, part) for part in parts]
-    return [("MULTI",), *deletions, ("HSET", key, *told), ("EXEC",)]
+    return [("MULTI",), *deletions, ("HSET", key, *recorded), ("EXEC",)]
 
 
 def changed(answers: list[object]) -> tuple[int, int]:
-    """How many fields such a transaction has deleted, and how many of those that tell of it were new, by its answers."""
+    """How many fields such a transaction has deleted, and how many of those that record it were new, by its answers."""
     done = answers[-1]
     assert isinstance(done, list)
     return sum(int(str(one)) for one in done[:-1]), int(str(done[-1]))

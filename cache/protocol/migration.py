@@ -1,6 +1,6 @@
 """Rows move to other store shards while their owner trains: a chunk at a time, between two rounds (docs/protocol.md, Rows move).
 
-A chunk is read from where its rows are, copied to where they go, and, when that is acknowledged, deleted where they were; each step tells of itself
+A chunk is read from where its rows are, copied to where they go, and, when that is acknowledged, deleted where they were; each step is recorded
 in the hash that it changes (`migrated`). From then on the lane's cursor stands behind it, and rounds go by that. With parity, a shard that all rows
 leave keeps them until it is left as a whole: to name each of them takes time of a link that may be slow.
 """
@@ -95,7 +95,7 @@ class Migration(Task):
         self._monitor.ask(lambda: self._complete(placement))
 
     def lanes_changed(self) -> None:
-        """Others are served than before; on return it is told how far these are: what was told of those before may say that all has moved."""
+        """Others are served than before; on return it has reported how far these are: its report of those before may say that all has moved."""
         if not self._stored.placement.migrating:
             return
         try:
@@ -135,8 +135,8 @@ class Migration(Task):
             there = fence_all(stored.store, shard, stored.namespace, [state.lane], self.term)[state.lane]
             own.epochs[shard] = there.epoch
             stamp = Migrated(stored.placement.version, self.term, 0, 0, False, number, 0)
-            told = (MARKER, Marker(number, number).stored(), MIGRATED, stamp.stored())
-            stored.store.command(shard, "HSET", stored.key(state.lane, shard), *told)
+            fields = (MARKER, Marker(number, number).stored(), MIGRATED, stamp.stored())
+            stored.store.command(shard, "HSET", stored.key(state.lane, shard), *fields)
             own.held[shard], own.migrated[shard] = 0, stamp
         except StoreUnavailable as error:
             self._rounds.failover.lose(shard, error)
@@ -188,14 +188,14 @@ class Migration(Task):
                 return
 
     def _note(self) -> None:
-        """Tell others how much has moved."""
+        """Report how much has moved."""
         passed = total = 0
         for state in self._lanes.all:
             stripes = -(-state.writes.stripes.written.counts // state.writes.stripes.k)
             table, stripe = cursor_place(int(self._places(state)))
             total += int(stripes.sum())
             passed += int(stripes[:table].sum()) + (min(stripe, int(stripes[table])) if table < len(stripes) else 0)
-        # Not through, however little is left, while any lane is not: the whole is told of by this.
+        # Not through, however little is left, while any lane is not: this reports the whole.
         share = min(passed / total, 1 - 1e-9) if self.under_way and total else 0.0
         self._shards.note_migrated(share if self.under_way else 1.0)
         self._on_news(self._shards.snapshot)
@@ -218,14 +218,14 @@ class Migration(Task):
         leftover = np.where(stored.placement.mask(stored.placement.keeping), leave, 0)
         deleted = leave - leftover
 
-        def told(shard: int, copied: bool) -> Migrated:
+        def stamp(shard: int, copied: bool) -> Migrated:
             held = (own.held[shard] or 0) + (int(arrive[shard]) if copied else 0) - (0 if copied else int(deleted[shard]))
             return Migrated(stored.placement.version, self.term, begin, chunk.end, copied, state.writes.last_batch, held, targets)
 
         if chunk.migrating is not None:
-            self._copy(state.writes, chunk, chunk.migrating, {shard: told(shard, True) for shard in targets})
+            self._copy(state.writes, chunk, chunk.migrating, {shard: stamp(shard, True) for shard in targets})
             self._on_action("rows copied")
-        self._delete(state.writes, chunk.migrating, {shard: told(shard, False) for shard in stored.placement.live})
+        self._delete(state.writes, chunk.migrating, {shard: stamp(shard, False) for shard in stored.placement.live})
         state.writes.held = state.writes.held + arrive - leave
         own.leftover = np.where(stored.placement.mask(self._shards.lost), 0, own.leftover + leftover)
         own.places.migrated = np.uint64(chunk.end)
@@ -291,11 +291,11 @@ class Migration(Task):
             chunk.rows[at] = rows
         return True
 
-    def _copy(self, lane: LaneWrites, chunk: _Chunk, migrating: MigratingRows, told: dict[int, Migrated]) -> None:
+    def _copy(self, lane: LaneWrites, chunk: _Chunk, migrating: MigratingRows, stamps: dict[int, Migrated]) -> None:
         """Write a chunk's rows where they go. A shard that fails is lost: the rows live in the parity on others, as any of its rows do."""
         stored, marker = self._stored, Marker(lane.last_batch, lane.last_batch)
         writes = [
-            stored.write(lane.lane, shard, migrating.fields[at], chunk.rows[at], marker, len(at), told[shard])
+            stored.write(lane.lane, shard, migrating.fields[at], chunk.rows[at], marker, len(at), stamps[shard])
             for shard, at in _by(migrating.target)
         ]
         failures = stored.store.attempt([], writes)
@@ -310,8 +310,8 @@ class Migration(Task):
                 continue
             stored.note(lane.lane, write)
 
-    def _delete(self, lane: LaneWrites, migrating: MigratingRows | None, told: dict[int, Migrated]) -> None:
-        """Delete a chunk's rows where they were, and have every shard tell that it is done."""
+    def _delete(self, lane: LaneWrites, migrating: MigratingRows | None, stamps: dict[int, Migrated]) -> None:
+        """Delete a chunk's rows where they were, and record on every shard that it is done."""
         stored, own, marker = self._stored, self._shards.of(lane.lane), Marker(lane.last_batch, lane.last_batch)
         keeping = stored.placement.keeping
         leaving = (
@@ -322,13 +322,13 @@ class Migration(Task):
         nothing = np.empty(0, np.uint64)
         commands = {
             shard: deletion(stored.key(lane.lane, shard), leaving.get(shard, nothing), marker, migrated)
-            for shard, migrated in told.items()
+            for shard, migrated in stamps.items()
             if shard not in self._shards.lost
         }
         answers, failures = stored.store.ask(commands)
         for shard in commands:
             error = failures.get(shard)
-            # Rows that are there, and what is new of the marker and of what tells of the chunk.
+            # Rows that are there, and what is new of the marker and of what records the chunk.
             must = len(leaving.get(shard, nothing)), (own.held[shard] is None) + (own.migrated[shard] is None)
             if error is None and (there := changed(answers[shard])) != must:
                 why = f"of {must[0]} rows that moved away {there[0]} were there"
@@ -336,10 +336,10 @@ class Migration(Task):
             if error is not None:
                 self._rounds.failover.lose(shard, error)
                 continue
-            own.held[shard], own.migrated[shard] = told[shard].held, told[shard]
+            own.held[shard], own.migrated[shard] = stamps[shard].held, stamps[shard]
 
     def status_of(self, lane: int, shard: int, number: int) -> Migrated | None:
-        """What a shard tells of a lane that has just got all of its rows there; None where rows never moved."""
+        """What a shard records of a lane that has just got all of its rows there; None where rows never moved."""
         version = self._stored.placement.version
         if not version:
             return None

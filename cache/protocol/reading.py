@@ -38,7 +38,7 @@ READ_ROWS = 1 << 16  # of one exchange when many rows are read at once
 class StoredRows:
     """Where the rows of a run rest: the store, the placement, the layout of each table, and the namespace.
 
-    shards: how each store shard is; rows on those that are lost are decoded from their stripes by `read_rows`, for which stripes(lane) tells
+    shards: how each store shard is; rows on those that are lost are decoded from their stripes by `read_rows`, for which stripes(lane) says
     what was written.
     """
 
@@ -98,12 +98,12 @@ class StoredRows:
         fresh: int,
         migrated: Migrated | None = None,
     ) -> Write:
-        """A Write of rows of a lane, `fresh` of which the shard has not, with the marker, and `moved` if that is told, too; where it has no marker
-        yet, or nothing that says how far the lane has moved, these are new as well."""
+        """A Write of rows of a lane, `fresh` of which the shard has not, with the marker, and `migrated` if that is given, too; where it has no
+        marker yet, or nothing that says how far the lane has moved, these are new as well."""
         own = self.shards.of(lane)
         new = fresh + (own.held[shard] is None) + (migrated is not None and own.migrated[shard] is None)
-        told = None if migrated is None else migrated.stored()
-        return Write(shard, self.key(lane, shard), fields, rows, marker.stored(), range(new, new + 1), migrated=told)
+        stamp = None if migrated is None else migrated.stored()
+        return Write(shard, self.key(lane, shard), fields, rows, marker.stored(), range(new, new + 1), migrated=stamp)
 
     def note(self, lane: int, write: Write) -> None:
         """Count in `held` what a write that was acknowledged brought to its shard; a repair, which has no marker, brings nothing new."""

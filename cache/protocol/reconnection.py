@@ -1,7 +1,7 @@
 """Connecting again to store shards whose connection broke, or that stay silent, for the owner of lanes that has them served.
 
 Its server may be as it was, and then nothing is lost. So older connections are fenced first; then the server must be the run's, and its markers and
-counts of rows those that it can have now. What was under way there was done, or not, as its marker tells, and is sent again.
+counts of rows those that it can have now. What was under way there was done, or not, as its marker shows, and is sent again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Tried:
 class Reconnection:
     """Of the owner of lanes; one thread uses it, the one that changes `stored.shards`.
 
-    given_up: whether nobody waits any more; on_awaited: told what is waited for.
+    given_up: whether nobody waits any more; on_awaited: called with what is waited for.
     """
 
     stored: StoredRows
@@ -201,7 +201,7 @@ class Reconnection:
                     new = range(1)
                 written.append((lane, replace(write, key=stored.key(lane, write.shard), new=new, added=None)))
         exchange([(lane, twin) for lane, twin, _ in repeated], written)
-        # A twin fills the same rows; what else was found must be told to the read that was asked for.
+        # A twin fills the same rows; what else was found must be passed to the read that was asked for.
         for _, twin, read in repeated:
             read.missing, read.marker = twin.missing, twin.marker
 
@@ -279,5 +279,5 @@ def is_broken(error: StoreError) -> bool:
 
 
 def _done(write: Write, there: Found) -> bool:
-    """Whether a write that was under way was done, as the marker tells that is there now: that of the write."""
+    """Whether a write that was under way was done, as the marker that is there now shows: that of the write."""
     return there.marked and write.marker is not None and Marker.parse(write.marker) == there.marker

@@ -27,7 +27,7 @@ class Wanted:
     url: StoreUrl
     since: float
     not_before: float
-    told: bool = False
+    reported: bool = False
 
 
 class ServerProbe:
@@ -106,8 +106,8 @@ class ServerProbe:
                     store = self._reach(shard, wanted)
                 except StoreError as error:
                     waited = isinstance(error, NamespaceInUse) or time.monotonic() - wanted.since >= UNREACHABLE.total_seconds()
-                    if waited and not wanted.told:
-                        wanted.told = True
+                    if waited and not wanted.reported:
+                        wanted.reported = True
                         self._on_unreachable(ServerUnreachable(shard, wanted.url.plain, str(error)))
                     continue
                 with self._condition:

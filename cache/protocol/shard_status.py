@@ -1,4 +1,4 @@
-"""How the store shards of a run are, as their owners tell it."""
+"""How the store shards of a run are, as their owners report it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class ShardStatus:
 
 @dataclass(frozen=True, slots=True)
 class ShardSnapshot:
-    """How all store shards were at one moment, in order; also what a trainer tells of them, and what all trainers' snapshots come to.
+    """How all store shards were at one moment, in order; also what a trainer reports of them, and what all trainers' snapshots come to.
 
-    version: of the placement that its teller works by; migrated: how much is where that has it, as a share of the stripes of all its lanes: 1 unless
+    version: of the placement that its sender works by; migrated: how much is where that has it, as a share of the stripes of all its lanes: 1 unless
     rows move.
     """
 
@@ -43,11 +43,13 @@ class ShardSnapshot:
     @classmethod
     def together(cls, several: Iterable[ShardSnapshot]) -> ShardSnapshot:
         """The shards as they are for several owners at once, of one or more: each as the owner has it that has it worst, and least of it rebuilt."""
-        told = list(several)
+        snapshots = list(several)
         # Of a shard that was added a moment ago not all may know.
-        by_shard = zip_longest(*(one.shards for one in told))
+        by_shard = zip_longest(*(one.shards for one in snapshots))
         shards = tuple(min((one for one in of_all if one is not None), key=_goodness) for of_all in by_shard)
-        return cls(shards, min((one.version for one in told), default=0), min((one.migrated for one in told), default=1.0))
+        return cls(
+            shards, min((one.version for one in snapshots), default=0), min((one.migrated for one in snapshots), default=1.0)
+        )
 
     def changes_since(self, before: ShardSnapshot | None) -> dict[int, ShardStatus]:
         """The shards whose state is another than before, as they are now; None before: all were ok."""
@@ -108,5 +110,5 @@ class ServerUnreachable:
 
 
 ShardNews = ShardSnapshot | ServerUnreachable | ShardsAwaited
-"""What the owner of lanes tells of store shards: how all are from now on, each time that the state of one changes; a server that is not there; that
+"""What the owner of lanes reports of store shards: how all are from now on, each time that the state of one changes; a server that is not there; that
 more are waited for than parity covers."""

@@ -38,7 +38,7 @@ class LaneShards:
 
     epochs: the lane's fence epoch there, 0 where none was set. held: how many rows and parity rows its hash has, if that has a marker; None for
     one that is not there. cursors: uint64 [shards], the shard is live for the lane's stripes (by table and number) below its cursor: for all of
-    them, none, or those rebuilt so far. migrated: the last chunk of a move that its hash tells of. places: where the lane's stripes are. leftover:
+    them, none, or those rebuilt so far. migrated: the last chunk of a move that its hash records. places: where the lane's stripes are. leftover:
     int64 [shards], how many rows and parity rows of a shard that all leave have moved away, and are in its hash still.
     """
 
@@ -257,6 +257,6 @@ class ShardTable:
         self._publish()
 
     def replace_server(self, shard: int, url: StoreUrl) -> None:
-        """Another server is to have a shard from now on; what it has is told by `lose` and `bring_back`."""
+        """Another server is to have a shard from now on; what it has is noted by `lose` and `bring_back`."""
         self.urls[shard] = url
         self._publish()

@@ -2,7 +2,7 @@
 
 What sits in slots is copied at that moment, by the trainer's thread; everything else is read from the store later, beside the traffic's own fetches.
 Nothing is read too late, with parity or without: a row that changes after the step must first be in a slot. It was there at that moment, or staged,
-or it is *fetched* later, and so passes through this trainer's memory as it was after the step, which its tag tells; it is taken there, unless the
+or it is *fetched* later, and so passes through this trainer's memory as it was after the step, which its tag shows; it is taken there, unless the
 store was asked for it before.
 """
 
@@ -138,7 +138,7 @@ class Snapshot:
     def want(self, since: int = -1, wanted: Mapping[int, np.ndarray] | None = None) -> None:
         """Have the store asked from now on for what is not at hand; to be called before `rows`.
 
-        since: only rows that changed after this step are wanted, which `wanted` tells, by lane (of these, at least): bool, by table and ordinal.
+        since: only rows that changed after this step are wanted, which `wanted` marks, by lane (of these, at least): bool, by table and ordinal.
         """
         with self._monitor:
             self._since, self._wanted, self._may_ask = since, wanted, True

@@ -1,4 +1,4 @@
-"""Rows of which it is not known whether the store has them: what their tags there tell to who takes their lane over."""
+"""Rows of which it is not known whether the store has them: what their tags there show to who takes their lane over."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class UnsureRows:
 
 
 class Look:
-    """The reads that tell which version of each row the store has, and what they bring. given: the lane's stripes, of all rows that may be written.
+    """The reads that show which version of each row the store has, and what they bring. given: the lane's stripes, of all rows that may be written.
 
     reads: to be done before `finish`. The shards that are not readable for the lane, in stored.shards, are not asked: their rows are decoded; a
     row of a stripe that is not there where it is asked for counts as zeros.

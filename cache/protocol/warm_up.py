@@ -32,7 +32,7 @@ def warm_up_takeover() -> None:
 
 
 def warm_up_migration(placement: Placement) -> None:
-    """Compile what tells which rows move, and what decodes them, or read it from numba's cache: once a process, some 0.1 s. placement: of the run."""
+    """Compile what finds which rows move, and what decodes them, or read it from numba's cache: once a process, some 0.1 s. placement: of the run."""
     if not placement.migrating:
         placement = placement.with_migrated(placement.live[0])
     stripes = LaneStripes.of(placement, 0, np.array([placement.k]))

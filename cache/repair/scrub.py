@@ -1,4 +1,4 @@
-"""Scrubbing: every stripe of a lane is read and checked, and repaired where the rest of the stripe tells what a row must be.
+"""Scrubbing: every stripe of a lane is read and checked, and repaired where the rest of the stripe shows what a row must be.
 
 A chunk of stripes says what is to be read, judges what came, and says what is to be written; whoever owns the lane does both while no write-back
 batch is under way. Nothing is scanned: which stripes there are follows from the ordinals.

@@ -80,7 +80,7 @@ class _Call:
 
     def __init__(self, name: str, values: dict[str, Any], numerics: Numerics | None, progress: bool) -> None:
         folder = working_directory()
-        self._progress, self._told, self._silent = progress, bytearray(), False
+        self._progress, self._tail, self._silent = progress, bytearray(), False
         self._interrupted, self._finished = False, False
         self._reply, theirs = socket.socketpair()
         self._output, output = os.pipe()
@@ -143,7 +143,7 @@ class _Call:
         if end is None or "unforeseen" in end:
             self._wait(self._process)
             what = "the process that did it was killed" if end is None else end["unforeseen"]
-            raise RuntimeError(f"foreload: {what}\n{self._told.decode(errors='replace')}".rstrip())
+            raise RuntimeError(f"foreload: {what}\n{self._tail.decode(errors='replace')}".rstrip())
         if "errno" in end:
             raise OSError(end["errno"], end["message"], end["filename"])
         # All classes of the tree must be there to be found.
@@ -160,7 +160,7 @@ class _Call:
                 poll.register(self._output, select.POLLIN)
             ready = {descriptor_ready for descriptor_ready, _ in poll.poll()}
             if self._output in ready:
-                self._tell(os.read(self._output, _READ_BYTES))
+                self._pass_on(os.read(self._output, _READ_BYTES))
             return descriptor in ready and self._output not in ready
         except KeyboardInterrupt:
             self._interrupted = True
@@ -171,7 +171,7 @@ class _Call:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._process, signal.SIGINT)
 
-    def _tell(self, text: bytes) -> None:
+    def _pass_on(self, text: bytes) -> None:
         if not text:
             self._silent = True
         elif self._progress:
@@ -179,7 +179,7 @@ class _Call:
                 sys.stderr.write(text.decode(errors="replace"))
                 sys.stderr.flush()
         else:
-            self._told = (self._told + text)[-_TAIL_BYTES:]
+            self._tail = (self._tail + text)[-_TAIL_BYTES:]
 
 
 def _at_terminal() -> bool:

@@ -91,7 +91,7 @@ class ForkServer:
 
 def _preload() -> None:
     for name in _PRELOADED:
-        # What cannot be imported fails again in the call that needs it, which tells of it.
+        # What cannot be imported fails again in the call that needs it, which reports it.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     # Frozen objects are not touched by a child's garbage collector, so their pages stay shared.

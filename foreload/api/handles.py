@@ -27,7 +27,7 @@ from foreload.trainer.errors import CheckpointError, ModelError, RunError
 
 
 class Schedule:
-    """A schedule on disk, taken wherever a path to one is. summary: what `prepare` told of it; None unless `prepare` returned this."""
+    """A schedule on disk, taken wherever a path to one is. summary: what `prepare` reported of it; None unless `prepare` returned this."""
 
     @checked()
     def __init__(self, path: AnyPath, summary: PrepareSummary | None = None) -> None:
@@ -58,7 +58,7 @@ class Run(Model):
 
     @property
     def summary(self) -> TrainSummary:
-        """What its training told at its end. Raises RunError where it has none yet."""
+        """What its training reported at its end. Raises RunError where it has none yet."""
         return TrainSummary.of(self._json("summary.json"))
 
     @property

@@ -25,7 +25,7 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class PrepareSummary(_Result):
-    """What `prepare` tells. slots, minimum_slots: per lane; bytes: of the files; data: of each set, its labels, weights, missing and unknown values.
+    """`prepare`'s summary. slots, minimum_slots: per lane; bytes: of the files; data: of each set, its labels, weights, missing and unknown values.
 
     fewest_arrivals: that these slots can have; None where a window was given, and there is no memory to count them.
     tables: {"name", "rows"} of each, rows that are ever trained; malformed: {"column", "value", "rule", "records"} of each cause.
@@ -76,7 +76,7 @@ class _Metrics(_Result):
 
 @dataclass(frozen=True, slots=True)
 class TrainSummary(StepsSummary, _Metrics):
-    """The run's summary.json (docs/operations.md): over all calls, times in milliseconds a step or seconds in all. None: there is nothing to tell.
+    """The run's summary.json (docs/operations.md): over all calls, times in milliseconds a step or seconds in all. None: there is nothing to report.
 
     Metrics are those of the first evaluation set; sets: of each that has a name.
     """
@@ -100,7 +100,7 @@ class TrainSummary(StepsSummary, _Metrics):
 @dataclass(frozen=True, slots=True)
 class StepMetrics(StepLine, _Result):
     """One training step, a line of metrics.jsonl. loss: mean over its samples; ms: milliseconds of the trainer that took longest; without: trainers
-    that were lost before they told of the step, whose times and bytes are missing.
+    that were lost before they reported the step, whose times and bytes are missing.
     """
 
 

@@ -64,7 +64,7 @@ def remove_path(path: Path) -> None:
     if os.path.isdir(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
-        # Whoever cleans up after an error is to tell of that one.
+        # Whoever cleans up after an error is to report that one.
         with suppress(OSError):
             path.unlink()
 

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 VARIABLE = "NUMBA_CACHE_DIR"
-"""The environment variable by which numba is told the folder; processes that are started have it, too."""
+"""The environment variable that gives numba the folder; processes that are started have it, too."""
 
 _BESIDE = Path(__file__).resolve().parent / "__pycache__"
 

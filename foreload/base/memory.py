@@ -29,7 +29,7 @@ def zeros_in_huge_pages(shape: tuple[int, ...], dtype: type, dumped: bool = True
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping, by the kernel's estimate and the control group's limit; 0 where nothing tells."""
+    """Memory that can be had without swapping, by the kernel's estimate and the control group's limit; 0 where that is not known."""
     limits = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
@@ -45,7 +45,7 @@ def available_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had at once, resident; 0 where nothing tells."""
+    """The most memory that this process has had at once, resident; 0 where that is not known."""
     # Not getrusage's: that begins with what the process had from which this one was made.
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
@@ -54,7 +54,7 @@ def peak_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """Memory of this machine, or of the control group's limit where that is less; 0 where nothing tells."""
+    """Memory of this machine, or of the control group's limit where that is less; 0 where that is not known."""
     limits = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()

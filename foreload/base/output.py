@@ -1,4 +1,4 @@
-"""What a process tells: messages on stderr, which are never worth the end of its work, and results on stdout, which may be.
+"""What a process writes: messages on stderr, which are never worth the end of its work, and results on stdout, which may be.
 
 Whoever read the messages may be gone, or stand still, and the disk that they go to may be full. Then they are left out.
 """

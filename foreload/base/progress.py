@@ -95,9 +95,9 @@ class Progress:
     def line(self) -> str:
         """What there is to say now."""
         compiled = ""
-        if told := [[int(word) for word in path.read_text(encoding="ascii").split()] for path in self._files()]:
-            _, steps, work = told[0]
-            compiled = f"compiled {sum(done for done, _, _ in told) * steps // work:,} of {steps:,} steps"
+        if counts := [[int(word) for word in path.read_text(encoding="ascii").split()] for path in self._files()]:
+            _, steps, work = counts[0]
+            compiled = f"compiled {sum(done for done, _, _ in counts) * steps // work:,} of {steps:,} steps"
         try:
             names = [name for name in os.listdir(self._pieces) if not name.endswith(".tmp")]
         except FileNotFoundError:

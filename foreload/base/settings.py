@@ -158,8 +158,8 @@ def add_arguments(command: argparse.ArgumentParser, kind: type, only: Collection
 
 
 def _add_argument(group: Any, known: Setting) -> None:
-    told = known.required or known.default in (None, "", (), False) or "default" in known.help
-    default = "" if told else f" (default {known.default})"
+    stated = known.required or known.default in (None, "", (), False) or "default" in known.help
+    default = "" if stated else f" (default {known.default})"
     options: dict[str, Any] = {"help": (known.help + default).replace("%", "%%"), "metavar": known.metavar}
     if known.form in ("place", "places"):
         group.add_argument(known.name, nargs="?" if known.form == "place" else "*", **options)

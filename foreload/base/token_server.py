@@ -34,7 +34,7 @@ class TokenServer:
     """Listens from the beginning until `close`; a thread serves each connection. address, port: where.
 
     serve: called with a connection whose peer has shown the token, and its address, in a thread of its own; the connection is closed when it returns
-    or raises OSError. on_refused: told the address of a peer that has another token, and why. Raises OSError where it cannot listen.
+    or raises OSError. on_refused: called with the address of a peer that has another token, and why. Raises OSError where it cannot listen.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """More epochs of a schedule's own samples: they are taken from its files, ordered by its rules, and compiled, in this process.
 
 The sample files of its first epoch have all samples, slice by slice, and say of each lookup which of a step's rows it is; who these are, the moves
-tell. So nothing of the raw logs is read.
+show. So nothing of the raw logs is read.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class ReadAll(GroupStage):
 
 
 class PlanLanes(Stage):
-    """A lane -> its moves, and in the folder "lanes" what the manifests tell of it; puts it out."""
+    """A lane -> its moves, and in the folder "lanes" what the manifests say of it; puts it out."""
 
     def name(self, element: Any) -> str:
         return piece_name(element)

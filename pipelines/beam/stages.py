@@ -67,10 +67,10 @@ class Stage(beam.DoFn):
         except Exception as error:
             if self.plan.over:
                 return
-            told = error if isinstance(error, ForeloadError) else disk_error(error, self.plan.out)
-            if told is None:
+            failure = error if isinstance(error, ForeloadError) else disk_error(error, self.plan.out)
+            if failure is None:
                 raise
-            self.plan.note_failure(f"{self.label}-{self.name(element)}", told)
+            self.plan.note_failure(f"{self.label}-{self.name(element)}", failure)
 
 
 class GroupStage(Stage):

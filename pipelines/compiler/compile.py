@@ -157,7 +157,7 @@ class Compilation:
     def read(self, source: OrderedSource, folder: Path, progress: Callable[[], object] = lambda: None) -> Program:
         """Go over all samples: see `exact.Reading`. folder: for what the lanes' plans need."""
         slots, segment_bytes = self.settings.slots_wanted, self.settings.segment_bytes
-        with self._telling():
+        with self._failure_recorded():
             header, serial = self._begin(source, folder)
             epochs = header.epochs if source.shuffled else 1
             reader = SerialReader(source, header, serial, epochs, segment_bytes, self._out, folder)
@@ -182,7 +182,7 @@ class Compilation:
 
             return exact.plan_lane(program, lane, self._out, folder / _ACCESSES, scratch / _NEXT_USES, note)
 
-        with self._telling(), ThreadPoolExecutor(threads) as pool:
+        with self._failure_recorded(), ThreadPoolExecutor(threads) as pool:
             tasks = [pool.submit(plan, lane) for lane in lanes]
             try:
                 for task in as_completed(tasks):
@@ -194,13 +194,13 @@ class Compilation:
 
     def publish(self, program: Program, plans: Sequence[LanePlan]) -> ScheduleManifest:
         """Write the header and all manifests, the schedule's last; returns that."""
-        with self._telling():
+        with self._failure_recorded():
             return exact.publish(program, plans, self._out)
 
     def _through_window(self, source: OrderedSource, work: Path, threads: int, progress: Progress) -> ScheduleManifest:
         settings = self.settings
         assert settings.window_accesses is not None
-        with self._telling():
+        with self._failure_recorded():
             header, serial = self._begin(source, work)
             header = counted(header, source)
             slots = settings.slots_wanted.number(header)
@@ -219,39 +219,41 @@ class Compilation:
         return _header(self.settings, parent), serial
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _failure_recorded(self) -> Iterator[None]:
         """Where it fails, `failed.json` says so, unless the failure is that of its source."""
         try:
             yield
         except Abandoned:
             raise
         except BaseException as error:
-            told = disk_error(error, self._out)
-            message = str(told or error) or type(error).__name__
+            failure = disk_error(error, self._out)
+            message = str(failure or error) or type(error).__name__
             # The disk may be full for this too; without schedule.json nobody takes it for whole.
             with contextlib.suppress(OSError):
                 write_json(self._out / FAILED, {"error": message})
-            if told is not None:
-                raise told from error
+            if failure is not None:
+                raise failure from error
             raise
 
 
 class Counted:
-    """How far reading and planning are. epochs: of so many steps; told: called with the work done, in steps of a lane that are read or planned, the
-    steps of the schedule, and the work in all. Several threads plan.
+    """How far reading and planning are. epochs: of so many steps; on_progress: called with the work done, in steps of a lane that are read or
+    planned, the steps of the schedule, and the work in all. Several threads plan.
     """
 
-    def __init__(self, steps: int, epochs: int, lanes: int, shuffled: bool, told: Callable[[int, int, int], object]) -> None:
-        self._steps, self._lanes, self._told = steps * epochs, lanes, told
+    def __init__(
+        self, steps: int, epochs: int, lanes: int, shuffled: bool, on_progress: Callable[[int, int, int], object]
+    ) -> None:
+        self._steps, self._lanes, self._on_progress = steps * epochs, lanes, on_progress
         self._work = lanes * (self._steps + (self._steps if shuffled else steps))
         self._done = 0
         self._lock = Lock()
 
     @classmethod
-    def of(cls, settings: CompileSettings, source: OrderedSource, told: Callable[[int, int, int], object]) -> Counted:
+    def of(cls, settings: CompileSettings, source: OrderedSource, on_progress: Callable[[int, int, int], object]) -> Counted:
         """As the schedule of a source will have it, about."""
         steps = -(-source.expected_samples // settings.batch_size)
-        return cls(steps, settings.epochs, settings.lanes, source.shuffled, told)
+        return cls(steps, settings.epochs, settings.lanes, source.shuffled, on_progress)
 
     def read(self) -> None:
         """A step was read."""
@@ -264,4 +266,4 @@ class Counted:
     def _add(self, done: int) -> None:
         with self._lock:
             self._done += done
-            self._told(self._done, self._steps, self._work)
+            self._on_progress(self._done, self._steps, self._work)

@@ -35,7 +35,7 @@ class PlannedSegment:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What `Reading` leaves, besides files: all that a lane's worker must know, and that the manifest tells.
+    """What `Reading` leaves, besides files: all that a lane's worker must know, and that the manifest says.
 
     shuffled: epochs have an order each; segments: all of them, in order; ordinals: given before the first step, by lane and table; minimum_slots:
     rows of each lane's largest step; rows: the row table's manifest entry.

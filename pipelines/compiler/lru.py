@@ -1,6 +1,6 @@
 """What an LRU cache would do with a lane's rows, for any number of slots at once, beside what was compiled.
 
-An LRU cache of more slots holds all that one of fewer holds, so one pass over the uses tells for each of them from how many slots on it is a hit
+An LRU cache of more slots holds all that one of fewer holds, so one pass over the uses shows for each of them from how many slots on it is a hit
 (Mattson et al. 1970, Evaluation techniques for storage hierarchies).
 """
 

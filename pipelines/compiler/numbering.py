@@ -1,6 +1,6 @@
 """The serial pass: distinct rows of a step, their lanes and ordinals, each lane's local numbering (docs/definitions.md, Ownership).
 
-Pure kernels over arrays. In training the row table itself tells a step's distinct rows: every record has the number of the row's last access,
+Pure kernels over arrays. In training the row table itself gives a step's distinct rows: every record has the number of the row's last access,
 and an access of this step is a place among its distinct rows. So each row's record is fetched once a step, and asked for ahead; what later
 kernels need of it is copied. Evaluation, which changes nothing, finds distinct rows in a hash table of the step's.
 """
@@ -264,7 +264,7 @@ def assign_owners(count: int, counts: np.ndarray, train: bool, owned: np.ndarray
     Returns the number of rows seen for the first time, or -1 where a table's ordinals no longer fit.
 
     Before: s.lane is -1 where a row has none, s.users has the lanes whose slices use it. After: every row has a lane; s.order has the rows lane by
-    lane, within a lane by their numbers, so by first lookup; in training, counts have the ordinals given here, too, which s.given tells row by row.
+    lane, within a lane by their numbers, so by first lookup; in training, counts have the ordinals given here, too, which s.given has row by row.
     """
     distinct_table, distinct_id, distinct_lane, users, order, given = s.table, s.id, s.lane, s.users, s.order, s.given
     fresh = 0

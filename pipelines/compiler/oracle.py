@@ -50,7 +50,7 @@ class Accesses(NamedTuple):
     """Accesses of a lane, step by step: number n stands at place n & ring."""
 
     numbers: np.ndarray  # int32: the row's number
-    nexts: np.ndarray  # int32: the step of its next use, counted as `plan_steps` is told, or NEVER
+    nexts: np.ndarray  # int32: the step of its next use, counted as given to `plan_steps`, or NEVER
     next_users: np.ndarray  # unsigned: the lanes of the next use, where that is the step after, else 0
     ring: np.uint64
 

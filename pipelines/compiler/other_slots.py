@@ -79,7 +79,7 @@ def lane_uses(schedule: Schedule, lane: int) -> LaneUses:
         for table in np.unique(tables).tolist():
             of_table = np.flatnonzero(tables == table)
             numbers[table] = _with_room(numbers[table], int(ordinals[of_table].max()) + 1)
-            # An ordinal is new once; which of its arrivals comes first, np.unique tells.
+            # An ordinal is new once; which of its arrivals comes first, np.unique finds.
             distinct, first = np.unique(ordinals[of_table], return_index=True)
             unseen = numbers[table][distinct] < 0
             numbers[table][distinct[unseen]] = known + np.arange(int(unseen.sum()), dtype=np.int32)

@@ -31,7 +31,7 @@ ACCESS_BITS = 26  # the other six bits of OWNER are the lane
 ACCESS_MASK = (1 << ACCESS_BITS) - 1
 DIRECT_ROWS, FEWEST_DIRECT_ROWS, ROWS_A_LOOKUP = 1 << 26, 1 << 16, 8
 AHEAD = 16  # rows between a prefetch and its use
-# A hash index entry: record + 1 of the hashed rows in the low bits, bits of the row's hash above, so that most other rows are told by them.
+# A hash index entry: record + 1 of the hashed rows in the low bits, bits of the row's hash above, so that most other rows are ruled out by them.
 _ENTRY_BITS = 40
 _ENTRY_MASK = (1 << _ENTRY_BITS) - 1
 

@@ -52,7 +52,7 @@ def with_rows(window: Window, more: int) -> Window:
 
 @nb.njit(nogil=True, cache=True)
 def link(lane: Lane, window: Window, step: int, previous: int, numbers: np.ndarray, users: np.ndarray) -> None:
-    """Append the accesses of a training step, for which there is room, and tell each row's last access about this one.
+    """Append the accesses of a training step, for which there is room, and link each row's last access to this one.
 
     step: counted from the schedule's first; previous: the number of the first access of the step before; numbers int32 [rows], users unsigned [rows]:
     the lane's rows used, and by whom. After: a row's last access, if kept, says when the row is used next; a row that sat in a slot with no use known

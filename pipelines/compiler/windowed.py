@@ -163,8 +163,8 @@ class WindowedCompiler:
     def _look_ahead(self, steps: int) -> int:
         """Let the serial pass run far enough ahead for the next `steps` steps; returns how many of them may be planned.
 
-        The last step that it has come to is not: who uses its rows next is told by the step after. Where the window is full the lookahead is shorter
-        than wished, which the manifest tells, but for two steps, without which nothing could be planned.
+        The last step that it has come to is not: who uses its rows next is shown by the step after. Where the window is full the lookahead is shorter
+        than wished, which the manifest says, but for two steps, without which nothing could be planned.
         """
         while self.front < self.steps:
             ahead = self.front - self.planned

@@ -1,4 +1,4 @@
-"""What `prepare` tells of the data: labels, missing, unknown and distinct values, malformed records. A few lines, and all of it as JSON."""
+"""What `prepare` reports of the data: labels, missing, unknown and distinct values, malformed records. A few lines, and all of it as JSON."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def data_summary(
 def data_lines(summary: Mapping[str, Any], spec: FeatureSpec) -> list[str]:
     """The lines that are printed of data_summary, of bounded length whatever the number of columns."""
     lines = []
-    rates = [f"{told['label_rate']:.2%}{_FLAGS[which]}" for which, told in summary["data"].items() if "label_rate" in told]
+    rates = [f"{report['label_rate']:.2%}{_FLAGS[which]}" for which, report in summary["data"].items() if "label_rate" in report]
     if rates:
         lines.append(f"labels        {', '.join(rates)} are 1")
-    for which, told in summary["data"].items():
-        lines += _label_lines(told, _FLAGS[which])
+    for which, report in summary["data"].items():
+        lines += _label_lines(report, _FLAGS[which])
     for kind in ("missing", "unknown", "clipped"):
-        for which, told in summary["data"].items():
+        for which, report in summary["data"].items():
             shares = {
-                c["name"]: c[kind] / (told["samples"] if kind == "missing" else c["values"])
-                for c in told["columns"]
+                c["name"]: c[kind] / (report["samples"] if kind == "missing" else c["values"])
+                for c in report["columns"]
                 if c.get(kind)
             }
             if shares:
@@ -62,9 +62,9 @@ def data_lines(summary: Mapping[str, Any], spec: FeatureSpec) -> list[str]:
     return lines
 
 
-def _label_lines(told: Mapping[str, Any], flag: str) -> list[str]:
+def _label_lines(report: Mapping[str, Any], flag: str) -> list[str]:
     """Of several labels, or of numbers, and of weights. flag: what is said behind the figures of the set."""
-    labels, lines = told.get("labels", ()), []
+    labels, lines = report.get("labels", ()), []
     clicks = [f"{label['name'][:40]} {label['rate']:.2%}" for label in labels if "rate" in label]
     numbers = [
         f"{label['name'][:40]} {label['mean']:.6g} with deviation {label['deviation']:.4g}, {_range(label)}"
@@ -75,13 +75,13 @@ def _label_lines(told: Mapping[str, Any], flag: str) -> list[str]:
         lines.append(f"labels        {_first(clicks, ', ')}{flag} are 1")
     if numbers:
         lines.append(f"numbers       {_first(numbers, '; ')}{flag}")
-    if "weights" in told:
-        lines.append(f"weights       {told['weights']['sum']:,.6g} in all, {_range(told['weights'])}{flag}")
+    if "weights" in report:
+        lines.append(f"weights       {report['weights']['sum']:,.6g} in all, {_range(report['weights'])}{flag}")
     return lines
 
 
-def _range(told: Mapping[str, Any]) -> str:
-    return f"{told['least']:.6g} to {told['largest']:.6g}"
+def _range(figures: Mapping[str, Any]) -> str:
+    return f"{figures['least']:.6g} to {figures['largest']:.6g}"
 
 
 def _first(parts: Sequence[str], between: str) -> str:

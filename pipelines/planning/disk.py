@@ -24,12 +24,12 @@ _COMPRESSED = 4  # a compressed log holds about this many bytes per byte
 
 
 def is_counted(split: Split) -> bool:
-    """Whether its source tells how many rows there are."""
+    """Whether its source says how many rows there are."""
     return split.kind in ("synthetic", "parquet")
 
 
 def estimate_rows(splits: Sequence[Split]) -> int:
-    """Rows of all splits, about: exact where a source tells it (`is_counted`), by the length of the first lines for text."""
+    """Rows of all splits, about: exact where a source says it (`is_counted`), by the length of the first lines for text."""
     total = sum(split.end - split.start for split in splits if split.kind == "synthetic")
     files = dict.fromkeys((split.path, split.kind) for split in splits if split.kind != "synthetic")
     line_bytes = 0.0

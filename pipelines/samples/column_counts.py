@@ -131,10 +131,10 @@ class ColumnCounts:
             {"sum": total, "mean": mean, "deviation": deviation, "least": least, "largest": largest}
             for (total, mean, deviation), least, largest in zip(self.numbers.moments(), *self.ranges.tolist(), strict=True)
         ]
-        for place, told in zip(_number_labels(spec), numbers, strict=False):
+        for place, figures in zip(_number_labels(spec), numbers, strict=False):
             labels[place] = {
                 "name": spec.labels[place].name,
-                **{key: told[key] for key in ("mean", "deviation", "least", "largest")},
+                **{key: figures[key] for key in ("mean", "deviation", "least", "largest")},
             }
         plain = len(labels) == 1 and spec.labels[0].kind == "click"
         of_labels: dict[str, Any] = {"label_rate": rates[0]} if plain else {"labels": labels}

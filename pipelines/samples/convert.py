@@ -163,7 +163,7 @@ def _numbers(column: pa.Array, name: str, reason: str, path: str, faults: Faults
 def _categorical(
     column: pa.Array, feature: Feature, spec: FeatureSpec, path: str, faults: Faults, noticed: np.ndarray
 ) -> pa.Array:
-    """The feature's values, or lists of them, as described in Records. noticed: int64 [COUNTS], what is told of them."""
+    """The feature's values, or lists of them, as described in Records. noticed: int64 [COUNTS], what is reported of them."""
     if feature.pooling == "single":
         if is_list(column.type):
             raise SourceError(f'{path}: column {feature.column} holds lists; give feature {feature.name} pooling "sum" or "mean"')

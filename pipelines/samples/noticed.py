@@ -1,4 +1,4 @@
-"""What `prepare` tells of the values of features: odd forms, mixed types, and separators that never occur."""
+"""What `prepare` reports of the values of features: odd forms, mixed types, and separators that never occur."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MINUS, _PLUS, _POINT, _E, _CAPITAL_E = (np.uint8(ord(c)) for c in "-+.eE")
 
 
 def notice_values(column: pa.Array, counts: np.ndarray) -> None:
-    """Add to counts, int64 [COUNTS], what is told of single values, as `cells.plain` gives them."""
+    """Add to counts, int64 [COUNTS], what is reported of single values, as `cells.plain` gives them."""
     present = present_in(column)
     if is_text(column.type):
         data, offsets = text_buffers(column)
@@ -45,7 +45,7 @@ def notice_values(column: pa.Array, counts: np.ndarray) -> None:
 
 
 def notice_fields(column: pa.Array, separator: str, counts: np.ndarray) -> None:
-    """Add to counts what is told of fields of text that a separator is to cut into values."""
+    """Add to counts what is reported of fields of text that a separator is to cut into values."""
     counts[FIELDS] += np.count_nonzero(present_in(column))
     cut = _with(column, separator)
     counts[CUT] += cut

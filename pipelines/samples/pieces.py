@@ -89,7 +89,7 @@ class Samples:
         return Samples(labels, dense, ids, np.concatenate(bounds), weights, groups)
 
     def _features(self) -> int:
-        """F; 0 where there are no samples, when it cannot be told and is not needed."""
+        """F; 0 where there are no samples, when it cannot be known and is not needed."""
         lookups = len(self.ids) if self.offsets is None else len(self.offsets) - 1
         return lookups // len(self) if len(self) else 0
 

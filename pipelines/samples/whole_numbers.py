@@ -79,7 +79,7 @@ def _numbers(texts: Sequence[str], kind: pa.DataType) -> pa.Array:
 
 
 def has_points(data: np.ndarray, offsets: np.ndarray) -> bool:
-    """Whether any text has a point; most columns have none, and a search tells that faster than looking at each."""
+    """Whether any text has a point; most columns have none, and a search shows that faster than looking at each."""
     return b"." in data[offsets[0] : offsets[-1]].tobytes()
 
 

@@ -1,4 +1,4 @@
-"""Whether `foreload prepare` is at work in a folder, told by a file that it locks and touches: also after kill -9, and on another host."""
+"""Whether `foreload prepare` is at work in a folder, shown by a file that it locks and touches: also after kill -9, and on another host."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Watch:
         self._seen = time.monotonic()
 
     def gone(self) -> bool:
-        """Whether nobody is at work there, as far as can be told: at once on the process' own host, elsewhere after a minute without a sign."""
+        """Whether nobody is at work there, as far as can be known: at once on the process' own host, elsewhere after a minute without a sign."""
         try:
             with self._path.open("rb") as file:
                 if file.read().decode(errors="replace") == _this_host():

@@ -164,10 +164,10 @@ class Header:
         """SHA-256 of all that it says but how many slots there are: of one log, schedules that have it in common train the same samples in the same
         steps and lanes, and give their rows the same ordinals.
         """
-        told = to_stored(self)
-        del told["slots"]
-        told["settings"] = {name: value for name, value in self.settings.items() if name not in _SLOT_SETTINGS}
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        fields = to_stored(self)
+        del fields["slots"]
+        fields["settings"] = {name: value for name, value in self.settings.items() if name not in _SLOT_SETTINGS}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
     @property
     def steps_per_epoch(self) -> int:

@@ -38,7 +38,7 @@ def keep(schedule: Schedule, folder: Path) -> None:
 
 
 def note_position(schedule: Schedule, folder: Path, step: int) -> None:
-    """Note in a kept folder what its missing training steps would tell, where training stopped after step `step`. schedule: the whole.
+    """Note in a kept folder what its missing training steps would show, where training stopped after step `step`. schedule: the whole.
 
     Who sits in the slots is that of the schedule's end, whatever the step, and written once. Raises OSError and ScheduleError.
     """
@@ -51,7 +51,7 @@ def note_position(schedule: Schedule, folder: Path, step: int) -> None:
             occupants.append(write_lists(folder / f"occupants-{lane:02d}.arrow", columns))
     elif (folder / POSITION).exists():
         occupants = _position(folder)["occupants"]
-    ordinals = None if step == end else ordinals_after(schedule, step).tolist()  # at the end the row table tells them
+    ordinals = None if step == end else ordinals_after(schedule, step).tolist()  # at the end the row table has them
     write_sealed(folder / POSITION, {"step": step, "ordinals": ordinals, "occupants": occupants})
 
 

@@ -74,8 +74,8 @@ class Schedule:
     With follow=True it may still be growing: `events` waits for segments as they are published, for as long as `foreload prepare` is at work on
     them. Otherwise one that is unfinished, has failed, or whose manifests do not match their checksums is refused with ScheduleError.
 
-    What was read once stays: a schedule that is removed, or prepared anew, is told from the one that was opened, and nothing of it is used. If it
-    comes out the same, byte for byte, it is the same.
+    What was read once stays: a schedule that is removed, or prepared anew, is distinguished from the one that was opened, and nothing of it is used.
+    If it comes out the same, byte for byte, it is the same.
 
     identity: SHA-256 of header.json, known from the start, the same when complete.
 
@@ -181,7 +181,7 @@ class Schedule:
         return self._manifest[1]
 
     def prefix(self, segments: int) -> str:
-        """SHA-256 of the manifests of the first segments, which are waited for: what was trained from them is told by this. Raises ScheduleError."""
+        """SHA-256 of the manifests of the first segments, which are waited for: this identifies what was trained from them. Raises ScheduleError."""
         if segments:
             self.segment(segments - 1)
         return hashlib.sha256("".join(self._checksums[:segments]).encode()).hexdigest()

@@ -133,7 +133,7 @@ def compression(path: str) -> str | None:
 
 
 def kind_of(file: BinaryIO | pa.NativeFile) -> str | None:
-    """What a file is by its first bytes, "text" or another format; None where they do not tell. The file is at its start, and stays."""
+    """What a file is by its first bytes, "text" or another format; None where they do not show it. The file is at its start, and stays."""
     head = file.read(_HEAD_BYTES)
     file.seek(0)
     if head and _is_text(head):  # first, as the names of columns may begin like anything
@@ -229,7 +229,7 @@ def reading(path: str) -> Iterator[None]:
 
 def reason_of(error: Exception) -> str:
     """What an error says, on a line."""
-    # Of the number, not the message: Arrow's tells the path again.
+    # Of the number, not the message: Arrow's repeats the path.
     text = (os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)) or type(error).__name__
     return printable(text.splitlines()[0])
 

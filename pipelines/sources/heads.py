@@ -1,4 +1,4 @@
-"""What the beginning of a text file tells: the names of its columns, and the first values of the order_by column."""
+"""What the beginning of a text file shows: the names of its columns, and the first values of the order_by column."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _SHOWN_CHARACTERS = 1000
 
 
 def delimiter_of(path: str) -> str:
-    """The delimiter that a file's name tells, whatever it is compressed by: a tab in .tsv and .tab files, else a comma."""
+    """The delimiter that a file's name implies, whatever it is compressed by: a tab in .tsv and .tab files, else a comma."""
     name = path.removesuffix(".gz").removesuffix(".zst")
     return "\t" if name.endswith((".tsv", ".tab")) else ","
 
 
 def shown_names(names: Sequence[str]) -> str:
-    """The names of columns as an error tells them: the first ones, without what a terminal would take for a command."""
+    """The names of columns as an error shows them: the first ones, without what a terminal would take for a command."""
     text = ", ".join(names[:_SHOWN_COLUMNS])
     return printable(text[:_SHOWN_CHARACTERS]) + (", ..." if len(names) > _SHOWN_COLUMNS or len(text) > _SHOWN_CHARACTERS else "")
 
@@ -112,16 +112,16 @@ def order_type_of(values: set[str]) -> OrderType | None:
 
 def check_one_kind(column: str, kinds: Iterable[tuple[str, str, str]]) -> None:
     """Raise SourceError where the column that records are ordered by is of one kind in a file and of another one in another: their values compare,
-    but not as what they stand for. kinds: of each file path, kind, and how the error tells it.
+    but not as what they stand for. kinds: of each file path, kind, and the error's word for it.
     """
     of_first: tuple[str, str, str] | None = None
-    for path, kind, told in kinds:
+    for path, kind, word in kinds:
         if of_first is None:
-            of_first = path, kind, told
+            of_first = path, kind, word
         elif kind != of_first[1]:
             raise SourceError(
                 f"order_by: column {column} must be of one kind, numbers, times or text, in all files; got {of_first[2]} in {of_first[0]} and "
-                f"{told} in {path}; write one of them anew"
+                f"{word} in {path}; write one of them anew"
             )
 
 

@@ -1,4 +1,4 @@
-"""Where the rows of delimited text start and end, by the rules of quoting: as Arrow's reader cuts them, which does not tell.
+"""Where the rows of delimited text start and end, by the rules of quoting: as Arrow's reader cuts them, which does not say where.
 
 A quote opens a value only where the value begins; two in a quoted value stand for one; after the closing quote all is taken as it is.
 """

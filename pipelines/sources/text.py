@@ -50,8 +50,8 @@ SPLIT_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
 _PEEK_BYTES = 1 << 13
 _SHOWN_CHARACTERS = 80
-_MOST_VALUES = 1000  # of order_by, by which its type is told where the first rows have none
-_TOLD: dict[OrderType, str] = {"text": "text", "integer": "whole numbers", "number": "numbers"}
+_MOST_VALUES = 1000  # of order_by, by which its type is inferred where the first rows have none
+_WORDS: dict[OrderType, str] = {"text": "text", "integer": "whole numbers", "number": "numbers"}
 
 
 def plan_text(files: list[File], spec: FeatureSpec, split_bytes: int = SPLIT_BYTES) -> list[Split]:
@@ -77,16 +77,16 @@ def plan_text(files: list[File], spec: FeatureSpec, split_bytes: int = SPLIT_BYT
         splits += of_file
         if spec.order_by is not None and spec.order_type is None:
             values = first_order_values(file.path, start, spec, text) or _later_order_values(of_file, spec, spec.order_by)
-            if (told := order_type_of(values)) is not None:
-                inferred.append((file.path, told))
+            if (kind := order_type_of(values)) is not None:
+                inferred.append((file.path, kind))
     order_type = spec.order_type or _widest(spec.order_by or "", inferred)
     return [replace(split, order_type=order_type) for split in splits]
 
 
 def _widest(column: str, inferred: list[tuple[str, OrderType]]) -> OrderType | None:
     """How all files' values of order_by compare; None where they have none. Raises SourceError where some hold numbers and others do not."""
-    check_one_kind(column, [(path, "text" if told == "text" else "number", _TOLD[told]) for path, told in inferred])
-    types = {told for _, told in inferred}
+    check_one_kind(column, [(path, "text" if kind == "text" else "number", _WORDS[kind]) for path, kind in inferred])
+    types = {kind for _, kind in inferred}
     return "number" if "number" in types else next(iter(types), None)
 
 

@@ -60,8 +60,8 @@ PIECE_ROWS = 100
 
 def worker_environment() -> dict[str, str]:
     """The environment of processes that import the packages and this folder."""
-    here = Path(__file__).parent
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here)])}
+    tests = Path(__file__).parents[1]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests / "harness")])}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import Command, refused, run_here
+from grids import covering
 from held import Hold, send, standing
 from injection import CallFault
 from small_job import arguments, failing_model, summary, synthetic_schedule, train_undisturbed
@@ -63,10 +64,9 @@ def resumed(schedule: Path, run: Path, store: tuple[str, ...]) -> tuple[int, str
     return status, err
 
 
-@pytest.mark.parametrize("parity", ["2+1", "off"])
 @pytest.mark.parametrize(
-    ("trainers", "copies"),
-    [(1, 1), (2, 1), (2, 2), pytest.param(3, 3, marks=pytest.mark.full), pytest.param(3, 2, marks=pytest.mark.full)],
+    ("parity", "trainers", "copies"),
+    covering([(parity, *held) for parity in ("2+1", "off") for held in ((1, 1), (2, 1), (3, 2), (2, 2), (3, 3))], 3),
 )
 def test_a_run_whose_servers_all_stand_still_is_kept_and_goes_on(
     schedule: Path, undisturbed: str, servers: LocalStores, tmp_path: Path, hold: Hold, parity: str, trainers: int, copies: int
@@ -127,7 +127,7 @@ def test_servers_that_stand_still_while_lanes_change_hands(
     assert summary(run)["digest"] == undisturbed
 
 
-@pytest.mark.parametrize("parity", ["2+1", "off"])
+@pytest.mark.parametrize("parity", ["2+1", pytest.param("off", marks=pytest.mark.full)])
 def test_servers_that_are_silent_when_everything_is_to_be_written_back(
     schedule: Path, undisturbed: str, servers: LocalStores, tmp_path: Path, hold: Hold, parity: str
 ) -> None:
@@ -144,8 +144,9 @@ def test_servers_that_are_silent_when_everything_is_to_be_written_back(
     assert summary(run)["digest"] == undisturbed
 
 
-@pytest.mark.parametrize("parity", ["2+1", "off"])
-@pytest.mark.parametrize("how", ["--resume", "--resume=auto"])
+@pytest.mark.parametrize(
+    ("parity", "how"), covering([(parity, how) for parity in ("2+1", "off") for how in ("--resume", "--resume=auto")], 3)
+)
 def test_servers_that_are_silent_after_the_last_step(
     schedule: Path, undisturbed: str, servers: LocalStores, tmp_path: Path, parity: str, how: str
 ) -> None:
@@ -165,10 +166,14 @@ def test_servers_that_are_silent_after_the_last_step(
     assert (summary(run)["digest"], state(run)) == (undisturbed, "ended")
 
 
-@pytest.mark.parametrize("parity", ["2+1", "off"])
 @pytest.mark.parametrize(
-    "function",
-    ["take_over_lost", "write_dense", "forget_kept_lanes", "keep_schedule"],
+    ("function", "parity"),
+    [
+        case if (place % 2 == 0) == (parity == "2+1") else pytest.param(*case, marks=pytest.mark.full)
+        for place, function in enumerate(("take_over_lost", "write_dense", "forget_kept_lanes", "keep_schedule"))
+        for parity in ("2+1", "off")
+        for case in [(function, parity)]
+    ],
 )
 def test_who_brings_the_rows_to_the_servers_may_die_and_another_does(
     schedule: Path, undisturbed: str, servers: LocalStores, tmp_path: Path, hold: Hold, parity: str, function: str,
@@ -187,7 +192,7 @@ def test_who_brings_the_rows_to_the_servers_may_die_and_another_does(
     assert summary(run)["digest"] == undisturbed
 
 
-@pytest.mark.parametrize("parity", ["2+1", "off"])
+@pytest.mark.parametrize("parity", ["2+1", pytest.param("off", marks=pytest.mark.full)])
 def test_rows_that_are_gone_from_the_servers_are_missed(
     schedule: Path, undisturbed: str, servers: LocalStores, tmp_path: Path, hold: Hold, parity: str
 ) -> None:
@@ -227,9 +232,18 @@ def test_a_damaged_file_is_refused_before_anything_is_written(
     assert resumed(schedule, run, store)[0] == 0
 
 
-@pytest.mark.parametrize(("trainers", "copies"), [(1, 1), (2, 1), (2, 2)])
-@pytest.mark.parametrize("store", ["local:3", "local:1"])
-@pytest.mark.parametrize("how", ["1 / 0", "os._exit(3)"])
+@pytest.mark.parametrize(
+    ("trainers", "copies", "store", "how"),
+    covering(
+        [
+            (*held, store, how)
+            for held in ((1, 1), (2, 1), (2, 2))
+            for store in ("local:3", "local:1")
+            for how in ("1 / 0", "os._exit(3)")
+        ],
+        3,
+    ),
+)
 def test_a_model_that_fails_ends_the_run_as_a_stop_does(
     schedule: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainers: int, copies: int, store: str, how: str
 ) -> None:

@@ -89,7 +89,7 @@ class Job:
         module = "foreload.trainer.cli"
         if wrong.how is not None:
             module = "wrong_guest"
-            variables |= {"WRONG": wrong.how, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
+            variables |= {"WRONG": wrong.how, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "harness")])}
         return self._launched("join", self.place, *wrong.given, module=module, folder=wrong.folder, **variables)
 
     def refuses(self, wrong: Wrong) -> None:

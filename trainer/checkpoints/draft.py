@@ -33,7 +33,7 @@ def check_absent(folder: AnyFolder, step: int) -> None:
 
 
 def _failure(field: str, folder: AnyFolder, error: OSError) -> CheckpointError:
-    """What to tell of an error met while a draft was written."""
+    """The error to raise for one met while a draft was written."""
     if is_full(error):
         why = "the disk is full, and nothing of the checkpoint is left there; free space, or choose another folder"
     else:
@@ -62,7 +62,7 @@ class Draft:
             raise self.failure(error) from error
 
     def failure(self, error: OSError) -> CheckpointError:
-        """What to tell of an error met while it was written."""
+        """The error to raise for one met while it was written."""
         return _failure(self._field, self.folder, error)
 
     def publish(self, contents: Contents, on_manifest: Callable[[], object] = lambda: None) -> Checkpoint:
@@ -105,7 +105,7 @@ class ObjectDraft:
         clear_left_overs(folder, owner)
 
     def failure(self, error: OSError) -> CheckpointError:
-        """What to tell of an error met while it was written."""
+        """The error to raise for one met while it was written."""
         return _failure(self._field, self.folder, error)
 
     def publish(self, contents: Contents, on_manifest: Callable[[], object] = lambda: None) -> Checkpoint:

@@ -25,7 +25,7 @@ from foreload.trainer.storage import AnyFolder, ObjectPath, chunks, holds, place
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that is whole as far as its manifest tells: its folder, what that says, its SHA-256; base: that of which it is an increment."""
+    """A checkpoint that is whole as far as its manifest shows: its folder, what that says, its SHA-256; base: that of which it is an increment."""
 
     place: AnyFolder
     contents: Contents

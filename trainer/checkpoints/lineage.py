@@ -99,14 +99,14 @@ def named_or_newest(path: str) -> Checkpoint:
 
 
 def unusable(path: AnyFolder, why: CheckpointError) -> CheckpointError:
-    """What to tell of a checkpoint from which a run that was broken off would go on."""
+    """The error about a checkpoint from which a run that was broken off would go on."""
     return CheckpointError(
         f"{why}; or have --resume go on from what there is before it, with `foreload checkpoint delete {path}`"
     )
 
 
 def _step_of(path: AnyFolder) -> float:
-    """The step that the name of a checkpoint's folder tells; beyond all others where it tells none."""
+    """The step that the name of a checkpoint's folder gives; beyond all others where it gives none."""
     number = path.name.rpartition("-")[2]
     return int(number) if number.isascii() and number.isdigit() else math.inf
 
@@ -174,7 +174,7 @@ def next_increment(
 
 
 def increment_of(base: Checkpoint, usable: list[Checkpoint]) -> Increment:
-    """The next increment of a base. usable: checkpoints of the run by step, of which the last one with the same baseline tells the sizes so far."""
+    """The next increment of a base. usable: checkpoints of the run by step, of which the last one with the same baseline gives the sizes so far."""
     baseline = base.chain[-1].sha256
     newest = [one for one in usable if one.chain[-1].sha256 == baseline]
     return Increment(base, newest[-1].contents.sizes if newest else base.contents.sizes)

@@ -46,7 +46,7 @@ def on_other_slots(checkpoint: Checkpoint, schedule: Schedule) -> Manifest:
 
 
 def _same_rows(checkpoint: Checkpoint, schedule: Schedule, ordinals: np.ndarray) -> bool:
-    """Whether every row has, at its ordinal, the id that a schedule gives it, and the tag, where that tells it. ordinals: see `table_rows`."""
+    """Whether every row has, at its ordinal, the id that a schedule gives it, and the tag, where that is known. ordinals: see `table_rows`."""
     for lane, expected in table_rows(schedule, checkpoint.contents.step, ordinals):
         for first, rows in newest_rows(checkpoint, lane, expected.table):
             part = slice(first, first + len(rows.id))

@@ -73,7 +73,7 @@ class PartWriter(threading.Thread):
                     self._sink.write_largest()
             self._sink.write_all()
             self.result = PartFiles(tuple(self._sink.files), dense, time.monotonic() - self._began)
-        except ForeloadError as error:  # of the store, or of the schedule, which tells what changed
+        except ForeloadError as error:  # of the store, or of the schedule, which says what changed
             self.failure = str(error)
         except OSError as error:
             self.failure = f"cannot write to {self._sink.folder.parent}: {error.strerror or error}"

@@ -220,7 +220,7 @@ def _code(row, scale, bias, levels, codes):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _fitted(row, codes):  # type: ignore[no-untyped-def]
-    """The scale and bias of least squares for a part of a row with these codes; a scale of 0 where they do not tell."""
+    """The scale and bias of least squares for a part of a row with these codes; a scale of 0 where they do not determine it."""
     n, of_codes, of_squares, of_row, of_products = row.size, 0.0, 0.0, 0.0, 0.0
     for j in range(n):
         code, value = np.float64(codes[j]), np.float64(row[j])

@@ -94,10 +94,10 @@ def clear_left_overs(folder: ObjectPath, owner: str) -> None:
 
 
 def _drafts_of(checkpoint: ObjectPath) -> set[str] | None:
-    """Under which names the files of a checkpoint lie; None where its manifest does not tell."""
+    """Under which names the files of a checkpoint lie; None where its manifest does not say."""
     try:
-        told = parse_json((checkpoint / MANIFEST).read_bytes())
-        names = [str(file["name"]) for file in (*told["rows"], told["dense"])]
+        manifest = parse_json((checkpoint / MANIFEST).read_bytes())
+        names = [str(file["name"]) for file in (*manifest["rows"], manifest["dense"])]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     return {name.rpartition("/")[0] for name in names}

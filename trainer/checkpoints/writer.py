@@ -73,7 +73,7 @@ def _write_rows(
     for lane, rows in table_rows(saved.schedule, step, ordinals):
         places = np.arange(len(rows.id))
         if since is not None:
-            # Of a row that changes later, too, nothing but the steps themselves tells when it did before.
+            # Of a row that changes later, too, nothing but the steps themselves shows when it did before.
             changed = ~rows.exact if known is None else known[lane][rows.table]
             places = np.flatnonzero(changed | (rows.exact & (rows.tag > since + 1)))
         on_rows(len(rows.id) - len(places), total)

@@ -1,5 +1,5 @@
-"""How a training comes to rest, whoever sees to that: the launcher, or, where that was killed, the trainer that hosts lane 0. And what is told of one
-that does not.
+"""How a training comes to rest, whoever sees to that: the launcher, or, where that was killed, the trainer that hosts lane 0. And what is reported
+of one that does not.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ _IN_SUMMARY = {"rows_written_at_stop": "rows_written_beyond"}  # names that summ
 @dataclass(frozen=True, slots=True)
 class Ending:
     """How a call of `foreload train` ended: its summary, the last step, the signal or request that stopped it early, if any, and what each trainer
-    told at its end. full: why it stopped before a store shard was full; None where it did not. no_digest: why the digest that was asked for could not
-    be computed.
+    reported at its end. full: why it stopped before a store shard was full; None where it did not. no_digest: why the digest that was asked for could
+    not be computed.
     """
 
     summary: dict[str, Any]
     step: int
     stopped: bool
     signal_number: int | None
-    told: tuple[TrainerEnd | Departed, ...] = ()
+    ends: tuple[TrainerEnd | Departed, ...] = ()
     full: str | None = None
     no_digest: ForeloadError | None = None
 
     @property
     def early(self) -> str | None:
         """Why evaluations stopped it early; None where they did not."""
-        told = self.summary["stopped_early"]
-        return None if told is None else told["why"]
+        stop = self.summary["stopped_early"]
+        return None if stop is None else stop["why"]
 
     @property
     def uses(self) -> list[ProcessUse]:
         """What each trainer used."""
-        return [one.use for one in self.told]
+        return [end.use for end in self.ends]
 
 
 def ending_before(run: Run, why: str) -> Ending | None:
@@ -113,17 +113,17 @@ def first_of(ended: Mapping[int, TrainerEnd]) -> TrainerEnd:
     return ended[min(ended)]
 
 
-def call_figures(told: Sequence[TrainerEnd | Departed], steps: int, slots: int, columns: int, protected: bool) -> dict[str, Any]:
+def call_figures(ends: Sequence[TrainerEnd | Departed], steps: int, slots: int, columns: int, protected: bool) -> dict[str, Any]:
     """For the summary, what all trainers of a call come to: `store_traffic`, `store_shards` and `memory` (docs/operations.md, summary.json).
 
     steps: of the call; slots: of a lane; columns: of a slot; protected: there is parity.
     """
     return {
-        "store_traffic": {name: sum(one.traffic[name] for one in told) for name in told[0].traffic},
-        "store_shards": shard_loads.reports(together(one.loads for one in told), steps),
+        "store_traffic": {name: sum(end.traffic[name] for end in ends) for name in ends[0].traffic},
+        "store_shards": shard_loads.reports(together(end.loads for end in ends), steps),
         "memory": {
             "lane_bytes": lane_bytes(slots, columns, with_base=protected),
-            "trainers_peak_bytes": [one.use.peak_bytes for one in told],
+            "trainers_peak_bytes": [end.use.peak_bytes for end in ends],
         },
     }
 
@@ -153,11 +153,11 @@ def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], lef
     """Do what the launcher, which was killed, would have done: publish manifest and status, save local stores. left: of trainers that left in order;
     before: totals when the call began.
 
-    Of times, those of the first trainer are told.
+    Times are those of the first trainer.
     """
     totals, first, rows = replace(before), first_of(ended), Counter[str]()
     if _lost_a_trainer(run):
-        # Only the launcher knew what that one told; what all told of rows is known from the schedule.
+        # Only the launcher knew what that one reported; what all reported about rows is known from the schedule.
         for of_step in rows_of_steps(schedule, first.step - first.totals.steps + 1, first.step).values():
             rows.update(of_step)
         totals.steps_incomplete += first.totals.steps
@@ -169,19 +169,19 @@ def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], lef
     run.come_to_rest(manifest, status)
     EventLog(run.path, status.step, status.term).note(CallEnded(state=status.state, cause="its launcher was killed"))
     keep_schedule(run, schedule, status.step)
-    told = f"its launcher was killed; {status.state} {after_step(status.step)}, with everything saved"
+    outcome = f"its launcher was killed; {status.state} {after_step(status.step)}, with everything saved"
     local = LocalStores.find(run.path / STORES)
     if local is not None:
         try:
             local.stop(save=True, lost=status.lost)
         except CacheError as error:
-            told = str(error)
+            outcome = str(error)
     with contextlib.suppress(OSError):
         # A link leads to the socket where the run's own path is too long for one.
         for path in (os.path.realpath(run.path / CONTROL), run.path / CONTROL):
             os.unlink(path)
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"foreload: run {run.path}: {told}\n")
+        sys.stderr.write(f"foreload: run {run.path}: {outcome}\n")
 
 
 def _lost_a_trainer(run: Run) -> bool:

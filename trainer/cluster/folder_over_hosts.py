@@ -17,7 +17,7 @@ from foreload.trainer.saved.kept_lanes import write_kept
 
 
 def run_facts(run: Run, manifest: Manifest) -> RunFacts:
-    """What trainers without a run's folder are told of it. manifest: as it is by now."""
+    """What trainers without a run's folder receive about it. manifest: as it is by now."""
     return RunFacts(manifest.identity, manifest.stages[-1])
 
 
@@ -40,7 +40,7 @@ def save_over_hosts(rendezvous: Rendezvous, run: Run, spec: LaunchSpec, term: in
     """
     if spec.hosts is None:
         return
-    told = list(ended.values())  # all of the same step
+    ends = list(ended.values())  # all of the same step
     for trainer in ended:
         for count in itertools.count():
             if rendezvous.poll(KeptFileElsewhere, term, trainer, count) is None:
@@ -49,11 +49,11 @@ def save_over_hosts(rendezvous: Rendezvous, run: Run, spec: LaunchSpec, term: in
             write_kept(run.path, file.name, data)
     if rendezvous.poll(DenseAtEnd, term) is not None:
         _, data = rendezvous.read_bytes(DenseAtEnd, term)
-        write_dense(run.dense(told[0].step), data)
+        write_dense(run.dense(ends[0].step), data)
     if run.placement.r:
         log = FileLog(run.path / LOG)
-        for one in told:
-            for lane, number in one.last_batches.items():
+        for end in ends:
+            for lane, number in end.last_batches.items():
                 if number:
                     log.hold(lane, LoggedBatch.empty(number, number, None))
         log.close()

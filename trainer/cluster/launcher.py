@@ -99,11 +99,11 @@ def train(
                 # Those that have begun to train notice it themselves.
                 meeting.tell(FAILED)
                 raise
-        told = meeting.receive()
-        if told == NO_STEPS:
+        message = meeting.receive()
+        if message == NO_STEPS:
             return None
         urls = None if job.store.local else list(job.store.urls)
-        if told == FAILED or work(join_store(told, JOIN_TIMEOUT), meeting.rank, job.own_address(), urls, interrupts):
+        if message == FAILED or work(join_store(message, JOIN_TIMEOUT), meeting.rank, job.own_address(), urls, interrupts):
             raise TrainerError(f"trainer {meeting.rank}: stopped; rank 0 says why")
         return None
 
@@ -302,7 +302,7 @@ class Launcher:
             group, shards, ending = trained
             if group.kept:
                 rest_at_end(self._job, group, shards, schedule, self._events)
-            # The digest may be interrupted. Until here nothing was, since the status tells of rows that local servers have not saved.
+            # The digest may be interrupted. Until here nothing was, since the status refers to rows that local servers have not saved.
             self._interrupts.defer_signals = False
             if self._job.digest and group.failure is None:
                 try:
@@ -380,7 +380,7 @@ class Launcher:
     ) -> None:
         """End the local stores, if there are any, at whatever end of a call; nothing interrupts it. start: how the call began; error: its end.
 
-        - The run came to rest: its status tells of the rows in the servers, so they are saved, whatever came after. Servers of lost shards that do
+        - The run came to rest: its status refers to the rows in the servers, so they are saved, whatever came after. Servers of lost shards that do
           not answer are killed. Those that cannot save run on, which is raised: the next command uses them as they are.
         - The run keeps what they lack: they run on.
         - More shards were lost than parity covers, and no earlier call saved rows: what the others hold is saved, to be looked at.

@@ -41,14 +41,14 @@ class Profiling:
         if self._path is None:
             return
         self._metrics, self._term = run.path / METRICS, start.term
-        self._told_bytes = os.path.getsize(self._metrics) if self._metrics.exists() else 0
+        self._start_bytes = os.path.getsize(self._metrics) if self._metrics.exists() else 0
         self._urls, self._servers = list(urls), self._used_by(urls)
 
     def leave(self, ending: Ending, status: Status, urls: Sequence[str]) -> None:
         """The call has come to rest: append its profile to the history. Where that cannot be, it says so in a line."""
         if self._path is None:
             return
-        lines = _steps_of(self._metrics, self._told_bytes)
+        lines = _steps_of(self._metrics, self._start_bytes)
         if not lines:
             return
         steps, stride = history.of_steps(lines)
@@ -63,13 +63,13 @@ class Profiling:
         processes = [_of_process("trainer", use) for use in ending.uses]
         processes += [_of_process("launcher", ProcessUse.now()), *servers]
         # In further terms, or with other servers, what it ran on changed on the way, so its steps are not all alike.
-        told = {
+        call_fields = {
             "state": status.state,
             "steps": len(lines),
             "terms": status.term - self._term + 1,
             "same_servers": list(urls) == self._urls,
         }
-        settings = {**self._settings, **told}
+        settings = {**self._settings, **call_fields}
         try:
             history.add(self._path, history.Profile(settings, machine(), processes, steps, stride))
         except HistoryError as error:
@@ -77,17 +77,17 @@ class Profiling:
 
     def _used_by(self, urls: Sequence[str]) -> dict[int, dict[str, Any]]:
         """What each shard's server says that it used; those that do not say are missing."""
-        told: dict[int, dict[str, Any]] = {}
+        used: dict[int, dict[str, Any]] = {}
         try:
             with Store.connect(asked(urls), self._job.store_silence, self._settings["r"], _PATIENCE) as store:
                 for shard in range(store.shards):
                     try:
-                        told[shard] = _of_server(shard, store.info(shard))
+                        used[shard] = _of_server(shard, store.info(shard))
                     except (CacheError, KeyError, ValueError):
                         continue
         except (CacheError, OSError):
             pass
-        return told
+        return used
 
 
 def _of_process(kind: str, use: ProcessUse) -> dict[str, Any]:
@@ -105,16 +105,16 @@ def _of_server(shard: int, info: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _steps_of(metrics: Path, start_bytes: int) -> list[list[float]]:
-    """COLUMNS of the steps that metrics.jsonl tells of from a place on; lines that are not whole are left out."""
+    """COLUMNS of the steps that metrics.jsonl has from a place on; lines that are not whole are left out."""
     lines: list[list[float]] = []
     try:
         with open(metrics, "rb") as file:
             file.seek(start_bytes)
             for line in file:
                 try:
-                    told = json.loads(line)
-                    if told["kind"] == "step":
-                        lines.append([float(value) for value in values_of(told)])
+                    entry = json.loads(line)
+                    if entry["kind"] == "step":
+                        lines.append([float(value) for value in values_of(entry)])
                 except (ValueError, KeyError, TypeError, RecursionError):
                     continue
     except OSError:

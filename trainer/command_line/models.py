@@ -187,9 +187,9 @@ def _evaluate(parsed: argparse.Namespace) -> int:
 
     metrics = evaluate.run(parsed.run, parsed.store, parsed.schedule, parsed.accept_model)
     lines = []
-    for name, told in metrics.get("sets", {"": metrics}).items():
-        lines += [f"{name}: {line}" if name else line for line in metric_lines(told, "   ")]
-        lines[-1] += f"   ({told['samples']:,} samples, {after_step(metrics['step'])})"
+    for name, of_set in metrics.get("sets", {"": metrics}).items():
+        lines += [f"{name}: {line}" if name else line for line in metric_lines(of_set, "   ")]
+        lines[-1] += f"   ({of_set['samples']:,} samples, {after_step(metrics['step'])})"
     return tell(parsed, metrics, "\n".join(lines))
 
 

@@ -104,8 +104,8 @@ def _add_history(command: Any) -> None:
 def _history(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import history
 
-    told = history.run(parsed.history)
-    return tell(parsed, told, told.text())
+    listed = history.run(parsed.history)
+    return tell(parsed, listed, listed.text())
 
 
 def _plan(parsed: argparse.Namespace) -> int:

@@ -97,7 +97,7 @@ def add_group(commands: Any, name: str, help: str) -> Any:
 
 
 def add_json(command: argparse.ArgumentParser, what: str) -> None:
-    """The flag --json of a command that tells a result."""
+    """The flag --json of a command that prints a result."""
     command.add_argument("--json", metavar="FILE", type=a_path("--json"), help=f"write the {what} there too, for programs")
 
 

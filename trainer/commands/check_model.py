@@ -54,7 +54,7 @@ def run(
     """Build a model for a feature file, and run it forward and backward. Raises ModelError and FeatureError.
 
     name, folder, dim, options, seed, loss, drop_weights: as `foreload train` has them in --model, --model-folder, --dim, and so on; a
-    loss is tried as it is there before training, and is told of.
+    loss is tried as it is there before training, and is reported.
     """
     spec = model_spec(load_features(features), dim)
     module = build_model(load_model(name, folder), spec, options, seed, twice=True, drop_weights=drop_weights)

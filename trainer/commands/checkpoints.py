@@ -43,7 +43,7 @@ class Saved:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
-        """What its manifest tells."""
+        """What its manifest says."""
         contents = checkpoint.contents
         return cls(
             str(checkpoint.place), contents.step, contents.state, contents.run.run_id, contents.run.stages[-1].path, checkpoint.row_count,

@@ -60,9 +60,9 @@ def run(path: str, store: str | None, schedule: str | None, accept_model: bool =
         for one in evaluated(model, used, unknown):
             evaluation.add(one.step, one.slice, one.outputs)
     unknown.warn("evaluate")
-    told = [without_calibration(to_stored(report)) for report in evaluation.reports(model.step, used.header.epochs - 1)]
-    first = {name: value for name, value in told[0].items() if name not in ("epoch", "set")}
-    sets = {"sets": {of_set["set"]: metrics_of_set(of_set) for of_set in told}} if used.header.evaluation_sets else {}
+    reports = [without_calibration(to_stored(report)) for report in evaluation.reports(model.step, used.header.epochs - 1)]
+    first = {name: value for name, value in reports[0].items() if name not in ("epoch", "set")}
+    sets = {"sets": {of_set["set"]: metrics_of_set(of_set) for of_set in reports}} if used.header.evaluation_sets else {}
     return {"schedule": str(used.path), **first, **sets, "unknown": unknown.to_dict()}
 
 

@@ -100,24 +100,24 @@ def run(
         module = _module(model, code_may_miss=names_checkpoint(path))
         buffers = {} if module is None else _buffers(module)
         dense = dense_files(model)
-        told = contents_of(model)
+        contents = contents_of(model)
         if model.manifest.mixes_samples if module is None else mixes_samples(module):
-            told["mixes_samples"] = True
+            contents["mixes_samples"] = True
         if before is not None:
-            _check_since(model, before, told)
+            _check_since(model, before, contents)
         with new_folder(target) as folder:
             for name, data in dense.items():
                 (folder / name).write_bytes(data)
             if buffers:
                 (folder / BUFFERS).write_bytes(save(buffers))
-                told["buffers"] = BUFFERS
-            return _write(model, folder, told, before)
+                contents["buffers"] = BUFFERS
+            return _write(model, folder, contents, before)
 
 
 def _module(model: SavedModel, code_may_miss: bool) -> nn.Module | None:
     """The model's module. Raises ModelError where its code is not what it was trained with.
 
-    code_may_miss: None then, of which stderr is told; a checkpoint is exported without its model's code, and where that is not.
+    code_may_miss: instead, warn on stderr and return None; a checkpoint is exported even if its model's code is missing or has changed.
     """
     try:
         return dense_module(model)
@@ -140,8 +140,8 @@ def predecessor(since: str) -> Predecessor:
         return Predecessor(int(since))
     if names_checkpoint(since):
         with open_model(since, None) as model:
-            told = contents_of(model)
-            return Predecessor(model.step, state_with(told, dense_files(model)), told, since)
+            contents = contents_of(model)
+            return Predecessor(model.step, state_with(contents, dense_files(model)), contents, since)
     if not (Path(since) / ABOUT).exists():
         raise ExportError(
             f"--since: must be the number of a step, a checkpoint or an export; got {since!r}, which has neither's manifest"
@@ -150,20 +150,20 @@ def predecessor(since: str) -> Predecessor:
     return Predecessor(export.step, export.state, export.about, since)
 
 
-def _check_since(model: SavedModel, before: Predecessor, told: Contents) -> None:
+def _check_since(model: SavedModel, before: Predecessor, contents: Contents) -> None:
     first = model.manifest.stages[0].first_step
     if not first <= before.step < model.step:
         raise ExportError(
             f"--since: must be of a step in {first} .. {model.step - 1}, before that of {model.name}, {model.step}; got {before.step}"
             + ("; nothing was trained since" if before.step == model.step else "")
         )
-    if before.about is None and told["inexact"] is not None:
+    if before.about is None and contents["inexact"] is not None:
         raise ExportError(
             f"--since: must be a checkpoint or an export where weights were rounded, as in {model.name}: the number of a step does not say whether "
             f"that was before; got {before.step}"
         )
     if before.about is not None:
-        check_same_model(model.name, told, before.about, before.about["tables"], before.where)
+        check_same_model(model.name, contents, before.about, before.about["tables"], before.where)
 
 
 def dense_files(model: SavedModel) -> dict[str, bytes]:
@@ -172,9 +172,9 @@ def dense_files(model: SavedModel) -> dict[str, bytes]:
     return {MODEL: save_arrays(to_serve(*dense)), DENSE_STATE: save_arrays(beside_served(*dense))}
 
 
-def state_with(told: Contents, dense: dict[str, bytes]) -> str:
-    """The state of a model, as its exports have it. told: see `contents_of`; dense: see `dense_files`."""
-    return state_of(told, *(hashlib.sha256(dense[name]).hexdigest() for name in (MODEL, DENSE_STATE)))
+def state_with(contents: Contents, dense: dict[str, bytes]) -> str:
+    """The state of a model, as its exports have it. contents: see `contents_of`; dense: see `dense_files`."""
+    return state_of(contents, *(hashlib.sha256(dense[name]).hexdigest() for name in (MODEL, DENSE_STATE)))
 
 
 def contents_of(model: SavedModel) -> Contents:
@@ -202,12 +202,12 @@ def contents_of(model: SavedModel) -> Contents:
     }  # fmt: skip
 
 
-def _write(model: SavedModel, folder: Path, told: Contents, before: Predecessor | None) -> About:
+def _write(model: SavedModel, folder: Path, contents: Contents, before: Predecessor | None) -> About:
     features = model.features
     vocabularies = encoder_of(model)[1].vocabularies if features.vocabulary_tables else {}
     whole = model.row_counts()
     batches = RowsByTable(model.rows(None if before is None else before.step))
-    for table, (layout, entry) in enumerate(zip(model.layouts, told["tables"], strict=True)):
+    for table, (layout, entry) in enumerate(zip(model.layouts, contents["tables"], strict=True)):
         vocabulary = vocabularies.get(table)
         with TableWriter(folder / entry["file"], layout, vocabulary is not None) as writer:
             for batch in batches.of(table):
@@ -217,15 +217,15 @@ def _write(model: SavedModel, folder: Path, told: Contents, before: Predecessor 
         if before is not None:
             entry["whole_rows"] = int(whole[table])
     if before is not None:
-        told["since"] = {"step": before.step, "state": before.state}
-    told["encoding"] = ENCODING
+        contents["since"] = {"step": before.step, "state": before.state}
+    contents["encoding"] = ENCODING
     write_json(folder / ENCODING, _encoding(features))
-    return write_about(folder, told)
+    return write_about(folder, contents)
 
 
 def _encoding(features: FeatureSpec) -> dict[str, Any]:
     """How raw values become ids."""
-    told = [
+    entries = [
         {
             "name": one.name, "column": one.column, "table": features.tables[one.table].name, "encoding": one.encoding,
             "pooling": one.pooling, **({} if one.pooling == "single" else {"separator": one.separator}),
@@ -234,7 +234,7 @@ def _encoding(features: FeatureSpec) -> dict[str, Any]:
     ]  # fmt: skip
     tables = [{"name": table.name, "rows": table.rows} for table in features.tables]
     return {
-        "features": told,
+        "features": entries,
         "tables": tables,
         "missing": ["", *features.text.missing],
         "rule": _RULES[features.rule],

@@ -25,8 +25,8 @@ def run(
     with open_model(path, store, schedule, accept_model) as model:
         if not names_checkpoint(path):
             model.check_code()
-        told = contents_of(model)
-        of_model = {"step": told["step"], **same_model(told), "state": state_with(told, dense_files(model))}
+        contents = contents_of(model)
+        of_model = {"step": contents["step"], **same_model(contents), "state": state_with(contents, dense_files(model))}
         with new_folder(target) as folder:
             return write_folder(model, folder, of_model, options)
 

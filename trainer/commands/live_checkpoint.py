@@ -29,30 +29,30 @@ def save_while_training(run: Run, to: str | None, folder: AnyFolder) -> Checkpoi
     """
     before = {checkpoint.sha256 for checkpoint in of_run(folder, run.manifest)}
     try:
-        told = _asked_for(run.path, to)
+        answer = _asked_for(run.path, to)
     except RunError as error:
         # It has the request, and does what it asks for when it goes on.
         raise CheckpointError(
             f"{error} If it goes on, it still saves the checkpoint: `foreload checkpoint list {folder}` shows it then"
         ) from error
-    if isinstance(told, Refused):
-        raise CheckpointError(f"run {run.path}: {told.error}")
-    if told is None:
+    if isinstance(answer, Refused):
+        raise CheckpointError(f"run {run.path}: {answer.error}")
+    if answer is None:
         saved = [checkpoint for checkpoint in of_run(folder, run.manifest) if checkpoint.sha256 not in before]
         if saved:
             return saved[-1]
         raise CheckpointError(f"run {run.path}: its training ended meanwhile; save a checkpoint of it now that it rests")
-    if told.path is None:
-        raise CheckpointError(f"run {run.path}: the checkpoint was not saved: {told.failed}")
-    return Checkpoint.open(told.path)
+    if answer.path is None:
+        raise CheckpointError(f"run {run.path}: the checkpoint was not saved: {answer.failed}")
+    return Checkpoint.open(answer.path)
 
 
 def _asked_for(run: Path, to: str | None) -> CheckpointProgress | Refused | None:
     """What the run says in the end of a checkpoint that it is asked for; None if its training ended meanwhile. Raises RunError if it is silent."""
     begun = ask(run, AskCheckpoint(None if to is None else str(place(to).absolute())))
     while isinstance(begun, CheckpointBegun):
-        told = ask(run, AskCheckpointed(begun.checkpoint))
-        if not isinstance(told, CheckpointProgress) or told.done:
-            return told
+        answer = ask(run, AskCheckpointed(begun.checkpoint))
+        if not isinstance(answer, CheckpointProgress) or answer.done:
+            return answer
         time.sleep(_PAUSE_SECONDS)
     return begun

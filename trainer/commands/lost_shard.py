@@ -65,7 +65,7 @@ class LostShard(FaultDrill):
         self._down = down_seconds
         self._return = threading.Timer(down_seconds, self._come_back)
         self._may_start = stop
-        self._told: dict[int, ShardSnapshot] = {}
+        self._snapshots: dict[int, ShardSnapshot] = {}
         """The last snapshot of each trainer."""
         self._since: dict[str, dict[int, float]] = {LOST: {}, REBUILDING: {}, OK: {}}
         """By state: since when each trainer has had the shard in it."""
@@ -82,8 +82,8 @@ class LostShard(FaultDrill):
                 self.injected = at
                 self._return.start()
             case ShardsTold(shards, at):
-                changed = shards.changes_since(self._told.get(trainer)).get(self.number)
-                self._told[trainer] = shards
+                changed = shards.changes_since(self._snapshots.get(trainer)).get(self.number)
+                self._snapshots[trainer] = shards
                 if changed is not None:
                     self._since[changed.state][trainer] = at
 

@@ -68,7 +68,7 @@ class LostTrainer(FaultDrill):
             case TrainerFaultInjected(at=at):
                 self.injected = at
                 self._lost_in = max(self._ready)
-                self._had = {(holder, lane) for holder, told in self._copies.items() for lane in told.copies}
+                self._had = {(holder, lane) for holder, report in self._copies.items() for lane in report.copies}
             case TermLeft(term):
                 self._left.setdefault(term, time.monotonic())
             case Ready(term):
@@ -78,9 +78,9 @@ class LostTrainer(FaultDrill):
                 self._see_whole()
 
     def _see_whole(self) -> None:
-        reports = [told for trainer, told in self._copies.items() if trainer != self.number]
-        in_time = self._lost_in in self._left and all(told.term == max(self._ready) for told in reports)
-        copies = [copy for told in reports for copy in told.copies.values()]
+        reports = [report for trainer, report in self._copies.items() if trainer != self.number]
+        in_time = self._lost_in in self._left and all(report.term == max(self._ready) for report in reports)
+        copies = [copy for report in reports for copy in report.copies.values()]
         if in_time and self._whole is None and copies and all(copy.complete for copy in copies):
             self._whole = time.monotonic()
 
@@ -115,7 +115,7 @@ class LostTrainer(FaultDrill):
 
     def _slots_seeded(self) -> int:
         """Slots of the copies that exist since the loss."""
-        copies = {(trainer, lane): copy for trainer, told in self._copies.items() for lane, copy in told.copies.items()}
+        copies = {(trainer, lane): copy for trainer, report in self._copies.items() for lane, copy in report.copies.items()}
         return sum(copy.slots for place, copy in copies.items() if place[0] != self.number and place not in self._had)
 
     def lines(self, figures: Mapping[str, Any]) -> list[str]:

@@ -84,7 +84,7 @@ def request_of(schedule: str, given: Mapping[str, Any], job_file: str | None, po
 
 
 def run(request: PlanRequest, tell: Tell) -> dict[str, Any]:
-    """Plan; gives what `--json` writes. tell: is told what takes a while. Raises SettingError, ScheduleError, PlanError."""
+    """Plan; gives what `--json` writes. tell: called with each message for the user. Raises SettingError, ScheduleError, PlanError."""
     schedule = Schedule(request.schedule)
     job = TrainJob.of({**request.given, "schedule": request.schedule, "run": "plan", "store": "local:5"})
     numerics.set_environment(job.cpu_capability, job.threads)
@@ -136,7 +136,7 @@ def _result(
     best = front(choices, request.gb_price)
     chosen, reason = choose(choices, request.gb_price, request.deadline, request.budget)
 
-    def told(one: Choice) -> dict[str, Any]:
+    def entry(one: Choice) -> dict[str, Any]:
         return {
             **asdict(one), "memory_bytes": one.memory_bytes, "core_hours": one.core_hours, "gb_hours": one.gb_hours,
             "cost": one.cost(request.gb_price), "on_front": one in best, "commands": commands(one, request, schedule),
@@ -153,9 +153,9 @@ def _result(
         "margin": model.margin,
         "gb_price": request.gb_price,
         "terms": model.coefficients,
-        "choice": {**told(chosen), "reason": reason},
-        "front": [told(one) for one in best],
-        "choices": [told(one) for one in choices],
+        "choice": {**entry(chosen), "reason": reason},
+        "front": [entry(one) for one in best],
+        "choices": [entry(one) for one in choices],
         "too_large": too_large,
     }
 
@@ -180,13 +180,13 @@ def _prepare_line(schedule: Schedule, slots: int, out: str) -> str:
     """How the schedule was prepared, with other slots, and to another folder; paths lead there from the working directory."""
     try:
         provenance = parse_json((schedule.path / PROVENANCE).read_bytes())
-        told, folder = provenance["options"], provenance["folder"]
+        options, folder = provenance["options"], provenance["folder"]
     except (OSError, ValueError, KeyError, TypeError):
         return f"foreload prepare ... --slots {slots} --out {shlex.quote(out)}"
     places: list[str] = []
     words: list[str] = []
     for known in settings_of(PrepareOptions).values():
-        value = told.get(known.field)
+        value = options.get(known.field)
         if known.field in ("slots", "memory_bytes", "row_bytes", "out", "overwrite", "json") or value in (
             None,
             [],

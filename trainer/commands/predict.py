@@ -84,7 +84,7 @@ def run(
 
     path: of a run, or of a checkpoint; schedule: where the schedule of a checkpoint is now; accept_model: also with other code of the model than it
     was trained with.
-    Records that are malformed are left out, as many as --max-rejects of the schedule allows; that, and how far it is, stderr is told. Raises
+    Records that are malformed are left out, as many as --max-rejects of the schedule allows; stderr reports that, and the progress. Raises
     RecordError where there are more, SourceError, and RunError where they are not the evaluation's of `steps_of`.
     """
     with open_model(path, store, schedule, accept_model) as model:

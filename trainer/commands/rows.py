@@ -20,7 +20,7 @@ from foreload.trainer.saved.run_rows import Overrule, Server, check_not_training
 @dataclass(frozen=True, slots=True)
 class Held:
     """What a namespace has on a server. run: the id that the run's manifest.json has; shard, shards, run: None where its note is gone; rows: with
-    parity rows; bytes: None where the server does not tell.
+    parity rows; bytes: None where the server does not report it.
     """
 
     namespace: str

@@ -21,7 +21,7 @@ def run(folder: str | Path, trainers: int, wait: bool, tell: Callable[[str], Non
     if isinstance(begun, Refused):
         raise RunError(f"run {folder}: {begun.error}")
     tell(f"{begun.before} -> {begun.after} trainers")
-    told = ""
+    text = ""
     while wait:
         progress = ask(Path(folder), AskScaled(begun.number))
         if progress is None:
@@ -35,9 +35,9 @@ def run(folder: str | Path, trainers: int, wait: bool, tell: Callable[[str], Non
         if progress.done:
             tell(f"done: {progress.trainers} trainer{'s' if progress.trainers > 1 else ''}")
             return
-        told, before = _text(progress), told
-        if told and told != before:
-            tell(told)
+        text, before = _text(progress), text
+        if text and text != before:
+            tell(text)
         time.sleep(_PAUSE.total_seconds())
 
 

@@ -1,4 +1,4 @@
-"""`foreload scrub`: reads every stripe of a run, checks its parity, and repairs what the rest of a stripe tells."""
+"""`foreload scrub`: reads every stripe of a run, checks its parity, and repairs what the rest of a stripe determines."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class StoresStatus:
-    """The store shards of a run; one that is down is told of, not raised. What cannot be told now is None or left out.
+    """The store shards of a run; one that is down is reported, not raised. What is not known now is None or left out.
 
     lag, loads: of a run that trains; forecast: None while it is not known.
     """
@@ -124,7 +124,7 @@ class StoresStatus:
 
 
 def _line(shard: ShardReport) -> str:
-    """What is told of a shard, for a person."""
+    """The line on a shard, for a person."""
     counted = {name: shard.get(name) for name in ("rows", "parity_rows", "row_bytes", "memory_bytes", "saved_bytes")}
     facts = [f"{count:,} {name.replace('_', ' ')}" for name, count in counted.items() if count is not None]
     if "rebuilt" in shard:
@@ -187,11 +187,13 @@ def run(path: str, store: str | None) -> StoresStatus:
     )
 
 
-def _move(placement: Placement, told: ShardSnapshot | None) -> Move | None:
-    """How far rows are that move. told: by the trainers, of a run that trains."""
+def _move(placement: Placement, snapshot: ShardSnapshot | None) -> Move | None:
+    """How far rows are that move. snapshot: as the trainers of a run that trains report it."""
     if not placement.migrating:
         return None
-    moved = None if told is None or not told.shards else told.migrated if told.version == placement.version else 0.0
+    moved = (
+        None if snapshot is None or not snapshot.shards else snapshot.migrated if snapshot.version == placement.version else 0.0
+    )
     return Move(moved, list(placement.joining), list(placement.leaving))
 
 
@@ -216,16 +218,16 @@ def _arithmetic(placement: Placement, ordinals: np.ndarray, tables: int) -> RowC
 
 def _tell(shards: list[ShardReport], name: Counted, values: np.ndarray | None) -> None:
     """Set an entry of every shard to its value, int [shards]; to None where values is, or the shard does not hold all of its rows."""
-    for told in shards:
-        there = values is not None and told["state"] not in ("down", "lost", "degraded")
-        told[name] = int(values[told["shard"]]) if there and values is not None else None
+    for report in shards:
+        there = values is not None and report["state"] not in ("down", "lost", "degraded")
+        report[name] = int(values[report["shard"]]) if there and values is not None else None
 
 
 def _entries(shards: list[ShardReport], count: int) -> np.ndarray:
     """How many rows each server says that it has: int64 [shards], by number."""
     entries = np.zeros(count, np.int64)
-    for told in shards:
-        entries[told["shard"]] = told.get("entries", 0)
+    for report in shards:
+        entries[report["shard"]] = report.get("entries", 0)
     return entries
 
 
@@ -233,18 +235,18 @@ def _parity_state(placement: Placement, shards: list[ShardReport]) -> str | None
     """See Parity."""
     if not placement.r:
         return None
-    gone = sum(told["state"] in ("down", "lost", "degraded") for told in shards)
-    rebuilding = sum(told["state"] == "rebuilding" for told in shards)
+    gone = sum(report["state"] in ("down", "lost", "degraded") for report in shards)
+    rebuilding = sum(report["state"] == "rebuilding" for report in shards)
     if gone + rebuilding > placement.r:
         return "lost"
     return "degraded" if gone else "rebuilding" if rebuilding else "ok"
 
 
 def _forecast(run: Run, placement: Placement, schedule: Schedule, rows: list[RowLayout], shards: list[ShardReport]) -> Forecast:
-    """What will be at the end; what a row takes is that of what is there, if any server tells."""
+    """What will be at the end; what a row takes is that of what is there, if any server reports it."""
     ordinals = given_ordinals(schedule, None)
     at_end, counts = _arithmetic(placement, ordinals, len(rows)), counts_of(placement, ordinals, rows)
-    servers = [server_seen(told, counts[:, told["shard"]], sizes_of(rows)) for told in shards]
+    servers = [server_seen(report, counts[:, report["shard"]], sizes_of(rows)) for report in shards]
     of_rows = [float(hash_bytes(server.hashes, counts[:, server.shard]).sum()) for server in servers]
     count, parity, size = int(at_end.rows.sum()), int(at_end.parity_rows.sum()), int(at_end.row_bytes(rows).sum())
     short = any(
@@ -297,19 +299,19 @@ def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapp
     else:
         urls = servers_of(asked_run, store)
         shards = [ask_server(shard, urls[shard], manifest.namespace, manifest.lanes) for shard in live if urls[shard]]
-    for told in shards:
+    for report in shards:
         # The servers may be up: what they hold is not all that they should.
-        if told["shard"] in lost and told["state"] in ("up", "at rest"):
-            told["state"] = "degraded"
+        if report["shard"] in lost and report["state"] in ("up", "at rest"):
+            report["state"] = "degraded"
         # One that rows are to move to may have none yet.
-        foreign = told.pop("foreign", None)
-        whole = expected is None or told["shard"] in asked_run.placement.joining or told.get("markers") == expected
+        foreign = report.pop("foreign", None)
+        whole = expected is None or report["shard"] in asked_run.placement.joining or report.get("markers") == expected
         whole = whole and foreign is None
-        if told["state"] == "up" and not whole:
-            told["state"] = "degraded" if asked_run.placement.r else "lost"
-            told["why"] = foreign or f"{told['url']} lacks rows of the run"
-        if told["state"] == "up" and (of_trainers := seen.get(told["shard"])) is not None:
-            told["state"] = of_trainers.state
+        if report["state"] == "up" and not whole:
+            report["state"] = "degraded" if asked_run.placement.r else "lost"
+            report["why"] = foreign or f"{report['url']} lacks rows of the run"
+        if report["state"] == "up" and (of_trainers := seen.get(report["shard"])) is not None:
+            report["state"] = of_trainers.state
             if of_trainers.state == REBUILDING:
-                told["rebuilt"] = of_trainers.rebuilt
+                report["rebuilt"] = of_trainers.rebuilt
     return shards

@@ -108,7 +108,7 @@ def restored(path: str, given: Mapping[str, Any]) -> Restored:
 
 def call_values(given: Mapping[str, Any], job_file: str | Path | None) -> tuple[dict[str, Any], Any]:
     """The settings of a call of `foreload train`, by their names, for TrainJob.of: what its caller gives, else what the table [train] of the job
-    file says, if there is one, else, with `resume` or `from_checkpoint`, what the run was started with; with --resume=auto `as_it_stands` is to tell.
+    file says, if there is one, else, with `resume` or `from_checkpoint`, what the run was started with; with --resume=auto `as_it_stands` says which.
 
     Also where the job file wants the summary, which is no setting of the training; None where it says nothing. Raises SettingError, RunError and
     CheckpointError.

@@ -21,7 +21,7 @@ POOLING = {"single": SINGLE, "sum": SUM, "mean": MEAN}
 
 
 def model_spec(features: FeatureSpec, dim: int) -> ModelSpec:
-    """What the model is told about the data."""
+    """The description of the data that the model gets."""
     table_dimensions = dimensions(features, dim)
     return ModelSpec(
         len(features.dense),

@@ -34,7 +34,7 @@ two kinds could never join one run."""
 # What cuBLAS needs to give the same bits each time, by its documentation.
 _CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
-# Tensors of a step are of the same sizes in every step: glibc is told to keep their memory, in huge pages, instead of giving it back and
+# Tensors of a step are of the same sizes in every step: glibc is set to keep their memory, in huge pages, instead of giving it back and
 # faulting it in again. Read when a process starts, so it is in force in what the launcher starts. Other C libraries ignore it.
 _KEEP_MEMORY = {"hugetlb": 1, **KEEPS_FREED}
 
@@ -161,7 +161,7 @@ def fingerprint(device: str = "cpu") -> dict[str, str]:
 
 
 def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """The fields in which two fingerprints differ; the probe, which tells least, last."""
+    """The fields in which two fingerprints differ; the probe, which says least, last."""
     fields = sorted(one.keys() | other.keys(), key=lambda name: (name == "probe", name))
     return [field for field in fields if one.get(field) != other.get(field)]
 

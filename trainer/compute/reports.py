@@ -247,9 +247,9 @@ class LabelMetrics:
     calibration: LeftOut[tuple[tuple[float, ...], ...]] = ()
 
 
-def without_calibration(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What metrics.jsonl tells of an evaluation but for the calibration, also of its labels: one number a metric."""
-    plain = {name: value for name, value in told.items() if name != "calibration"}
+def without_calibration(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """What metrics.jsonl reports of an evaluation but for the calibration, also of its labels: one number a metric."""
+    plain = {name: value for name, value in metrics.items() if name != "calibration"}
     if "labels" in plain:
         plain["labels"] = {name: without_calibration(label) for name, label in plain["labels"].items()}
     return plain
@@ -257,8 +257,8 @@ def without_calibration(told: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """The metrics of an evaluation set in a pass after `epoch`, told by the trainer that leads: of the first label, as `LabelMetrics` has them, and
-    of all.
+    """The metrics of an evaluation set in a pass after `epoch`, reported by the trainer that leads: of the first label, as `LabelMetrics` has them,
+    and of all.
 
     step: the last training step of the run before it, in whatever call that was; -1 before any. loss: the mean of the trained loss over the
     samples, None where that is the log loss. labels: where there are several, all of them by name. set: its name, "" of the one without.

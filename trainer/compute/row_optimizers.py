@@ -92,7 +92,7 @@ class RowOptimizer:
         return float(self.options.get(name, _OPTIONS[self.name][name].default))
 
     def rule(self, step: int, factor: float) -> tuple[float, dict[int, float]]:
-        """What the kernels are told for a training step: the learning rate, multiplied by a factor, and constants by their columns; all float64."""
+        """What the kernels get for a training step: the learning rate, multiplied by a factor, and constants by their columns; all float64."""
         rate = self.lr * factor
         if self.name in ("adagrad", "rowwise_adagrad"):
             return rate, {EPSILON: self.option("epsilon"), DECAY: self.option("decay")}

@@ -67,7 +67,7 @@ class Watched:
 
 
 def after_evaluation(before: Watched | None, rule: StopEarly, step: int, measured: MetricValue) -> Watched:
-    """What was seen, with one evaluation more, after training step `step`. One that is told again, since training went back, is counted once."""
+    """What was seen, with one evaluation more, after training step `step`. One that is reported again, since training went back, is counted once."""
     before = Watched(rule.metric, -1) if before is None else before
     if step <= before.step:
         return before

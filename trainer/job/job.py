@@ -423,7 +423,7 @@ class TrainJob:
         return self.copies or by_default
 
     def own_address(self) -> str:
-        """The address of this machine at which other trainers reach this call's: as told, or else where MASTER_ADDR finds this process.
+        """The address of this machine at which other trainers reach this call's: as given, or else where MASTER_ADDR finds this process.
 
         Raises SettingError where that is nowhere.
         """

@@ -74,11 +74,11 @@ def check_metric(flag: str, name: str, header: Header) -> None:
 
 
 def metric_of(reports: Sequence[EvaluationReport], name: str) -> MetricValue:
-    """A metric of an evaluation, told set by set, that `check_metric` accepts of its schedule."""
+    """A metric of an evaluation, reported set by set, that `check_metric` accepts of its schedule."""
     of_set, name = chosen_set(name, [report.set for report in reports])
     report = next(report for report in reports if report.set == of_set)
     label, _, metric = name.rpartition(".")
-    # With one label, what is told is its own.
+    # With one label, what is reported is its own.
     of = report.labels.get(label, report)
     value = getattr(of, metric)
     if metric == "loss" and value is None:

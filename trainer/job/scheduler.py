@@ -21,7 +21,7 @@ from foreload.trainer.errors import PeerLost
 
 _MEET_PAUSE = timedelta(seconds=1)  # between two looks whether a scheduler's trainers have all met
 _MEET_SAID = timedelta(minutes=1)  # between two lines on stderr that they are waited for
-_TELLING = timedelta(seconds=10)  # for the others to learn what rank 0 tells
+_ANNOUNCING = timedelta(seconds=10)  # for the others to learn what rank 0 announces
 _LOOK_PAUSE = timedelta(milliseconds=50)  # between two looks at what is there of the others
 
 
@@ -37,26 +37,26 @@ class Meeting:
 
     def tell(self, what: str) -> None:
         """Tell the others, as rank 0: the address of the job's rendezvous store, or NO_STEPS, or FAILED. Returns when they know, or do not ask."""
-        deadline = time.monotonic() + _TELLING.total_seconds()
+        deadline = time.monotonic() + _ANNOUNCING.total_seconds()
         with contextlib.suppress(RuntimeError):  # where they met there is nobody any more
             self.store.set("told", what)
             while not self.store.check([f"knows/{other}" for other in range(1, self.world)]) and time.monotonic() < deadline:
                 time.sleep(_LOOK_PAUSE.total_seconds())
 
     def receive(self) -> str:
-        """What rank 0 tells, waited for. Raises PeerLost where it is gone, with the store where they met."""
+        """What rank 0 announces, waited for. Raises PeerLost where it is gone, with the store where they met."""
         try:
             while not self.store.check(["told"]):
                 time.sleep(_LOOK_PAUSE.total_seconds())
-            told = str(self.store.get("told").decode())
+            announced = str(self.store.get("told").decode())
             self.store.set(f"knows/{self.rank}", "")
-            return told
+            return announced
         except RuntimeError as error:
             raise PeerLost(f"trainer {self.rank}: rank 0 is gone") from error
 
 
 NO_STEPS, FAILED = "no step to train", "failed"
-"""What rank 0 tells where the other trainers are not to train."""
+"""What rank 0 announces where the other trainers are not to train."""
 
 
 def scheduler_address() -> str:
@@ -96,13 +96,13 @@ def _name_of_meeting(store: Any, rank: int, world: int, timeout: timedelta) -> s
     Raises RuntimeError where one does not come.
     """
     deadline = time.monotonic() + timeout.total_seconds()
-    own, name, told = secrets.token_hex(8), secrets.token_hex(8), ""
+    own, name, written = secrets.token_hex(8), secrets.token_hex(8), ""
     store.set(f"word/{rank}", own)
     while True:
         if not rank:
             words = [store.get(f"word/{other}").decode() if store.check([f"word/{other}"]) else "" for other in range(world)]
-            if (telling := json.dumps([name, words])) != told:
-                store.set("meeting", told := telling)
+            if (meeting := json.dumps([name, words])) != written:
+                store.set("meeting", written := meeting)
             missing = [other for other in range(1, world) if not store.check([f"{name}/{other}"])]
         else:
             missing = [0]

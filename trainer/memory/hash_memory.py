@@ -43,7 +43,7 @@ class Growth:
 
     @classmethod
     def of(cls, version: str) -> Growth:
-        """Of a server's kind and version, as `server_version` tells them. Others are taken for a Redis."""
+        """Of a server's kind and version, as `server_version` returns them. Others are taken for a Redis."""
         kind, _, number = version.partition(" ")
         parts = tuple(int(part) for part in re.findall(r"\d+", number)[:2])
         if kind == "valkey" and parts >= (8, 1):

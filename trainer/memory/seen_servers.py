@@ -27,11 +27,11 @@ from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.saved.expected_rows import given_ordinals
 
 _TIMEOUT, _CONNECT = timedelta(seconds=5), timedelta(seconds=1)
-_SAMPLES = 200  # values of a hash that Redis looks at to tell its size
+_SAMPLES = 200  # values of a hash that Redis looks at to estimate its size
 
 
 class ShardReport(TypedDict, total=False):
-    """What is told of a shard: what its server says of itself and of the lanes there, or why it cannot be asked, and what trainers say of it.
+    """The report on a shard: what its server says of itself and of the lanes there, or why it cannot be asked, and what trainers say of it.
 
     state: up, down, lost, degraded, at rest, or as trainers have it; foreign: a key of another run; lane_entries, markers: by lane; rebuilt: a share.
     """
@@ -67,7 +67,7 @@ def ask_server(shard: int, url: str, namespace: str, lanes: int) -> ShardReport:
             sizes = [store.command(0, "MEMORY", "USAGE", key, "SAMPLES", _SAMPLES) for key in keys]
             rows = [one.rows for one in found.values()]
             foreign = foreign_key(found) or foreign_note(store, 0, namespace)
-            told: ShardReport = {
+            report: ShardReport = {
                 "shard": shard,
                 "url": str(store.urls[0]),
                 "state": "up",
@@ -81,27 +81,27 @@ def ask_server(shard: int, url: str, namespace: str, lanes: int) -> ShardReport:
                 "counted_bytes": counted_bytes(info),
                 "limit_bytes": int(info.get("maxmemory", 0)) or None,
             }
-            return told if foreign is None else {**told, "foreign": str(foreign)}
+            return report if foreign is None else {**report, "foreign": str(foreign)}
     except CacheError as error:
         return {"shard": shard, "url": str(parse_url(url)), "state": "down", "why": str(error)}
 
 
-def server_seen(told: ShardReport, at_end: np.ndarray, sizes: Sequence[int]) -> ShardServer:
-    """A server of which it is told what it has now. at_end: int64 [lanes, sizes], the rows that it will have, whose sizes are mixed as those of what
+def server_seen(report: ShardReport, at_end: np.ndarray, sizes: Sequence[int]) -> ShardServer:
+    """A server, by what it reports to have now. at_end: int64 [lanes, sizes], the rows that it will have, whose sizes are mixed as those of what
     it has.
     """
-    version = told.get("version", "")
+    version = report.get("version", "")
     kind, _, number = version.partition(" ")
-    info = {f"{kind}_version": number, "mem_allocator": told.get("allocator", "")} if version else {}
+    info = {f"{kind}_version": number, "mem_allocator": report.get("allocator", "")} if version else {}
     hashes = HashMemory.known(info, sizes)
-    there = np.array(told.get("lane_entries", []), np.int64)
-    used = float(told.get("counted_bytes", 0) - told.get("hash_bytes", 0))
+    there = np.array(report.get("lane_entries", []), np.int64)
+    used = float(report.get("counted_bytes", 0) - report.get("hash_bytes", 0))
     if there.sum():
         shares = at_end.sum(axis=0) / max(at_end.sum(), 1)
         tables = float(hash_bytes(HashMemory(hashes.growth, {0: 0.0}, False), there[:, None]).sum())
         mixed = {size: float(share) for size, share in zip(sizes, shares, strict=True)}
-        hashes = hashes.fitted(int(there.sum()), tables, mixed, float(told["hash_bytes"]))
-    return ShardServer(told["shard"], told["url"], hashes, max(used, 0.0), told.get("limit_bytes"))
+        hashes = hashes.fitted(int(there.sum()), tables, mixed, float(report["hash_bytes"]))
+    return ShardServer(report["shard"], report["url"], hashes, max(used, 0.0), report.get("limit_bytes"))
 
 
 def check_room(
@@ -115,8 +115,8 @@ def check_room(
     if manifest.local_stores is not None:
         return
     after = placement.completed()
-    told = [ask_server(shard, urls[shard], manifest.namespace, manifest.lanes) for shard in after.live]
-    limited = [(one, limit) for one in told if (limit := one.get("limit_bytes"))]
+    reports = [ask_server(shard, urls[shard], manifest.namespace, manifest.lanes) for shard in after.live]
+    limited = [(one, limit) for one in reports if (limit := one.get("limit_bytes"))]
     if not limited:
         return
     try:

@@ -215,7 +215,7 @@ def counted_bytes(info: Mapping[str, str]) -> int:
 
 
 def server_of(timeline: RowTimeline, shard: int, url: str, hashes: HashMemory, info: Mapping[str, str]) -> ShardServer:
-    """A server as its INFO tells, where the run has the rows that the timeline begins with."""
+    """A server as its INFO describes it, where the run has the rows that the timeline begins with."""
     if "used_memory" not in info:
         raise CacheError(f"store {url}: does not say how much memory it uses; INFO must have used_memory")
     before = timeline.before[:, shard]

@@ -103,7 +103,7 @@ def build_model(
 
     Args:
         model: its class, or the function that builds it.
-        spec: what it is told about the data.
+        spec: the description of the data that it gets.
         options: for its constructor, as strings or values.
         seed: of the generators that the constructor may draw from; the caller's are as before afterwards.
         twice: whether to build it a second time, and to refuse it where the two differ, as is done before anything is trained.

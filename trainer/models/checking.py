@@ -86,7 +86,8 @@ def _check_apart(module: nn.Module, spec: ModelSpec, step: int = 0) -> None:
 def equal_samples_tie(module: nn.Module, spec: ModelSpec) -> bool:
     """Whether, in evaluation mode, samples of a tile have the same outputs, to the bit, wherever in it they stand.
 
-    True of a model that mixes samples, which gets no tiles, and of one whose forward fails, which is told elsewhere. Modes are as before afterwards.
+    True of a model that mixes samples, which gets no tiles, and of one whose forward fails, which is reported elsewhere. Modes are as before
+    afterwards.
     """
     parts = _parts(module, spec)
     try:

@@ -1,4 +1,4 @@
-"""By what a table's values are known, so that rows and columns that were given can be told from those that were drawn."""
+"""By what a table's values are known, so that rows and columns that were given can be distinguished from those that were drawn."""
 
 from __future__ import annotations
 

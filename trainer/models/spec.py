@@ -1,4 +1,4 @@
-"""What a model is told about the data, and what its forward receives."""
+"""The description of the data that a model gets, and what its forward receives."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from foreload.trainer.models.tables import TorchTable, collection_tables, is_col
 
 _OTHER_SEEDS = 3  # under which a module is built at most, to know what it draws from what it was given
 _SAMPLES = (97, 101, 103, 107, 109, 113)
-"""How many made-up samples forward is looked at with: the first number that is no size of a parameter, so that it tells the samples' dimension."""
+"""How many made-up samples forward is looked at with: the first number that is no size of a parameter, so that it marks the samples' dimension."""
 
 
 _POOLED = (
@@ -75,7 +75,7 @@ class Wrapped(nn.Module):
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor], step: int = 0) -> Any:
         """What the module returns; where that is [b, 1], as [b]; where it is several of such, as [b, labels].
 
-        step: the number of training steps done before, which the module gets if `wrap` was told by what name.
+        step: the number of training steps done before, which the module gets if `wrap` was given its name.
         """
         self._rows.embeddings = embeddings
         try:

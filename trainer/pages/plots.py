@@ -117,7 +117,7 @@ class Plot:
         return key([*entries, *named])
 
     def _hover(self, xs: _Scale, ys: _Scale) -> list[Html]:
-        """Strips over the first series; each tells the figures there where a pointer rests on it."""
+        """Strips over the first series; each shows the figures there while a pointer is on it."""
         x = self.series[0].x
         if len(x) < 2:
             return []
@@ -125,15 +125,15 @@ class Plot:
         edges = [xs.place(value) for value in (x[0], *middles, x[-1])]
         strips = []
         for k, value in enumerate(x):
-            told = [f"{self.x_unit} {number(float(value), 6)}"]
-            told += [
+            lines = [f"{self.x_unit} {number(float(value), 6)}"]
+            lines += [
                 f"{series.name} {number(float(series.y[_nearest(series.x, float(value))]))}"
                 for series in self.series
                 if len(series.x)
             ]
             left = edges[k]
             strip = tag(
-                "rect", tag("title", "\n".join(told)), x=f"{left:.1f}", y=0, width=f"{max(edges[k + 1] - left, 0.5):.1f}", height=1000,
+                "rect", tag("title", "\n".join(lines)), x=f"{left:.1f}", y=0, width=f"{max(edges[k + 1] - left, 0.5):.1f}", height=1000,
                 class_="hover",
             )  # fmt: skip
             strips.append(strip)

@@ -23,7 +23,7 @@ def report(places: list[str], out: str | None, state_of: Callable[[str], str]) -
     """Write the page of a run, of two runs beside each other, or of a schedule; returns where.
 
     places: their folders; out: the file, by default report.html in the run, or in this folder NAME-report.html of a schedule, NAME-NAME-report.html
-    of two runs. state_of: tells the state of a run in a word. Raises SettingError, RunError, ScheduleError.
+    of two runs. state_of: gives the state of a run in a word. Raises SettingError, RunError, ScheduleError.
     """
     folders = [Path(place) for place in places]
     schedules = [folder for folder in folders if not (folder / MANIFEST).exists() and _is_schedule(folder)]

@@ -59,13 +59,13 @@ def _compared(run: RunFigures, several: bool) -> Html:
     counts = run.cache
     arrived, used = run.steps.total("rows_arrived"), run.steps.total("rows_used")
     fetched, written = run.steps.total("rows_fetched"), run.steps.total("rows_written_back")
-    told = (
+    text = (
         f"{f'{run.name}: ' if several else ''}{count(used)} rows used, {count(arrived)} arrived, {count(fetched)} of them fetched; "
         f"{count(written)} were written back on the way."
     )
     if counts is None:
         why = "The minimum and LRU are not told: the schedule is not where it was, or is not complete yet."
-        return tag("div", tag("p", told), missing(why))
+        return tag("div", tag("p", text), missing(why))
     known = {"this schedule": ("c0", counts.planned), "the minimum": ("c2", counts.fewest), "an LRU cache": ("c1", counts.lru)}
     rows = [
         (name, colour, value, of_total(value, counts.rows_used)) for name, (colour, value) in known.items() if value is not None
@@ -75,7 +75,7 @@ def _compared(run: RunFigures, several: bool) -> Html:
         "LRU drops the row that was not used for longest, as a cache that does not know the future does."
     )
     drawn = bars(named(run, "Arrivals beside the minimum and LRU", several), "rows; of the rows used", read, rows)
-    return tag("div", tag("p", told), drawn, missing(f"LRU is not told: {counts.why}.") if counts.why else None)
+    return tag("div", tag("p", text), drawn, missing(f"LRU is not told: {counts.why}.") if counts.why else None)
 
 
 def memory(runs: Sequence[RunFigures]) -> list[Html]:
@@ -104,12 +104,12 @@ def memory(runs: Sequence[RunFigures]) -> list[Html]:
         for run in runs
         if run.schedule is None
     ]
-    untold = [
+    without_memory = [
         missing(f"{run.name}: memory is told at the end of a call, by versions that note it.")
         for run in runs
         if not (run.summary or {}).get("memory")
     ]
-    return [tag("div", plots, tag("div", listed, gone, untold), class_="plots")]
+    return [tag("div", plots, tag("div", listed, gone, without_memory), class_="plots")]
 
 
 def _memory_rows(run: RunFigures) -> dict[str, str]:
@@ -120,10 +120,10 @@ def _memory_rows(run: RunFigures) -> dict[str, str]:
         if run.schedule.complete:
             needed = _ends(run.schedule.manifest["minimum_slots"])
             rows["slots a lane that the largest step needs"] = " / ".join(map(count, needed))
-    told = (run.summary or {}).get("memory") or {}
-    if "lane_bytes" in told:
-        rows["memory of a lane, with staging"] = readable(told["lane_bytes"])
-    for place, peak in enumerate(told.get("trainers_peak_bytes", ())):
+    figures = (run.summary or {}).get("memory") or {}
+    if "lane_bytes" in figures:
+        rows["memory of a lane, with staging"] = readable(figures["lane_bytes"])
+    for place, peak in enumerate(figures.get("trainers_peak_bytes", ())):
         rows[f"peak memory of trainer process {place + 1}"] = readable(peak)
     traffic = (run.summary or {}).get("store_traffic") or {}
     for name in ("bytes_fetched", "bytes_written"):

@@ -1,4 +1,4 @@
-"""All that a page tells of a run, read from its folder, and from its schedule where that is still there."""
+"""All that a page shows of a run, read from its folder, and from its schedule where that is still there."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def read_run(path: Path | str, state: str | None = None, most_uses: int | None =
 
 def _summary(path: Path) -> Mapping[str, Any] | None:
     with suppress(OSError, FormError):
-        told = parse_json(path.read_bytes())
-        return told if isinstance(told, dict) else None
+        summary = parse_json(path.read_bytes())
+        return summary if isinstance(summary, dict) else None
     return None
 
 

@@ -105,23 +105,23 @@ def calibration(runs: Sequence[RunFigures]) -> list[Html]:
     """Predicted against observed, of the last evaluation, of the first set; of labels of clicks."""
     parts: list[Html] = []
     for name in label_names(runs):
-        told = [None if last is None else labels_of(last).get(name) for last in map(last_of_first_set, runs)]
-        if not any(one is not None and "rmse" in one for one in told):
-            parts += _calibration_of(runs, name, told)
+        of_runs = [None if last is None else labels_of(last).get(name) for last in map(last_of_first_set, runs)]
+        if not any(one is not None and "rmse" in one for one in of_runs):
+            parts += _calibration_of(runs, name, of_runs)
     return parts or [missing("Numbers have no calibration; predicted over observed is above.")]
 
 
 def _calibration_of(runs: Sequence[RunFigures], name: str, of_runs: Sequence[Mapping[str, Any] | None]) -> list[Html]:
-    """Of a label ("": the only one), as each run's last evaluation tells it."""
+    """Of a label ("": the only one), as each run's last evaluation has it."""
     several = len(runs) > 1
     drawn, words = [], []
     most = 0.0
-    for place, (run, told) in enumerate(zip(runs, of_runs, strict=True)):
-        bins = np.array((told or {}).get("calibration") or np.empty((0, 3)), np.float64).reshape(-1, 3)
-        if told is None or not len(bins):
+    for place, (run, metrics) in enumerate(zip(runs, of_runs, strict=True)):
+        bins = np.array((metrics or {}).get("calibration") or np.empty((0, 3)), np.float64).reshape(-1, 3)
+        if metrics is None or not len(bins):
             why = (
                 "it has no evaluation"
-                if told is None
+                if metrics is None
                 else "its evaluations do not tell it: it was trained by an earlier version, or a score is not finite"
             )
             words.append(missing(f"{run.name}: not known, since {why}."))
@@ -135,7 +135,7 @@ def _calibration_of(runs: Sequence[RunFigures], name: str, of_runs: Sequence[Map
         words.append(
             tag(
                 "p",
-                f"{run.name}: {shares[0]} predicted on average, {shares[1]} observed; predicted over observed {fixed(ratio(told), 4)}, after step "
+                f"{run.name}: {shares[0]} predicted on average, {shares[1]} observed; predicted over observed {fixed(ratio(metrics), 4)}, after step "
                 f"{count(run.evaluations[-1]['step'])}.",
             )
         )

@@ -55,12 +55,12 @@ def labels_of(evaluation: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 
 def label_names(runs: Sequence[RunFigures]) -> list[str]:
-    """Of the labels that the runs' evaluations tell of, in order; "" where there is one."""
+    """Of the labels that the runs' evaluations have, in order; "" where there is one."""
     return list(dict.fromkeys(name for run in runs for one in run.evaluations for name in labels_of(one))) or [""]
 
 
 def set_names(runs: Sequence[RunFigures]) -> list[str]:
-    """Of the evaluation sets that the runs tell of, in order; "" alone where they have no names."""
+    """Of the evaluation sets that the runs have, in order; "" alone where they have no names."""
     return list(dict.fromkeys(_set(one) for run in runs for one in run.evaluations)) or [""]
 
 
@@ -70,7 +70,7 @@ def of_set(run: RunFigures, name: str) -> list[dict[str, Any]]:
 
 
 def last_of_first_set(run: RunFigures) -> dict[str, Any] | None:
-    """The last evaluation of the first set of those told last; None without any."""
+    """The last evaluation of the first set of those logged last; None without any."""
     return next((one for one in run.evaluations if one["step"] == run.evaluations[-1]["step"]), None)
 
 
@@ -83,13 +83,13 @@ def of_label(what: str, name: str) -> str:
     return f"{what} of {name}" if name else what
 
 
-def ratio(told: Mapping[str, Any]) -> float | None:
-    """What is predicted over what is observed, of a label; None where neither is told."""
-    if "predicted_over_observed" in told or not told.get("calibration"):
-        return told.get("predicted_over_observed")
-    # Runs of an earlier version tell no more than the bins.
-    clicked = sum(samples * share_of for samples, _, share_of in told["calibration"])
-    return sum(samples * predicted for samples, predicted, _ in told["calibration"]) / clicked if clicked else None
+def ratio(metrics: Mapping[str, Any]) -> float | None:
+    """What is predicted over what is observed, of a label; None where neither is logged."""
+    if "predicted_over_observed" in metrics or not metrics.get("calibration"):
+        return metrics.get("predicted_over_observed")
+    # Runs of an earlier version log no more than the bins.
+    clicked = sum(samples * share_of for samples, _, share_of in metrics["calibration"])
+    return sum(samples * predicted for samples, predicted, _ in metrics["calibration"]) / clicked if clicked else None
 
 
 def trained_loss(evaluation: Mapping[str, Any]) -> tuple[str, float | None]:
@@ -124,10 +124,10 @@ def metric_plots(runs: Sequence[RunFigures]) -> list[Html]:
         for place, (run, of) in enumerate((one, of) for one in runs for of in set_names([one])):
             drawn = _spread([one for one in of_set(run, of) if name in labels_of(one)])
             at = np.array([float(one["step"]) for one in drawn])
-            told = [labels_of(one)[name] for one in drawn]
-            if told:
-                into, metric, word = (errors, "rmse", "RMSE") if _is_number(told[0]) else (areas, "auc", "AUC")
-                values = np.array([_number(one.get(metric)) for one in told])
+            metrics = [labels_of(one)[name] for one in drawn]
+            if metrics:
+                into, metric, word = (errors, "rmse", "RMSE") if _is_number(metrics[0]) else (areas, "auc", "AUC")
+                values = np.array([_number(one.get(metric)) for one in metrics])
                 into.append(Series(named(run, in_set(word, of), len(runs) > 1), at, values, line_colour(place), "dots"))
         if _drawable(areas):
             read = "Higher is better: the share of pairs of a click and no click that the model orders rightly; 0.5 is chance."
@@ -142,16 +142,16 @@ def metric_table(runs: Sequence[RunFigures]) -> Html | None:
     """The last evaluations, a row for each, set and label; None without any."""
     names, several = label_names(runs), len(runs) > 1
     shown = [
-        (run, one, name, told)
+        (run, one, name, metrics)
         for run in runs
         for one in run.evaluations[-_MOST_EVALUATIONS:]
-        for name, told in labels_of(one).items()
+        for name, metrics in labels_of(one).items()
     ]
-    kinds = {_is_number(told) for _, _, _, told in shown}
+    kinds = {_is_number(metrics) for _, _, _, metrics in shown}
     with_loss, in_sets = (any(name in one for _, one, _, _ in shown) for name in ("loss", "set"))
     columns = [
         *(_CLICKS if False in kinds else ()),
-        *((_GROUPED,) if any("grouped_auc" in told for _, _, _, told in shown) else ()),
+        *((_GROUPED,) if any("grouped_auc" in metrics for _, _, _, metrics in shown) else ()),
         *(_NUMBERS if True in kinds else ()),
     ]
     rows = [
@@ -163,10 +163,10 @@ def metric_table(runs: Sequence[RunFigures]) -> Html | None:
             **({"loss": fixed(one.get("loss"), 5)} if with_loss else {}),
             **({"set": _set(one)} if in_sets else {}),
             **({"label": name} if names != [""] else {}),
-            **{title: fixed(told.get(metric), digits) for title, metric, digits in columns},
-            "predicted / observed": fixed(ratio(told), 4),
+            **{title: fixed(metrics.get(metric), digits) for title, metric, digits in columns},
+            "predicted / observed": fixed(ratio(metrics), 4),
         }
-        for run, one, name, told in shown
+        for run, one, name, metrics in shown
     ]
     return table_of(rows, words=("run", "set", "label")) if rows else None
 
@@ -180,16 +180,16 @@ def metric_tiles(runs: Sequence[RunFigures]) -> list[tuple[str, list[str], str]]
         values = [fixed(None if one is None else one.get("loss"), 5) for one in last]
         tiles.append(("loss", values, f"what is trained, mean of the last evaluation{of_sets}"))
     for name in names:
-        told = [{} if one is None else labels_of(one).get(name, {}) for one in last]
-        metrics, foremost = (_NUMBERS, _RMSE) if any(map(_is_number, told)) else (_CLICKS, _AUC)
+        of_runs = [{} if one is None else labels_of(one).get(name, {}) for one in last]
+        metrics, foremost = (_NUMBERS, _RMSE) if any(map(_is_number, of_runs)) else (_CLICKS, _AUC)
         for title, metric, digits in metrics if names == [""] else [foremost]:
-            tiles.append((of_label(title, name), [fixed(one.get(metric), digits) for one in told], _NOTES[metric] + of_sets))
+            tiles.append((of_label(title, name), [fixed(one.get(metric), digits) for one in of_runs], _NOTES[metric] + of_sets))
     return tiles
 
 
-def _is_number(told: Mapping[str, Any]) -> bool:
+def _is_number(metrics: Mapping[str, Any]) -> bool:
     """Whether these are the metrics of a label of numbers."""
-    return "rmse" in told
+    return "rmse" in metrics
 
 
 def _drawable(lines: Sequence[Series]) -> bool:

@@ -34,14 +34,14 @@ def run_page(runs: Sequence[RunFigures]) -> str:
     made_from = "Made by foreload from metrics.jsonl, events.jsonl, summary.json and manifest.json of the run, and its schedule."
     return page(
         f"{names} · foreload",
-        tag("header", tag("h1", f"Run{'s' * (len(runs) > 1)} {names}"), [_told(run) for run in runs], colours),
+        tag("header", tag("h1", f"Run{'s' * (len(runs) > 1)} {names}"), [_summary(run) for run in runs], colours),
         _tiles(runs),
         sections,
         tag("footer", made_from),
     )
 
 
-def _told(run: RunFigures) -> Html:
+def _summary(run: RunFigures) -> Html:
     """A sentence of what it is."""
     job, stage, story = run.manifest.job, run.manifest.stages[-1], run.story
     last = run.steps.last

@@ -16,9 +16,9 @@ _OF_SCHEDULE = (
 
 def settings(runs: Sequence[RunFigures]) -> list[Html]:
     """Of the job, the schedule and the numerics; of two runs, those in which they differ first."""
-    told = [_of_run(run) for run in runs]
-    names = list(dict.fromkeys(name for one in told for name in one))
-    rows = [[name, *(one.get(name, "-") for one in told)] for name in names]
+    columns = [_of_run(run) for run in runs]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
     several = len(runs) > 1
     if several:
         rows.sort(key=lambda row: len(set(row[1:])) == 1)
@@ -34,18 +34,18 @@ def settings(runs: Sequence[RunFigures]) -> list[Html]:
 
 
 def _of_run(run: RunFigures) -> dict[str, str]:
-    told = {f"--{name.replace('_', '-')}": _value(value) for name, value in run.manifest.job.items()}
+    entries = {f"--{name.replace('_', '-')}": _value(value) for name, value in run.manifest.job.items()}
     for place, stage in enumerate(run.manifest.stages):
         which = f"schedule {place + 1}" if len(run.manifest.stages) > 1 else "schedule"
-        told[which] = f"{stage.path}, steps {stage.first_step:,} to {stage.end_step - 1:,}"
+        entries[which] = f"{stage.path}, steps {stage.first_step:,} to {stage.end_step - 1:,}"
     if run.schedule is not None:
         header = run.schedule.header
         for name in _OF_SCHEDULE:
-            told[f"schedule: {name.replace('_', ' ')}"] = _value(getattr(header, name))
-        told["schedule: slots a lane"] = _value(sorted({*header.slots}))
+            entries[f"schedule: {name.replace('_', ' ')}"] = _value(getattr(header, name))
+        entries["schedule: slots a lane"] = _value(sorted({*header.slots}))
     for name, value in (run.manifest.fingerprint or {}).items():
-        told[f"numerics: {name.replace('_', ' ')}"] = _value(value)
-    return {name: value for name, value in told.items() if value}
+        entries[f"numerics: {name.replace('_', ' ')}"] = _value(value)
+    return {name: value for name, value in entries.items() if value}
 
 
 def _value(value: Any) -> str:

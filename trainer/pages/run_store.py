@@ -48,15 +48,15 @@ def _of_run(run: RunFigures, several: bool) -> list[Html]:
         drawn.append(tag("div", table_of(listed, words=("stands out",)), tag("p", read, class_="read")))
     elif run.summary is None:
         drawn.append(missing("How long shards take to answer is told at the end of a call."))
-    told = [
+    event_rows = [
         [number(one.seconds, 4), one.time, count(one.step) if one.step >= 0 else "-", one.what, one.cause] for one in story.events
     ]
     beyond = story.event_count - len(story.events)
     summary = f"what befell it: {story.event_count:,} events" + (
         f", the first {len(story.events)} here, all in events.jsonl" if beyond else ""
     )
-    listed_events = table(["second", "UTC", "after step", "what", "why"], told, words=[3, 4])
-    return [*drawn, tag("details", tag("summary", summary), listed_events, open="" if len(told) <= 12 else None)]
+    listed_events = table(["second", "UTC", "after step", "what", "why"], event_rows, words=[3, 4])
+    return [*drawn, tag("details", tag("summary", summary), listed_events, open="" if len(event_rows) <= 12 else None)]
 
 
 def _odd(one: dict[str, object]) -> str:

@@ -40,7 +40,7 @@ class StoryEvent:
 
 @dataclass(slots=True)
 class Story:
-    """What befell a run. seconds: of all its calls, start and evaluation included; began, ended: ISO 8601, "" where nothing tells.
+    """What befell a run. seconds: of all its calls, start and evaluation included; began, ended: ISO 8601, "" where not known.
 
     shards, trainers: by number, their spans. marks: by step.
     """
@@ -83,7 +83,7 @@ class _Teller:
             self.story.began = self.story.began or event["time"]
         self._last = time
         now, step = self._now(time), int(event["step"])
-        # Each trainer tells of a loss.
+        # Each trainer reports a loss.
         again = kind == "shard-lost" and int(event["shard"]) in self._lost
         self._states(kind, event, now)
         if again:
@@ -100,7 +100,7 @@ class _Teller:
             self._end_call()
 
     def end(self, latest: float | None) -> Story:
-        """All is told."""
+        """End the last call; return the story."""
         if self._call_began is not None and latest is not None:
             self._last = max(self._last or self._call_began, datetime.fromtimestamp(latest, UTC))
         self._end_call()
@@ -126,7 +126,7 @@ class _Teller:
         if kind == "shard-lost":
             shard = int(event["shard"])
             self._lost.add(shard)
-            # A server that was started again at once is there before trainers tell that it is gone.
+            # A server that was started again at once is there before trainers report that it is gone.
             if self._shard_states.get(shard, ("ok", 0.0))[0] == "ok":
                 self._shard_now(shard, "lost", now)
         elif kind == "shard-replaced":
@@ -164,7 +164,7 @@ class _Teller:
 
 def story_of(events: Iterable[Mapping[str, Any]], shards: Iterable[int], latest: float | None) -> Story:
     """From a run's events, in order. shards: numbers of the store shards that it began with; latest: seconds since 1970 up to which it is known to
-    have trained, for a call whose end is not told.
+    have trained, for a call whose end is not logged.
     """
     teller = _Teller(shards)
     for event in events:
@@ -183,12 +183,12 @@ def _what(event: Mapping[str, Any]) -> str:
         return f"store shard {event['shard']} {kind.removeprefix('shard-')}{url}"
     if kind.startswith("trainer-"):
         return f"trainer {event['trainer']} {kind.removeprefix('trainer-')}"
-    told = [
+    fields = [
         f"{name.replace('_', ' ')} {_value(event[name])}"
         for name in event
         if name not in ("time", "kind", "step", "term", "cause")
     ]
-    return " ".join([kind.replace("-", " "), *([f"({', '.join(told)})"] if told else [])])
+    return " ".join([kind.replace("-", " "), *([f"({', '.join(fields)})"] if fields else [])])
 
 
 def _value(value: Any) -> str:

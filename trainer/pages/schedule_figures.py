@@ -1,4 +1,4 @@
-"""All that a page tells of a schedule, counted from its files."""
+"""All that a page shows of a schedule, counted from its files."""
 
 from __future__ import annotations
 
@@ -83,27 +83,27 @@ def read_schedule(path: Path | str) -> ScheduleFigures:
     schedule = Schedule(path)
     header, counts = schedule.header, schedule.manifest["counts"]
     files = sum(item.stat().st_size for item in schedule.path.iterdir() if item.is_file())
-    told = ScheduleFigures(schedule.path.absolute().name, header, schedule.manifest, files, None, None, None, None)
+    figures = ScheduleFigures(schedule.path.absolute().name, header, schedule.manifest, files, None, None, None, None)
     if 2 * BYTES_OF_USE * counts["rows_used"] / header.lanes > available_bytes():
-        told.why = f"{counts['rows_used']:,} rows used are too many to be counted in this machine's memory"
-        return told
+        figures.why = f"{counts['rows_used']:,} rows used are too many to be counted in this machine's memory"
+        return figures
     if not counts["training_steps"]:
-        told.why = "it has no training steps"
-        return told
+        figures.why = "it has no training steps"
+        return figures
     lanes = _Lanes(schedule)
     for lane in range(header.lanes):
         lanes.add(lane)
-    told.tables, told.over_steps, told.by_frequency, told.by_slots = (
+    figures.tables, figures.over_steps, figures.by_frequency, figures.by_slots = (
         lanes.tables(),
         lanes.over_steps(),
         lanes.by_frequency(),
         lanes.by_slots(),
     )
-    return told
+    return figures
 
 
 class _Lanes:
-    """Adds up what lanes tell."""
+    """Adds up the counts of lanes."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule, header = schedule, schedule.header

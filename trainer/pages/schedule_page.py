@@ -12,50 +12,50 @@ from foreload.trainer.pages.schedule_figures import ScheduleFigures
 _MOST_TABLES = 30  # that are drawn, those with most rows
 
 
-def schedule_page(told: ScheduleFigures) -> str:
+def schedule_page(figures: ScheduleFigures) -> str:
     """HTML of a schedule."""
     return page(
-        f"{told.name} · foreload",
-        tag("header", tag("h1", f"Schedule {told.name}"), tag("p", _told(told), class_="quiet")),
-        _tiles(told),
-        section("What is counted", missing(f"No more is told: {told.why}.")) if told.why else None,
-        _frequency(told),
-        _over_steps(told),
-        _slots(told),
-        _tables(told),
-        _settings(told),
+        f"{figures.name} · foreload",
+        tag("header", tag("h1", f"Schedule {figures.name}"), tag("p", _summary(figures), class_="quiet")),
+        _tiles(figures),
+        section("What is counted", missing(f"No more is told: {figures.why}.")) if figures.why else None,
+        _frequency(figures),
+        _over_steps(figures),
+        _slots(figures),
+        _tables(figures),
+        _settings(figures),
         tag("footer", "Made by foreload from the files of the schedule."),
     )
 
 
-def _told(told: ScheduleFigures) -> str:
-    header, counts = told.header, told.manifest["counts"]
+def _summary(figures: ScheduleFigures) -> str:
+    header, counts = figures.header, figures.manifest["counts"]
     return (
         f"{header.epochs} epoch(s) in steps of {header.batch_size:,} samples, cut into {header.lanes} lanes; "
         f"{counts['evaluation_samples']:,} samples are held out for evaluation. Steps {header.first_step:,} to {header.end_step - 1:,}."
     )
 
 
-def _tiles(told: ScheduleFigures) -> Html:
-    counts, used = told.manifest["counts"], told.manifest["counts"]["rows_used"]
-    slots = told.manifest["occupied"]
-    figures = [
+def _tiles(figures: ScheduleFigures) -> Html:
+    counts, used = figures.manifest["counts"], figures.manifest["counts"]["rows_used"]
+    slots = figures.manifest["occupied"]
+    tiles = [
         ("training samples", count(counts["training_samples"]), "over all epochs"),
         ("evaluation samples", count(counts["evaluation_samples"]), "of one pass"),
         ("steps", count(counts["training_steps"]), "of training"),
-        ("rows", count(told.manifest["rows"]["rows"]), "ever trained"),
+        ("rows", count(figures.manifest["rows"]["rows"]), "ever trained"),
         ("rows used", count(used), "distinct in a step, all steps"),
         ("arrivals", count(counts["arrivals"]), "rows that come into a slot"),
         ("of them fetched", count(counts["stored"]), "from the store"),
         ("cache hits", share(1 - counts["arrivals"] / used if used else None), "of rows used"),
-        ("slots a lane", count(max(slots)), f"{count(max(told.manifest['minimum_slots']))} needed"),
-        ("on disk", readable(told.bytes), "all files"),
+        ("slots a lane", count(max(slots)), f"{count(max(figures.manifest['minimum_slots']))} needed"),
+        ("on disk", readable(figures.bytes), "all files"),
     ]
-    return tag("div", [tile(name, [value], more) for name, value, more in figures], class_="tiles")
+    return tag("div", [tile(name, [value], more) for name, value, more in tiles], class_="tiles")
 
 
-def _frequency(told: ScheduleFigures) -> Html | None:
-    if (groups := told.by_frequency) is None:
+def _frequency(figures: ScheduleFigures) -> Html | None:
+    if (groups := figures.by_frequency) is None:
         return None
     names = [f"{least:,}" if least == 1 else f"{least:,} to {2 * least - 1:,}" for least in groups.least.tolist()]
     read = "How many rows are used in so many steps. A long bar at 1: many rows are seen once, and no cache helps these."
@@ -67,10 +67,10 @@ def _frequency(told: ScheduleFigures) -> Html | None:
     return section("Rows by frequency", tag("div", drawn, class_="plots"))
 
 
-def _over_steps(told: ScheduleFigures) -> Html | None:
-    if (over := told.over_steps) is None:
+def _over_steps(figures: ScheduleFigures) -> Html | None:
+    if (over := figures.over_steps) is None:
         return None
-    ends, slots = over.middle[[0, -1]], float(sum(told.manifest["occupied"]))
+    ends, slots = over.middle[[0, -1]], float(sum(figures.manifest["occupied"]))
     lines = [
         Series("rows alive", over.middle, over.alive, "c0"),
         Series("rows a step uses", over.middle, over.used, "c2"),
@@ -86,17 +86,17 @@ def _over_steps(told: ScheduleFigures) -> Html | None:
     return section("Working set over time", tag("div", working.html(), arrivals.html(), class_="plots"))
 
 
-def _slots(told: ScheduleFigures) -> Html | None:
-    if (by := told.by_slots) is None:
+def _slots(figures: ScheduleFigures) -> Html | None:
+    if (by := figures.by_slots) is None:
         return None
     slots = by.slots.astype(np.float64)
     lines = [
         Series("the minimum (Belady)", slots, by.fewest.astype(np.float64), "c2"),
         Series("an LRU cache", slots, by.lru.astype(np.float64), "c1", "dash"),
     ]
-    lanes = told.header.lanes
+    lanes = figures.header.lanes
     of = "all lanes together" if by.lanes == lanes else f"the first {by.lanes} of {lanes} lanes together"
-    here = int(np.searchsorted(by.slots, max(told.manifest["occupied"])))
+    here = int(np.searchsorted(by.slots, max(figures.manifest["occupied"])))
     if here < len(slots):
         lines.append(
             Series("this schedule's slots", slots[here : here + 1], by.fewest[here : here + 1].astype(np.float64), "c0", "dots")
@@ -121,10 +121,10 @@ def _slots(told: ScheduleFigures) -> Html | None:
     return section("Arrivals against slots", tag("div", plot.html(), listed, class_="plots"))
 
 
-def _tables(told: ScheduleFigures) -> Html | None:
-    if told.tables is None:
+def _tables(figures: ScheduleFigures) -> Html | None:
+    if figures.tables is None:
         return None
-    shown = sorted(told.tables, key=lambda one: -one.rows)
+    shown = sorted(figures.tables, key=lambda one: -one.rows)
     drawn = []
     for title, colour, read in (
         ("Rows", "c0", "Rows ever trained: what the store has to hold, and most of what is saved."),
@@ -138,8 +138,8 @@ def _tables(told: ScheduleFigures) -> Html | None:
     return section("Tables' shares", tag("div", drawn, class_="plots three"), rest)
 
 
-def _settings(told: ScheduleFigures) -> Html:
-    header, manifest = told.header, told.manifest
+def _settings(figures: ScheduleFigures) -> Html:
+    header, manifest = figures.header, figures.manifest
     rows = [
         [name.replace("_", " "), str(getattr(header, name))]
         for name in ("batch_size", "lanes", "epochs", "placement", "shuffle_seed")
@@ -153,4 +153,4 @@ def _settings(told: ScheduleFigures) -> Html:
     exact = bool(manifest["lookahead"]["exact"])
     rows.append(["arrivals are the minimum", "yes" if exact else "for the lookahead that --window gave"])
     rows += [[name.replace("_", " "), str(value)] for name, value in header.settings.items() if value not in (None, False)]
-    return section("Settings", table(["setting", told.name], rows, words=[1]))
+    return section("Settings", table(["setting", figures.name], rows, words=[1]))

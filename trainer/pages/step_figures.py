@@ -1,4 +1,4 @@
-"""What metrics.jsonl tells, in a bounded number of points, whatever the number of steps: read twice, never held."""
+"""What metrics.jsonl has, in a bounded number of points, whatever the number of steps: read twice, never held."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _CHUNK = 1 << 14  # steps that are looked at together
 
 @dataclass(slots=True)
 class StepFigures:
-    """Steps in points of as many consecutive ones each, float64 [points], and evaluations and checkpoints as they are told.
+    """Steps in points of as many consecutive ones each, float64 [points], and evaluations and checkpoints as they are logged.
 
     first, last: numbers of a point's first and last step; steps: how many it has; sums: COLUMNS, added up; loss: mean over its samples, with the
     lowest and the highest of a step; rate_low, rate_high: samples a second, of a step. Of steps that were trained again, since the run went back,
-    what was told last counts.
+    what was logged last counts.
     """
 
     first: np.ndarray
@@ -89,7 +89,7 @@ def read_steps(path: Path, most_points: int = MOST_POINTS) -> StepFigures:
 
 
 def _survey(file: IO[bytes]) -> tuple[list[_Stretch], list[dict[str, Any]]]:
-    """Where the steps stand that count: of those told twice, since a run went back, the last. And the evaluations, likewise."""
+    """Where the steps stand that count: of those logged twice, since a run went back, the last. And the evaluations, likewise."""
     stretches: list[_Stretch] = []
     evaluations: dict[tuple[int, str], dict[str, Any]] = {}
     at = 0
@@ -99,9 +99,9 @@ def _survey(file: IO[bytes]) -> tuple[list[_Stretch], list[dict[str, Any]]]:
             break  # still being written, or what a writer was killed in
         if not line.startswith(_STEP):
             with suppress(ValueError, KeyError, TypeError, RecursionError):
-                told = json.loads(line)
-                if told["kind"] == "evaluation":
-                    evaluations[told["step"], told.get("set", "")] = told  # of a step and a set, the last that is told
+                record = json.loads(line)
+                if record["kind"] == "evaluation":
+                    evaluations[record["step"], record.get("set", "")] = record  # of a step and a set, the last that is logged
             continue
         try:
             step = int(line[len(_STEP) : line.index(b",", len(_STEP))])
@@ -131,11 +131,11 @@ def _chunks(file: IO[bytes], stretches: list[_Stretch]) -> Iterator[np.ndarray]:
             if not line.startswith(_STEP):
                 continue
             with suppress(ValueError, KeyError, TypeError, RecursionError):
-                told = json.loads(line)
-                if told["step"] > stretch.last:
+                record = json.loads(line)
+                if record["step"] > stretch.last:
                     break
-                loss = math.nan if told["loss"] is None else float(told["loss"])
-                rows.append((told["step"], loss, *map(float, values_of(told))))
+                loss = math.nan if record["loss"] is None else float(record["loss"])
+                rows.append((record["step"], loss, *map(float, values_of(record))))
             if len(rows) == _CHUNK:
                 yield np.array(rows, np.float64)
                 rows = []

@@ -194,7 +194,7 @@ class StepModel:
 
     @classmethod
     def of_profiles(cls, profiles: Iterable[Profile]) -> StepModel:
-        """A model of profiles, all of a like job and machine. Those too short to tell are left out."""
+        """A model of profiles, all of a like job and machine. Those with too few steps are left out."""
         tails, observations = [], []
         for profile in profiles:
             observed = observation_of(profile)
@@ -258,7 +258,7 @@ def _off(coefficients: Mapping[str, Mapping[str, float]], one: Observation, coun
 
 
 def _warm_up(points: int) -> int:
-    """Steps at the beginning that tell of compiling, seeding and filling, not of a step."""
+    """Steps at the beginning that measure compiling, seeding and filling, not a step."""
     return min(max(5, points // 10), points // 2)
 
 
@@ -272,7 +272,7 @@ def setup_of(profile: Profile) -> Setup:
 
 
 def observation_of(profile: Profile) -> Observation | None:
-    """What a profile tells of its steps, in milliseconds: medians over up to WINDOWS stretches of them; None where there are too few."""
+    """What a profile says of its steps, in milliseconds: medians over up to WINDOWS stretches of them; None where there are too few."""
     first = _warm_up(profile.points)
     windows = min((profile.points - first) // _WINDOW_STEPS, WINDOWS)
     if windows < 1:
@@ -295,7 +295,7 @@ def observation_of(profile: Profile) -> Observation | None:
 
 
 def _store_ms(profile: Profile, load: Load) -> np.ndarray:
-    """Processor time of the servers, by the rows that each window moved; they tell only what they used in all."""
+    """Processor time of the servers, by the rows that each window moved; they report only what they used in all."""
     steps, stride = profile.steps, profile.stride
     # Rows that sit in slots at the end are written once more, and not in a step.
     moved = stride * float((steps["rows_fetched"] + steps["rows_arrived"]).sum())

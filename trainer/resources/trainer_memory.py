@@ -1,4 +1,4 @@
-"""What a trainer holds of memory at its peak, told from the schedule and the job before it runs."""
+"""What a trainer holds of memory at its peak, predicted from the schedule and the job before it runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LaneLoad:
 
     @classmethod
     def of_profile(cls, profile: Profile) -> LaneLoad:
-        """Over the steps that it tells of."""
+        """Over the steps that it has."""
         lanes, slots = int(profile.settings["lanes"]), int(profile.settings["slots"])
         used, arrived, ended = (profile.mean(name) / lanes for name in ("rows_used", "rows_arrived", "rows_written_back"))
         return cls(slots, min((arrived - ended) * profile.points * profile.stride, slots), used, arrived, ended)

@@ -1,1 +1,1 @@
-"""A run: its folder, what stands in it, and what is told of it."""
+"""A run: its folder, what stands in it, and what is reported of it."""

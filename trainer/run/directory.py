@@ -230,7 +230,7 @@ class Run:
         remove_unfinished(self.path)
 
     def dense(self, step: int) -> Path:
-        """Where the dense part after a step is, or is to be. That of the last clean stop stays until the status tells of another step."""
+        """Where the dense part after a step is, or is to be. That of the last clean stop stays until the status names another step."""
         return self.path / f"dense-{step}.safetensors"
 
     def _dense_parts(self) -> set[Path]:
@@ -261,14 +261,14 @@ class Run:
 
     def checkpoint_folders(self, named: str | None = None) -> list[AnyFolder]:
         """Where checkpoints of the run may be: in a folder that a call names, where the last one saved them, in its own folder. Raises RunError."""
-        folders = [place(told) for told in (named, self.manifest.training_job.checkpoint) if told is not None]
+        folders = [place(given) for given in (named, self.manifest.training_job.checkpoint) if given is not None]
         return list({str(path.absolute()): path for path in [*folders, self.path / CHECKPOINTS]}.values())  # each once
 
     def newest_checkpoint(self, folder: str | None = None, after: int = -1) -> AnyFolder | None:
         """The run's of the latest step in its folders of checkpoints, whatever it holds; None if none is later than `after`. folder: `named`."""
         there: list[AnyFolder] = []
         for checkpoints in self.checkpoint_folders(folder):
-            # What else is to be told must not fail for this.
+            # What else is to be reported must not fail for this.
             with contextlib.suppress(OSError, CheckpointError):
                 there += checkpoints.iterdir()
         steps = [(int(match[1]), path) for path in there if (match := re.fullmatch(r"step-(\d+)", path.name)) and self._has(path)]
@@ -279,12 +279,12 @@ class Run:
         """Whether a checkpoint, where others may have some, too, is of this run, or is damaged, and so may be."""
         manifest = checkpoint / "checkpoint.json"
         try:
-            told = parse_json(manifest.read_bytes())["run"]["run_id"]
+            run_id = parse_json(manifest.read_bytes())["run"]["run_id"]
         except FileNotFoundError:
             return False
         except (OSError, CheckpointError, ValueError, KeyError, TypeError):
             return True
-        return bool(told == self.manifest.run_id)
+        return bool(run_id == self.manifest.run_id)
 
     @property
     def placement(self) -> Placement:

@@ -192,7 +192,7 @@ class CheckpointNotSaved(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeAccepted(RunEvent):
-    """A call was told to use other code of the model than the run was trained with. cause: which files differ."""
+    """A call was asked to use other code of the model than the run was trained with. cause: which files differ."""
 
     kind: ClassVar = "code-accepted"
 

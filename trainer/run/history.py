@@ -98,7 +98,7 @@ def add(path: Path, profile: Profile) -> None:
     np.savez_compressed(
         packed, allow_pickle=False, stride=np.int64(profile.stride), **{k: v.astype(np.float32) for k, v in profile.steps.items()}
     )
-    told = [
+    texts = [
         json.dumps(value) for value in (dict(profile.settings), dict(profile.machine), [dict(one) for one in profile.processes])
     ]
     with _opened(path, write=True) as database, database:
@@ -107,7 +107,7 @@ def add(path: Path, profile: Profile) -> None:
         database.execute(f"PRAGMA user_version = {_VERSION}")
         database.execute(
             "INSERT INTO profiles (ended, settings, machine, processes, steps) VALUES (?, ?, ?, ?, ?)",
-            (profile.ended, *told, packed.getvalue()),
+            (profile.ended, *texts, packed.getvalue()),
         )
         database.execute(
             "DELETE FROM profiles WHERE number NOT IN (SELECT number FROM profiles ORDER BY number DESC LIMIT ?)", (MOST_RUNS,)

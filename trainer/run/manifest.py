@@ -35,7 +35,7 @@ class Stage:
     """A schedule that the run trained or trains on.
 
     identity: SHA-256 of its header; checksum: of its schedule.json, None while that is being prepared; end_step: the step after its last. segments:
-    how many were begun; prefix: what these are told by (Schedule.prefix). program: as Header has it; "" where that was not noted.
+    how many were begun; prefix: what identifies these (Schedule.prefix). program: as Header has it; "" where that was not noted.
     """
 
     path: Annotated[str, filled]
@@ -130,8 +130,8 @@ def rates_text(rates: Sequence[Mapping[str, Any]]) -> str:
     since = []
     for before, now in pairwise(rates):
         changed = [name for name in now if name != "step" and now[name] != before[name]]
-        told = ", ".join(f"{spelled(name)} {now[name]} ({before[name]} before)" for name in changed)
-        since.append(f"from step {now['step']} on {told}")
+        words = ", ".join(f"{spelled(name)} {now[name]} ({before[name]} before)" for name in changed)
+        since.append(f"from step {now['step']} on {words}")
     return f"learning rates: {'; '.join(since)}"
 
 
@@ -237,10 +237,10 @@ class Manifest:
         )
         return replace(self, code=code, mixed_code=mixed)
 
-    def _since(self, told: Sequence[Any], step: int, before: dict[str, Any], now: dict[str, Any]) -> tuple[Any, ...]:
-        """What a run went by, since which steps. told: so far; before, now: what it went by until a step, and goes by from it on."""
+    def _since(self, entries: Sequence[Any], step: int, before: dict[str, Any], now: dict[str, Any]) -> tuple[Any, ...]:
+        """What a run went by, since which steps. entries: so far; before, now: what it went by until a step, and goes by from it on."""
         # By what was so before the same step, nothing was trained.
-        kept = [one for one in told or ({"step": self.stages[0].first_step, **before},) if one["step"] < step]
+        kept = [one for one in entries or ({"step": self.stages[0].first_step, **before},) if one["step"] < step]
         if not kept or kept[-1] != {"step": kept[-1]["step"], **now}:
             kept.append({"step": step, **now})
         return tuple(kept) if len(kept) > 1 else ()

@@ -17,26 +17,26 @@ _WORDS = {
 }
 
 
-def metric_lines(told: Mapping[str, Any], between: str) -> list[str]:
+def metric_lines(metrics: Mapping[str, Any], between: str) -> list[str]:
     """A line for each label, of several with its name, and of evaluation sets with theirs; and for the trained loss where
     that is not the log loss of one.
 
-    told: as a line of metrics.jsonl or summary.json has it; between: what stands between two metrics.
+    metrics: as a line of metrics.jsonl or summary.json has it; between: what stands between two metrics.
     """
-    if sets := told.get("sets"):
+    if sets := metrics.get("sets"):
         return [f"{name}: {line}" for name, of_set in sets.items() for line in metric_lines(of_set, between)]
-    loss = [_word(told, "loss")] if told.get("loss") is not None else []
-    if labels := told.get("labels"):
+    loss = [_word(metrics, "loss")] if metrics.get("loss") is not None else []
+    if labels := metrics.get("labels"):
         return [*(f"{name}: {between.join(_of_label(of_label))}" for name, of_label in labels.items()), *loss]
-    return [between.join([*_of_label(told), *loss])]
+    return [between.join([*_of_label(metrics), *loss])]
 
 
-def _of_label(told: Mapping[str, Any]) -> list[str]:
-    of_clicks = [*_OF_CLICKS, *(["grouped_auc"] if "grouped_auc" in told else [])]
-    return [_word(told, name) for name in (("rmse", "mae") if "rmse" in told else of_clicks)]
+def _of_label(metrics: Mapping[str, Any]) -> list[str]:
+    of_clicks = [*_OF_CLICKS, *(["grouped_auc"] if "grouped_auc" in metrics else [])]
+    return [_word(metrics, name) for name in (("rmse", "mae") if "rmse" in metrics else of_clicks)]
 
 
-def _word(told: Mapping[str, Any], name: str) -> str:
+def _word(metrics: Mapping[str, Any], name: str) -> str:
     word, form = _WORDS[name]
-    value = told.get(name)
+    value = metrics.get(name)
     return f"{word} {'-' if value is None else format(value, form)}"

@@ -56,10 +56,12 @@ def check_same_code(trainer: str, recorded: Mapping[str, str], job: TrainJob) ->
 def changed(recorded: Mapping[str, str], code: tuple[CodeFile, ...]) -> str | None:
     """Say in which files code differs from recorded checksums; None where it does not."""
     now = {file.name: file for file in code}
-    told = [f"{file.path} has other contents" for name, file in now.items() if recorded.get(name, file.sha256) != file.sha256]
-    told += [f"{file.path} was not imported then" for name, file in now.items() if name not in recorded]
-    told += [f"{name} is gone, or not imported any longer" for name in recorded if name not in now]
-    return ", ".join(told) or None
+    differences = [
+        f"{file.path} has other contents" for name, file in now.items() if recorded.get(name, file.sha256) != file.sha256
+    ]
+    differences += [f"{file.path} was not imported then" for name, file in now.items() if name not in recorded]
+    differences += [f"{name} is gone, or not imported any longer" for name in recorded if name not in now]
+    return ", ".join(differences) or None
 
 
 def note_code(events: EventLog | None, what: str, manifest: Manifest, code: tuple[CodeFile, ...]) -> None:

@@ -28,7 +28,7 @@ def exits_reported(who: str) -> Iterator[None]:
     really, process = os._exit, os.getpid()
 
     def report_exit(status: int) -> None:
-        # Not in another thread, which has nobody to tell, and not in a fork.
+        # Not in another thread, which has nobody to report to, and not in a fork.
         if os.getpid() != process or threading.current_thread() is not threading.main_thread():
             really(status)
         raise _Exit(status)
@@ -45,7 +45,7 @@ def exits_reported(who: str) -> Iterator[None]:
 
 
 def exit_error(who: str, error: SystemExit) -> ModelError:
-    """What a call that would end the process is told as."""
+    """The error for a call that would end the process."""
     from foreload.trainer.models.diagnosis import raised_at  # which needs torch
 
     call = "os._exit" if isinstance(error, _Exit) else "sys.exit"

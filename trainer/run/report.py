@@ -1,4 +1,4 @@
-"""What a training tells its user: metrics.jsonl, TensorBoard scalars, progress on stderr, summary.json."""
+"""What a training reports to its user: metrics.jsonl, TensorBoard scalars, progress on stderr, summary.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from foreload.trainer.run.directory import METRICS, SUMMARY, TENSORBOARD
 from foreload.trainer.run.metric_text import metric_lines
 from foreload.trainer.run.reported import evaluations_reported
 
-LINE_SECONDS = 60.0  # between two lines where stderr is not a terminal; what a line tells is of as long a time at most
+LINE_SECONDS = 60.0  # between two lines where stderr is not a terminal; a line covers as long a time at most
 TENSORBOARD_STEPS = 50  # of which TensorBoard has the mean
 _FLUSH_SECONDS = 0.5
 _METRICS = ("log_loss", "auc", "normalized_entropy")
@@ -65,10 +65,10 @@ class _Sums:
 
 
 class RunReport:
-    """Takes the trainers' reports and tells the user; one thread of the coordinator uses it.
+    """Takes the trainers' reports and shows them to the user; one thread of the coordinator uses it.
 
-    steps: of the whole schedule, None while it grows; members: numbers of the trainers, each of which tells of every step; rows_of: as
-    `step_lines.rows_of_steps`, for steps that a lost trainer did not tell of; settings: what TensorBoard shows of the job; clock: seconds;
+    steps: of the whole schedule, None while it grows; members: numbers of the trainers, each of which reports every step; rows_of: as
+    `step_lines.rows_of_steps`, for steps that a lost trainer did not report; settings: what TensorBoard shows of the job; clock: seconds;
     is_amid: whether an evaluation after a step is amid its epoch.
     """
 
@@ -90,20 +90,19 @@ class RunReport:
         self.totals = totals
         self.evaluations: list[dict[str, Any]] = []
         self._run = run
-        self._members = dict.fromkeys(members, first_step)  # trainer -> the first step that it tells of
-        self._waiting: dict[int, dict[int, StepReport]] = {}  # step -> trainer -> what that one tells of it
+        self._members = dict.fromkeys(members, first_step)  # trainer -> the first step that it reports
+        self._waiting: dict[int, dict[int, StepReport]] = {}  # step -> trainer -> its report
         self._rows_of = rows_of
-        self._instead: dict[
-            int, dict[str, Any]
-        ] = {}  # of steps that a lost trainer did not tell of, what their lines have for that
+        # Of steps that a lost trainer did not report: what their lines have instead.
+        self._instead: dict[int, dict[str, Any]] = {}
         self._excepthook, threading.excepthook = threading.excepthook, self._except_unwritten
         # TensorBoard's, not the trainers' board.
         self._board = SummaryWriter(str(run / TENSORBOARD))
         if settings:
             rows = [f"| {name} | `{value}` |" for name, value in settings.items()]
             self._board.add_text("settings", "\n".join(["| setting | value |", "| --- | --- |", *rows]), first_step)
-        # Evaluations, as they are written: those of the step before that an earlier call told, and this call's.
-        self._told = evaluations_reported(run / METRICS, first_step - 1)
+        # Evaluations, as they are written: those of the step before that an earlier call reported, and this call's.
+        self._reported = evaluations_reported(run / METRICS, first_step - 1)
         self._metrics: IO[str] = open(run / METRICS, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         self._flushed_at = 0.0
         self._interval = _Sums()  # for TensorBoard
@@ -114,24 +113,24 @@ class RunReport:
         self._unwritten = False
         self.last_step = first_step - 1
         self._keep_after: int | None = None
-        self.kept_totals: dict[str, float] | None = None  # as after the step of `keep_totals`, once all have told of that
+        self.kept_totals: dict[str, float] | None = None  # as after the step of `keep_totals`, once all have reported that
 
     def step(self, trainer: int, report: StepReport) -> None:
-        """One trainer's report of one step; the step counts when all trainers have told of it."""
+        """One trainer's report of one step; the step counts when all trainers have reported it."""
         self._waiting.setdefault(report.step, {})[trainer] = report
         self._count(report.step)
 
     def on_term(self, members: Iterable[int], step: int) -> None:
-        """Change who tells of the steps after `step`.
+        """Change who reports the steps after `step`.
 
-        Where a trainer that is no member any more did not tell of a step before, the step's rows are those of the schedule, and its line says whose
-        times and bytes it lacks. Trainers that joined tell of no step before.
+        Where a trainer that is no member any more did not report a step before, the step's rows are those of the schedule, and its line says whose
+        times and bytes it lacks. Trainers that joined report no step before.
         """
         former, uncounted = self._members.keys() - set(members), range(self.last_step + 1, step + 1)
         silent = {
-            missed: [trainer for trainer in sorted(former) if self._members[trainer] <= missed and trainer not in told]
+            missed: [trainer for trainer in sorted(former) if self._members[trainer] <= missed and trainer not in reports]
             for missed in uncounted
-            for told in [self._waiting.get(missed, {})]
+            for reports in [self._waiting.get(missed, {})]
         }
         if any(silent.values()):
             rows = self._rows_of(uncounted.start, step)
@@ -141,7 +140,7 @@ class RunReport:
             self._count(step)
 
     def _count(self, step: int) -> None:
-        """Count a step in, once all trainers have told of it."""
+        """Count a step in, once all trainers have reported it."""
         reports = self._waiting[step]
         if not reports.keys() >= {trainer for trainer, since in self._members.items() if since <= step}:
             return
@@ -169,10 +168,10 @@ class RunReport:
         if self.last_step == self._keep_after:
             self.kept_totals = asdict(self.totals)
 
-    def checkpoint(self, told: Mapping[str, Any]) -> None:
+    def checkpoint(self, fields: Mapping[str, Any]) -> None:
         """A checkpoint was saved, or was not."""
         with self._kept_if_possible():
-            self._write({"kind": "checkpoint", **told})
+            self._write({"kind": "checkpoint", **fields})
 
     def tick(self) -> None:
         """To be called often, also while no step ends: says how far training is, if it is time."""
@@ -184,8 +183,8 @@ class RunReport:
                 self._metrics.flush()
 
     def evaluation(self, report: EvaluationReport) -> None:
-        """The metrics of a set in an evaluation pass. One that is told again, since a trainer was lost behind it, is the same; one that an earlier
-        call told, which ended behind it, counts for this one, and is not written again.
+        """The metrics of a set in an evaluation pass. One that is reported again, since a trainer was lost behind it, is the same; one that an
+        earlier call reported, which ended behind it, counts for this one, and is not written again.
         """
         line = {"kind": "evaluation", **to_stored(report)}
         written = _written(line)
@@ -193,13 +192,13 @@ class RunReport:
             return
         self.evaluations.append(line)
         with self._kept_if_possible():
-            if written not in self._told:
+            if written not in self._reported:
                 self._metrics.write(written)
                 for name, value in _metric_scalars(line):
                     self._board.add_scalar("/".join(filter(None, ("evaluation", report.set, name))), value, report.step)
         place = (f", step {report.step}" if self._is_amid(report.step) else "") + (f", {report.set}" if report.set else "")
-        told = "; ".join(metric_lines(line, ", "))
-        self._display.write(f"epoch {report.epoch + 1}{place}: {told} on {report.samples:,} samples")
+        words = "; ".join(metric_lines(line, ", "))
+        self._display.write(f"epoch {report.epoch + 1}{place}: {words} on {report.samples:,} samples")
 
     def summary(self, **further: Any) -> dict[str, Any]:
         """Write and return summary.json; further entries go in as they are. Metrics of a run without evaluation are null."""
@@ -234,13 +233,13 @@ class RunReport:
         threading.excepthook = self._excepthook
 
     def _except_unwritten(self, ended: threading.ExceptHookArgs) -> None:
-        """A disk that TensorBoard's thread cannot write to is told of here, too, at the next call: no traceback of the thread's."""
+        """A disk that TensorBoard's thread cannot write to is reported here, too, at the next call: no traceback of the thread's."""
         if not isinstance(ended.exc_value, OSError):
             self._excepthook(ended)
 
     @contextlib.contextmanager
     def _kept_if_possible(self) -> Iterator[None]:
-        """What is told of a training is not worth its end: where the disk is full, or fails, it goes on without."""
+        """A report is not worth the end of a training: where the disk is full, or fails, it goes on without."""
         try:
             yield
         except OSError as error:
@@ -279,7 +278,7 @@ def _written(line: Mapping[str, Any]) -> str:
 
 
 def metrics_of_set(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line about an evaluation tells of its set alone."""
+    """What a line about an evaluation says of its set alone."""
     return {name: value for name, value in line.items() if name in ("samples", *_METRICS, *_FURTHER_METRICS)}
 
 
@@ -288,8 +287,8 @@ def _metric_scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in line.items():
         if name in (*_METRICS, *_FURTHER_METRICS) and isinstance(value, float):
             yield name, value
-    for label, told in line.get("labels", {}).items():
-        yield from ((f"{label}/{name}", value) for name, value in _metric_scalars(told))
+    for label, metrics in line.get("labels", {}).items():
+        yield from ((f"{label}/{name}", value) for name, value in _metric_scalars(metrics))
 
 
 def _finite(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What earlier calls of a run told in metrics.jsonl."""
+"""What earlier calls of a run reported in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def evaluations_reported(path: Path, step: int) -> set[str]:
     """Lines of metrics.jsonl about evaluations after a step, of which the run did not go back behind that step since. A last line that its writer was
     killed in is cut off, so that the next one begins a line.
     """
-    told: set[str] = set()
+    lines: set[str] = set()
     last, whole = -1, 0
     if not path.exists():
-        return told
+        return lines
     with open(path, "rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
@@ -31,14 +31,14 @@ def evaluations_reported(path: Path, step: int) -> set[str]:
             if number is not None:
                 before, last = last, int(number[1])
                 if last <= min(before, step):
-                    told.clear()
+                    lines.clear()
             elif line.startswith(_EVALUATION % step):
-                told.add(line.decode())
-    return told
+                lines.add(line.decode())
+    return lines
 
 
 def reported_step(path: Path) -> int | None:
-    """The last training step that metrics.jsonl tells of; None if there is none."""
+    """The last training step that metrics.jsonl reports; None if there is none."""
     try:
         with open(path, "rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
@@ -47,8 +47,8 @@ def reported_step(path: Path) -> int | None:
         return None
     for line in reversed(lines):
         with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
-            told = parse_json(line)
-            # A checkpoint is told of long after its step.
-            if told["kind"] == "step":
-                return int(told["step"])
+            entry = parse_json(line)
+            # A checkpoint is reported long after its step.
+            if entry["kind"] == "step":
+                return int(entry["step"])
     return None

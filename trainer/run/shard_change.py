@@ -52,7 +52,7 @@ def plain_or_local(urls: Sequence[str]) -> tuple[str, ...]:
 
 
 def shard_named(text: str, urls: Sequence[str]) -> int:
-    """The number of a store shard, told as that or as its server's URL. urls: by number, without passwords. Raises RunError."""
+    """The number of a store shard, given as that or as its server's URL. urls: by number, without passwords. Raises RunError."""
     there = {shard: url for shard, url in enumerate(urls) if url}
     if text.isdigit() and int(text) in there:
         return int(text)

@@ -47,7 +47,7 @@ def reports(loads: Mapping[int, ShardLoad], steps: int) -> list[LoadReport]:
 
 
 def lines(shards: Sequence[LoadReport]) -> list[str]:
-    """A line for each shard that is slow, and for each that is hot, of those that `told` gives."""
+    """A line for each shard that is slow, and for each that is hot, of those that `reports` returns."""
     words = []
     for one in shards:
         if one["slow"] is not None:

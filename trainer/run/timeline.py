@@ -8,7 +8,7 @@ import numpy as np
 
 from foreload.trainer.compute.reports import StepReport
 
-_FEWEST_STEPS = 5  # of which a throughput is told
+_FEWEST_STEPS = 5  # of which a throughput is reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Timeline:
 
 
 class StepTimes:
-    """Collects what trainers tell of their steps into a Timeline."""
+    """Collects the trainers' step reports into a Timeline."""
 
     def __init__(self) -> None:
         self._steps: dict[int, tuple[float, float, int, int]] = {}  # step -> when it ended, the seconds it took, epoch, samples

@@ -125,11 +125,11 @@ def _rebuild_lost(run: Run, manifest: Manifest, job: TrainJob, status: Status) -
 def _rebuild(run: Run, store: Store, lost: list[int]) -> None:
     without: dict[int, str] = {}  # shards whose server is not to be had, and why
 
-    def told(news: ShardNews) -> None:
+    def note_unreachable(news: ShardNews) -> None:
         if isinstance(news, ServerUnreachable):
             without[news.shard] = news.why
 
-    with owned_at_rest(run, store, told) as traffic:
+    with owned_at_rest(run, store, note_unreachable) as traffic:
         while not traffic.shards.whole:
             if (shard := next(iter(without.keys() & {*traffic.shards.lost}), None)) is not None:
                 raise RunError(

@@ -18,7 +18,7 @@ def keep_schedule(run: Run, schedule: Schedule, step: int | None = None) -> None
     """Keep in RUN what commands that read its model need of a schedule, once that is complete.
 
     step: the last one trained, where the run comes to rest: what was kept of earlier schedules is deleted then. None: training begins.
-    What cannot be kept is told, and no reason to stop. Raises ScheduleError where the schedule that is to be trained on is damaged.
+    What cannot be kept is reported, and no reason to stop. Raises ScheduleError where the schedule that is to be trained on is damaged.
     """
     if not schedule.complete:
         return

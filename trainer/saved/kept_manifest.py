@@ -1,4 +1,4 @@
-"""What lanes.json tells of the rows that a run keeps (`kept_lanes`)."""
+"""What lanes.json says of the rows that a run keeps (`kept_lanes`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class KeptFile:
 
 @dataclass(frozen=True, slots=True)
 class KeptLanes:
-    """What `lanes.json` tells. why: training ended; manifest, status: of the run once the rows are on the store; dense: the file of the dense part;
+    """What `lanes.json` says. why: training ended; manifest, status: of the run once the rows are on the store; dense: the file of the dense part;
     files: of each lane.
     """
 

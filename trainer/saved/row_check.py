@@ -36,19 +36,19 @@ def _broken_off(run: Run, status: Status, stale: Sequence[int]) -> str:
     of = "of no step, for it never stopped cleanly" if anew else f"of step {status.step}, where it last stopped cleanly"
     reported = reported_step(run.path / METRICS)
     to = "" if reported is None else f" (steps up to {reported} were reported)"
-    told = (
+    message = (
         f"run {run.path}: was broken off: its dense part is {of}, but rows on store shard {', '.join(map(str, stale))} are of later steps{to}, "
         "and the dense part of those is nowhere; "
     )
     local = LocalStores.find(run.path / STORES)
     # What local stores have saved is of the last clean stop, and goes before an older checkpoint.
     if (newest := run.newest_checkpoint(after=-1 if local is None else status.step)) is not None:
-        return told + f"--resume goes on from checkpoint {newest}"
+        return message + f"--resume goes on from checkpoint {newest}"
     running = [str(pid) for pid in local.pids if pid] if local is not None else []
     if not running:
         return (
-            told
+            message
             + f"the rows stay where they are, in namespace {run.manifest.namespace}; --overwrite would delete them and train anew"
         )
     then = "begins again" if anew else f"goes on from step {status.step}, of which the rows are saved"
-    return told + f"the rows are in servers that still run ({', '.join(running)}): once these are ended, --resume {then}"
+    return message + f"the rows are in servers that still run ({', '.join(running)}): once these are ended, --resume {then}"

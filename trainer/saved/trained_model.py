@@ -46,7 +46,7 @@ class DenseForward:
         self._name = model.job.model
 
     def note_mixing(self, what: str) -> None:
-        """Tell stderr where a model mixes samples. what: an output, as a command calls it."""
+        """Say on stderr where a model mixes samples. what: an output, as a command calls it."""
         if self.mixes_samples:
             sys.stderr.write(
                 f"foreload: note: {self._name} declares mixes_samples: {what} depends on the records beside it, as many as in a slice of training\n"

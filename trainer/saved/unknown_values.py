@@ -14,8 +14,8 @@ _FEWEST, _HARDLY = 10, 0.9  # values of a feature from which on, and the share o
 class UnknownValues:
     """Counts of each feature's lookups: values, missing ones aside, and those unknown.
 
-    By a vocabulary, values that it does not have; by hash and as ids, values whose row was never trained. Values that share a row are not told apart,
-    nor is id 0, which stands for a missing value; so that is the least that there are.
+    By a vocabulary, values that it does not have; by hash and as ids, values whose row was never trained. Values that share a row are not
+    distinguished, nor is id 0, which stands for a missing value; so that is the least that there are.
     """
 
     def __init__(self, features: FeatureSpec) -> None:
@@ -40,7 +40,7 @@ class UnknownValues:
         return {feature.name: {"values": values, "unknown": unknown} for feature, values, unknown in counts}
 
     def warn(self, command: str) -> None:
-        """Tell stderr of the features of which hardly any value is known."""
+        """Warn on stderr of the features of which hardly any value is known."""
         for feature, values, unknown in zip(self._features, self.values.tolist(), self.unknown.tolist(), strict=True):
             if values >= _FEWEST and unknown > _HARDLY * values:
                 least = "" if feature.encoding == "vocabulary" else "at least "

@@ -23,7 +23,7 @@ from foreload.trainer.serving.plain_files import read_program
 _TRACED, _TRIED = 5, (1, 3, 64)  # made-up samples that are traced, and with which what was written is tried
 _NEAR_ONNX = 1e-3  # a logit of another program, on other kernels
 _NEAR = 1e-5  # a logit of the program to that of the module, relative and absolute; other products may be chosen for it
-_MOST_TEXT = 300  # characters of what torch says that are told
+_MOST_TEXT = 300  # characters of torch's message that are shown
 _ONNX_PACKAGES = ("onnx", "onnxscript")
 
 

@@ -104,11 +104,11 @@ def _made_beside(folder: Path) -> Iterator[Path]:
 
 def _write(before: Export, export: Export, folder: Path) -> About:
     """Write a full export: `before`, with the rows and the dense part of an increment. Returns its manifest. Raises ExportError."""
-    told: About = {**export.about, "tables": [{**table} for table in export.about["tables"]]}
-    told.pop("since", None)
+    contents: About = {**export.about, "tables": [{**table} for table in export.about["tables"]]}
+    contents.pop("since", None)
     for name in (MODEL, DENSE_STATE, *(name for name in (ENCODING, BUFFERS) if name in export.about["files"])):
         shutil.copyfile(export.file(name), folder / name)
-    for table, (layout, entry) in enumerate(zip(export.layouts, told["tables"], strict=True)):
+    for table, (layout, entry) in enumerate(zip(export.layouts, contents["tables"], strict=True)):
         has_values = before.has_values(table)
         if has_values != export.has_values(table):
             raise ExportError(
@@ -124,7 +124,7 @@ def _write(before: Export, export: Export, folder: Path) -> About:
                     writer.add(rows)
             entry["rows"] = writer.rows
         check_rows(export, table, entry["rows"], str(before.path))
-    return write_about(folder, told)
+    return write_about(folder, contents)
 
 
 def merged(before: Iterator[ExportRows], changes: Iterator[ExportRows]) -> Iterator[ExportRows]:

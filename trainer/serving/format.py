@@ -209,23 +209,23 @@ def canonical(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def state_of(told: Contents, dense: str, dense_state: str) -> str:
+def state_of(contents: Contents, dense: str, dense_state: str) -> str:
     """Which state of which model it is: SHA-256 of step, seed, model, tables and the checksums of the dense part's files.
 
     The dense part changes with every step and by every row, so two trainings have no state in common but that of equal models.
     """
-    of_the_model = {"step": told["step"], **same_model(told), "tables": list(map(same_table, told["tables"]))}
+    of_the_model = {"step": contents["step"], **same_model(contents), "tables": list(map(same_table, contents["tables"]))}
     return canonical(of_the_model | {"dense": dense, "dense_state": dense_state})
 
 
-def same_model(told: OfModel) -> dict[str, object]:
+def same_model(manifest: OfModel) -> dict[str, object]:
     """What two states of a model have in common, beside their settings and tables."""
-    return {"seed": told["seed"], "model": told["model"], "inexact": told["inexact"]}
+    return {"seed": manifest["seed"], "model": manifest["model"], "inexact": manifest["inexact"]}
 
 
-def same_table(told: TableOfModel) -> TableOfModel:
+def same_table(table: TableOfModel) -> TableOfModel:
     """What two states of a table have in common."""
-    return {"name": told["name"], "table_rows": told["table_rows"], "parts": told["parts"], "optimizer": told["optimizer"]}
+    return {"name": table["name"], "table_rows": table["table_rows"], "parts": table["parts"], "optimizer": table["optimizer"]}
 
 
 def file_entries(folder: Path) -> dict[str, FileEntry]:
@@ -241,11 +241,11 @@ def file_entries(folder: Path) -> dict[str, FileEntry]:
     return entries
 
 
-def write_about(folder: Path, told: Contents) -> About:
-    """Write the manifest of a folder whose other files are there: told, and what follows from them. Returns it. Raises OSError."""
+def write_about(folder: Path, contents: Contents) -> About:
+    """Write the manifest of a folder whose other files are there: `contents`, and what follows from the files. Returns it. Raises OSError."""
     files = file_entries(folder)
-    state = state_of(told, files[MODEL]["sha256"], files[DENSE_STATE]["sha256"])
-    about: About = {**told, "format": FORMAT, "files": files, "state": state}
+    state = state_of(contents, files[MODEL]["sha256"], files[DENSE_STATE]["sha256"])
+    about: About = {**contents, "format": FORMAT, "files": files, "state": state}
     write_sealed(folder / ABOUT, about, durable=True)
     return about
 
@@ -373,28 +373,28 @@ class Export:
             )
 
 
-def check_same_model(name: str, told: Contents, other: OfModel, tables: Sequence[TableOfModel], where: str) -> None:
+def check_same_model(name: str, manifest: Contents, other: OfModel, tables: Sequence[TableOfModel], where: str) -> None:
     """Raise ExportError where a manifest is of another model than that of what is at `where`, whose manifest and tables are `other` and `tables`.
 
     name: what the first is called.
     """
     # A setting that only one of them knows is of a version in which it had no other value.
-    mine = {key: value for key, value in told["settings"].items() if key in other["settings"]} | same_model(told)
+    mine = {key: value for key, value in manifest["settings"].items() if key in other["settings"]} | same_model(manifest)
     there = {**other["settings"], **same_model(other)}
     for key, value in mine.items():
         if value != there[key]:
             raise ExportError(f"{name}: is of another model than {where}: {key} must be {there[key]!r}, as there; got {value!r}")
-    if list(map(same_table, told["tables"])) != list(map(same_table, tables)):
+    if list(map(same_table, manifest["tables"])) != list(map(same_table, tables)):
         raise ExportError(f"{name}: is of another model than {where}: its tables must be those there; got others")
 
 
 def check_rows(export: Export, table: int, rows: int, where: str) -> None:
     """Raise ExportError where a table would have another number of rows, once an increment is applied to what is at `where`, than the model has."""
-    told = export.about["tables"][table]
-    if told["whole_rows"] != rows:
+    entry = export.about["tables"][table]
+    if entry["whole_rows"] != rows:
         raise ExportError(
-            f"{export.what} of a training that is not that of {where}: table {told['name']} must have {told['whole_rows']} rows then, and would have "
-            f"{rows}; export from the run that this is of"
+            f"{export.what} of a training that is not that of {where}: table {entry['name']} must have {entry['whole_rows']} rows then, and would "
+            f"have {rows}; export from the run that this is of"
         )
 
 

@@ -94,7 +94,7 @@ class _Spec(SimpleNamespace):
 
 
 def _spec(about: Mapping[str, Any]) -> _Spec:
-    """What a model's constructor is told about the data, as foreload's ModelSpec has it."""
+    """What a model's constructor receives about the data, as foreload's ModelSpec has it."""
     tables = [about["tables"][feature["table"]] for feature in about["features"]]
     features = tuple(
         (feature["name"], table["parts"][0][1], table["name"]) for feature, table in zip(about["features"], tables, strict=True)

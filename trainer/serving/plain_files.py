@@ -37,12 +37,12 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     tensors = {}
-    for name, told in header.items():
+    for name, entry in header.items():
         if name != "__metadata__":
-            kind, shape = {"F32": "<f4", "I64": "<i8"}[told["dtype"]], tuple(told["shape"])
+            kind, shape = {"F32": "<f4", "I64": "<i8"}[entry["dtype"]], tuple(entry["shape"])
             tensors[name] = np.empty(shape, kind)
             if tensors[name].size:
-                tensors[name] = np.memmap(path, kind, "c", 8 + size + told["data_offsets"][0], shape)
+                tensors[name] = np.memmap(path, kind, "c", 8 + size + entry["data_offsets"][0], shape)
     return tensors
 
 
@@ -57,13 +57,13 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     data = bytearray(path.read_bytes())
     size = int.from_bytes(data[:8], "little")
     tensors = {}
-    for name, told in json.loads(data[8 : 8 + size]).items():
+    for name, entry in json.loads(data[8 : 8 + size]).items():
         if name != "__metadata__":
-            first, end = told["data_offsets"]
-            tensors[name] = torch.empty(told["shape"], dtype=_KINDS[told["dtype"]])
+            first, end = entry["data_offsets"]
+            tensors[name] = torch.empty(entry["shape"], dtype=_KINDS[entry["dtype"]])
             if first < end:
-                tensors[name] = torch.frombuffer(data[8 + size + first : 8 + size + end], dtype=_KINDS[told["dtype"]]).reshape(
-                    told["shape"]
+                tensors[name] = torch.frombuffer(data[8 + size + first : 8 + size + end], dtype=_KINDS[entry["dtype"]]).reshape(
+                    entry["shape"]
                 )
     return tensors
 

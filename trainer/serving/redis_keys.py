@@ -176,14 +176,14 @@ class _Application:
         dense = self._export.file(MODEL).read_bytes()
         if BUFFERS in self._export.about["files"]:
             dense = save(load(dense) | load(self._export.file(BUFFERS).read_bytes()))
-        told = self._version(([] if before is None else [before, *kept])[: self._keep])
-        gone = [self._keys.dense(step) for step in readable if step not in told["kept"]]
+        new_version = self._version(([] if before is None else [before, *kept])[: self._keep])
+        gone = [self._keys.dense(step) for step in readable if step not in new_version["kept"]]
         self._transact(
             ["SET", self._keys.dense(self._export.step), dense],
-            ["SET", self._keys.version, json.dumps(told, sort_keys=True)],
+            ["SET", self._keys.version, json.dumps(new_version, sort_keys=True)],
             ["DEL", self._keys.applying, *gone],
         )
-        return sum(table["rows"] for table in told["tables"]), told["kept"]
+        return sum(table["rows"] for table in new_version["tables"]), new_version["kept"]
 
     def _version(self, kept: Sequence[int]) -> Version:
         about = self._export.about
@@ -221,7 +221,7 @@ class _Application:
             self._check_rows(version)
         commands: list[list[bytes | str]] = []
         if version is not None:
-            # One that is to go is not told of any more before its rows do.
+            # The version key stops listing a step that is to go before its rows do.
             dropped = version["kept"][max(self._keep - 1, 0) :]
             version["kept"] = version["kept"][: max(self._keep - 1, 0)]
             if dropped:

@@ -113,10 +113,10 @@ Rows = Mapping[str, np.ndarray] | ParquetRows | RedisRows
 class Table(nn.Module):
     """A table: sums of its rows, trained or not. known: the ids of those in memory, which are bag's."""
 
-    def __init__(self, number: int, told: Mapping[str, Any], seed: int, rows: Rows) -> None:
+    def __init__(self, number: int, entry: Mapping[str, Any], seed: int, rows: Rows) -> None:
         super().__init__()
-        self.name, self.table_rows, self.width = told["name"], told["table_rows"], sum(columns for _, columns in told["parts"])
-        self._initial = (seed, number), (self.table_rows, told["parts"][0][1], self.width)
+        self.name, self.table_rows, self.width = entry["name"], entry["table_rows"], sum(columns for _, columns in entry["parts"])
+        self._initial = (seed, number), (self.table_rows, entry["parts"][0][1], self.width)
         self._reader = None if isinstance(rows, Mapping) else rows
         self.known = rows["ids"] if isinstance(rows, Mapping) else np.empty(0, np.int64)
         weights = rows["weights"] if isinstance(rows, Mapping) else np.empty((0, self.width), np.float32)
@@ -263,16 +263,16 @@ def load(
     about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
     if about["format"] != FORMAT:
         raise ValueError(f"{folder}: format must be {FORMAT}; got {about['format']!r}; use the model.py that is in the folder")
-    for name, told in about["files"].items():
+    for name, entry in about["files"].items():
         if name in ("", "..") or "/" in name:
             raise ValueError(f"{folder}: {ABOUT} must name files in the folder; got {name!r}; export it again")
         size = (folder / name).stat().st_size if (folder / name).exists() else None
-        if size != told["bytes"]:
+        if size != entry["bytes"]:
             raise ValueError(
-                f"{folder}: {name} must have {told['bytes']} bytes; it {'is missing' if size is None else f'has {size}'}; copy it again"
+                f"{folder}: {name} must have {entry['bytes']} bytes; it {'is missing' if size is None else f'has {size}'}; copy it again"
             )
     tables = [
-        Table(number, told, about["seed"], _rows(folder, about, told, rows_at)) for number, told in enumerate(about["tables"])
+        Table(number, entry, about["seed"], _rows(folder, about, entry, rows_at)) for number, entry in enumerate(about["tables"])
     ]
     if about["program"] is None:
         if module is None:
@@ -291,22 +291,22 @@ def _path(folder: Path, about: Mapping[str, Any], name: str) -> Path:
     return folder / name
 
 
-def _rows(folder: Path, about: Mapping[str, Any], told: Mapping[str, Any], rows_at: str | None) -> Rows:
-    width = sum(columns for _, columns in told["parts"])
-    if told["at"] == "redis":
-        return RedisRows(rows_at or about["rows_at"]["url"], about["rows_at"]["key"], about, told["name"], width)
-    if told["at"] == "parquet":
-        return ParquetRows(_path(folder, about, told["file"]), width)
-    return read_safetensors(_path(folder, about, told["file"]))
+def _rows(folder: Path, about: Mapping[str, Any], entry: Mapping[str, Any], rows_at: str | None) -> Rows:
+    width = sum(columns for _, columns in entry["parts"])
+    if entry["at"] == "redis":
+        return RedisRows(rows_at or about["rows_at"]["url"], about["rows_at"]["key"], about, entry["name"], width)
+    if entry["at"] == "parquet":
+        return ParquetRows(_path(folder, about, entry["file"]), width)
+    return read_safetensors(_path(folder, about, entry["file"]))
 
 
 def _vocabularies(folder: Path, about: Mapping[str, Any]) -> dict[int, dict[bytes, int]]:
     vocabularies = {}
-    for number, told in enumerate(about["tables"]):
-        if "vocabulary" in told:
+    for number, entry in enumerate(about["tables"]):
+        if "vocabulary" in entry:
             from pyarrow import parquet
 
-            values = parquet.read_table(_path(folder, about, told["vocabulary"]), columns=["value"]).column(0).to_pylist()
+            values = parquet.read_table(_path(folder, about, entry["vocabulary"]), columns=["value"]).column(0).to_pylist()
             vocabularies[number] = {value: place + 2 for place, value in enumerate(values)}
     return vocabularies
 

@@ -160,11 +160,11 @@ def encoding_of(features: FeatureSpec, encoder: Encoder) -> dict[str, Any]:
 
 
 def _dense_columns(features: FeatureSpec, encoder: Encoder) -> list[dict[str, Any]]:
-    told = []
+    entries = []
     for place, dense in enumerate(features.dense):
         scale = encoder.scales[place] if dense.transform == "standard" else None
-        told.append(asdict(dense) | ({} if scale is None else {"mean": scale.mean.hex(), "deviation": scale.deviation.hex()}))
-    return told
+        entries.append(asdict(dense) | ({} if scale is None else {"mean": scale.mean.hex(), "deviation": scale.deviation.hex()}))
+    return entries
 
 
 def _headers(features: FeatureSpec) -> list[list[str]]:
@@ -193,30 +193,30 @@ def _write_tables(model: SavedModel, folder: Path, encoder: Encoder, options: To
     batches = RowsByTable(model.rows())
     for layout, rows in zip(model.layouts, model.row_counts().tolist(), strict=True):
         name, at = quote(layout.name, safe=" "), options.place(rows)
-        told: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "name": layout.name, "table_rows": layout.rows, "parts": [list(part) for part in layout.parts], "rows": rows, "at": at,
         }  # fmt: skip
         if (vocabulary := encoder.vocabularies.get(layout.table)) is not None:
-            told["vocabulary"] = f"vocabulary-{name}.parquet"
-            pq.write_table(pa.table({"value": vocabulary.values}), folder / told["vocabulary"], compression="zstd")
+            entry["vocabulary"] = f"vocabulary-{name}.parquet"
+            pq.write_table(pa.table({"value": vocabulary.values}), folder / entry["vocabulary"], compression="zstd")
         own = batches.of(layout.table)
         if at == "redis":
             for _ in own:
                 pass  # they are checked as they are read, as all others
         else:
-            told["file"] = f"rows-{name}.{at}"
-            (_write_tensors if at == "safetensors" else _write_parquet)(folder / told["file"], layout, rows, own)
-        yield told
+            entry["file"] = f"rows-{name}.{at}"
+            (_write_tensors if at == "safetensors" else _write_parquet)(folder / entry["file"], layout, rows, own)
+        yield entry
 
 
 def _write_tensors(path: Path, layout: RowLayout, rows: int, batches: Iterable[ModelRows]) -> None:
     """Write ids int64 [rows] and weights float32 [rows, W] as safetensors has them, with a batch in memory."""
     ids_bytes, row_bytes = 8 * rows, 4 * layout.width
-    told = {
+    entries = {
         "ids": {"dtype": "I64", "shape": [rows], "data_offsets": [0, ids_bytes]},
         "weights": {"dtype": "F32", "shape": [rows, layout.width], "data_offsets": [ids_bytes, ids_bytes + rows * row_bytes]},
     }
-    header = json.dumps(told).encode()
+    header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
     count = 0
     with open(path, "wb") as file:

@@ -72,7 +72,7 @@ class Commits:
         self._report: StepReport | None = None
         # Of a committed step, what is not yet in the copies.
         self._due: tuple[Replica, ExchangePlan | None] | None = None
-        self.tell: Callable[[StepReport], None] = lambda report: None
+        self.on_commit: Callable[[StepReport], None] = lambda report: None
         self.on_install: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
@@ -142,10 +142,10 @@ class Commits:
         self._undo.forget()
         self._lanes.commit(self.committed)
         report, self._replica, self._following, self._report = self._report, None, None, None
-        self.tell(report)
+        self.on_commit(report)
 
     def commit_last(self, stopping: bool) -> None:
-        """Commit the step applied by a barrier, where no next one tells of it. Every trainer calls this. Raises PeerLost.
+        """Commit the step applied by a barrier, where no next one reports it. Every trainer calls this. Raises PeerLost.
 
         stopping: training ends. Then there is a barrier in any case, so that nobody ends residencies beyond the schedule of which another does not
         know that it might.
@@ -168,7 +168,7 @@ class Commits:
             self.copies[lane] = self._lanes.give_away(lane)
 
     def position(self) -> TermPosition:
-        """What this trainer tells when the term is over."""
+        """What this trainer reports when the term is over."""
         self._install()
         complete = tuple(lane for lane, copy in self.copies.items() if copy.complete)
         return TermPosition(self.applied if self._has_all() else self.committed, complete, self._stopping)

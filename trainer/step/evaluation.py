@@ -25,8 +25,8 @@ class EvaluationPass:
 
     def reports(self, step: int, epoch: int) -> list[EvaluationReport]:
         """The metrics of all slices added, of each set in order. step, epoch: those before the pass."""
-        labels, told = [label.name for label in self._header.features.labels], []
+        labels, reports = [label.name for label in self._header.features.labels], []
         for name, samples in self._sets.items():
             of_labels = dict(zip(labels, samples.metrics(), strict=True))
-            told.append(EvaluationReport.of(step, epoch, samples.samples, of_labels, samples.mean_loss(), name))
-        return told
+            reports.append(EvaluationReport.of(step, epoch, samples.samples, of_labels, samples.mean_loss(), name))
+        return reports

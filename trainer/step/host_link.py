@@ -61,7 +61,7 @@ class HostLink:
         self._ended.register(connection, select.POLLRDHUP)
         self._unread = b""
         self._arrived: dict[tuple[int, int], tuple[int, int]] = {}  # (kind, number) -> bytes, where they begin
-        self._told: Counter[int] = Counter()  # by kind, how many frames have come
+        self._frames: Counter[int] = Counter()  # by kind, how many have come
         self._wanted: Counter[int] = Counter()  # by kind, how many messages were asked for
         self._in_use: list[tuple[int, int]] = []  # where messages begin and end that may not be received yet, ascending
 
@@ -161,8 +161,8 @@ class HostLink:
         self._unread += data
         whole = len(self._unread) // _FRAME.size * _FRAME.size
         for kind, size, place in _FRAME.iter_unpack(self._unread[:whole]):
-            self._told[kind] += 1
-            self._arrived[kind, self._told[kind]] = size, place
+            self._frames[kind] += 1
+            self._arrived[kind, self._frames[kind]] = size, place
         self._unread = self._unread[whole:]
 
     def _room(self, size: int) -> int:

@@ -76,7 +76,7 @@ class _NcclWork(Work):
 
 @contextlib.contextmanager
 def peers_lost(what: str) -> Iterator[None]:
-    """While entered, what torch.distributed raises becomes PeerLost, told after `what`; what the device raises (no memory, a failed kernel) stays."""
+    """While entered, what torch.distributed raises becomes PeerLost, text after `what`; what the device raises (no memory, a failed kernel) stays."""
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError):

@@ -29,8 +29,8 @@ class Trainer:
     """Runs events over hosted lanes, in one term. One thread uses it; the traffic with the store has a thread of its own.
 
     parts, lanes and copies outlive it: in the next term another Trainer goes on with them, in that term's session. commits: where lanes have
-    copies. applying: whether a step is half applied, also when that failed. on_point: told the named points of a step, and the step, in an evaluation
-    pass the training step before it (for tests and drills).
+    copies. applying: whether a step is half applied, also when that failed. on_point: called with the named points of a step, and the step, in
+    an evaluation pass the training step before it (for tests and drills).
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Trainer:
         """
         check_agreement(self.parts, self.session, self._last_step)
         if self.commits is not None:
-            self.commits.tell = on_step
+            self.commits.on_commit = on_step
             self.commits.begin()
         event = next(events, None)
         ahead: ExchangePlan | None = None

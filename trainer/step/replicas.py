@@ -17,7 +17,7 @@ class LaneReplica:
 
     partition: without base. given: int64 [tables], the lane's ordinals given so far. owed: boundary -> the rows that ended there, for each
     boundary that is not known to be released. released, batch: the last boundary up to which all are released, and the last write-back batch that
-    is, as the owner told last. seeded_at: the step after which the last slots came; rows that ended up to there may be missing from `owed`.
+    is, as the owner last reported. seeded_at: the step after which the last slots came; rows that ended up to there may be missing from `owed`.
     scratch: uint8 [slots], zeros between uses.
     """
 
@@ -65,8 +65,8 @@ class LaneReplica:
         self.given += initial_by_table(moves.arrivals, self.given.size)
 
     def note_released(self, boundary: int, batch: int) -> None:
-        """What the owner tells: rows that ended up to the boundary are in the store, of the batches up to this one."""
-        # Who has just taken the lane over may know less than was told before.
+        """What the owner reports: rows that ended up to the boundary are in the store, of the batches up to this one."""
+        # Who has just taken the lane over may know less than was reported before.
         self.released, self.batch = max(self.released, boundary), max(self.batch, batch)
         for past in [number for number in self.owed if number <= boundary]:
             del self.owed[past]

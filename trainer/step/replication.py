@@ -3,7 +3,7 @@
 Of the rows that the step changed, a replica has the optimizer state, and the weights of those that the copy's trainer does not get anyway: a row
 that a lane of that trainer uses in the next training step comes with that step's exchange, on its critical path, since this step changed it.
 Sizes and order follow from the schedule's masks on both sides, as in `exchange`. Of a copy that is still seeded (`seeding`), only the slots that it
-has already are told of.
+has already are sent.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class TrainingStep:
     ) -> None:
         """bucket: how dense gradients are cut for this term's trainers; plan: `ahead` of the step before; None if it had none.
 
-        commits: where lanes have copies; on_point: told where the step is.
+        commits: where lanes have copies; on_point: called with each point that the step reaches.
         """
         self._clock = Clock()
         self._commits = commits
@@ -188,7 +188,7 @@ class TrainingStep:
             self.ahead = None
 
     def report(self) -> StepReport:
-        """What this trainer tells of the step, which has been applied."""
+        """What this trainer reports of the step, which has been applied."""
         event, clock = self.event, self._clock
         processor, thread = clock.processor_seconds
         clock.held_up(self._lanes.take_held_up(), "exchange" if self._lanes.keeps else "compute")

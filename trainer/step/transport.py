@@ -144,7 +144,7 @@ class GlooTransport(Transport):
             raise SettingError(
                 f"trainer {trainer}: --address: must be an address of the machine that it is on; got {address} ({first_line(error)})"
             ) from error
-        # The device listens at a port that nobody tells, but that was not there before.
+        # The device listens at a port that is reported nowhere, but that was not there before.
         listening = sorted(listening_ports() - before)
         options._timeout = forming or timeout
         group = dist.PrefixStore(f"term/{term}/gloo", store)
@@ -160,14 +160,14 @@ class GlooTransport(Transport):
                     check()
                     time.sleep(_PEERS_PAUSE.total_seconds())
                 self._group = _Gloo(group, self.rank, self.world, options)
-                told, links = (
+                ports, links = (
                     [group.get(f"{what}/{rank}").decode() for rank in range(self.world)] for what in ("ports", "links")
                 )
             except RuntimeError as error:
                 raise PeerLost(
                     f"trainer {trainer}: cannot form the group of term {term} with {self.world} trainers: {first_line(error)}"
                 ) from error
-            self._connections = connections_at({int(port) for of_rank in told for port in of_rank.split(",") if port})
+            self._connections = connections_at({int(port) for of_rank in ports for port in of_rank.split(",") if port})
             self._closed = select.poll()
             for connection in self._connections:
                 self._closed.register(connection, select.POLLRDHUP)

@@ -94,7 +94,7 @@ class BestEvaluation:
 
 
 def tell_missing(best: Best, why: str) -> None:
-    """Tell that an evaluation was better than those whose checkpoints are there, and that there is no checkpoint of its step."""
+    """Report that an evaluation was better than those whose checkpoints are there, and that there is no checkpoint of its step."""
     sys.stderr.write(
         f"foreload: warning: the evaluation after step {best.step} was better than all whose checkpoints are there, but that of its "
         f"own step is missing: {why}\n"

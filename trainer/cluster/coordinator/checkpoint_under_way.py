@@ -1,4 +1,4 @@
-"""What the coordinator knows of a checkpoint that is being saved while a run trains: who has told what of it, and so what its manifest is to say."""
+"""What the coordinator knows of a checkpoint that is being saved while a run trains: what each trainer reported, so what its manifest is to say."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ from foreload.trainer.storage import place
 class Checkpointing:
     """The checkpoints of one call; its main thread uses it. wanted: which ones are to be.
 
-    tell_all: publishes a command to all trainers; manifest: the run's, as it is now. at_point: told the points that RunObserver names. Nothing waits
-    for the folder of checkpoints: what is done there is done by a thread, one thing after the other.
+    tell_all: publishes a command to all trainers; manifest: the run's, as it is now. at_point: called with the points that RunObserver names. Nothing
+    waits for the folder of checkpoints: what is done there is done by a thread, one thing after the other.
     """
 
     def __init__(
@@ -163,9 +163,9 @@ class Checkpointing:
             held.number = self._count
             self._tell_all(TakeCheckpoint(self._count, None, (step,), step))
 
-    def evaluated(self, told: EvaluationEnded) -> None:
-        """An evaluation of a set: keep a checkpoint of the step before it, if it is the best so far. One that is told again is no better."""
-        report, saving = told.report, self._saving
+    def evaluated(self, event: EvaluationEnded) -> None:
+        """An evaluation of a set: keep a checkpoint of the step before it, if it is the best so far. One that is reported again is no better."""
+        report, saving = event.report, self._saving
         if self._metric is None or report.set != chosen_set(self._metric, self._schedule.header.set_names)[0]:
             return
         measured = metric_of([report], self._metric)
@@ -176,8 +176,8 @@ class Checkpointing:
             saving is not None and bool(saving.taken) and saving.step == report.step and saving.wanted.folder == self._folder
         )
         there = self._last_here == report.step
-        if better and told.waits_in is not None and not there and not has_replica:
-            self._best.held = HeldTraining(told.waits_in, best)
+        if better and event.waits_in is not None and not there and not has_replica:
+            self._best.held = HeldTraining(event.waits_in, best)
             return
         if better and there:
             self._best.note(best)
@@ -189,8 +189,8 @@ class Checkpointing:
                 self._open(saving)
             elif saving.opening is None and saving.best is None:
                 self._give_up("it is not the best", again=True)
-        if told.waits_in is not None:
-            self._rendezvous.publish(GoOnAfter(), told.waits_in, report.step)
+        if event.waits_in is not None:
+            self._rendezvous.publish(GoOnAfter(), event.waits_in, report.step)
 
     def _open(self, saving: CheckpointUnderWay) -> None:
         """Its step is known: make the draft of it, unless it is there already, from before the run was broken off."""
@@ -240,7 +240,7 @@ class Checkpointing:
         self._tell_all(WriteCheckpoint(saving.number, str(opened.draft.path.absolute()), since, known, opened.bits))
 
     def receive(self, trainer: int, event: CheckpointArmed | CheckpointTaken | CheckpointWritten | CheckpointFailed) -> None:
-        """What a trainer tells of one; of one before the last it does not count. Raises DenseDiverged."""
+        """What a trainer reports of one; of one before the last it does not count. Raises DenseDiverged."""
         saving = self._saving
         if saving is None or saving.number != event.number:
             return
@@ -263,7 +263,7 @@ class Checkpointing:
                 self._give_up(f"trainer {trainer}: {event.error}")
 
     def on_term(self) -> None:
-        """The trainers, or their lanes, are others now: what they have not written cannot be finished, and what they waited behind is told again."""
+        """The trainers, or their lanes, are others now: what they have not written cannot be finished; what they waited behind is reported again."""
         held, self._best.held = self._best.held, None
         if self._saving is not None and self._saving.publishing is None:
             if held is not None:
@@ -295,7 +295,7 @@ class Checkpointing:
         if held is not None and held.number == saving.number:
             self._best.go_on(why)
         elif saving.best is not None and (not again or self._report.last_step > saving.best.step):
-            tell_missing(saving.best, why)  # otherwise it is told again
+            tell_missing(saving.best, why)  # otherwise it is reported again
         if again:
             self.wanted.again(saving.wanted)
         else:
@@ -314,7 +314,7 @@ class Checkpointing:
         self._folder_work.submit(discard)
 
     def _failed(self, wanted: Wanted, why: str) -> None:
-        """Tell that there is no checkpoint, though one was due or asked for."""
+        """Report that there is no checkpoint, though one was due or asked for."""
         self.failed += 1
         self._report.checkpoint({"failed": why})
         self._events.note(CheckpointNotSaved(cause=why))
@@ -345,14 +345,14 @@ class Checkpointing:
             self._last_here = contents.step
             if saving.best is not None:
                 self._best.note(saving.best)
-        told = saving.metrics_line(checkpoint)
-        bits = "" if told["bits"] == EXACT_BITS else f", weights of {told['bits']} bits"
-        self._report.checkpoint(told)
+        line = saving.metrics_line(checkpoint)
+        bits = "" if line["bits"] == EXACT_BITS else f", weights of {line['bits']} bits"
+        self._report.checkpoint(line)
         self._events.note(CheckpointSaved(checkpoint=str(checkpoint.place)))
         self._tell(
-            f"checkpoint {checkpoint.place}: {after_step(contents.step)}, {told['rows']:,} of {contents.row_count:,} rows{bits}, "
-            f"{told['bytes'] / 2**20:,.1f} MiB in "
-            f"{told['seconds']:.1f} s, during which training stood still for {1000 * told['seconds_stalled']:.0f} ms"
+            f"checkpoint {checkpoint.place}: {after_step(contents.step)}, {line['rows']:,} of {contents.row_count:,} rows{bits}, "
+            f"{line['bytes'] / 2**20:,.1f} MiB in "
+            f"{line['seconds']:.1f} s, during which training stood still for {1000 * line['seconds_stalled']:.0f} ms"
             + (f", after it had waited {saving.seconds_waited:.1f} s for the one before" if saving.seconds_waited else "")
         )
         self.wanted.now_saved(wanted, str(checkpoint.place), saving.since, self._report.last_step - contents.step)

@@ -84,14 +84,14 @@ def guests_to_blame(guests: Collection[int], reports: Sequence[tuple[int, Failed
     return dict.fromkeys(set(guests) - heard or guests, why)
 
 
-def _all_lost(told: Sequence[LostRows]) -> ShardsLost:
-    """What trainers told of the rows that are gone, as one error."""
+def _all_lost(reports: Sequence[LostRows]) -> ShardsLost:
+    """What trainers reported of the rows that are gone, as one error."""
     rows: Counter[str] = Counter()
-    for one in told:
-        rows.update(one.rows or {})
-    shards = sorted({shard for one in told for shard in one.shards})
-    counted = any(one.rows is not None for one in told)
-    return ShardsLost(str(RowsLost(shards, told[0].covered, rows if counted else None)), shards)
+    for report in reports:
+        rows.update(report.rows or {})
+    shards = sorted({shard for report in reports for shard in report.shards})
+    counted = any(report.rows is not None for report in reports)
+    return ShardsLost(str(RowsLost(shards, reports[0].covered, rows if counted else None)), shards)
 
 
 def _reason(failures: Sequence[Failed], unheard: Mapping[int, str], term: Term) -> ForeloadError:

@@ -1,4 +1,4 @@
-"""The other hosts of a job, from the launcher's side: who is waited for, what those that join are told, and which trainer is where."""
+"""The other hosts of a job, from the launcher's side: who is waited for, what those that join are sent, and which trainer is where."""
 
 from __future__ import annotations
 

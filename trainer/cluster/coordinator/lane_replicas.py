@@ -1,4 +1,4 @@
-"""The coordinator's view of the copies of lanes: how far each is seeded, as the trainers tell, and whether the loss of a trainer is survived now."""
+"""The coordinator's view of the copies of lanes: how far each is seeded, as trainers report, and whether the loss of a trainer is survived now."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _NOTHING = SeededCopy(0, 0, False)
 
 
 class LaneReplicas:
-    """The copies in the term that is. The launcher's thread tells it; threads of the control socket read `status`. tell: a line for the user."""
+    """The copies in the term that is. The launcher's thread updates it; threads of the control socket read `status`. tell: a line for the user."""
 
     def __init__(self, term: Term, tell: Callable[[str], None], events: EventLog) -> None:
         self._term, self._tell, self._events = term, tell, events
-        self._told: dict[int, CopiesTold] = {}  # by each trainer, of the term
+        self._reported: dict[int, CopiesTold] = {}  # by each trainer, of the term
         self._exposed = False  # whether the user knows that the loss of a trainer is not survived for now
 
     def on_term(self, term: Term) -> None:
-        """A further term: how its copies are is told anew."""
-        self._term, self._told = term, {}
+        """A further term: how its copies are is reported anew."""
+        self._term, self._reported = term, {}
 
     def on_copies(self, trainer: int, event: CopiesTold) -> None:
         """Note how a trainer's copies are, and tell the user when that decides whether a further loss is survived."""
         if event.term != self._term.number:
             return
-        self._told = self._told | {trainer: event}
+        self._reported = self._reported | {trainer: event}
         holders = {holder for lane in self._term.copies for holder in lane}
         # Without --copies there are some only of lanes that are to move.
-        if not all(self._term.copies) or not holders <= self._told.keys():
+        if not all(self._term.copies) or not holders <= self._reported.keys():
             return
         lacking = self.lacking
         if lacking and not self._exposed:
@@ -45,17 +45,17 @@ class LaneReplicas:
 
     @property
     def lacking(self) -> list[int]:
-        """The lanes that no trainer but their owner has whole, as far as the trainers have told."""
+        """The lanes that no trainer but their owner has whole, as far as the trainers have reported."""
         status = self.status
         return [lane for lane in range(len(self._term.hosts)) if not any(copy.lane == lane and copy.complete for copy in status)]
 
     @property
     def status(self) -> tuple[CopyStatus, ...]:
         """Each copy of each lane."""
-        term, told = self._term, self._told
+        term, reported = self._term, self._reported
         found = []
         for lane, holders in enumerate(term.copies):
             for trainer in holders:
-                copy = told[trainer].copies.get(lane, _NOTHING) if trainer in told else _NOTHING
+                copy = reported[trainer].copies.get(lane, _NOTHING) if trainer in reported else _NOTHING
                 found.append(CopyStatus(lane, trainer, copy.slots, copy.of, copy.complete))
         return tuple(found)

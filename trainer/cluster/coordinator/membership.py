@@ -36,10 +36,10 @@ FRUITLESS_TERMS = (
 class Membership:
     """The members of a job through its terms. One thread uses it.
 
-    term: the one that is in the rendezvous store; ready: who has told in it that it can begin. copies: how many trainers are to have each lane, where
-    there are so many; silence: after which one that renews no lease is lost. raise_term: notes a term's number in RUN before anyone owns lanes in it.
-    kill: ends a trainer's process, if it is this machine's, and returns whether it is dead. tell: what the user is told, a line; events: where what
-    befalls the run is noted; machines: which one each trainer is on.
+    term: the one that is in the rendezvous store; ready: who has reported in it that it can begin. copies: how many trainers are to have each lane,
+    where there are so many; silence: after which one that renews no lease is lost. raise_term: notes a term's number in RUN before anyone owns lanes
+    in it. kill: ends a trainer's process, if it is this machine's, and returns whether it is dead. tell: called with each line for the user; events:
+    where what befalls the run is noted; machines: which one each trainer is on.
 
     change: who can join and who is to leave, set by the caller; members and lanes then change as soon as may be.
     """
@@ -66,10 +66,10 @@ class Membership:
         self.lost: tuple[int, ...] = ()  # with the term before
         self._left: dict[int, TermLeft] = {}
         self._lost: dict[int, str] = {}  # of this term: who is gone, and why
-        self._complete: dict[int, set[int]] = {}  # trainer -> the lanes of which it has told that its copies lack nothing
+        self._complete: dict[int, set[int]] = {}  # trainer -> the lanes whose copies it has reported complete
         self._asked = False  # whether the end of this term was asked for
         self._over_at: float | None = None  # when the term was ended
-        self._waited_for: list[int] = []  # whom the user was told of
+        self._waited_for: list[int] = []  # those that were reported to the user
         self._stated_at = clock()
         self._handing: set[int] = set()  # who left with the term before, and has yet to hand its lanes over
         self._fruitless = 0
@@ -103,7 +103,7 @@ class Membership:
         return sum(host != target for host, target in zip(self.term.hosts, self.term.targets, strict=True))
 
     def receive(self, trainer: int, event: Ready | TermLeft | CopiesTold) -> None:
-        """What a member tells; of an earlier term it does not count."""
+        """What a member reports; of an earlier term it does not count."""
         if event.term != self.term.number:
             return
         match event:
@@ -226,7 +226,7 @@ class Membership:
             self._rendezvous.publish(Admitted(self.term.number), trainer)
 
     def _tell_lost(self, before: Term) -> None:
-        """Tell of those that were lost, and who has their lanes."""
+        """Report those that were lost, and who has their lanes."""
         term = self.term
         for trainer, why in self._lost.items():
             takers = {lane: term.hosts[lane] for lane in before.lanes_of(trainer)}
@@ -243,7 +243,7 @@ class Membership:
             )
 
     def _tell_changed(self, before: Term) -> None:
-        """Tell of those that came and left in order, and of the lanes that were handed over."""
+        """Report those that came and left in order, and the lanes that were handed over."""
         term = self.term
         for trainer in term.members:
             if trainer not in before.members:

@@ -43,7 +43,7 @@ def better_hosts(hosts: Sequence[int], held: Sequence[Collection[int]], seconds:
 
 @dataclass(slots=True)
 class _Window:
-    """What trainers told of the steps since it began: how many, and how long each computed."""
+    """What trainers reported of the steps since it began: how many, and how long each computed."""
 
     steps: dict[int, int] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
@@ -53,14 +53,14 @@ class _Window:
         self.seconds[trainer] = self.seconds.get(trainer, 0.0) + report.seconds_compute
 
     def mean_seconds(self, members: Collection[int]) -> dict[int, float] | None:
-        """Of a step, once every member has told of one, and the one that takes longest has computed for as long as a window."""
+        """Of a step, once every member has reported one, and the one that takes longest has computed for as long as a window."""
         if self.steps.keys() < set(members) or max(self.seconds.values(), default=0.0) < WINDOW.total_seconds():
             return None
         return {trainer: self.seconds[trainer] / self.steps[trainer] for trainer in members}
 
 
 class Rebalancing:
-    """The coordinator's side. tell: what the user is told, a line; events: where it is noted.
+    """The coordinator's side. tell: called with each line for the user; events: where it is noted.
 
     moves: what was done so far, as the run's report has it.
     """

@@ -1,9 +1,9 @@
 """The coordinator's side of what changes about store shards while trainers run: servers that take the place of others, and rows that move since
 shards are added, removed or moved.
 
-For the latter, at first the new servers are noted as the run's, and RUN says where rows move to; then trainers are told, and move the rows of their
-lanes. What they tell of the shards says how far that is. Once all of it has moved, RUN has the new placement, and trainers are told; a server that
-they ask no more is left: what the run has there is removed.
+For the latter, at first the new servers are noted as the run's, and RUN says where rows move to; then trainers get the command, and move the rows of
+their lanes. What they report of the shards says how far that is. Once all of it has moved, RUN has the new placement, and trainers get that; a server
+that they ask no more is left: what the run has there is removed.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class RowMigration:
             raise RunError("a server is about to take a store shard's place; ask again when that is whole")
 
     def poll(self, members: Collection[int], tell: Callable[[TrainerCommand], None]) -> None:
-        """Tell of servers that take the place of others; begin a move that is wanted, look how far one is, settle it when it is through.
+        """Announce servers that take the place of others; begin a move that is wanted, look how far one is, settle it when it is through.
 
         tell: a command to all trainers, of which these are the members.
         """

@@ -23,17 +23,17 @@ COUNT_TIMEOUT = timedelta(seconds=3)  # less than an answer on the control socke
 
 @dataclass(slots=True)
 class _Scrub:
-    """The last scrub: by which trainers, what each of them told of it last, and why it is over, if that is not since all are through."""
+    """The last scrub: by which trainers, what each of them last reported of it, and why it is over, if that is not since all are through."""
 
     number: int
     members: frozenset[int]
-    told: dict[int, ScrubTold] = field(default_factory=dict)
+    reports: dict[int, ScrubTold] = field(default_factory=dict)
     failed: str | None = None
 
     @property
     def done(self) -> bool:
         """Whether each trainer is through with its lanes."""
-        return self.told.keys() == self.members and all(part.scrubbed.done for part in self.told.values())
+        return self.reports.keys() == self.members and all(report.scrubbed.done for report in self.reports.values())
 
     @property
     def under_way(self) -> bool:
@@ -45,7 +45,7 @@ class _Count:
     """The last count: what each trainer counted."""
 
     number: int
-    told: dict[int, HeldRows] = field(default_factory=dict)
+    answers: dict[int, HeldRows] = field(default_factory=dict)
 
 
 class RunRequests:
@@ -96,7 +96,7 @@ class RunRequests:
                 return ScrubProgress(False, 0, ())
             if scrub.failed is not None:
                 return Refused(scrub.failed)
-            parts = tuple(part.scrubbed for part in scrub.told.values())
+            parts = tuple(report.scrubbed for report in scrub.reports.values())
             return ScrubProgress(scrub.done, sum(part.stripes for part in parts), parts)
 
     def row_counts(self) -> RowCountsAnswer:
@@ -109,21 +109,21 @@ class RunRequests:
                 self._commands.append(CountRows(self._count.number))
             count = self._count
             counted = self._condition.wait_for(lambda: self._is_counted(count), COUNT_TIMEOUT.total_seconds())
-            return RowCountsAnswer(tuple(count.told.values()) if counted else ())
+            return RowCountsAnswer(tuple(count.answers.values()) if counted else ())
 
     def take(self) -> list[TrainerCommand]:
-        """What is to be told to all trainers."""
+        """Take the commands that are to go to all trainers."""
         with self._condition:
             taken, self._commands = self._commands, []
             return taken
 
     def receive(self, trainer: int, event: ScrubTold | ScrubFailed | RowsCounted) -> None:
-        """What a trainer tells of a request; of one before the last it does not count."""
+        """What a trainer reports of a request; of one before the last it does not count."""
         with self._condition:
             match event:
                 case RowsCounted():
                     if self._count is not None and self._count.number == event.number:
-                        self._count.told[trainer] = event.held
+                        self._count.answers[trainer] = event.held
                         self._condition.notify_all()
                 case ScrubTold() | ScrubFailed():
                     scrub = self._scrub
@@ -132,11 +132,11 @@ class RunRequests:
                     if isinstance(event, ScrubFailed):
                         scrub.failed = event.error
                     else:
-                        scrub.told[trainer] = event
+                        scrub.reports[trainer] = event
 
     def _next_number(self) -> int:
         self._number += 1
         return self._number
 
     def _is_counted(self, count: _Count) -> bool:
-        return count.told.keys() == self._members
+        return count.answers.keys() == self._members

@@ -25,7 +25,7 @@ class Scaling:
     """The coordinator's side. `ask` and `progress` are called in threads of the control socket, the rest in the main one.
 
     trainers: how many there are at the beginning; lanes: of the schedule; restarts: whether one that is lost is replaced. start, end: start a
-    trainer's process by its number, and end it. tell: what the user is told, a line. rebalancing: where lanes are to leave slow trainers.
+    trainer's process by its number, and end it. tell: called with each line for the user. rebalancing: where lanes are to leave slow trainers.
     """
 
     def __init__(

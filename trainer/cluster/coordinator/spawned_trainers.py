@@ -38,8 +38,8 @@ class SpawnedTrainers:
         """Start a trainer. commands: as in `TrainerStart`."""
         rendezvous, address = self._place
         on_host = None if self._hosts is None else self._hosts.on_host
-        told = TrainerStart(trainer, rendezvous, address, tuple(self._urls()), os.getpid(), commands, on_host)
-        self._processes[trainer] = self._start(ProcessStart(WORKER, (), told.environment(), self._held))
+        trainer_start = TrainerStart(trainer, rendezvous, address, tuple(self._urls()), os.getpid(), commands, on_host)
+        self._processes[trainer] = self._start(ProcessStart(WORKER, (), trainer_start.environment(), self._held))
 
     def start_first(self, here: Sequence[int]) -> None:
         """Start the trainers that training begins with: those of this host, and those that other hosts have offered for that, which follow them."""

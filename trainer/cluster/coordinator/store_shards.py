@@ -24,13 +24,13 @@ from foreload.trainer.run.servers import plain
 from foreload.trainer.run.shard_change import shard_named
 
 _NEVER = 1 << 62  # a step that no schedule has
-SHOWN_STEP = 0.1  # the share of a rebuild after which the user is told again
+SHOWN_STEP = 0.1  # the share of a rebuild after which the user gets the next report
 
 
 class StoreShards:
     """The store shards of one call. Threads of the control socket call `want_replacement` and `together`, the launcher's own all else.
 
-    urls: of their servers by number, with passwords, "" where a shard was removed; those that trainers were told of. protected: whether there is
+    urls: of their servers by number, with passwords, "" where a shard was removed; those that trainers know of. protected: whether there is
     parity. check: called with a server that the user names to take a shard's place, and with those in use and the numbers of their shards; raises
     StoreError where it cannot.
     """
@@ -50,13 +50,13 @@ class StoreShards:
         self._restarted = local if protected and not job.no_restart else None
         self._spares = [url.plain for url in parse_urls(job.spare)] if job.spare else []
         self._wanted: deque[tuple[int, str]] = deque()  # servers that are to take the place of shards'
-        self._told: dict[int, ShardSnapshot] = {}  # by each trainer, the last
-        # How they were for the trainers of the term before, until those of this one have told.
+        self._reported: dict[int, ShardSnapshot] = {}  # by each trainer, the last
+        # How they were for the trainers of the term before, until those of this one have reported.
         self._before_term: ShardSnapshot | None = None
-        self._begun = False  # whether the trainers of the first term have told of all lanes that they have; before, of some
-        self._shown: dict[int, float] = {}  # shard -> how much of its rebuild the user was told of
+        self._begun = False  # whether the trainers of the first term have reported all lanes that they have; before, some
+        self._shown: dict[int, float] = {}  # shard -> how much of its rebuild was reported to the user
         self.memory: StoreWatch | None = None  # where servers have a limit
-        self._stop_by: int | None = None  # as trainers were told
+        self._stop_by: int | None = None  # as trainers know it
 
     @property
     def plain_urls(self) -> tuple[str, ...]:
@@ -75,16 +75,18 @@ class StoreShards:
     def share_moved(self, version: int) -> float:
         """How much of all trainers' rows is where the placement of that version has it, from 0 to 1."""
         before = () if self._before_term is None else (self._before_term,)
-        return min((one.migrated if one.version == version else 0.0 for one in (*self._told.values(), *before)), default=0.0)
+        return min((one.migrated if one.version == version else 0.0 for one in (*self._reported.values(), *before)), default=0.0)
 
     def all_moved(self, trainers: Collection[int], version: int) -> bool:
-        """Whether each of these trainers has told that all of its rows are where the placement of that version has them."""
-        return self._begun and self._told.keys() >= set(trainers) and self.share_moved(version) >= 1.0
+        """Whether each of these trainers has reported that all of its rows are where the placement of that version has them."""
+        return self._begun and self._reported.keys() >= set(trainers) and self.share_moved(version) >= 1.0
 
     def all_without(self, trainers: Collection[int], shards: Collection[int]) -> bool:
-        """Whether each of these trainers has told that these shards are none any more."""
-        told = [self._told.get(trainer) for trainer in trainers]
-        return all(one is not None and all(one.shards[shard].state == REMOVED for shard in shards) for one in told)
+        """Whether each of these trainers has reported that these shards are removed."""
+        snapshots = [self._reported.get(trainer) for trainer in trainers]
+        return all(
+            snapshot is not None and all(snapshot.shards[shard].state == REMOVED for shard in shards) for snapshot in snapshots
+        )
 
     @property
     def servers_return(self) -> bool:
@@ -113,28 +115,28 @@ class StoreShards:
 
     @property
     def together(self) -> ShardSnapshot:
-        """How the shards are for all trainers that told of them; while a term is about to begin at best as they were before."""
+        """How the shards are for all trainers that reported them; while a term is about to begin at best as they were before."""
         before = self._before_term
-        return ShardSnapshot.together(self._told.values() if before is None else (*self._told.values(), before))
+        return ShardSnapshot.together(self._reported.values() if before is None else (*self._reported.values(), before))
 
     def on_shards(self, trainer: int, shards: ShardSnapshot) -> None:
         """Note how the shards are for a trainer, and tell the user where that changes how they are for all together; spares may take places."""
-        before = self.together if self._told else None
-        changes = shards.changes_since(self._told.get(trainer))
+        before = self.together if self._reported else None
+        changes = shards.changes_since(self._reported.get(trainer))
         # Replaced by a new one, since threads of the control socket read it.
-        self._told = self._told | {trainer: shards}
+        self._reported = self._reported | {trainer: shards}
         self._show(before)
         for shard, status in changes.items():
             if status.state == LOST:
                 self._use_spare(shard, status.url)
 
     def on_term(self, trainers: Collection[int]) -> None:
-        """Who tells of shards from now on: what others told counts no more, once these have told of the lanes that they have now."""
-        self._before_term = self.together if self._told or self._before_term is not None else None
-        self._told = {trainer: shards for trainer, shards in self._told.items() if trainer in trainers}
+        """Who reports shards from now on: what others reported counts no more, once these have reported the lanes that they have now."""
+        self._before_term = self.together if self._reported or self._before_term is not None else None
+        self._reported = {trainer: shards for trainer, shards in self._reported.items() if trainer in trainers}
 
     def term_begins(self) -> None:
-        """All trainers of the term have told how the shards are for their lanes."""
+        """All trainers of the term have reported how the shards are for their lanes."""
         before, self._before_term, self._begun = self._before_term, None, True
         if before is not None:
             self._show(before)

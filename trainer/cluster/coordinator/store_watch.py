@@ -53,7 +53,7 @@ class StoreWatch:
         self.shortages: Sequence[Shortage] = ()
         self.step = start.step  # the last that is known to be trained; the launcher says so
         self._urls: Sequence[str] = ()
-        self._told: set[int] = set()  # shards that the user was told of
+        self._warned: set[int] = set()  # shards that the user was warned of
         self._seen: dict[int, deque[float]] = {}
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -76,16 +76,18 @@ class StoreWatch:
         if not self.shortages:
             return
         first, others = self.shortages[0], len(self.shortages) - 1
-        told = shortage_text(first) + (f" (and so would {others} more)" if others else "")
+        problem = shortage_text(first) + (f" (and so would {others} more)" if others else "")
         assert self._memory is not None
         assert self.stop_by is not None
         help_ = remedy(self._memory, self.shortages)
         if self.stop_by < self._start.step + _LEAST_STEPS:
-            raise StoreTooSmall(f"{told}; there is no room for the rows of a further step: {help_}")
+            raise StoreTooSmall(f"{problem}; there is no room for the rows of a further step: {help_}")
         if not self._job.until_full:
-            raise StoreTooSmall(f"{told}; {help_}, or train with --until-full, which stops cleanly after step {self.stop_by:,}")
-        self._told.update(one.shard for one in self.shortages)
-        sys.stderr.write(f"{told}; training stops after step {self.stop_by:,}\n")
+            raise StoreTooSmall(
+                f"{problem}; {help_}, or train with --until-full, which stops cleanly after step {self.stop_by:,}"
+            )
+        self._warned.update(one.shard for one in self.shortages)
+        sys.stderr.write(f"{problem}; training stops after step {self.stop_by:,}\n")
 
     def use(self, placement: Placement) -> None:
         """Rows are where a placement has them from now on; while they are on their way there, nothing is said of what is to come."""
@@ -142,8 +144,8 @@ class StoreWatch:
             self._correct(memory, server, rows, counted_bytes(info), anew)
         self._conclude()
         for shortage in self.shortages:
-            if shortage.shard not in self._told:
-                self._told.add(shortage.shard)
+            if shortage.shard not in self._warned:
+                self._warned.add(shortage.shard)
                 then = f"; training stops after step {self.stop_by:,}" if self._job.until_full else ""
                 sys.stderr.write(f"foreload: warning: {shortage_text(shortage)}{then}\n")
 

@@ -113,7 +113,7 @@ class TrainerGroup:
         self._trainers = SpawnedTrainers(start_process, lambda: shards.urls, run.lock, hosts)
         self.manifest, self.status = manifest, start
         self.failure: str | None = None
-        self.at_rest = self.kept = self._stop_told = False
+        self.at_rest = self.kept = self._stop_published = False
         machines = self._machines = ONE_MACHINE if hosts is None else hosts.machines
         self._first = first_term(start.term, range(job.trainers), schedule.header.lanes, job.replicas_held, start.step, machines)
         self._membership: Membership | None = None
@@ -172,7 +172,7 @@ class TrainerGroup:
         try:
             self._follow(rendezvous, report, members)
             self._checkpointing.finish(members.term.members)
-            left = [told for trainer in members.term.left if (told := rendezvous.poll(Departed, trainer)) is not None]
+            left = [departed for trainer in members.term.left if (departed := rendezvous.poll(Departed, trainer)) is not None]
             ending = self._finish(report, left)
             save_over_hosts(rendezvous, self._run, spec, members.term.number, self._ended)
             self.kept = keep_run(self._run, self.manifest, self.status, self._ended)
@@ -227,8 +227,8 @@ class TrainerGroup:
             self._events.see_messages()
             if len(self._interrupts.received) > 1 or (self._interrupts.received and not self._training):
                 raise KeyboardInterrupt  # before all are ready nothing of the run has changed
-            if (self._interrupts.received or self._answers.stop_wanted) and not self._stop_told:
-                self._stop_told = True
+            if (self._interrupts.received or self._answers.stop_wanted) and not self._stop_published:
+                self._stop_published = True
                 rendezvous.publish(StopWanted())
                 signals = [signal.Signals(number).name for number in self._interrupts.received]
                 self._events.note(StopAsked(cause=signals[0] if signals else "by the control socket"))
@@ -236,7 +236,7 @@ class TrainerGroup:
 
     @property
     def _phase(self) -> Phase:
-        if self._stop_told or self._ended:
+        if self._stop_published or self._ended:
             return "ending"
         return "training" if self._training else "starting"
 
@@ -350,7 +350,7 @@ class TrainerGroup:
         return self._observer.may_kill(trainer) and self._trainers.end(trainer)
 
     def _reason(self, term: Term, silent: dict[int, str]) -> ForeloadError | GuestsRefused:
-        """Why trainers ended before their time. silent: those that are alive, but silent, and so to be told."""
+        """Why trainers ended before their time. silent: those that are alive, but silent, and so to be given here."""
         heard, unheard = self._failures.heard() | self._ended.keys(), silent | self._trainers.ended()
         unheard = {trainer: how for trainer, how in unheard.items() if trainer in term.members and trainer not in heard}
         why = self._failures.reason(term, unheard, self._training)
@@ -363,7 +363,7 @@ class TrainerGroup:
 
     def _finish(self, report: RunReport, left: Sequence[Departed]) -> Ending:
         """What all trainers' ends come to: sets status and failure, and writes the summary. left: of those that left before."""
-        told: tuple[TrainerEnd | Departed, ...] = (*self._ended.values(), *left)
+        ends: tuple[TrainerEnd | Departed, ...] = (*self._ended.values(), *left)
         first = first_of(self._ended)
         self.failure = first.failure
         self._moves.finish(self._ended)
@@ -380,12 +380,12 @@ class TrainerGroup:
             trainers=len(self._ended),
             rebalanced=self._scaling.rebalanced,
             checkpoints=self._checkpointing.summary(),
-            **call_figures(told, first.totals.steps, max(self._schedule.slots), columns, protected),
+            **call_figures(ends, first.totals.steps, max(self._schedule.slots), columns, protected),
             **self.manifest.caveats,
             stopped_early=early_stop(self.manifest, first.stopped),
         )
         stopped_by = self._interrupts.received[0] if first.stopped and self._interrupts.received else None
-        return Ending(summary, first.step, first.stopped, stopped_by, told)
+        return Ending(summary, first.step, first.stopped, stopped_by, ends)
 
     def _write_manifest(self, manifest: Manifest) -> None:
         self.manifest = manifest

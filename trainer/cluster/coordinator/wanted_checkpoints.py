@@ -28,7 +28,7 @@ class Asked:
     """What a user asked for: where it is to be, and what became of it. gave_way: to the checkpoint of an evaluation, once."""
 
     folder: AnyFolder
-    told: CheckpointProgress = field(default_factory=lambda: CheckpointProgress(False))
+    progress: CheckpointProgress = field(default_factory=lambda: CheckpointProgress(False))
     gave_way: bool = False
 
 
@@ -74,7 +74,7 @@ class WantedCheckpoints:
         with self._lock:
             if not 0 <= number < len(self._asked):
                 return Refused(f"no checkpoint {number} was asked for")
-            return self._asked[number].told
+            return self._asked[number].progress
 
     # The main thread.
 
@@ -167,9 +167,9 @@ class WantedCheckpoints:
         """None that was asked for will be begun any more."""
         with self._lock:
             for asked in self._to_begin:
-                asked.told = CheckpointProgress(True, failed=why)
+                asked.progress = CheckpointProgress(True, failed=why)
             self._to_begin.clear()
 
-    def _tell(self, asked: Asked, told: CheckpointProgress) -> None:
+    def _tell(self, asked: Asked, progress: CheckpointProgress) -> None:
         with self._lock:
-            asked.told = told
+            asked.progress = progress

@@ -1,4 +1,4 @@
-"""Between steps: what a trainer tells its coordinator of store shards and run requests, and what it does at its command."""
+"""Between steps: what a trainer reports to its coordinator about store shards and run requests, and what it does at its command."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class CoordinatorLink:
         self._rendezvous, self._events, self._trainer, self._run = rendezvous, events, trainer, run
         self._servers_return, self._interrupts, self._stop_asked = spec.servers_return, interrupts, False
         self._news: deque[tuple[ServerUnreachable | ShardSnapshot, float]] = deque()
-        self._told: ShardSnapshot | None = None  # what the coordinator was told last
+        self._reported: ShardSnapshot | None = None  # what was last reported to the coordinator
         self._commands = commands  # how many were taken from the rendezvous
         self.placement = self._placement_after(spec.placement, commands)
         self.stores = numbered(store_urls, self.placement)
@@ -77,7 +77,7 @@ class CoordinatorLink:
             deque()
         )  # taken, and yet to be done
         self._copies: Callable[[], CopiesTold | None] = lambda: None
-        self._copies_told: CopiesTold | None = None
+        self._copies_reported: CopiesTold | None = None
         self._lost = 0  # how many times a shard was lost, or had its server replaced, for this trainer
         self._asked_at = 0.0  # when the rendezvous was last looked at for commands, time.monotonic()
 
@@ -89,16 +89,16 @@ class CoordinatorLink:
         )
 
     def serve_replicas(self, term: int, copies: Mapping[int, LaneReplica]) -> None:
-        """Tell of these copies of lanes from now on."""
+        """Report these copies of lanes from now on."""
 
-        def told() -> CopiesTold:
+        def report() -> CopiesTold:
             seeded = {lane: SeededCopy(copy.cursor, copy.partition.slots, copy.complete) for lane, copy in sorted(copies.items())}
             return CopiesTold(term, seeded)
 
-        self._copies = told
+        self._copies = report
 
     def _placement_after(self, begun_with: str, commands: int) -> Placement:
-        """Where rows live after so many commands, which were told before this trainer was started."""
+        """Where rows live after so many commands, which were published before this trainer was started."""
         text = begun_with
         for number in range(commands):
             command = self._rendezvous.read(Commanded, number).command
@@ -107,7 +107,7 @@ class CoordinatorLink:
         return Placement.of_text(text, "the coordinator's placement")
 
     def catch_up(self) -> None:
-        """Use the servers that were told of by now, and where rows are: before it serves lanes that were another trainer's, which may know more."""
+        """Use the servers and the placement that were published by now: before it serves lanes that were another trainer's, which may know more."""
         while (commanded := self._rendezvous.poll(Commanded, self._commands)) is not None:
             self._commands += 1
             match commanded.command:
@@ -142,7 +142,7 @@ class CoordinatorLink:
         self._lost += 1  # of the server that had the shard
 
     def shard_news(self, news: ShardNews) -> None:
-        """What became of store shards, to be told at the next `tell`; that they are waited for is said at once: nothing else is done meanwhile."""
+        """What became of store shards, to be reported at the next `tell`; that they are waited for is printed at once: nothing else is done then."""
         if isinstance(news, ShardsAwaited):
             sys.stderr.write(f"trainer {self._trainer}: {news}\n")
         else:
@@ -157,9 +157,9 @@ class CoordinatorLink:
                 self._events.send(FaultInjected(fault.shard, at))
 
     def tell(self, at_once: bool = False) -> None:
-        """Tell the coordinator what became of store shards, and how far run requests are; do what it commands.
+        """Report to the coordinator what became of store shards, and how far run requests are; do what it commands.
 
-        Changes are told at every call, the rest every SHARDS_PAUSE, or at once.
+        Changes are reported at every call, the rest every SHARDS_PAUSE, or at once.
         """
         self._tell_news()
         if not at_once and time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
@@ -169,8 +169,8 @@ class CoordinatorLink:
             self._stop_asked = True
             self._rendezvous.publish(StopWanted())
         self.tell_shards()
-        if (copies := self._copies()) is not None and copies != self._copies_told:
-            self._copies_told = copies
+        if (copies := self._copies()) is not None and copies != self._copies_reported:
+            self._copies_reported = copies
             self._events.send(copies)
         self._requests.tell()
         self._checkpoints.tell()
@@ -179,10 +179,10 @@ class CoordinatorLink:
             self._do(self._later.popleft())
 
     def tell_shards(self) -> None:
-        """Tell how the store shards are for the lanes that are hosted now, where that is another state than was told last, or more is rebuilt."""
+        """Report how the store shards are for the lanes that are hosted now, where that differs from the last report, or more is rebuilt."""
         self._tell_news()
         shards = self._traffic.shards
-        if shards != self._told and not (self._told is None and shards.whole and not shards.version):
+        if shards != self._reported and not (self._reported is None and shards.whole and not shards.version):
             self._tell_shards(shards, time.monotonic())
 
     def _tell_news(self) -> None:
@@ -194,9 +194,9 @@ class CoordinatorLink:
                 self._tell_shards(news, at)
 
     def _tell_shards(self, shards: ShardSnapshot, at: float) -> None:
-        """Tell the coordinator how the store shards are for this trainer. at: since when, time.monotonic()."""
-        self._lost += sum(status.state == LOST for status in shards.changes_since(self._told).values())
-        self._told = shards
+        """Report to the coordinator how the store shards are for this trainer. at: since when, time.monotonic()."""
+        self._lost += sum(status.state == LOST for status in shards.changes_since(self._reported).values())
+        self._reported = shards
         self._events.send(ShardsTold(shards, at))
 
     def finish(self, term: Term, check: Callable[[], None]) -> list[int]:

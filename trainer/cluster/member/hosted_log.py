@@ -113,7 +113,7 @@ class HostedLog(TermLog):
         return self._places[trainer]
 
     def begin_term(self, term: Term, hosted: Collection[int]) -> None:
-        """See TermLog. Waits until every member has told its place."""
+        """See TermLog. Waits until every member has published its place."""
         for trainer in term.members:
             self._place(trainer)
         of = {}

@@ -13,7 +13,7 @@ _TOO_SLOW, _HARDLY_SLOWER = 1.06, 1.03  # of a step, against one without a check
 
 
 class StepPace:
-    """Of one trainer. Its steps are told one after the other; medians of some are compared, so that single slow ones do not count."""
+    """Of one trainer. Its steps are reported one after the other; medians of some are compared, so that single slow ones do not count."""
 
     def __init__(self) -> None:
         self._before: deque[float] = deque(maxlen=8 * _STEPS)

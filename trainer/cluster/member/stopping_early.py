@@ -13,7 +13,7 @@ from foreload.trainer.step.term_session import TermSession
 
 
 class EarlyStopping:
-    """A trainer's side. Every trainer of a call has one, and all have seen the same: of each evaluation the leader tells the others the value.
+    """A trainer's side. Every trainer of a call has one, and all have seen the same: the leader sends the others the value of each evaluation.
 
     rule: None: training does not end so; so_far: what was seen before.
     """
@@ -26,9 +26,9 @@ class EarlyStopping:
         if self._rule is None:
             return False
         measured = metric_of(reports, self._rule.metric) if reports else MetricValue(0.0, False)
-        told = torch.tensor(
+        encoded = torch.tensor(
             [measured.value, float(measured.higher_is_better)], dtype=torch.float64, device=session.transport.device
         )
-        value, higher = session.exchange.agree(told).tolist()
+        value, higher = session.exchange.agree(encoded).tolist()
         self.so_far = after_evaluation(self.so_far, self._rule, step, MetricValue(value, bool(higher)))
         return step == self.so_far.step and self.so_far.ends(self._rule)

@@ -1,4 +1,4 @@
-"""A trainer's thread beside its training: it tells that the trainer is alive, and ends the term where the coordinator says that it is over."""
+"""A trainer's thread beside its training: it reports that the trainer is alive, and ends the term where the coordinator says that it is over."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TermWatch:
                 self._watched = None
 
     def break_off(self, term: int) -> None:
-        """A term is over for this trainer, though nobody has said so: any thread may tell."""
+        """A term is over for this trainer, though nobody has said so: any thread may call this."""
         self._broken = term
 
     def _run(self) -> None:

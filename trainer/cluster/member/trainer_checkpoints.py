@@ -1,8 +1,8 @@
 """A trainer's side of checkpoints that are saved while it trains: the step is agreed on, the copy made behind it, the files written meanwhile.
 
-No step asks the rendezvous for anything while none is wanted. A checkpoint is asked for by a command. When all trainers have told that they know of
-it, the coordinator lets the one that leads name the step. It does so behind a step, before it sends anything of the next: so no other one can end
-that without seeing the name, if it looks behind every step from then on.
+No step asks the rendezvous for anything while none is wanted. A checkpoint is asked for by a command. When all trainers have reported that they
+know of it, the coordinator lets the one that leads name the step. It does so behind a step, before it sends anything of the next: so no other one can
+end that without seeing the name, if it looks behind every step from then on.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Taken:
 class TrainerCheckpoints:
     """Of one trainer, the checkpoint under way; its main thread uses it.
 
-    reach_point: told the points of one (`faults`).
+    reach_point: called with the points of one (`faults`).
     """
 
     def __init__(self, rendezvous: Rendezvous, events: EventSender, reach_point: Callable[[str], None]) -> None:
@@ -79,7 +79,7 @@ class TrainerCheckpoints:
         self._wanted: TakeCheckpoint | None = None
         self._at: int | None = None
         self._taken: _Taken | None = None
-        self._told: WriteCheckpoint | None = None  # of the checkpoint under way
+        self._write_command: WriteCheckpoint | None = None  # of the checkpoint under way
         self._part: PartWriter | None = None
         # Memory for the copy, by lane. Whoever writes it has it meanwhile, and gives it back if all goes well.
         self._room: dict[int, Future[SlotCopy]] = {}
@@ -123,7 +123,7 @@ class TrainerCheckpoints:
         if self._wanted is not None and number in (None, self._wanted.number):
             if self._taken is not None:
                 self._taken.snapshot.abandon(why)
-            self._wanted = self._taken = self._told = self._part = None
+            self._wanted = self._taken = self._write_command = self._part = None
             if not self._room_stays:
                 self._room = {}
 
@@ -142,7 +142,7 @@ class TrainerCheckpoints:
             self._take_if_room(wanted, trainer, step)
 
     def _take_if_room(self, wanted: TakeCheckpoint, trainer: Trainer, step: int) -> None:
-        """Copy what changes with the next step, or tell that there is no memory for that."""
+        """Copy what changes with the next step, or report that there is no memory for that."""
         try:
             self._take(wanted, trainer, step)
         except MemoryError:
@@ -182,7 +182,7 @@ class TrainerCheckpoints:
             self._events.flush()
             look(True)
             if said == _TAKE:
-                # What the one that leads was told before, this one was told by now.
+                # What the one that leads had received before, this one has received by now.
                 if self._wanted is not None and self._wanted.behind == step:
                     self._make_room(trainer)
                     self._take_if_room(self._wanted, trainer, step)
@@ -239,31 +239,31 @@ class TrainerCheckpoints:
         self._come_to("checkpoint taken")
         self._begin_writing()
 
-    def write(self, told: WriteCheckpoint) -> None:
-        """Write the files of what is taken, in a thread of their own. Where others were faster, this is told before it is taken here."""
-        if self._wanted is not None and self._wanted.number == told.number:
-            self._told = told
+    def write(self, command: WriteCheckpoint) -> None:
+        """Write the files of what is taken, in a thread of their own. Where others were faster, this command comes before it is taken here."""
+        if self._wanted is not None and self._wanted.number == command.number:
+            self._write_command = command
             self._begin_writing()
 
     def _begin_writing(self) -> None:
-        told, taken, changed = self._told, self._taken, None
-        if told is None or taken is None:
+        command, taken, changed = self._write_command, self._taken, None
+        if command is None or taken is None:
             return
-        if told.since >= 0:
+        if command.since >= 0:
             schedule = taken.parts.schedule
-            changed = partial(_changed, schedule.path, schedule.follow, told.since, taken.snapshot.step)
-        layouts, folder = taken.parts.layouts, place(told.folder)
-        sink = RowSink(folder, layouts, told.bits, told.known, lambda file: self._come_to("checkpoint file written"))
-        self._part = PartWriter(taken.snapshot, layouts, sink, told.since, changed, taken.dense, taken.began)
+            changed = partial(_changed, schedule.path, schedule.follow, command.since, taken.snapshot.step)
+        layouts, folder = taken.parts.layouts, place(command.folder)
+        sink = RowSink(folder, layouts, command.bits, command.known, lambda file: self._come_to("checkpoint file written"))
+        self._part = PartWriter(taken.snapshot, layouts, sink, command.since, changed, taken.dense, taken.began)
         self._part.start()
 
     def tell(self) -> None:
-        """Tell the coordinator when the files are written, or cannot be."""
+        """Report to the coordinator when the files are written, or cannot be."""
         part, wanted = self._part, self._wanted
         if part is None or wanted is None or part.is_alive():
             return
         taken = self._taken
-        self._wanted = self._taken = self._told = self._part = None
+        self._wanted = self._taken = self._write_command = self._part = None
         if taken is not None and self._room_stays:
             self._room = taken.room
         if part.result is None:
@@ -275,14 +275,14 @@ class TrainerCheckpoints:
     def finish(self, check: Callable[[], None], look: Callable[[], object]) -> None:
         """Training is over: finish what is under way, or give it up, within a bound from where it is not the best model, or an end is asked for.
 
-        check: called again and again meanwhile, may raise; look: has the coordinator's commands done, and tells of what is.
+        check: called again and again meanwhile, may raise; look: has the coordinator's commands done, and reports what is.
         """
         deadline = time.monotonic() + GRACE_SECONDS
         if self._taken is not None:
             self._taken.snapshot.hurry()
         while self._taken is not None and time.monotonic() < deadline:
-            if self._told is None and self._rendezvous.poll(Orphaned) is not None:
-                break  # nobody will tell where it is to be written
+            if self._write_command is None and self._rendezvous.poll(Orphaned) is not None:
+                break  # nobody will say where it is to be written
             if self._may_take_longer():
                 deadline = time.monotonic() + GRACE_SECONDS
             check()
@@ -296,7 +296,7 @@ class TrainerCheckpoints:
         if (
             wanted is None
             or taken is None
-            or self._told is None
+            or self._write_command is None
             or not self._keeps_best
             or taken.snapshot.step not in wanted.steps
         ):

@@ -41,20 +41,20 @@ def await_saved(
             if log.keeps_folder(term) == log.trainer:
                 ended = _ends(rendezvous, term, TrainJob.of(spec.job).peer_silence)
                 save_over_hosts(rendezvous, Run(run), spec, term.number, ended)
-                left = [told for trainer in term.left if (told := rendezvous.poll(Departed, trainer)) is not None]
+                left = [departed for trainer in term.left if (departed := rendezvous.poll(Departed, trainer)) is not None]
                 end_alone(Run(run), schedule, ended, left, spec.totals)
             return
         time.sleep(_PAUSE.total_seconds())
 
 
 def _ends(rendezvous: Rendezvous, term: Term, silence: timedelta) -> dict[int, TrainerEnd]:
-    """How each member ended. silence: after which one that has not told counts as lost. Raises PeerLost then."""
+    """How each member ended. silence: after which a member that has not reported counts as lost. Raises PeerLost then."""
     ended: dict[int, TrainerEnd] = {}
     deadline = time.monotonic() + silence.total_seconds()
     while missing := [trainer for trainer in term.members if trainer not in ended]:
-        told = {trainer: end for trainer in missing if (end := rendezvous.poll(TrainerEnd, term.number, trainer)) is not None}
-        ended |= told
-        if not told and time.monotonic() >= deadline:
+        reported = {trainer: end for trainer in missing if (end := rendezvous.poll(TrainerEnd, term.number, trainer)) is not None}
+        ended |= reported
+        if not reported and time.monotonic() >= deadline:
             raise PeerLost(f"trainer {missing[0]}: ended without a word, and so did the launcher")
         time.sleep(_PAUSE.total_seconds())
     return {trainer: ended[trainer] for trainer in term.members}

@@ -92,7 +92,7 @@ class TrainerProcess:
             self._job = replace(self._job, schedule=on_host.schedule)
         self._address, self._on_host, self._run = address, on_host, Path(self._job.run)
         self._points = FaultPoints(spec.faults, trainer, self._tell_fault)
-        self._leaving, self._leave_told, self._begun = leaving, False, False
+        self._leaving, self._leave_sent, self._begun = leaving, False, False
         self._terms = TrainerTerms(
             rendezvous_store, rendezvous, events, trainer, spec, self._job, self._device(), address, connect, commands is not None,
             self._points.reach_point, run=self._run,
@@ -289,7 +289,7 @@ class TrainerProcess:
             ranks = [term.members.index(trainer) for trainer in term.joined]
             send_state(session.transport, ranks, parts, term.committed, self._totals.shared(), self._early.so_far)
         self._terms.await_handed_over([lane for lane in session.hosted if lane not in hosted.partitions])
-        self._link.catch_up()  # who had these lanes may know of servers that this trainer was not told of yet
+        self._link.catch_up()  # who had these lanes may know of servers that this trainer does not know of yet
         access = replace(access, ownership=replace(access.ownership, term=term.number))
         copies = dict(before.commits.copies) if before is not None and before.commits is not None else {}
         return continue_term(
@@ -308,7 +308,7 @@ class TrainerProcess:
         self._segments = max(self._segments, gate.begun)
         if self._points.any:
             trainer.on_point = self._points.in_step
-        # From here on it is the rendezvous host that tells whether the launcher is there.
+        # From here on it is the rendezvous host that says whether the launcher is there.
         self._ready.set()
         if self._interrupts is not None:
             self._interrupts.defer_signals = True
@@ -338,7 +338,7 @@ class TrainerProcess:
     def _publish_end(
         self, step: int, stopped: bool, failure: str | None, batches: dict[int, int], lost: Sequence[int] = (), kept: tuple[KeptFile, ...] = ()
     ) -> None:  # fmt: skip
-        """Tell how this trainer ended; the arguments as `TrainerEnd` has them."""
+        """Publish how this trainer ended; the arguments as `TrainerEnd` has them."""
         assert self._hosted is not None
         end = TrainerEnd(
             step=step, stopped=stopped, failure=failure, flushed=self._flushed, last_batches=batches, lost=tuple(lost),
@@ -358,8 +358,8 @@ class TrainerProcess:
 
         def tell() -> None:
             self._link.tell()
-            if self._leaving.is_set() and not self._leave_told:
-                self._leave_told = True
+            if self._leaving.is_set() and not self._leave_sent:
+                self._leave_sent = True
                 self._events.send(LeaveWanted())
 
         def on_step(report: StepReport) -> None:

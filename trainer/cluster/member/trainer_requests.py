@@ -46,7 +46,7 @@ class TrainerRequests:
                     self._events.send(ScrubFailed(number, str(error)))
 
     def tell(self) -> None:
-        """Tell how far that is."""
+        """Report how far the requests are."""
         counted = self._traffic.inspection.row_counts()
         if self._row_counts is not None and counted is not None:
             held = HeldRows(
@@ -65,7 +65,7 @@ class TrainerRequests:
                 self._scrub = None
 
     def finish(self) -> None:
-        """Bring what was begun to its end, and tell of it."""
+        """Finish what was begun, and report it."""
         if self._scrub is not None:
             self._traffic.inspection.scrubbed(finish=True)
         self.tell()

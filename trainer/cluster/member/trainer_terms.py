@@ -45,8 +45,8 @@ class TrainerTerms:
     """The terms of one trainer; its main thread uses it.
 
     term: the one that it is in, or was in last. connect: makes a further connection to the rendezvous store; None: the loss of a trainer is not
-    survived. joins: whether it was started while others train, and is no member yet. reach_point: told the points of a takeover (`faults`). run: the
-    run's folder, on hosts that have it. keeps_folder: `TermLog.keeps_folder`, once there is that log.
+    survived. joins: whether it was started while others train, and is no member yet. reach_point: called with the points of a takeover (`faults`).
+    run: the run's folder, on hosts that have it. keeps_folder: `TermLog.keeps_folder`, once there is that log.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class TrainerTerms:
             self._rendezvous.publish(Fingerprint(mine))
 
     def join(self) -> None:
-        """Tell that this trainer can join, and wait until a term has it as a member. Raises PeerLost where training is over before."""
+        """Report that this trainer can join, and wait until a term has it as a member. Raises PeerLost where training is over before."""
         self._events.send(CanJoin())
         while (admitted := self._rendezvous.poll(Admitted, self._trainer)) is None:
             if self._rendezvous.poll(Orphaned) is not None:
@@ -131,7 +131,7 @@ class TrainerTerms:
             transport.close()
 
     def await_begin(self, fingerprint: dict[str, str], session: TermSession) -> None:
-        """Tell that this trainer is ready for the term's steps, and wait until all members are. Raises PeerLost."""
+        """Report that this trainer is ready for the term's steps, and wait until all members are. Raises PeerLost."""
         self._events.send(Ready(self.term.number, fingerprint))
         self._come_to("ready")
         while self._rendezvous.poll(TermBegins, self.term.number) is None:
@@ -161,11 +161,11 @@ class TrainerTerms:
                 time.sleep(BOARD_PAUSE.total_seconds())
 
     def depart(self, departed: Departed) -> None:
-        """Tell what this trainer has done, which is no member any more and has handed its lanes over."""
+        """Publish what this trainer has done, which is no member any more and has handed its lanes over."""
         self._rendezvous.publish(departed, self._trainer)
 
     def break_off(self) -> None:
-        """The term is over for this trainer, though nobody has said so; any thread may tell."""
+        """The term is over for this trainer, though nobody has said so; any thread may call this."""
         if self._watch is not None:
             self._watch.break_off(self.term.number)
 
@@ -193,7 +193,7 @@ class TrainerTerms:
 
     @property
     def ends_keeping(self) -> bool:
-        """Whether a trainer has told that, in this term."""
+        """Whether a trainer has reported that, in this term."""
         return self._rendezvous.poll(EndsKeeping, self.term.number) is not None
 
     def next(self, position: TermPosition | None, why: str | None, keeps: bool = False) -> None:

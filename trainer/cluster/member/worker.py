@@ -1,7 +1,7 @@
 """A trainer process: it joins a job, trains its lanes, and leaves rows and dense part where the next one finds them.
 
 The launcher starts it (`own_process`), or has a forked process run `main`; a scheduler's process calls `work` itself.
-What it is told comes over the rendezvous store, passwords in its environment.
+Its instructions come over the rendezvous store, passwords in its environment.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ def work(
     commands: int | None = None,
     on_host: OnHost | None = None,
 ) -> int:
-    """Train as trainer number `trainer`; returns the exit status: 0, 2 where the coordinator was told why it failed, 1 for an error that was not
-    foreseen, with its traceback. rendezvous_store: for what it publishes and reads; address: of this machine, at which other trainers reach this one.
+    """Train as trainer number `trainer`; returns the exit status: 0, 2 where it reported to the coordinator why it failed, 1 for an error that was
+    not foreseen, with its traceback. rendezvous_store: for what it publishes and reads; address: of this machine, at which other trainers reach this
+    one.
 
     store_urls: with passwords, where they are not the coordinator's. interrupts: of a process that a scheduler started; once training
     begins, a signal asks for a clean stop of all trainers. connect: makes a further connection to the rendezvous store; None: the loss of another
@@ -106,7 +107,7 @@ def work(
             ).run()  # fmt: skip
     except ForeloadError as error:
         if on_host is not None and not on_host.has_run:
-            sys.stderr.write(f"foreload: error: trainer {trainer}: {error}\n")  # the coordinator tells its own host
+            sys.stderr.write(f"foreload: error: trainer {trainer}: {error}\n")  # on its own host, the coordinator reports it
         with contextlib.suppress(PeerLost):
             sender.send(Failed(error.code, str(error), _lost_rows(error) if isinstance(error, RowsLost) else None))
         return 2

@@ -28,7 +28,7 @@ _MALFORMED = 'a request is a line such as {"do": "status"}'
 
 @dataclass(frozen=True, slots=True)
 class CopyStatus:
-    """A copy of a lane, on a trainer that does not host it: slots seeded, of how many (0 where it has not told); complete: it lacks nothing."""
+    """A copy of a lane, on a trainer that does not host it: slots seeded, of how many (0 where it has not reported); complete: it lacks nothing."""
 
     lane: int
     trainer: int
@@ -40,7 +40,7 @@ class CopyStatus:
 @dataclass(frozen=True, slots=True)
 class RunStatus:
     """How a training is. lanes: of each, the trainer; trainers: process ids by number, of those that the launcher
-    started; shards: how they are for all trainers together, none while no trainer has told of any. members: the trainers of the term; copies: of
+    started; shards: how they are for all trainers together, none while no trainer has reported any. members: the trainers of the term; copies: of
     lanes, none where one trainer has each.
     """
 
@@ -93,7 +93,7 @@ class ScrubBegun:
 
 @dataclass(frozen=True, slots=True)
 class ScrubProgress:
-    """How far the last scrub is: done, for all trainers; stripes of those that have told of it, and what each told."""
+    """How far the last scrub is: done, for all trainers; stripes of those that have reported it, and what each reported."""
 
     done: bool
     stripes: int

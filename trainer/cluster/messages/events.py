@@ -51,7 +51,7 @@ class EventReceiver:
         self._next = dict.fromkeys(members, 0)
 
     def add(self, trainer: int) -> None:
-        """Take in what a further trainer tells, from its beginning."""
+        """Take in a further trainer's events, from its beginning."""
         self._next[trainer] = 0
 
     def poll(self) -> Iterator[tuple[int, TrainerEvent]]:

@@ -2,7 +2,7 @@
 
 It imports nothing heavy, since the rendezvous host, for which trainers wait, imports it.
 
-Where a fact stands more than once, its place is told: numbers after its name. What trainers are started with, and how they ended, is in `messages`.
+Where a fact stands more than once, its place is given: numbers after its name. What trainers are started with, and how they ended, is in `messages`.
 """
 
 from __future__ import annotations
@@ -143,12 +143,12 @@ class TermBegins:
 
 @dataclass(frozen=True, slots=True)
 class TermOver:
-    """A term has ended before its time, at (number): its members leave it, and the next one tells who goes on."""
+    """A term has ended before its time, at (number): its members leave it, and the next one says who goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A trainer is alive, at (trainer), told again and again. count: how many times."""
+    """A trainer is alive, at (trainer), published again and again. count: how many times."""
 
     count: int
 
@@ -167,7 +167,7 @@ class HandedOver:
 
 @dataclass(frozen=True, slots=True)
 class StopWanted:
-    """A clean stop is asked for; or, where a term is told, that this term ends so that the next one can have other members or hosts."""
+    """A clean stop is asked for; or, where a term is given, that this term ends so that the next one can have other members or hosts."""
 
     term: int | None = None
 
@@ -181,7 +181,7 @@ class StopBy:
 
 @dataclass(frozen=True, slots=True)
 class StopAfter:
-    """The step after which all trainers stop; or, where a term is told, leave that term together."""
+    """The step after which all trainers stop; or, where a term is given, leave that term together."""
 
     step: int
     term: int | None = None

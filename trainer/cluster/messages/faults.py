@@ -48,21 +48,21 @@ three: of a chunk of rows that move to other shards.
 """
 END_POINTS = ("last write-back", "last rows written", "dense part written", "ended")
 """Of the end: before everything is written back, and after it; before the dense part's new file takes the place of the old one, which one trainer
-alone comes to; when the trainer has told that it is at its end.
+alone comes to; when the trainer has reported that it is at its end.
 """
 TAKEOVER_POINTS = (
     *("term over", "left", "rolled back", "group formed"),
     *("fenced", "record held", "batch finished", "rows looked at", "empty record held", "marker written", "ready"),
 )
-"""Of a takeover: the loss is seen, told, the step undone, the next group there; the second line by who takes lanes over (`cache.protocol.takeover`;
-without parity there are no records), up to where the term's steps may begin.
+"""Of a takeover: the loss is seen, reported, the step undone, the next group there; the second line by who takes lanes over
+(`cache.protocol.takeover`; without parity there are no records), up to where the term's steps may begin.
 """
 CHECKPOINT_POINTS = ("checkpoint asked for", "checkpoint taken", "checkpoint file written", "checkpoint part written")
-"""Of a checkpoint: the trainer knows of it; the copy is made; of its files, in the thread that writes them; all of them are there, and told."""
+"""Of a checkpoint: the trainer knows of it; the copy is made; of its files, in the thread that writes them; all of them are there, and reported."""
 BEST_POINTS = ("best waited for",)
 """Training waits behind an evaluation, until it is known whether it was the best, and a checkpoint of its step can be begun."""
 KEPT_POINTS = ("kept",)
-"""The run cannot go on; what the store lacks of this trainer's lanes is in the run's folder, and that is yet to be told."""
+"""The run cannot go on; what the store lacks of this trainer's lanes is in the run's folder, and that is yet to be reported."""
 TRAINER_POINTS = (*STEP_POINTS, *STORE_POINTS, *END_POINTS, *TAKEOVER_POINTS, *CHECKPOINT_POINTS, *BEST_POINTS, *KEPT_POINTS)
 
 

@@ -62,7 +62,7 @@ class TrainerEnd:
 
     step: the last one; stopped: before the schedule's end; failure: what went wrong, where that is why; flushed: rows written beyond the schedule.
     last_batches: of each of its lanes, the number of the last write-back batch. traffic: cache.traffic.Counters, times in seconds. lost: store
-    shards that are not whole. segments: of the schedule, how many were begun; prefix: what these are told by. totals: of its steps in this call.
+    shards that are not whole. segments: of the schedule, how many were begun; prefix: what identifies these. totals: of its steps in this call.
     use: of its process. loads: of the store shards, by number. watched: as in Manifest. kept: files of rows of its lanes that the store lacks.
     """
 
@@ -155,7 +155,7 @@ class FaultInjected:
 
 @dataclass(frozen=True, slots=True)
 class TrainerFaultInjected:
-    """The trainer now sends itself a fault's signal. Told by its own thread alone, so not at STORE_POINTS or while it takes lanes over."""
+    """The trainer now sends itself a fault's signal. Reported by its own thread alone, so not at STORE_POINTS or while it takes lanes over."""
 
     fault: TrainerFault
     at: float
@@ -163,7 +163,7 @@ class TrainerFaultInjected:
 
 @dataclass(frozen=True, slots=True)
 class ShardsTold:
-    """How the store shards are for the trainer's lanes from now on: told when the state of one changes, and now and then while one is rebuilt."""
+    """How the store shards are for the trainer's lanes from now on: reported when the state of one changes, and now and then while one is rebuilt."""
 
     shards: ShardSnapshot
     at: float
@@ -180,7 +180,7 @@ class SeededCopy:
 
 @dataclass(frozen=True, slots=True)
 class CopiesTold:
-    """How the copies are that the trainer holds in a term, by lane: told when that changes, now and then."""
+    """How the copies are that the trainer holds in a term, by lane: reported when that changes, now and then."""
 
     term: int
     copies: dict[int, SeededCopy]

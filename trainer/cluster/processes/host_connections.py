@@ -53,7 +53,7 @@ class HostedTrainer:
             tell_host(self._connection, message)
 
     def poll(self) -> int | None:
-        """The status that its host told, HOST_GONE where that is gone, or None while it is at work."""
+        """The status that its host reported, HOST_GONE where that is gone, or None while it is at work."""
         return self._status
 
     def wait(self, timeout: timedelta | None = None) -> None:
@@ -66,7 +66,7 @@ class HostedTrainer:
             self.tell(EndTrainer())
 
     def follow(self) -> None:
-        """Take in what its host tells, until it is gone. Raises OSError, MessageError."""
+        """Take in what its host reports, until it is gone. Raises OSError, MessageError."""
         try:
             while (message := hear_host(self._connection)) is not None:
                 if isinstance(message, TrainerExited) and self._status is None:

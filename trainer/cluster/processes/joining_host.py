@@ -66,7 +66,7 @@ class HostJob:
 
 
 class _Coordinator:
-    """The connection, and what came on it. A thread takes messages in, another one tells that this host is there."""
+    """The connection, and what came on it. A thread takes messages in, another one reports that this host is there."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._sending = connection, threading.Lock()
@@ -120,7 +120,7 @@ class _Coordinator:
 
 
 def run_host(job: HostJob, interrupts: Interrupts, tell: Callable[[str], None], start_process: StartProcess) -> None:
-    """Offer a trainer, and run it to its end. tell: told what happens, a line; start_process: starts the trainer.
+    """Offer a trainer, and run it to its end. tell: called with each line for the user; start_process: starts the trainer.
 
     Raises TrainerError, RunError, PeerLost; KeyboardInterrupt before the trainer is started.
     """
@@ -145,7 +145,7 @@ def _run_trainer(
     """
     start = _started(job, coordinator, tell)
     interrupts.defer_signals = True
-    told = TrainerStart(
+    trainer_start = TrainerStart(
         start.trainer,
         start.rendezvous,
         job.address or own_address,
@@ -154,9 +154,9 @@ def _run_trainer(
         start.commands,
         OnHost(job.token, has_run=False, schedule=job.schedule or start.schedule),
     )
-    variables = numerics.environment(start.cpu_capability, start.threads) | told.environment()
+    variables = numerics.environment(start.cpu_capability, start.threads) | trainer_start.environment()
     process = start_process(ProcessStart(WORKER, (), variables))
-    tell(f"trainer {start.trainer}: started here, pid {process.pid}, address {told.address}")
+    tell(f"trainer {start.trainer}: started here, pid {process.pid}, address {trainer_start.address}")
     again = False
     try:
         again = _follow(start, process, coordinator, interrupts, tell)
@@ -211,7 +211,7 @@ def _started(job: HostJob, coordinator: _Coordinator, tell: Callable[[str], None
 def _follow(
     start: StartTrainer, process: StartedProcess, coordinator: _Coordinator, interrupts: Interrupts, tell: Callable[[str], None]
 ) -> bool:
-    """Stay until the trainer has ended, and tell how, or until the coordinator wants it started again: returns whether it does.
+    """Stay until the trainer has ended, and report how, or until the coordinator wants it started again: returns whether it does.
 
     Raises TrainerError, PeerLost.
     """

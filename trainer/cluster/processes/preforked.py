@@ -20,7 +20,7 @@ _POLL = timedelta(milliseconds=5)
 
 
 class Preforked:
-    """Starts up to `count` processes, as a StartProcess (`processes`). One that is not told anything leaves with this process, the launcher.
+    """Starts up to `count` processes, as a StartProcess (`processes`). One that is given nothing to run leaves with this process, the launcher.
 
     leave: closes, in each of them, what of this process is not theirs.
     """

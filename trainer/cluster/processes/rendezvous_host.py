@@ -53,7 +53,7 @@ class RendezvousHost:
         """The launcher's connection to the store, waited for until that is there. Raises TrainerError if it will not be."""
         import torch.distributed as dist
 
-        # Connected only when the store is there, since torch tells stderr of every connection that is refused.
+        # Connected only when the store is there, since torch logs every connection that is refused to stderr.
         if not os.read(self._ready, 1):
             raise TrainerError(f"coordinator at {self.address}: cannot be started, see above")
         return dist.TCPStore(self._host, self._port, None, False, _PATIENCE)

@@ -73,7 +73,7 @@ class TrainerStart:
     rendezvous is on, "HOST:PORT"; address: of this machine, at which other trainers reach this one.
 
     store_urls: with passwords; None: those of the LaunchSpec. launcher: the process that it leaves with before training begins. commands: of a
-    trainer that is started while others train, how many commands to trainers the rendezvous has, which the URLs tell of already; None: it is one of
+    trainer that is started while others train, how many commands to trainers the rendezvous has, which the URLs reflect already; None: it is one of
     the first. on_host: of a job over several hosts.
     """
 

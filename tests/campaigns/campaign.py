@@ -1,6 +1,6 @@
 """A randomised campaign from outside: trainings on which a bad day is inflicted, through the command line and the servers alone.
 
-    python tests/campaign.py --seed 1 --minutes 5 [--focus members|stores] [--episode N] [--json FILE]
+    python tests/campaigns/campaign.py --seed 1 --minutes 5 [--focus members|stores] [--episode N] [--json FILE]
 
 An episode is a pure function of (seed, number, focus): a kind of store, a code, trainers, and a list of faults, each at a step or a moment. Its log
 has the plan, and what was done when: as far as timing allows, --episode plays it again. After each
@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/trainer")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("harness", "servers", "trainer"))]
 
 from foreload.trainer.compute import numerics  # noqa: E402
 

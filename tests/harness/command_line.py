@@ -28,7 +28,7 @@ from foreload.trainer.cluster.messages.control import training_status
 if TYPE_CHECKING:
     from injection import AnyFault
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_SECONDS = 180
 """How long is waited for what a command must bring about, its end included."""
 MARK = "FORELOAD_TEST_COMMAND"

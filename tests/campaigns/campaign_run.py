@@ -30,7 +30,7 @@ from foreload.trainer.cluster.messages.control import RunStatus, training_status
 from foreload.trainer.errors import TrainerError
 from foreload.trainer.run.directory import PLACEMENT
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SPARES = 4
 """Servers by URL that store shards may move to."""
 DISK_BYTES = 128 << 20

@@ -187,7 +187,7 @@ class Forker:
     def _begin(self) -> None:
         self._control, theirs = socket.socketpair()
         here = Path(__file__).parent
-        paths = os.pathsep.join((str(here.parent), str(here), str(here / "trainer")))
+        paths = os.pathsep.join(map(str, (here.parents[1], here, here.parent / "trainer")))
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "forking", str(theirs.fileno()), self._token],

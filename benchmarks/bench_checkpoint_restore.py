@@ -18,9 +18,9 @@ from comparison import Cell, Claim, Results, Table, alternate, arguments, ratio,
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.namespace import claim
-from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.ownership.batch_log import FileLog
+from foreload.cache.protocol.ownership.ownership import Ownership
+from foreload.cache.protocol.shards.namespace import claim
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints import writer
 from foreload.trainer.checkpoints.chain import compact

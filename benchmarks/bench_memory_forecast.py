@@ -29,8 +29,8 @@ from foreload.cache.client.servers import available, version_of
 from foreload.cache.client.store import Store
 from foreload.cache.errors import StoreError
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.fence import read_epochs
-from foreload.cache.protocol.namespace import lane_key
+from foreload.cache.protocol.shards.fence import read_epochs
+from foreload.cache.protocol.shards.namespace import lane_key
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.faults import RunObserver
 from foreload.trainer.cluster.messages.trainers import StepEnded, TrainerEvent

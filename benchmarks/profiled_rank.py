@@ -26,7 +26,7 @@ import torch.distributed as dist  # noqa: E402
 
 from foreload.cache.client.store import Store  # noqa: E402
 from foreload.cache.parity.placement import Placement  # noqa: E402
-from foreload.cache.protocol.batch_log import FileLog  # noqa: E402
+from foreload.cache.protocol.ownership.batch_log import FileLog  # noqa: E402
 from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
 from foreload.trainer.assembly.assembly import DenseModel, StoreAccess, begin_term, join_term  # noqa: E402
 from foreload.trainer.assembly.start import Start  # noqa: E402

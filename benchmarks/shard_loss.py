@@ -22,7 +22,7 @@ numerics.set_environment(cpu_capability())
 
 from foreload.cache.client.local import LocalStores  # noqa: E402
 from foreload.cache.parity.placement import Placement  # noqa: E402
-from foreload.cache.protocol.shard_status import ShardSnapshot  # noqa: E402
+from foreload.cache.protocol.shards.shard_status import ShardSnapshot  # noqa: E402
 from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
 from foreload.trainer.assembly.assembly import DenseModel  # noqa: E402
 from foreload.trainer.assembly.dense_file import save_dense  # noqa: E402

@@ -23,7 +23,7 @@ from bench_torchrec import free_port, processor_seconds
 from comparison import tell
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
-from foreload.cache.protocol.namespace import claim
+from foreload.cache.protocol.shards.namespace import claim
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.job_shape import cores
 from foreload.trainer.resources.step_model import Load, Observation, Setup

@@ -10,7 +10,7 @@ import numpy as np
 
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.batch_log import FileLog
+from foreload.cache.protocol.ownership.batch_log import FileLog
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel, StoreAccess, begin_term, join_term
 from foreload.trainer.assembly.start import Start

@@ -37,8 +37,8 @@ from foreload.cache.client.store import (
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.places import shards_of
 from foreload.cache.parity.stripes import LaneStripes
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.namespace import claim, lane_key
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.namespace import claim, lane_key
 from foreload.cache.rows.fields import PARITY_BIT, fields
 from foreload.cache.rows.initial import initial_weights
 from foreload.cache.rows.layout import RowLayout

@@ -19,20 +19,20 @@ from types import TracebackType
 import numpy as np
 
 from foreload.cache.errors import CacheError, RowsLost
-from foreload.cache.protocol.background import Background
-from foreload.cache.protocol.batch_log import BatchLog
-from foreload.cache.protocol.counters import Counters
-from foreload.cache.protocol.failover import Failover, counted
-from foreload.cache.protocol.keep_alive import KeepAlive
-from foreload.cache.protocol.lanes import Ahead, Boundary, LanePlan, Lanes, LaneTraffic, Plan, PlannedFetch, Unwritten
-from foreload.cache.protocol.migration import Migration
-from foreload.cache.protocol.monitor import Answer, Monitor
-from foreload.cache.protocol.ownership import UNFENCED, Ownership
-from foreload.cache.protocol.patience import PATIENCE, Patience
-from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.rounds import Rounds, RoundStats
-from foreload.cache.protocol.shard_status import ShardNews, ShardSnapshot
-from foreload.cache.protocol.snapshot import Snapshots
+from foreload.cache.protocol.handover.migration import Migration
+from foreload.cache.protocol.ownership.batch_log import BatchLog
+from foreload.cache.protocol.ownership.ownership import UNFENCED, Ownership
+from foreload.cache.protocol.rounds.background import Background
+from foreload.cache.protocol.rounds.counters import Counters
+from foreload.cache.protocol.rounds.failover import Failover, counted
+from foreload.cache.protocol.rounds.keep_alive import KeepAlive
+from foreload.cache.protocol.rounds.lanes import Ahead, Boundary, LanePlan, Lanes, LaneTraffic, Plan, PlannedFetch, Unwritten
+from foreload.cache.protocol.rounds.monitor import Answer, Monitor
+from foreload.cache.protocol.rounds.rounds import Rounds, RoundStats
+from foreload.cache.protocol.rounds.snapshot import Snapshots
+from foreload.cache.protocol.shards.patience import PATIENCE, Patience
+from foreload.cache.protocol.shards.reading import StoredRows
+from foreload.cache.protocol.shards.shard_status import ShardNews, ShardSnapshot
 from foreload.cache.repair.inspection import Inspection
 from foreload.cache.repair.rebuild import Rebuild
 from foreload.cache.rows.staging import EndedRows, EventStaging, Staged

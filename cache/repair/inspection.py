@@ -5,12 +5,12 @@ from __future__ import annotations
 from foreload.cache.client.store import NO_ROWS, Read
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.row_counts import RowCounts, count_rows
-from foreload.cache.protocol.background import Background
-from foreload.cache.protocol.lanes import Lanes
-from foreload.cache.protocol.monitor import Monitor
-from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.rounds import Rounds
-from foreload.cache.protocol.shard_status import Lag
+from foreload.cache.protocol.rounds.background import Background
+from foreload.cache.protocol.rounds.lanes import Lanes
+from foreload.cache.protocol.rounds.monitor import Monitor
+from foreload.cache.protocol.rounds.rounds import Rounds
+from foreload.cache.protocol.shards.reading import StoredRows
+from foreload.cache.protocol.shards.shard_status import Lag
 from foreload.cache.repair.findings import Findings, Scrubbed
 from foreload.cache.repair.live_scrub import ExpectedRows, LiveScrub
 

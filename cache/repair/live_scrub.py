@@ -11,11 +11,11 @@ from typing import Protocol
 
 import numpy as np
 
-from foreload.cache.protocol.background import Task
-from foreload.cache.protocol.lanes import Lanes, LaneWrites
-from foreload.cache.protocol.monitor import Monitor
-from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.rounds import Rounds
+from foreload.cache.protocol.rounds.background import Task
+from foreload.cache.protocol.rounds.lanes import Lanes, LaneWrites
+from foreload.cache.protocol.rounds.monitor import Monitor
+from foreload.cache.protocol.rounds.rounds import Rounds
+from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.repair.findings import Findings
 from foreload.cache.repair.scrub import MUST, NEVER, StripeChunk, TableRows
 

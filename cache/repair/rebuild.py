@@ -12,13 +12,13 @@ import numpy as np
 
 from foreload.cache.client.store import COMMAND_ROWS, NO_ROWS
 from foreload.cache.parity.decoding import StripePlaces, plan_decoding, rows_on_shard
-from foreload.cache.protocol.background import Task
-from foreload.cache.protocol.lanes import Lanes, LaneWrites
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.migration import Migration
-from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.rounds import Rounds
-from foreload.cache.protocol.shard_table import cursor_at, cursor_place
+from foreload.cache.protocol.handover.migration import Migration
+from foreload.cache.protocol.rounds.background import Task
+from foreload.cache.protocol.rounds.lanes import Lanes, LaneWrites
+from foreload.cache.protocol.rounds.rounds import Rounds
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.reading import StoredRows
+from foreload.cache.protocol.shards.shard_table import cursor_at, cursor_place
 
 
 class Rebuild(Task):

@@ -15,12 +15,12 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.stripes import LaneStripes
-from foreload.cache.protocol.batch_log import FileLog, LoggedBatch
-from foreload.cache.protocol.lanes import LanePlan
-from foreload.cache.protocol.marker import Marker, first_number, term_of
-from foreload.cache.protocol.ownership import Ownership, find_rows, take_over
-from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.recovery import recover
+from foreload.cache.protocol.ownership.batch_log import FileLog, LoggedBatch
+from foreload.cache.protocol.ownership.ownership import Ownership, find_rows, take_over
+from foreload.cache.protocol.ownership.recovery import recover
+from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.shards.marker import Marker, first_number, term_of
+from foreload.cache.protocol.shards.reading import StoredRows
 
 _RANDOM = np.random.default_rng(2)
 

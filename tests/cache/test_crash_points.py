@@ -43,13 +43,13 @@ from foreload.cache.parity.erasure import Code
 from foreload.cache.parity.limits import GROUPS
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.stripes import LaneStripes
-from foreload.cache.protocol.batch_log import FileLog, LoggedBatch
-from foreload.cache.protocol.lanes import LanePlan
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.namespace import claim, lane_key
-from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
-from foreload.cache.protocol.recovery import recover
+from foreload.cache.protocol.ownership.batch_log import FileLog, LoggedBatch
+from foreload.cache.protocol.ownership.ownership import Ownership
+from foreload.cache.protocol.ownership.recovery import recover
+from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.namespace import claim, lane_key
+from foreload.cache.protocol.shards.reading import Expected, StoredRows, read_rows
 from foreload.cache.repair.scrub import MUST, TableRows, scrub_table
 from foreload.cache.rows.fields import NUMBER_BITS, PARITY_BIT, unpack
 from foreload.cache.rows.partition import Partition

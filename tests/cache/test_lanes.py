@@ -17,11 +17,11 @@ from foreload.cache.client.store import Store
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.stripes import LaneStripes
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.fence import read_epochs
-from foreload.cache.protocol.lanes import LanePlan
-from foreload.cache.protocol.ownership import UNFENCED, take_over
-from foreload.cache.protocol.reading import StoredRows, read_rows
+from foreload.cache.protocol.ownership.batch_log import FileLog
+from foreload.cache.protocol.ownership.ownership import UNFENCED, take_over
+from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.shards.fence import read_epochs
+from foreload.cache.protocol.shards.reading import StoredRows, read_rows
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.format import Arrivals
 

@@ -12,8 +12,8 @@ from lane_program import make_program
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.lanes import LanePlan
-from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.ownership.ownership import Ownership
+from foreload.cache.protocol.rounds.lanes import LanePlan
 
 
 def test_a_lane_that_is_added_when_all_others_have_moved_counts_at_once(tmp_path: Path) -> None:

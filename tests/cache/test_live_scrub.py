@@ -21,12 +21,12 @@ from foreload.cache.client.store import Store
 from foreload.cache.errors import RowError, RowsLost
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.stripes import LaneStripes
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.lanes import LanePlan
-from foreload.cache.protocol.namespace import claim
-from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.rounds import Rounds
+from foreload.cache.protocol.ownership.batch_log import FileLog
+from foreload.cache.protocol.ownership.ownership import Ownership
+from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.rounds.rounds import Rounds
+from foreload.cache.protocol.shards.namespace import claim
+from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.repair.findings import Findings
 from foreload.cache.rows.fields import PARITY_BIT, fields
 from foreload.cache.traffic import Traffic
@@ -133,7 +133,7 @@ def undisturbed(four: LocalStores, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture
 def unthrottled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scrubbing takes all of the thread's time, so that how many chunks come before the end does not depend on the clock."""
-    monkeypatch.setattr("foreload.cache.protocol.background.SHARE", 1.0)
+    monkeypatch.setattr("foreload.cache.protocol.rounds.background.SHARE", 1.0)
 
 
 @pytest.mark.usefixtures("unthrottled")

@@ -21,15 +21,15 @@ from foreload.cache.client.store import NO_ROWS, Read, Store, Write
 from foreload.cache.errors import NamespaceInUse, RowError, RowsLost, StoreError, StoreUnavailable
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.stripes import LaneStripes
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.failover import Failover
-from foreload.cache.protocol.lanes import LanePlan
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.monitor import Monitor
-from foreload.cache.protocol.namespace import claim, lane_key, remove
-from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.patience import Patience
-from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.ownership.batch_log import FileLog
+from foreload.cache.protocol.ownership.ownership import Ownership
+from foreload.cache.protocol.rounds.failover import Failover
+from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.rounds.monitor import Monitor
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.namespace import claim, lane_key, remove
+from foreload.cache.protocol.shards.patience import Patience
+from foreload.cache.protocol.shards.reading import StoredRows
 
 # An action of the thread, and the n-th time of it: in the midst of the training.
 MOMENTS = [
@@ -107,7 +107,7 @@ def test_a_server_that_is_emptied_and_written_to_before_its_connection_breaks_do
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Store, "attempt", unheard)
         # However slow the machine, so that it is not lost for being late; and the note of whose the server is, is there.
-        patch.setattr("foreload.cache.protocol.reconnection.RECONNECT", PATIENCE)
+        patch.setattr("foreload.cache.protocol.rounds.reconnection.RECONNECT", PATIENCE)
         patch.setattr(Ownership, "has", lambda *_: True)
         # One lane, so that the marker is everywhere what it must be.
         found, _, lost = run(stores, tmp_path / "logs", 2, 1, disturber, grace=PATIENCE, lanes=LANES[:1])

@@ -26,11 +26,12 @@ from foreload.cache.client.store import Command, Read, Store, Write
 from foreload.cache.errors import StoreError
 from foreload.cache.parity import decoding, erasure, migrating_rows
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol import migrated, migration
-from foreload.cache.protocol.namespace import claim, lane_key
-from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.server_probe import PROBE_PAUSE
-from foreload.cache.protocol.warm_up import warm_up_migration
+from foreload.cache.protocol.handover import migration
+from foreload.cache.protocol.handover.warm_up import warm_up_migration
+from foreload.cache.protocol.ownership.ownership import Ownership
+from foreload.cache.protocol.rounds.server_probe import PROBE_PAUSE
+from foreload.cache.protocol.shards import migrated
+from foreload.cache.protocol.shards.namespace import claim, lane_key
 from foreload.cache.rows.fields import PARITY_BIT
 
 LANES = (0, 3)
@@ -383,7 +384,7 @@ def test_a_shard_that_dies_once_its_rows_have_left_it_is_not_looked_for(
                 if connected.is_set():
                     over.set()
 
-        monkeypatch.setattr("foreload.cache.protocol.server_probe.Store", HeldStore)
+        monkeypatch.setattr("foreload.cache.protocol.rounds.server_probe.Store", HeldStore)
         assert stores.restart(1)
         assert connected.wait(TIMEOUT.total_seconds())
         owner.traffic.migration.complete(settled)

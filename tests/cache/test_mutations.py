@@ -24,17 +24,17 @@ from foreload.cache.parity.decoding import ShardRows, rows_on_shard
 from foreload.cache.parity.erasure import Code
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.stripes import LaneStripes
-from foreload.cache.protocol import batches
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.batches import WriteBackBatch
-from foreload.cache.protocol.lanes import LanePlan
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.namespace import claim
-from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.reconnection import Reconnection
-from foreload.cache.protocol.rounds import Rounds
-from foreload.cache.protocol.shard_table import ShardTable
+from foreload.cache.protocol.ownership.batch_log import FileLog
+from foreload.cache.protocol.ownership.ownership import Ownership
+from foreload.cache.protocol.rounds import batches
+from foreload.cache.protocol.rounds.batches import WriteBackBatch
+from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.rounds.reconnection import Reconnection
+from foreload.cache.protocol.rounds.rounds import Rounds
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.namespace import claim
+from foreload.cache.protocol.shards.reading import StoredRows
+from foreload.cache.protocol.shards.shard_table import ShardTable
 
 Check = Callable[[LocalStores, Path], None]
 
@@ -165,7 +165,7 @@ def a_marker_is_trusted_unseen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Reconnection, "_as_it_was", lambda *_: True)
     patch.setattr(Ownership, "has", lambda *_: True)
     # However slow the machine, so that it is not lost for being late.
-    patch.setattr("foreload.cache.protocol.reconnection.RECONNECT", PATIENCE)
+    patch.setattr("foreload.cache.protocol.rounds.reconnection.RECONNECT", PATIENCE)
 
 
 def what_a_write_brought_is_not_counted(patch: pytest.MonkeyPatch) -> None:

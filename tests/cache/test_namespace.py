@@ -7,8 +7,8 @@ import pytest
 
 from foreload.cache.client.store import Store, Write
 from foreload.cache.errors import Fenced, NamespaceInUse, RowsLost, StoreError
-from foreload.cache.protocol.fence import fence
-from foreload.cache.protocol.namespace import (
+from foreload.cache.protocol.shards.fence import fence
+from foreload.cache.protocol.shards.namespace import (
     Note,
     claim,
     lane_key,

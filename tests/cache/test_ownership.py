@@ -19,13 +19,13 @@ from foreload.cache.client.store import Store
 from foreload.cache.errors import Fenced, StoreError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.stripes import LaneStripes
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.failover import Failover
-from foreload.cache.protocol.lanes import LanePlan
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.namespace import claim, lane_key
-from foreload.cache.protocol.ownership import UNFENCED, find_rows, take_over
-from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
+from foreload.cache.protocol.ownership.batch_log import FileLog
+from foreload.cache.protocol.ownership.ownership import UNFENCED, find_rows, take_over
+from foreload.cache.protocol.rounds.failover import Failover
+from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.namespace import claim, lane_key
+from foreload.cache.protocol.shards.reading import Expected, StoredRows, read_rows
 from foreload.cache.rows.staging import EndedRows
 from foreload.cache.traffic import Traffic
 

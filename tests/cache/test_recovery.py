@@ -23,12 +23,12 @@ from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import StoreError
 from foreload.cache.parity.erasure import Code
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.lanes import LanePlan
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.recovery import recover
+from foreload.cache.protocol.ownership.batch_log import FileLog
+from foreload.cache.protocol.ownership.ownership import Ownership
+from foreload.cache.protocol.ownership.recovery import recover
+from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.rows.fields import PARITY_BIT
 
 OWNER = Ownership()

@@ -17,10 +17,10 @@ from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.row_counts import count_rows
 from foreload.cache.parity.stripes import ALL_STRIPES, LaneStripes
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.lanes import LanePlan
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.ownership.batch_log import FileLog
+from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.rows.fields import pack
 
 

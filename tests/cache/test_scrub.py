@@ -19,9 +19,9 @@ from foreload.cache.client.store import Store, Write
 from foreload.cache.errors import StoreError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.stripes import LaneStripes
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.lanes import LanePlan
-from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.ownership.batch_log import FileLog
+from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.repair.findings import Findings
 from foreload.cache.repair.scrub import MAY, MUST, TableRows, scrub_table
 from foreload.cache.rows.fields import PARITY_BIT, fields

@@ -15,9 +15,9 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import StoreError
-from foreload.cache.protocol.fence import fence, read_epochs
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.namespace import (
+from foreload.cache.protocol.shards.fence import fence, read_epochs
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.namespace import (
     claim,
     lane_key,
     owner,

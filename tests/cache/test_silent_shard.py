@@ -17,7 +17,7 @@ from tls import KINDS, TlsServer, tls_server_or_skip
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import NO_ROWS, Read, Store
 from foreload.cache.errors import ShardsSilent
-from foreload.cache.protocol.shard_status import ShardNews, ShardsAwaited
+from foreload.cache.protocol.shards.shard_status import ShardNews, ShardsAwaited
 
 
 def test_a_stopped_shard_is_lost_after_the_timeout_and_what_it_was_sent_harms_nothing(

@@ -19,13 +19,13 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.errors import SnapshotAbandoned
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol import snapshot as snapshots
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.lanes import LanePlan, PlannedFetch
-from foreload.cache.protocol.namespace import claim
-from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.snapshot import Snapshot, TakenRows
+from foreload.cache.protocol.ownership.batch_log import FileLog
+from foreload.cache.protocol.ownership.ownership import Ownership
+from foreload.cache.protocol.rounds import snapshot as snapshots
+from foreload.cache.protocol.rounds.lanes import LanePlan, PlannedFetch
+from foreload.cache.protocol.rounds.snapshot import Snapshot, TakenRows
+from foreload.cache.protocol.shards.namespace import claim
+from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.rows.partition import Partition
 from foreload.cache.rows.slot_copy import SlotCopy, SlotRows
 from foreload.cache.traffic import Traffic

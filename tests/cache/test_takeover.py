@@ -17,9 +17,9 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import NO_ROWS, Store, Write
 from foreload.cache.errors import CacheError, Fenced, RowsLost, StoreError
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.namespace import claim
-from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.ownership.ownership import Ownership
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.namespace import claim
 from foreload.cache.rows.fields import fields
 from foreload.cache.rows.staging import EndedRows
 

@@ -41,8 +41,8 @@ from foreload.cache.errors import (
     StoreUnavailable,
 )
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.lanes import LanePlan
-from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
+from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.shards.reading import Expected, StoredRows, read_rows
 from foreload.cache.rows.fields import fields
 from foreload.cache.rows.partition import Partition
 from foreload.cache.rows.staging import EndedRows

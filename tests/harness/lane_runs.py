@@ -11,7 +11,7 @@ from lane_program import EVALUATION_SLOTS, LAYOUTS, SLOTS, STATE_WIDTH, WIDTH, L
 
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import StoreError
-from foreload.cache.protocol.reading import Expected, StoredRows
+from foreload.cache.protocol.shards.reading import Expected, StoredRows
 from foreload.cache.rows.partition import Partition
 from foreload.cache.rows.staging import EndedRows
 from foreload.cache.traffic import Traffic

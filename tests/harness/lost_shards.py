@@ -19,15 +19,15 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.counters import Counters
-from foreload.cache.protocol.lanes import LanePlan
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.namespace import claim
-from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.patience import Patience
-from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.shard_status import LOST, ShardNews, ShardSnapshot
+from foreload.cache.protocol.ownership.batch_log import FileLog
+from foreload.cache.protocol.ownership.ownership import Ownership
+from foreload.cache.protocol.rounds.counters import Counters
+from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.namespace import claim
+from foreload.cache.protocol.shards.patience import Patience
+from foreload.cache.protocol.shards.reading import StoredRows
+from foreload.cache.protocol.shards.shard_status import LOST, ShardNews, ShardSnapshot
 from foreload.cache.traffic import Traffic
 
 LANES = (0, 3)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from foreload.cache.protocol.lanes import LanePlan
-from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.traffic import Traffic
 
 

@@ -11,8 +11,8 @@ from command_line import SMALL, free_port, main
 from held import HeldRun
 
 from foreload.cache.client.store import Store
-from foreload.cache.protocol.fence import read_epochs
-from foreload.cache.protocol.namespace import lane_key
+from foreload.cache.protocol.shards.fence import read_epochs
+from foreload.cache.protocol.shards.namespace import lane_key
 from foreload.cache.rows.fields import PARITY_BIT
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule

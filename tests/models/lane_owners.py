@@ -15,12 +15,12 @@ from lane_runs import expected_rows
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import StoreError
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.lanes import LanePlan
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.ownership import Ownership, find_rows
-from foreload.cache.protocol.reading import StoredRows, read_rows
-from foreload.cache.protocol.takeover import CopiedLane, TakenLane, take_over_lost
+from foreload.cache.protocol.handover.takeover import CopiedLane, TakenLane, take_over_lost
+from foreload.cache.protocol.ownership.batch_log import FileLog
+from foreload.cache.protocol.ownership.ownership import Ownership, find_rows
+from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.reading import StoredRows, read_rows
 from foreload.cache.repair.scrub import MUST, NEVER, TableRows, scrub_table
 from foreload.cache.rows.partition import Partition
 from foreload.cache.rows.staging import EndedRows, Staged

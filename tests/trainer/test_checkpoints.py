@@ -24,8 +24,8 @@ from foreload.base.files import write_sealed
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.ownership.batch_log import FileLog
+from foreload.cache.protocol.ownership.ownership import Ownership
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.schedule.at_work import at_work
 from foreload.pipelines.schedule.reader import Schedule

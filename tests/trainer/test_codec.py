@@ -11,7 +11,7 @@ import pytest
 from small_job import step_report
 
 from foreload.base.codec import FormError, JsonForm, LeftOut, of_json, to_json, to_stored
-from foreload.cache.protocol.shard_status import Lag, ServerUnreachable, ShardSnapshot, ShardStatus
+from foreload.cache.protocol.shards.shard_status import Lag, ServerUnreachable, ShardSnapshot, ShardStatus
 from foreload.cache.repair.findings import Finding, Findings, Scrubbed
 from foreload.trainer.cluster.messages.codec import decode, encode
 from foreload.trainer.cluster.messages.facts import Go, SegmentVerdict, Term

@@ -14,7 +14,7 @@ from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
-from foreload.cache.protocol.namespace import claim, owner, remove
+from foreload.cache.protocol.shards.namespace import claim, owner, remove
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import read_events
 

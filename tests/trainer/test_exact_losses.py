@@ -18,8 +18,8 @@ from training import job_in_memory, train
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
-from foreload.cache.protocol.fence import read_epochs
-from foreload.cache.protocol.namespace import lane_key
+from foreload.cache.protocol.shards.fence import read_epochs
+from foreload.cache.protocol.shards.namespace import lane_key
 from foreload.cache.traffic import Traffic
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule

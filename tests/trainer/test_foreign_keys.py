@@ -17,8 +17,8 @@ from held import Hold, stop_after
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
-from foreload.cache.protocol.fence import look_at
-from foreload.cache.protocol.namespace import epoch_key, lane_key, run_key
+from foreload.cache.protocol.shards.fence import look_at
+from foreload.cache.protocol.shards.namespace import epoch_key, lane_key, run_key
 from foreload.trainer.run.directory import SUMMARY, Run
 
 

@@ -20,7 +20,7 @@ from small_job import summary
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
-from foreload.cache.protocol.namespace import claim
+from foreload.cache.protocol.shards.namespace import claim
 from foreload.trainer.checkpoints.contents import MANIFEST
 from foreload.trainer.checkpoints.draft import Draft
 from foreload.trainer.cluster.member import trainer_checkpoints

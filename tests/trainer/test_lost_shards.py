@@ -22,8 +22,8 @@ from small_job import BATCH, arguments, rows_of, scheduler_environment, summary,
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.namespace import claim, owner
-from foreload.cache.protocol.shard_status import ServerUnreachable, ShardSnapshot, ShardState, ShardStatus
+from foreload.cache.protocol.shards.namespace import claim, owner
+from foreload.cache.protocol.shards.shard_status import ServerUnreachable, ShardSnapshot, ShardState, ShardStatus
 from foreload.cache.rows.row_bytes import decode_rows
 from foreload.pipelines.planning.sizing import TRAILER_BYTES
 from foreload.pipelines.schedule.reader import Schedule

@@ -16,8 +16,8 @@ from small_job import BATCH, arguments, summary, synthetic_schedule
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.namespace import claim, owner
-from foreload.cache.protocol.shard_status import ShardSnapshot, ShardStatus
+from foreload.cache.protocol.shards.namespace import claim, owner
+from foreload.cache.protocol.shards.shard_status import ShardSnapshot, ShardStatus
 from foreload.trainer.cluster.coordinator.store_shards import StoreShards
 from foreload.trainer.cluster.messages.faults import RunObserver, TrainerFault
 from foreload.trainer.commands import migrate, stores

@@ -15,7 +15,7 @@ from held import Hold, stop_after
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
-from foreload.cache.protocol.namespace import FolderId, owner, run_key
+from foreload.cache.protocol.shards.namespace import FolderId, owner, run_key
 from foreload.trainer.run.directory import STORES, Run
 
 

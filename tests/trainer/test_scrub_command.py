@@ -17,7 +17,7 @@ from small_job import BATCH, arguments, rows_of, summary, synthetic_schedule, tr
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
-from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.shards.marker import Marker
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.control import AskScrub, AskScrubbed, Refused, ScrubBegun, ScrubProgress, ask
 from foreload.trainer.command_line.stores import DAMAGED

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import main
 
-from foreload.cache.protocol.shard_status import ShardSnapshot, ShardStatus
+from foreload.cache.protocol.shards.shard_status import ShardSnapshot, ShardStatus
 from foreload.trainer.cluster.coordinator.control_socket import ControlSocket
 from foreload.trainer.cluster.coordinator.lane_replicas import LaneReplicas
 from foreload.trainer.cluster.messages.control import CopyStatus, RunStatus

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foreload.cache.protocol.background import SHARE
+from foreload.cache.protocol.rounds.background import SHARE
 from foreload.trainer.cluster.member.step_pace import LEAST_SHARE, StepPace
 
 

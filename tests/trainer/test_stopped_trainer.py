@@ -17,8 +17,8 @@ from small_job import arguments, summary, synthetic_schedule
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
-from foreload.cache.protocol.fence import read_epochs
-from foreload.cache.protocol.namespace import lane_key
+from foreload.cache.protocol.shards.fence import read_epochs
+from foreload.cache.protocol.shards.namespace import lane_key
 from foreload.trainer.cluster.messages.control import training_status
 from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.run.directory import Run

@@ -16,8 +16,8 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.servers import available
 from foreload.cache.client.store import Store, Write
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.fence import fence
-from foreload.cache.protocol.namespace import lane_key
+from foreload.cache.protocol.shards.fence import fence
+from foreload.cache.protocol.shards.namespace import lane_key
 from foreload.cache.rows.fields import fields
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.schedule.kept import ordinals_after

@@ -14,16 +14,16 @@ from torch import nn
 
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.batch_log import BatchLog
-from foreload.cache.protocol.lanes import LanePlan
-from foreload.cache.protocol.ownership import (
+from foreload.cache.protocol.ownership.batch_log import BatchLog
+from foreload.cache.protocol.ownership.ownership import (
     UNFENCED,
     Ownership,
     take_over,
 )
-from foreload.cache.protocol.patience import PATIENCE, Patience
-from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
-from foreload.cache.protocol.shard_status import ShardNews
+from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.shards.patience import PATIENCE, Patience
+from foreload.cache.protocol.shards.reading import Expected, StoredRows, read_rows
+from foreload.cache.protocol.shards.shard_status import ShardNews
 from foreload.cache.rows.layout import RowLayout
 from foreload.cache.rows.partition import Partition
 from foreload.cache.traffic import Traffic

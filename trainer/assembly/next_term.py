@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from foreload.cache.protocol.takeover import CopiedLane, take_over_lost
+from foreload.cache.protocol.handover.takeover import CopiedLane, take_over_lost
 from foreload.pipelines.schedule.format import Event, Occupants
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import StoreAccess, arrivals_from, events_from, free_partitions

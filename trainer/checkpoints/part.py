@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from foreload.base.errors import ForeloadError
-from foreload.cache.protocol import snapshot
-from foreload.cache.protocol.snapshot import Snapshot, TakenRows
+from foreload.cache.protocol.rounds import snapshot
+from foreload.cache.protocol.rounds.snapshot import Snapshot, TakenRows
 from foreload.cache.rows.layout import RowLayout
 from foreload.trainer.checkpoints.files import PartFiles
 from foreload.trainer.checkpoints.policies import EXACT_BITS

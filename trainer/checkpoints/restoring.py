@@ -12,10 +12,10 @@ import numpy as np
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.stripes import LaneStripes
-from foreload.cache.protocol.batch_log import BatchLog
-from foreload.cache.protocol.lanes import LanePlan
-from foreload.cache.protocol.ownership import Ownership, take_over
-from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.ownership.batch_log import BatchLog
+from foreload.cache.protocol.ownership.ownership import Ownership, take_over
+from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.rows.staging import EndedRows
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.reader import Schedule

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Literal
 
 from foreload.cache.client.store import Store
-from foreload.cache.protocol.namespace import FolderId, claim, remove
+from foreload.cache.protocol.shards.namespace import FolderId, claim, remove
 from foreload.trainer.errors import after_step
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import LOG, Run

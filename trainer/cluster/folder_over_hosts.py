@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from foreload.cache.protocol.batch_log import FileLog, LoggedBatch
+from foreload.cache.protocol.ownership.batch_log import FileLog, LoggedBatch
 from foreload.trainer.assembly.dense_file import write_dense
 from foreload.trainer.cluster.messages.facts import DenseAtEnd, DenseAtStart, KeptFileElsewhere
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous

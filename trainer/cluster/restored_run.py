@@ -11,9 +11,9 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_urls
 from foreload.cache.errors import StoreFull
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.namespace import FolderId, claim, foreign_note, owner
-from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.ownership.batch_log import FileLog
+from foreload.cache.protocol.ownership.ownership import Ownership
+from foreload.cache.protocol.shards.namespace import FolderId, claim, foreign_note, owner
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel
 from foreload.trainer.checkpoints.format import Checkpoint

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from foreload.base.errors import SettingError
 from foreload.cache.client.local import LocalStores
-from foreload.cache.protocol.shard_status import LOST, OK, REBUILDING, ShardSnapshot
+from foreload.cache.protocol.shards.shard_status import LOST, OK, REBUILDING, ShardSnapshot
 from foreload.trainer.cluster.messages.faults import Fault
 from foreload.trainer.cluster.messages.trainers import FaultInjected, ShardsTold, TrainerEvent
 from foreload.trainer.commands.drill import FaultDrill, Moments, after, milliseconds, percent

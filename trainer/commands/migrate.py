@@ -12,7 +12,7 @@ from functools import partial
 from foreload.cache.client.local import clear_removed
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.namespace import claim
+from foreload.cache.protocol.shards.namespace import claim
 from foreload.trainer.cluster.messages.control import AskMove, Refused, ask
 from foreload.trainer.errors import RunError
 from foreload.trainer.job.job_layouts import layouts_of

@@ -15,10 +15,10 @@ from typing import TypeVar
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.recovery import recover
+from foreload.cache.protocol.ownership.batch_log import FileLog
+from foreload.cache.protocol.ownership.ownership import Ownership
+from foreload.cache.protocol.ownership.recovery import recover
+from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.repair.findings import Findings
 from foreload.cache.repair.scrub import scrub_table
 from foreload.pipelines.schedule.reader import Schedule

@@ -14,8 +14,8 @@ from foreload.cache.client.load import together
 from foreload.cache.client.local import LocalStores
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.row_counts import RowCounts
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.shard_status import REBUILDING, Lag, ShardSnapshot, ShardStatus
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.shard_status import REBUILDING, Lag, ShardSnapshot, ShardStatus
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.reader import Schedule

@@ -25,7 +25,7 @@ from foreload.base.settings import (
     switch_or,
     text,
 )
-from foreload.cache.protocol.patience import Patience
+from foreload.cache.protocol.shards.patience import Patience
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.schedule.format import MOST_LANES

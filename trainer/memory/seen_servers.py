@@ -13,8 +13,8 @@ from foreload.cache.client.store import Store, server_version
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.fence import foreign_key, look_at
-from foreload.cache.protocol.namespace import foreign_note, lane_key
+from foreload.cache.protocol.shards.fence import foreign_key, look_at
+from foreload.cache.protocol.shards.namespace import foreign_note, lane_key
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.reader import Schedule

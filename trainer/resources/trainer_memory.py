@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from foreload.cache.protocol.batches import BATCH_ROWS
+from foreload.cache.protocol.rounds.batches import BATCH_ROWS
 from foreload.cache.rows.layout import RowLayout, slot_columns
 from foreload.pipelines.planning.sizing import OCCUPANT_BYTES, slot_bytes, staging_rows, stored_bytes
 from foreload.pipelines.schedule.format import Segment

@@ -14,12 +14,12 @@ from foreload.base.codec import FormError, parse_json
 from foreload.base.files import write_json
 from foreload.cache.client.store import Store
 from foreload.cache.parity.stripes import LaneStripes
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.lanes import LanePlan
-from foreload.cache.protocol.namespace import claim
-from foreload.cache.protocol.ownership import Ownership, stale_shards, take_over
-from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.shard_status import ServerUnreachable, ShardNews
+from foreload.cache.protocol.ownership.batch_log import FileLog
+from foreload.cache.protocol.ownership.ownership import Ownership, stale_shards, take_over
+from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.shards.namespace import claim
+from foreload.cache.protocol.shards.reading import StoredRows
+from foreload.cache.protocol.shards.shard_status import ServerUnreachable, ShardNews
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import RunError

@@ -16,8 +16,8 @@ import numpy as np
 
 from foreload.base.codec import of_json
 from foreload.base.files import read_sealed, replacing, write_atomically, write_sealed
-from foreload.cache.protocol.batch_log import LoggedBatch
-from foreload.cache.protocol.takeover import CopiedLane
+from foreload.cache.protocol.handover.takeover import CopiedLane
+from foreload.cache.protocol.ownership.batch_log import LoggedBatch
 from foreload.cache.rows.partition import Partition
 from foreload.cache.rows.staging import EndedRows
 from foreload.pipelines.schedule.format import Occupants

@@ -11,10 +11,10 @@ import numpy as np
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.takeover import TakenLane, take_over_lost
+from foreload.cache.protocol.handover.takeover import TakenLane, take_over_lost
+from foreload.cache.protocol.ownership.batch_log import FileLog
+from foreload.cache.protocol.ownership.ownership import Ownership
+from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.dense_file import write_dense

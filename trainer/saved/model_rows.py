@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
+from foreload.cache.protocol.shards.reading import Expected, StoredRows, read_rows
 from foreload.cache.rows.staging import Rows, put_rows
 from foreload.pipelines.schedule.format import RowColumns
 from foreload.pipelines.schedule.kept import ordinals_after

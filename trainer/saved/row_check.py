@@ -8,7 +8,7 @@ import numpy as np
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
-from foreload.cache.protocol.ownership import stale_shards
+from foreload.cache.protocol.ownership.ownership import stale_shards
 from foreload.trainer.errors import RunRefused
 from foreload.trainer.run.directory import METRICS, STORES, Run
 from foreload.trainer.run.manifest import Status

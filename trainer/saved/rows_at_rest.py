@@ -8,8 +8,8 @@ import numpy as np
 
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.ownership import find_rows
-from foreload.cache.protocol.reading import Expected, StoredRows, read_rows
+from foreload.cache.protocol.ownership.ownership import find_rows
+from foreload.cache.protocol.shards.reading import Expected, StoredRows, read_rows
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.schedule.kept import ordinals_after
 from foreload.pipelines.schedule.reader import Schedule

@@ -12,8 +12,8 @@ import numpy as np
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.errors import StoreError
-from foreload.cache.protocol.namespace import claim
-from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.shards.namespace import claim
+from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.schedule.reader import Schedule

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from foreload.base.compiled import nb
-from foreload.cache.protocol.lanes import LanePlan
-from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.rows.partition import Partition
 from foreload.cache.rows.staging import EndedRows
 from foreload.cache.traffic import Traffic

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from foreload.cache.client.store import Store
-from foreload.cache.protocol.batch_log import FileLog
-from foreload.cache.protocol.ownership import Ownership
+from foreload.cache.protocol.ownership.batch_log import FileLog
+from foreload.cache.protocol.ownership.ownership import Ownership
 from foreload.cache.rows.partition import Partition
 from foreload.pipelines.schedule.format import Event
 from foreload.trainer.assembly.assembly import StoreAccess, begin_term, join_term, open_no_lanes

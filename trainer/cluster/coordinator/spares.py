@@ -9,7 +9,7 @@ from foreload.base.errors import SettingError
 from foreload.cache.client.url import StoreUrl, parse_url, parse_urls
 from foreload.cache.errors import StoreError
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.spare import check_spare
+from foreload.cache.protocol.shards.spare import check_spare
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.manifest import Manifest
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.url import StoreUrl, parse_url, parse_urls
 from foreload.cache.errors import CacheError
-from foreload.cache.protocol.shard_status import LOST, OK, REBUILDING, REMOVED, ServerUnreachable, ShardSnapshot
+from foreload.cache.protocol.shards.shard_status import LOST, OK, REBUILDING, REMOVED, ServerUnreachable, ShardSnapshot
 from foreload.trainer.cluster.coordinator.store_watch import StoreWatch
 from foreload.trainer.cluster.messages.control import AskReplace, Refused, Replacing
 from foreload.trainer.cluster.messages.facts import StopBy

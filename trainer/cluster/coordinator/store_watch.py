@@ -14,7 +14,7 @@ from foreload.base.memory import available_bytes
 from foreload.cache.client.store import Store
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.fence import look_at
+from foreload.cache.protocol.shards.fence import look_at
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.reader import Schedule

@@ -14,7 +14,7 @@ from typing import assert_never
 
 from foreload.base.errors import ForeloadError
 from foreload.base.interrupts import Interrupts
-from foreload.cache.protocol.shard_status import ServerUnreachable
+from foreload.cache.protocol.shards.shard_status import ServerUnreachable
 from foreload.cache.rows.layout import RowLayout, slot_columns
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.coordinator.checkpointing import Checkpointing

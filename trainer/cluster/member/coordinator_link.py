@@ -11,7 +11,7 @@ from pathlib import Path
 
 from foreload.base.interrupts import Interrupts
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.shard_status import LOST, ServerUnreachable, ShardNews, ShardsAwaited, ShardSnapshot
+from foreload.cache.protocol.shards.shard_status import LOST, ServerUnreachable, ShardNews, ShardsAwaited, ShardSnapshot
 from foreload.cache.rows.layout import RowLayout
 from foreload.trainer.cluster.member.trainer_checkpoints import TrainerCheckpoints
 from foreload.trainer.cluster.member.trainer_requests import TrainerRequests

@@ -8,8 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from foreload.base.errors import SettingError
-from foreload.cache.protocol.batch_log import BatchLog, FileLog, LoggedBatch
-from foreload.cache.protocol.copied_log import CopiedLog, HeldRecords, Holders, LogService
+from foreload.cache.protocol.ownership.batch_log import BatchLog, FileLog, LoggedBatch
+from foreload.cache.protocol.ownership.copied_log import CopiedLog, HeldRecords, Holders, LogService
 from foreload.trainer.cluster.messages.facts import Term, TrainerPlace
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import LaunchSpec

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from foreload.cache.client.store import Store
 from foreload.cache.errors import StoreError
-from foreload.cache.protocol.namespace import are_of
+from foreload.cache.protocol.shards.namespace import are_of
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel
 from foreload.trainer.assembly.dense_file import dense_bytes, load_dense, load_dense_bytes, save_dense

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from foreload.cache.protocol.background import SHARE
+from foreload.cache.protocol.rounds.background import SHARE
 
 LEAST_SHARE = 0.1  # so that a checkpoint comes to its end
 _STEPS = 16  # that are looked at together

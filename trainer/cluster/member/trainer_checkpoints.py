@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreload.cache.protocol.snapshot import Snapshot, warm_up
+from foreload.cache.protocol.rounds.snapshot import Snapshot, warm_up
 from foreload.cache.rows.layout import RowLayout
 from foreload.cache.rows.slot_copy import SlotCopy
 from foreload.pipelines.schedule.reader import Schedule

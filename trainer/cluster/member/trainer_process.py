@@ -15,8 +15,8 @@ import torch
 from foreload.base.interrupts import Interrupts
 from foreload.cache.client.store import Store
 from foreload.cache.errors import CacheError, CopyLost
-from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.warm_up import warm_up
+from foreload.cache.protocol.handover.warm_up import warm_up
+from foreload.cache.protocol.ownership.ownership import Ownership
 from foreload.pipelines.schedule.format import Event
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel, StoreAccess, begin_term, join_term, open_no_lanes

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ClassVar, Generic, Literal, TypeVar, get_args
 
 from foreload.base.codec import to_json
-from foreload.cache.protocol.shard_status import ShardSnapshot
+from foreload.cache.protocol.shards.shard_status import ShardSnapshot
 from foreload.cache.repair.findings import Scrubbed
 from foreload.trainer.cluster.messages.codec import of_json
 from foreload.trainer.cluster.messages.trainers import HeldRows

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foreload.cache.client.load import ShardLoad
-from foreload.cache.protocol.shard_status import Lag, ServerUnreachable, ShardSnapshot
+from foreload.cache.protocol.shards.shard_status import Lag, ServerUnreachable, ShardSnapshot
 from foreload.cache.repair.findings import Scrubbed
 from foreload.trainer.checkpoints.files import PartFiles
 from foreload.trainer.cluster.messages.faults import Fault, TrainerFault

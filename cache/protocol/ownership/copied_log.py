@@ -24,8 +24,8 @@ from foreload.base.job_token import WrongToken
 from foreload.base.socket_messages import packed_head, receive
 from foreload.base.token_server import TokenServer, connected
 from foreload.cache.errors import CacheError, CopyLost
-from foreload.cache.protocol.batch_log import LoggedBatch
-from foreload.cache.protocol.marker import first_number, term_of
+from foreload.cache.protocol.ownership.batch_log import LoggedBatch
+from foreload.cache.protocol.shards.marker import first_number, term_of
 
 PURPOSE = "batch log"
 _HELD, _REFUSED = b"\1", b"\0"  # the answers to a record

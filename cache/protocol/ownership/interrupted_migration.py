@@ -12,11 +12,11 @@ from foreload.cache.client.store import COMMAND_ROWS, Command
 from foreload.cache.errors import StoreError
 from foreload.cache.parity.migrating_rows import migrating_rows
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.fence import Found
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.migrated import ALL, Migrated, deletion
-from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.shard_table import cursor_place
+from foreload.cache.protocol.shards.fence import Found
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.migrated import ALL, Migrated, deletion
+from foreload.cache.protocol.shards.reading import StoredRows
+from foreload.cache.protocol.shards.shard_table import cursor_place
 from foreload.cache.rows.fields import words
 
 

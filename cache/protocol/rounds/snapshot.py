@@ -18,10 +18,10 @@ import numpy as np
 
 from foreload.base.compiled import nb
 from foreload.cache.errors import SnapshotAbandoned
-from foreload.cache.protocol.background import SHARE
-from foreload.cache.protocol.lanes import Lanes, LaneTraffic, PlannedFetch
-from foreload.cache.protocol.monitor import Monitor
-from foreload.cache.protocol.reading import Expected, StoredRows
+from foreload.cache.protocol.rounds.background import SHARE
+from foreload.cache.protocol.rounds.lanes import Lanes, LaneTraffic, PlannedFetch
+from foreload.cache.protocol.rounds.monitor import Monitor
+from foreload.cache.protocol.shards.reading import Expected, StoredRows
 from foreload.cache.rows.partition import FREE
 from foreload.cache.rows.slot_copy import SlotRows
 from foreload.cache.rows.staging import EventStaging

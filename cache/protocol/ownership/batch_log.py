@@ -20,7 +20,7 @@ from foreload.base.compiled import nb
 from foreload.base.files import persist
 from foreload.base.hashing import mix
 from foreload.cache.errors import CacheError
-from foreload.cache.protocol.marker import term_of
+from foreload.cache.protocol.shards.marker import term_of
 
 _MAGIC = 0x32474F4C4C46  # FLLOG2
 _FIRST_MAGIC = 0x31474F4C4C46  # FLLOG1: of earlier versions, which wrote neither the number before nor a checksum

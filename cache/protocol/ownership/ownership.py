@@ -12,11 +12,11 @@ import numpy as np
 from foreload.cache.client.resp import MIGRATED
 from foreload.cache.client.store import Store
 from foreload.cache.errors import ForeignKey, StoreAuth, StoreError, StoreFull, StoreUnavailable
-from foreload.cache.protocol.fence import Found, fence_all, foreign_key, look_at
-from foreload.cache.protocol.interrupted_migration import Taking, agreed, finish_migration, stamp_of_nothing, strangers
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.namespace import is_of
-from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.ownership.interrupted_migration import Taking, agreed, finish_migration, stamp_of_nothing, strangers
+from foreload.cache.protocol.shards.fence import Found, fence_all, foreign_key, look_at
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.namespace import is_of
+from foreload.cache.protocol.shards.reading import StoredRows
 
 
 @dataclass(frozen=True, slots=True)

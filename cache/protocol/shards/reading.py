@@ -20,11 +20,11 @@ from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.places import shards_of
 from foreload.cache.parity.row_counts import count_rows
 from foreload.cache.parity.stripes import LaneStripes, Written
-from foreload.cache.protocol.fence import judge_wrong_type
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.migrated import Migrated
-from foreload.cache.protocol.namespace import lane_key
-from foreload.cache.protocol.shard_table import ShardTable
+from foreload.cache.protocol.shards.fence import judge_wrong_type
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.migrated import Migrated
+from foreload.cache.protocol.shards.namespace import lane_key
+from foreload.cache.protocol.shards.shard_table import ShardTable
 from foreload.cache.rows.fields import PARITY_BIT, fields, unpack
 from foreload.cache.rows.layout import RowLayout
 from foreload.cache.rows.row_bytes import decode_rows

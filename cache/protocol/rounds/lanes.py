@@ -12,10 +12,10 @@ import numpy as np
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.row_counts import count_rows
 from foreload.cache.parity.stripes import LaneStripes, Written
-from foreload.cache.protocol.batches import WriteBackBatch, WriteBackStaging
-from foreload.cache.protocol.marker import first_number, term_of
-from foreload.cache.protocol.monitor import Monitor
-from foreload.cache.protocol.reading import Expected, PlannedRead, StoredRows
+from foreload.cache.protocol.rounds.batches import WriteBackBatch, WriteBackStaging
+from foreload.cache.protocol.rounds.monitor import Monitor
+from foreload.cache.protocol.shards.marker import first_number, term_of
+from foreload.cache.protocol.shards.reading import Expected, PlannedRead, StoredRows
 from foreload.cache.rows.staging import EndedRows, EventStaging
 from foreload.pipelines.schedule.format import Arrivals
 

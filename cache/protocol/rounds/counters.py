@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-from foreload.cache.protocol.rounds import RoundStats
+from foreload.cache.protocol.rounds.rounds import RoundStats
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from foreload.cache.errors import (
     StoreError,
     StoreUnavailable,
 )
-from foreload.cache.protocol.namespace import NAME, FolderId, Note, epoch_key, is_run, lane_keys, owner, parse_epoch, scan
+from foreload.cache.protocol.shards.namespace import NAME, FolderId, Note, epoch_key, is_run, lane_keys, owner, parse_epoch, scan
 
 _LANE = re.compile(rb"\{(%b):(\d+)\}:\d+" % NAME.encode())
 _NOTE = re.compile(rb"(%b):run" % NAME.encode())

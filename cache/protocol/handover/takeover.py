@@ -11,18 +11,18 @@ from foreload.cache.client.store import NO_ROWS, Read, Write
 from foreload.cache.errors import CacheError, RowError, StoreError
 from foreload.cache.parity.row_counts import count_rows
 from foreload.cache.parity.stripes import Written
-from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
-from foreload.cache.protocol.failover import connect_again
-from foreload.cache.protocol.fence import Found, fence_everywhere
-from foreload.cache.protocol.interrupted_migration import Taking, finish_migration, joins
-from foreload.cache.protocol.lanes import LanePlan, Plan
-from foreload.cache.protocol.marker import Marker, first_number
-from foreload.cache.protocol.namespace import are_of
-from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.reconnection import check_answered
-from foreload.cache.protocol.recovery import Unfinished, adopted_batch, finish_judged, judge, play
-from foreload.cache.protocol.unsure_rows import REMEDY, Look, UnsureRows
+from foreload.cache.protocol.handover.unsure_rows import REMEDY, Look, UnsureRows
+from foreload.cache.protocol.ownership.batch_log import BatchLog, LoggedBatch
+from foreload.cache.protocol.ownership.interrupted_migration import Taking, finish_migration, joins
+from foreload.cache.protocol.ownership.ownership import Ownership
+from foreload.cache.protocol.ownership.recovery import Unfinished, adopted_batch, finish_judged, judge, play
+from foreload.cache.protocol.rounds.failover import connect_again
+from foreload.cache.protocol.rounds.lanes import LanePlan, Plan
+from foreload.cache.protocol.rounds.reconnection import check_answered
+from foreload.cache.protocol.shards.fence import Found, fence_everywhere
+from foreload.cache.protocol.shards.marker import Marker, first_number
+from foreload.cache.protocol.shards.namespace import are_of
+from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.rows.fields import fields
 from foreload.cache.rows.staging import EndedRows, Rows
 from foreload.pipelines.schedule.format import Occupants

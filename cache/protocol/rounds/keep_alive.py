@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from foreload.cache.protocol.background import Task
+from foreload.cache.protocol.rounds.background import Task
 
 EVERY = timedelta(seconds=30)
 

@@ -12,7 +12,7 @@ from foreload.cache.client.store import Read
 from foreload.cache.errors import RowError
 from foreload.cache.parity.decoding import Decoding, StripePlaces, plan_decoding
 from foreload.cache.parity.stripes import LaneStripes
-from foreload.cache.protocol.reading import Expected, PlannedRead, StoredRows, plan_reads
+from foreload.cache.protocol.shards.reading import Expected, PlannedRead, StoredRows, plan_reads
 from foreload.cache.rows.fields import fields
 from foreload.cache.rows.row_bytes import decode_rows
 from foreload.cache.rows.staging import EndedRows, Rows, put_rows

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from foreload.cache.protocol.monitor import Monitor
+from foreload.cache.protocol.rounds.monitor import Monitor
 
 SHARE = 0.25  # of the traffic thread's time, at most, that goes into a task: training comes first
 

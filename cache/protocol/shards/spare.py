@@ -9,7 +9,7 @@ from typing import Any
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import PASSWORD_VARIABLE, StoreUrl, parse_url
 from foreload.cache.errors import NamespaceInUse, StoreAuth, StoreError
-from foreload.cache.protocol.namespace import is_run, lane_key, owner
+from foreload.cache.protocol.shards.namespace import is_run, lane_key, owner
 
 _CONNECT = timedelta(seconds=1)
 _PROBE_EPOCH = -1  # no hash of a lane is ever of this one

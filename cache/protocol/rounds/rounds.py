@@ -15,14 +15,14 @@ import numpy as np
 
 from foreload.cache.client.store import NO_ROWS, Read, Write
 from foreload.cache.parity.erasure import Code
-from foreload.cache.protocol.adaptive_size import AdaptiveSize
-from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
-from foreload.cache.protocol.batches import BATCH_ROWS, WriteBackBatch
-from foreload.cache.protocol.checked_reads import CheckedReads
-from foreload.cache.protocol.failover import Failover
-from foreload.cache.protocol.lanes import Lanes, LaneTraffic, LaneWrites, PlannedFetch
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.reading import Expected, StoredRows, plan_reads
+from foreload.cache.protocol.ownership.batch_log import BatchLog, LoggedBatch
+from foreload.cache.protocol.rounds.adaptive_size import AdaptiveSize
+from foreload.cache.protocol.rounds.batches import BATCH_ROWS, WriteBackBatch
+from foreload.cache.protocol.rounds.checked_reads import CheckedReads
+from foreload.cache.protocol.rounds.failover import Failover
+from foreload.cache.protocol.rounds.lanes import Lanes, LaneTraffic, LaneWrites, PlannedFetch
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.reading import Expected, StoredRows, plan_reads
 from foreload.cache.rows.staging import EventStaging
 from foreload.pipelines.schedule.format import Arrivals
 

@@ -9,10 +9,10 @@ import numpy as np
 from foreload.cache.client.store import Read
 from foreload.cache.errors import RowError, StoreUnavailable
 from foreload.cache.parity.decoding import Decoding, StripePlaces, plan_alone, plan_decoding
-from foreload.cache.protocol.failover import Failover
-from foreload.cache.protocol.lanes import LaneWrites, PlannedFetch
-from foreload.cache.protocol.reading import PlannedRead, StoredRows, WrongRows, accept, decode_wrong, missing_value
-from foreload.cache.protocol.reconnection import Exchange
+from foreload.cache.protocol.rounds.failover import Failover
+from foreload.cache.protocol.rounds.lanes import LaneWrites, PlannedFetch
+from foreload.cache.protocol.rounds.reconnection import Exchange
+from foreload.cache.protocol.shards.reading import PlannedRead, StoredRows, WrongRows, accept, decode_wrong, missing_value
 from foreload.cache.rows.fields import unpack
 
 

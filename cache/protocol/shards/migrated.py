@@ -11,7 +11,7 @@ from foreload.cache.client.resp import MARKER, MIGRATED, hdel
 from foreload.cache.client.store import COMMAND_ROWS, Command
 from foreload.cache.errors import StoreError
 from foreload.cache.parity.stripes import ALL_STRIPES
-from foreload.cache.protocol.marker import Marker
+from foreload.cache.protocol.shards.marker import Marker
 
 _LAYOUT = struct.Struct("<qqQQ?qq")
 ALL = int(ALL_STRIPES)  # the cursor of a lane of which everything has moved

@@ -11,12 +11,12 @@ from foreload.cache.client.store import Read, Write
 from foreload.cache.errors import CacheError, StoreError
 from foreload.cache.parity.erasure import Code, accumulate
 from foreload.cache.parity.stripes import ALL_STRIPES, Arrangement
-from foreload.cache.protocol.batch_log import BatchLog, LoggedBatch
-from foreload.cache.protocol.fence import Found, fence_all
-from foreload.cache.protocol.interrupted_migration import Taking, counted, finish_migration, joins
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.ownership import Ownership, inspect_shards, lose
-from foreload.cache.protocol.reading import StoredRows
+from foreload.cache.protocol.ownership.batch_log import BatchLog, LoggedBatch
+from foreload.cache.protocol.ownership.interrupted_migration import Taking, counted, finish_migration, joins
+from foreload.cache.protocol.ownership.ownership import Ownership, inspect_shards, lose
+from foreload.cache.protocol.shards.fence import Found, fence_all
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.rows.fields import unpack
 
 Exchange = Callable[[Sequence[Read], Sequence[Write]], object]

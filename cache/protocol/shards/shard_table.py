@@ -17,8 +17,8 @@ from foreload.cache.parity.decoding import Survivors
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.places import NOT_MIGRATED, Places
 from foreload.cache.parity.stripes import ALL_STRIPES
-from foreload.cache.protocol.migrated import Migrated
-from foreload.cache.protocol.shard_status import LOST, REBUILDING, REMOVED, ShardSnapshot, ShardStatus
+from foreload.cache.protocol.shards.migrated import Migrated
+from foreload.cache.protocol.shards.shard_status import LOST, REBUILDING, REMOVED, ShardSnapshot, ShardStatus
 from foreload.cache.rows.fields import NUMBER_BITS
 
 

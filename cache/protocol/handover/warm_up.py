@@ -9,7 +9,7 @@ from foreload.cache.parity.decoding import StripePlaces, Survivors, plan_decodin
 from foreload.cache.parity.migrating_rows import migrating_rows
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.stripes import LaneStripes
-from foreload.cache.protocol.batch_log import checksum
+from foreload.cache.protocol.ownership.batch_log import checksum
 from foreload.cache.rows.row_bytes import decode_rows, encode_rows
 
 _NOTHING_THERE = b"*2\r\n$-1\r\n$-1\r\n"  # the reply to an HMGET of the marker and a row, where there is neither

@@ -22,17 +22,17 @@ from foreload.cache.parity.decoding import StripePlaces, plan_decoding
 from foreload.cache.parity.migrating_rows import MigratingRows, migrating_rows
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.stripes import LaneStripes
-from foreload.cache.protocol.adaptive_size import AdaptiveSize
-from foreload.cache.protocol.background import Task
-from foreload.cache.protocol.fence import fence_all
-from foreload.cache.protocol.lanes import Lanes, LaneTraffic, LaneWrites
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.migrated import ALL, Migrated, changed, deletion
-from foreload.cache.protocol.monitor import Monitor
-from foreload.cache.protocol.reading import StoredRows, missing_value
-from foreload.cache.protocol.rounds import Rounds
-from foreload.cache.protocol.shard_status import ShardSnapshot
-from foreload.cache.protocol.shard_table import cursor_at, cursor_place
+from foreload.cache.protocol.rounds.adaptive_size import AdaptiveSize
+from foreload.cache.protocol.rounds.background import Task
+from foreload.cache.protocol.rounds.lanes import Lanes, LaneTraffic, LaneWrites
+from foreload.cache.protocol.rounds.monitor import Monitor
+from foreload.cache.protocol.rounds.rounds import Rounds
+from foreload.cache.protocol.shards.fence import fence_all
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.migrated import ALL, Migrated, changed, deletion
+from foreload.cache.protocol.shards.reading import StoredRows, missing_value
+from foreload.cache.protocol.shards.shard_status import ShardSnapshot
+from foreload.cache.protocol.shards.shard_table import cursor_at, cursor_place
 
 CHUNK_SECONDS = 0.02  # of a chunk while training goes on, about: what is to be read or written meanwhile waits for it
 MOST_CHUNK_SECONDS = 0.1  # where fewer rows would take hardly less

@@ -11,10 +11,10 @@ from datetime import timedelta
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import StoreUrl
 from foreload.cache.errors import NamespaceInUse, StoreError
-from foreload.cache.protocol.namespace import join
-from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.reading import StoredRows
-from foreload.cache.protocol.shard_status import ServerUnreachable
+from foreload.cache.protocol.ownership.ownership import Ownership
+from foreload.cache.protocol.shards.namespace import join
+from foreload.cache.protocol.shards.reading import StoredRows
+from foreload.cache.protocol.shards.shard_status import ServerUnreachable
 
 PROBE_PAUSE = timedelta(milliseconds=200)
 UNREACHABLE = timedelta(seconds=5)  # after which a server that is looked for is said not to be there

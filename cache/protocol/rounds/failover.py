@@ -33,14 +33,14 @@ from foreload.cache.errors import (
 )
 from foreload.cache.parity.decoding import lost_rows
 from foreload.cache.parity.stripes import ALL_STRIPES, LaneStripes
-from foreload.cache.protocol.marker import Marker
-from foreload.cache.protocol.monitor import Monitor
-from foreload.cache.protocol.ownership import Ownership
-from foreload.cache.protocol.patience import Patience
-from foreload.cache.protocol.reading import StoredRows, check_answer, check_marker
-from foreload.cache.protocol.reconnection import RECONNECT, Markers, Reconnection, is_broken
-from foreload.cache.protocol.server_probe import ServerProbe
-from foreload.cache.protocol.shard_status import ShardNews
+from foreload.cache.protocol.ownership.ownership import Ownership
+from foreload.cache.protocol.rounds.monitor import Monitor
+from foreload.cache.protocol.rounds.reconnection import RECONNECT, Markers, Reconnection, is_broken
+from foreload.cache.protocol.rounds.server_probe import ServerProbe
+from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.patience import Patience
+from foreload.cache.protocol.shards.reading import StoredRows, check_answer, check_marker
+from foreload.cache.protocol.shards.shard_status import ShardNews
 
 REFUSED, LONGEST_REFUSED = timedelta(milliseconds=200), timedelta(seconds=30)  # before a server that refused is looked for again
 

@@ -1,0 +1,1 @@
+"""Lanes that change owners, and rows that change servers."""

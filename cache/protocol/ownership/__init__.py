@@ -1,0 +1,1 @@
+"""Who owns a lane: terms, the log of its batches, and the end of what an owner left under way."""

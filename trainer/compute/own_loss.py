@@ -7,7 +7,7 @@ from torch import Tensor
 
 from foreload.trainer.compute.training_loss import LossFunction, OwnLoss
 from foreload.trainer.errors import ModelError
-from foreload.trainer.models.generators import states_beside_torch
+from foreload.trainer.models.generators import seed_torch, states_beside_torch
 from foreload.trainer.models.hidden_state import first_change, hidden_state
 from foreload.trainer.models.importing import load_named
 from foreload.trainer.models.spec import ModelSpec
@@ -41,7 +41,7 @@ def check_loss(loss: OwnLoss, spec: ModelSpec) -> None:
     """
     what, shape = f"--loss {loss.name}", spec.output_shape(_SAMPLES)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        seed_torch(0)
         outputs, labels = torch.randn(shape, requires_grad=True), _synthetic_labels(spec)
         losses = loss(outputs, labels)
         gradient = _gradient(what, losses, outputs)

@@ -12,7 +12,7 @@ from foreload.trainer.errors import ModelError
 from foreload.trainer.models.diagnosis import check_outputs, first_not_finite, not_finite_gradient, raised_at
 from foreload.trainer.models.dlrm import little_to_interact
 from foreload.trainer.models.fitting import model_name
-from foreload.trainer.models.generators import states_beside_torch
+from foreload.trainer.models.generators import seed_torch, states_beside_torch
 from foreload.trainer.models.hidden_state import first_change, hidden_state
 from foreload.trainer.models.layers import takes_step
 from foreload.trainer.models.mixing import check_apart, mixes_samples
@@ -39,7 +39,7 @@ def _trial(
     Returns:
         The outputs, and the embedding block's gradient, None in evaluation mode or where the outputs do not depend on it.
     """
-    torch.manual_seed(samples)
+    seed_torch(samples)
     parts = _parts(module, spec)
     block = torch.randn(samples, len(parts), _width(parts), requires_grad=module.training)
     dense = torch.randn(samples, spec.dense_width) + dense_shift
@@ -74,10 +74,10 @@ def _check_apart(module: nn.Module, spec: ModelSpec, step: int = 0) -> None:
     """Refuse a module whose outputs depend on other samples than their own. Raises ModelError, and what forward raises."""
 
     def forward(dense: Tensor, block: Tensor) -> Tensor:
-        torch.manual_seed(_SEVERAL)
+        seed_torch(_SEVERAL)
         return _outputs(module, spec, dense, block, step)
 
-    torch.manual_seed(_SEVERAL)
+    seed_torch(_SEVERAL)
     parts = _parts(module, spec)
     block = torch.randn(_SEVERAL, len(parts), _width(parts))
     check_apart(model_name(module), module, forward, torch.randn(_SEVERAL, spec.dense_width), block)
@@ -93,7 +93,7 @@ def equal_samples_tie(module: nn.Module, spec: ModelSpec) -> bool:
     try:
         with modes_kept(module), torch.random.fork_rng(devices=[]), torch.no_grad():
             module.eval()
-            torch.manual_seed(0)
+            seed_torch(0)
             dense, block = torch.randn(TILE, spec.dense_width), torch.randn(TILE, len(parts), _width(parts))
             order = torch.randperm(TILE)
             outputs = _outputs(module, spec, dense, block, 0)
@@ -144,7 +144,7 @@ def probable_probabilities(module: nn.Module, spec: ModelSpec) -> list[str]:
 
 def _randomise(module: nn.Module) -> None:
     """Replace the parameters by random ones, the same each time."""
-    torch.manual_seed(0)
+    seed_torch(0)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(0, 0.5)

@@ -32,6 +32,14 @@ def seeded(seed: int) -> Iterator[None]:
             _GLOBAL.set_state(of_numpy)
 
 
+def seed_torch(seed: int, device: str = "cpu") -> None:
+    """As torch.manual_seed does, which also keeps the stack of its caller for devices that may yet be used: 0.2 ms, and more the deeper that is."""
+    if device == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
 def states_beside_torch() -> dict[str, bytes]:
     """Return the states of the generators that no training step seeds, by the name of the module that has them."""
     return {"random": pickle.dumps(random.getstate()), "numpy.random": pickle.dumps(_GLOBAL.get_state())}

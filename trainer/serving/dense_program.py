@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from foreload.trainer.compute.layouts import BlockLayout
 from foreload.trainer.errors import ExportError
+from foreload.trainer.models.generators import seed_torch
 from foreload.trainer.models.layers import takes_step
 from foreload.trainer.models.mixing import check_apart
 from foreload.trainer.serving.plain_files import read_program
@@ -48,7 +49,7 @@ def check_dense(model: BlockModel, dense_width: int, name: str) -> None:
     """Refuse to export a model whose outputs depend on other samples than their own, with what it has learned. Raises ModelError."""
 
     def forward(dense: Tensor, block: Tensor) -> Tensor:
-        torch.manual_seed(0)
+        seed_torch(0)
         logits: Tensor = model(dense, block)
         return logits
 

@@ -13,6 +13,7 @@ from foreload.base.hashing import key
 from foreload.pipelines.schedule.format import Event, LaneEvent
 from foreload.trainer.compute.layouts import Lookups
 from foreload.trainer.models.fitting import model_name
+from foreload.trainer.models.generators import seed_torch
 from foreload.trainer.models.mixing import check_apart, mixes_samples
 from foreload.trainer.models.tiles import in_tiles
 from foreload.trainer.step.parts import TrainerParts
@@ -92,7 +93,7 @@ def check_samples(parts: TrainerParts, moves: LaneEvent, local: LocalRows, steps
     run = _module_of(parts, steps_done)
 
     def forward(dense: Tensor, block: Tensor) -> Tensor:
-        torch.manual_seed(parts.seed)
+        seed_torch(parts.seed, parts.device.type)
         return run(dense, block)
 
     check_apart(model_name(parts.module), parts.module, forward, *_gathered(parts, moves, local))
@@ -105,12 +106,7 @@ def learn(parts: TrainerParts, event: Event, lane: int, moves: LaneEvent, local:
         return SliceGradients(
             torch.empty((0, parts.block.width), device=parts.device), no_gradients, torch.zeros((), device=parts.device)
         )
-    seed = key(parts.seed, event.step, lane) >> 1
-    if parts.device.type == "cpu":
-        # As torch.manual_seed does, which also keeps the call's stack trace for devices that may yet be used: 0.2 ms.
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
+    seed_torch(key(parts.seed, event.step, lane) >> 1, parts.device.type)
     if not all(part.training for part in parts.module.modules()):
         parts.module.train()
     dense_values, block = _gathered(parts, moves, local, requires_grad=True)

@@ -154,21 +154,11 @@ def _report(_: Leave, /, run: str, out: str | None, beside: str | None, **_furth
 
 
 def _predict(
-    _: Leave,
-    /,
-    run: str,
-    store: str | None,
-    of_schedule: str | None,
-    accept_model: bool,
-    sources: list[str],
-    format: str | None,
-    steps_of: str | None,
-    logits: bool,
-    **_further: object,
+    _: Leave, /, run: str, store: str | None, of_schedule: str | None, accept_model: bool, logits: bool, **asked: Any
 ) -> Iterator[Part]:
     from foreload.trainer.commands import predict
 
-    records = predict.Records(tuple(sources), format, steps_of)
+    records = predict.Records(tuple(asked["sources"]), asked["format"], asked["steps_of"])
     with predict.run(run, store, records, of_schedule, logits, accept_model) as predictions:
         for batch in predictions.batches:
             yield {"shape": batch.shape}, batch.tobytes()

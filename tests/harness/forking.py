@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -232,7 +233,7 @@ FORKER = Forker()
 def _child(request: Message, control: socket.socket) -> Callable[[], int]:
     def main() -> int:
         control.close()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        signal.set_wakeup_fd(-1)
         status, out, err, *descriptors = request.descriptors
         os.close(status)
         for number, mine in ((1, out), (2, err)):
@@ -295,31 +296,46 @@ def _serve(control: socket.socket) -> None:
     for name in (WORKER, RENDEZVOUS_HOST):
         importlib.import_module(name)
     waiting: dict[int, socket.socket] = {}
+    # A signal between two instructions and a call that waits would be seen after that; what it writes here ends the wait.
+    ended, wake = socket.socketpair()
+    for end in (ended, wake):
+        end.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        ready, _, _ = select.select([control, ended], [], [])
+        if ended in ready:
+            ended.recv(1 << 12)
+            _reap(waiting)
+        if control in ready:
+            if (request := receive(control)) is None:
+                return
+            _import(request)
+            pid = fork(_child(request, control))
+            waiting[pid] = socket.socket(fileno=os.dup(request.descriptors[0]))
+            for descriptor in request.descriptors:
+                os.close(descriptor)
+            send(control, {"pid": pid})
 
-    def reap(*_: object) -> None:
-        with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                with waiting.pop(ended[0]) as end, contextlib.suppress(OSError):
-                    end.send(str(os.waitstatus_to_exitcode(ended[1])).encode())
 
-    signal.signal(signal.SIGCHLD, reap)
-    while (request := receive(control)) is not None:
-        if request.values["module"] == COMMAND_LINE:
-            commands = (
-                ("pipelines.prepare",)
-                if request.values["arguments"][0] == "prepare"
-                else ("trainer.cli", "trainer.cluster.launcher", "trainer.cluster.coordinator.run_requests")
-            )
-            for name in commands:
-                importlib.import_module(f"foreload.{name}")
-        # A process that ends at once is noted before its end is looked for.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
-        pid = fork(_child(request, control))
-        waiting[pid] = socket.socket(fileno=os.dup(request.descriptors[0]))
-        for descriptor in request.descriptors:
-            os.close(descriptor)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-        send(control, {"pid": pid})
+def _reap(waiting: dict[int, socket.socket]) -> None:
+    """Send the exit status of each child that has ended to where it is waited for."""
+    with contextlib.suppress(ChildProcessError):
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            with waiting.pop(child[0]) as end, contextlib.suppress(OSError):
+                end.send(str(os.waitstatus_to_exitcode(child[1])).encode())
+
+
+def _import(request: Message) -> None:
+    """Import what a command needs, once for all."""
+    if request.values["module"] == COMMAND_LINE:
+        commands = (
+            ("pipelines.prepare",)
+            if request.values["arguments"][0] == "prepare"
+            else ("trainer.cli", "trainer.cluster.launcher", "trainer.cluster.coordinator.run_requests")
+        )
+        for name in commands:
+            importlib.import_module(f"foreload.{name}")
 
 
 if __name__ == "__main__":

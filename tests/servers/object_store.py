@@ -47,7 +47,7 @@ class ObjectStore:
         self._let_go, self._changed = threading.Event(), threading.Condition()
         self._server = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | KEYS | {"PYTHONPATH": str(Path(__file__).parent)},
+            env=os.environ | KEYS | {"PYTHONPATH": str(Path(__file__).parents[1] / "harness")},
         )  # fmt: skip
         assert self._server.stdout is not None
         self.port = int(self._server.stdout.readline())

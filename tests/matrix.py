@@ -20,9 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from injection import SLOWER
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "harness"))
+
+from injection import SLOWER  # noqa: E402
+
 RESULTS = ROOT / "build" / "test-matrix.jsonl"
 MARKS = {"suite": "not full", "running": "running and not full"}
 RUNS = [

@@ -25,7 +25,7 @@ class TrainerLanes:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneReplica:
+class SeededReplica:
     """A copy of a lane: how many of its slots are there."""
 
     trainer: int
@@ -46,7 +46,7 @@ class LaneHolders:
 
     lane: int
     trainer: int
-    copies: tuple[LaneReplica, ...]
+    copies: tuple[SeededReplica, ...]
 
     def text(self) -> str:
         """As a line."""
@@ -115,7 +115,7 @@ def _of_training(path: str, training: RunStatus) -> Status:
             LaneHolders(
                 lane,
                 host,
-                tuple(LaneReplica(one.trainer, one.slots, one.of, one.complete) for one in training.copies if one.lane == lane),
+                tuple(SeededReplica(one.trainer, one.slots, one.of, one.complete) for one in training.copies if one.lane == lane),
             )
             for lane, host in enumerate(hosts)
         ),

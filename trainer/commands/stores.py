@@ -33,6 +33,10 @@ from foreload.trainer.run.shard_loads import LoadReport
 from foreload.trainer.saved.expected_rows import given_ordinals
 from foreload.trainer.saved.kept import schedule_of
 
+Counted = Literal["rows", "parity_rows", "row_bytes"]
+COUNTED: tuple[Counted, ...] = get_args(Counted)
+"""What is counted of each shard."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parity:
@@ -125,15 +129,11 @@ class StoresStatus:
 
 def _line(shard: ShardReport) -> str:
     """The line on a shard, for a person."""
-    counted = {name: shard.get(name) for name in ("rows", "parity_rows", "row_bytes", "memory_bytes", "saved_bytes")}
+    counted = {name: shard.get(name) for name in (*COUNTED, "memory_bytes", "saved_bytes")}
     facts = [f"{count:,} {name.replace('_', ' ')}" for name, count in counted.items() if count is not None]
     if "rebuilt" in shard:
         facts.insert(0, f"{shard['rebuilt']:.0%} rebuilt")
     return "  ".join([f"shard {shard['shard']}", shard["state"], *facts, shard.get("why") or shard["url"]])
-
-
-Counted = Literal["rows", "parity_rows", "row_bytes"]
-COUNTED: tuple[Counted, ...] = get_args(Counted)
 
 
 def run(path: str, store: str | None) -> StoresStatus:

@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+from foreload.base.at_once import at_once
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import StoreUrl
 from foreload.cache.errors import CacheError, StoreError, StoreUnavailable
@@ -154,16 +155,20 @@ class Server:
 @contextlib.contextmanager
 def reached(used: Sequence[StoreUrl], former: Sequence[StoreUrl] = ()) -> Iterator[list[Server]]:
     """Servers, open while entered, but for those that cannot be reached. former: any error of these is noted, too: they may be another program's."""
-    servers: list[Server] = []
+    servers = [Server(url) for url in (*used, *former)]
+    opened = at_once({place: partial(Store, [server.url], _SILENCE, _CONNECT) for place, server in enumerate(servers)})
     with contextlib.ExitStack() as stack:
-        for urls, noted in ((used, StoreUnavailable), (former, StoreError)):
-            for url in urls:
-                server = Server(url)
-                servers.append(server)
-                try:
-                    server.store = stack.enter_context(Store([url], _SILENCE, _CONNECT))
-                except noted as error:
-                    server.why = str(error)
+        for store in opened.values():
+            if isinstance(store, Store):
+                stack.enter_context(store)
+        for place, server in enumerate(servers):
+            store = opened[place]
+            if isinstance(store, Store):
+                server.store = store
+            elif isinstance(store, StoreUnavailable if place < len(used) else StoreError):
+                server.why = str(store)
+            else:
+                raise store
         yield servers
 
 

@@ -10,7 +10,7 @@ from test_membership import Coordinator, left
 from foreload.trainer.cluster.coordinator.membership import LEAVE_TIMEOUT
 from foreload.trainer.cluster.coordinator.scaling import FRUITLESS_STARTS, JOIN_PATIENCE, Scaling
 from foreload.trainer.cluster.coordinator.terms import NO_CHANGE, Change, changed_term, first_term, next_term, wants_change
-from foreload.trainer.cluster.messages.control import Refused, ScaleBegun, ScaleProgress
+from foreload.trainer.cluster.messages.control import AskScale, AskScaled, Refused, ScaleBegun, ScaleProgress
 from foreload.trainer.cluster.messages.facts import Admitted, HandedOver, StopWanted, Term, TermOver
 from foreload.trainer.cluster.messages.trainers import CopiesTold, SeededCopy, TermLeft
 
@@ -172,12 +172,12 @@ class Wanted:
         return self.job.of.change
 
     def number(self, trainers: int) -> int:
-        begun = self.of.ask(trainers)
+        begun = self.of.ask(AskScale(trainers))
         assert isinstance(begun, ScaleBegun)
         return begun.number
 
     def progress(self, number: int) -> ScaleProgress:
-        progress = self.of.progress(number)
+        progress = self.of.progress(AskScaled(number))
         assert isinstance(progress, ScaleProgress)
         return progress
 
@@ -218,7 +218,7 @@ def test_the_last_ones_leave_and_one_that_was_asked_to() -> None:
 
 def test_more_trainers_than_lanes_and_none_are_refused() -> None:
     for count in (0, -1, 5):
-        refused = Wanted(2).of.ask(count)
+        refused = Wanted(2).of.ask(AskScale(count))
         assert isinstance(refused, Refused)
         assert refused.error.startswith("the number of trainers must be 1 to the schedule's lanes, 4; got ")
 
@@ -267,4 +267,4 @@ def test_another_number_that_is_asked_for_meanwhile_is_told() -> None:
     wanted = Wanted(2)
     first = wanted.number(4)
     wanted.number(3)
-    assert wanted.of.progress(first) == Refused("another number of trainers was asked for meanwhile, 3")
+    assert wanted.of.progress(AskScaled(first)) == Refused("another number of trainers was asked for meanwhile, 3")

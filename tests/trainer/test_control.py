@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import select
 import socket
 import socketserver
 import tempfile
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,22 @@ import pytest
 
 from foreload.cache.protocol.shards.shard_status import ShardSnapshot, ShardStatus
 from foreload.trainer.cluster.coordinator.control_socket import ControlSocket
+from foreload.trainer.cluster.coordinator.request_queue import RequestQueue
 from foreload.trainer.cluster.messages.control import (
     Answer,
+    AskRowCounts,
+    AskScrubbed,
     AskStatus,
     AskStop,
     ControlRequest,
+    Refused,
+    RowCountsAnswer,
     RunStatus,
     Stopping,
     ask,
     training_status,
 )
-from foreload.trainer.errors import MessageError, RunError
+from foreload.trainer.errors import MessageError, RunError, ShardsLost
 
 SHARDS = ShardSnapshot((ShardStatus("redis://a:1", "rebuilding", "", 0.25), ShardStatus("redis://b:1")))
 STATUS = RunStatus("training", 7, 0, (0, 0, 1), {0: 100, 1: 101}, SHARDS)
@@ -177,3 +183,66 @@ def test_a_launcher_that_was_stopped_is_told_of(tmp_path: Path) -> None:
         listening.listen()
         with pytest.raises(RunError, match="its launcher does not answer"):
             ask(tmp_path, AskStatus(), timedelta(seconds=0.2))
+
+
+def test_requests_are_answered_by_the_coordinators_thread_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    requests, counted = RequestQueue(), Future[Answer]()
+    threads: set[threading.Thread] = set()
+
+    def respond(request: ControlRequest) -> Answer | Future[Answer]:
+        threads.add(threading.current_thread())
+        match request:
+            case AskStatus():
+                return STATUS
+            case AskRowCounts():
+                return counted
+            case AskStop():
+                raise ShardsLost("shard 1 is lost", [1])
+            case _:
+                raise ZeroDivisionError("a fault")
+
+    control = ControlSocket(tmp_path, requests.ask)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            later = pool.submit(ask, tmp_path, AskRowCounts(), timedelta(seconds=60))
+            patience = timedelta(seconds=60)
+            several: list[Future[Any]] = [
+                pool.submit(ask, tmp_path, AskStatus(), patience),
+                pool.submit(ask, tmp_path, AskStop(), patience),
+                pool.submit(ask, tmp_path, AskScrubbed(), patience),
+            ]
+            while not all(one.done() for one in several):
+                select.select([requests], [], [], 0.01)
+                requests.answer(respond)
+            assert [one.result() for one in several] == [
+                STATUS,
+                Refused("shard 1 is lost"),
+                Refused("it cannot be answered: ZeroDivisionError: a fault"),
+            ]
+            assert not later.done()
+            counted.set_result(RowCountsAnswer(()))
+            while not later.done():
+                requests.answer(respond)
+            assert later.result() == RowCountsAnswer(())
+    finally:
+        requests.close()
+        control.close()
+    assert threads == {threading.current_thread()}
+    assert capfd.readouterr().err.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["not looked at yet", "to be answered later"])
+def test_who_still_waits_as_training_ends_is_told_that_nothing_trains(tmp_path: Path, known: bool) -> None:
+    requests = RequestQueue()
+    control = ControlSocket(tmp_path, requests.ask)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask, tmp_path, AskStop(), timedelta(seconds=60))
+            select.select([requests], [], [])
+            if known:
+                requests.answer(lambda request: Future())
+            requests.close()
+            assert asked.result() is None
+        assert ask(tmp_path, AskStop()) is None
+    finally:
+        control.close()

@@ -10,6 +10,7 @@ import signal
 import socketserver
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from unittest import mock
 
@@ -416,8 +417,13 @@ def test_a_shard_is_whole_when_every_trainer_says_so_and_only_a_server_in_use_is
         ("shard-rebuilt", 1, None),
     ]
     # A live server that the user replaces is no loss that asks for a spare.
-    assert shards.want_replacement(AskReplace("0", "redis://127.0.0.1:21")) == Replacing(0, "redis://127.0.0.1:21")
-    assert shards.take_replacement() == (0, "redis://127.0.0.1:21")
+    answer = shards.want_replacement(AskReplace("0", "redis://127.0.0.1:21"))
+    assert isinstance(answer, Future)
+    taken = None
+    while not answer.done():
+        taken = shards.take_replacement()
+    assert answer.result() == Replacing(0, "redis://127.0.0.1:21")
+    assert taken == (0, "redis://127.0.0.1:21")
     tell(0, "lost", urls[0], "another takes the shard over", shard=0)
     assert shards.take_replacement() is None
 

@@ -10,7 +10,7 @@ import pytest
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.schedule.format import Header
 from foreload.trainer.cluster.coordinator.wanted_checkpoints import WantedCheckpoints
-from foreload.trainer.cluster.messages.control import AskCheckpoint, CheckpointProgress
+from foreload.trainer.cluster.messages.control import AskCheckpoint, AskCheckpointed, CheckpointProgress
 from foreload.trainer.job.job import TrainJob
 
 FOLDER, ELSEWHERE = Path("run/checkpoints"), Path("elsewhere")
@@ -40,7 +40,7 @@ def test_nothing_is_wanted_unless_asked_for() -> None:
     checkpoints.again(first)
     assert checkpoints.next(6) == first
     checkpoints.now_saved(first, "elsewhere/step-7", 0.0, 2)
-    assert checkpoints.progress(0) == CheckpointProgress(True, "elsewhere/step-7")
+    assert checkpoints.progress(AskCheckpointed(0)) == CheckpointProgress(True, "elsewhere/step-7")
 
 
 def test_the_next_multiple_is_wanted_and_with_it_the_steps_of_evaluations() -> None:
@@ -113,7 +113,7 @@ def test_who_asks_too_late_is_told() -> None:
     checkpoints = wanted()
     checkpoints.ask(AskCheckpoint(None))
     checkpoints.refuse("its training is over")
-    assert checkpoints.progress(0) == CheckpointProgress(True, failed="its training is over")
+    assert checkpoints.progress(AskCheckpointed(0)) == CheckpointProgress(True, failed="its training is over")
     assert checkpoints.next(3) is None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from foreload.trainer.checkpoints.best import Best, best_in
 from foreload.trainer.checkpoints.part import GRACE_SECONDS
-from foreload.trainer.cluster.coordinator.folder_work import FolderWork
+from foreload.trainer.cluster.coordinator.background_work import FolderWork
 from foreload.trainer.cluster.messages.facts import GoOnAfter, StopWanted
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.errors import CheckpointError

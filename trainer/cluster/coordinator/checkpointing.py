@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from foreload.trainer.checkpoints.lineage import next_bits, next_increment, of_r
 from foreload.trainer.checkpoints.part import GRACE_SECONDS
 from foreload.trainer.checkpoints.policies import EXACT_BITS, LEAST_BITS
 from foreload.trainer.checkpoints.writable import folder_of
+from foreload.trainer.cluster.coordinator.background_work import FolderWork
 from foreload.trainer.cluster.coordinator.best_evaluation import OVERDUE, BestEvaluation, HeldTraining, tell_missing
 from foreload.trainer.cluster.coordinator.checkpoint_under_way import CheckpointUnderWay, Opened
-from foreload.trainer.cluster.coordinator.folder_work import FolderWork
 from foreload.trainer.cluster.coordinator.wanted_checkpoints import Wanted, WantedCheckpoints, why_over
 from foreload.trainer.cluster.messages.facts import CheckpointReady, GoOnAfter
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous
@@ -117,11 +117,11 @@ class Checkpointing:
             else:
                 self._give_up(str(error), again)
 
-    def finish(self, members: Sequence[int]) -> None:
-        """Training is over: publish what all have written."""
+    def finish(self, members: Sequence[int], wait: Callable[[Future[Any], float], None]) -> None:
+        """Training is over: publish what all have written. wait: returns when a future is done, or after so many seconds."""
         self.poll(members, goes_on=False)
         if self._saving is not None and self._saving.publishing is not None:
-            wait([self._saving.publishing], GRACE_SECONDS)
+            wait(self._saving.publishing, GRACE_SECONDS)
             self.poll(members, goes_on=False)
 
     def _make_room(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Literal
 
 from foreload.trainer.cluster.coordinator.lane_replicas import LaneReplicas
@@ -28,7 +29,6 @@ from foreload.trainer.cluster.messages.control import (
     AskStop,
     CheckpointBegun,
     ControlRequest,
-    MoveBegun,
     Refused,
     RunStatus,
     ScaleBegun,
@@ -41,7 +41,7 @@ Phase = Literal["starting", "training", "ending"]
 
 
 class ControlAnswers:
-    """Answers requests, each in a thread of the control socket. stop_wanted: whether a clean stop was asked for; the coordinator sees to it."""
+    """Answers requests. stop_wanted: whether a clean stop was asked for; the coordinator sees to it."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class ControlAnswers:
         self._run_requests, self._scaling, self._report = run_requests, scaling, report
         self.stop_wanted = False
 
-    def respond(self, request: ControlRequest) -> Answer:
-        """The answer to a request."""
+    def respond(self, request: ControlRequest) -> Answer | Future[Answer]:
+        """The answer to a request, or what will be the answer. Raises the package's errors, which say why it is refused."""
         match request:
             case AskStatus():
                 return self._status()
@@ -80,13 +80,13 @@ class ControlAnswers:
             case AskRowCounts():
                 return self._run_requests.row_counts()
             case AskScale():
-                return self._scale(request.trainers)
+                return self._scale(request)
             case AskScaled():
-                return self._scaling.progress(request.number)
+                return self._scaling.progress(request)
             case AskCheckpoint():
                 return self._checkpoint(request)
             case AskCheckpointed():
-                return self._checkpoints.progress(request.number)
+                return self._checkpoints.progress(request)
 
     def _status(self) -> RunStatus:
         term = self._members.term
@@ -106,18 +106,18 @@ class ControlAnswers:
             return Refused("it is about to end; save a checkpoint of it then")
         return self._checkpoints.ask(request)
 
-    def _move(self, request: AskMove) -> MoveBegun | Refused:
+    def _move(self, request: AskMove) -> Answer | Future[Answer]:
         if self._phase() == "starting":
             return Refused("its trainers are still starting; try again in a moment")
         if self._phase() == "ending" or self.stop_wanted:
             return Refused("it is about to end; ask again when it rests")
         return self._moves.want(request)
 
-    def _scale(self, trainers: int) -> ScaleBegun | Refused:
+    def _scale(self, request: AskScale) -> ScaleBegun | Refused:
         if under_scheduler():
             return Refused("a scheduler starts its trainers: stop it, and go on with --resume and another number of them")
         if self._phase() == "starting":
             return Refused("its trainers are still starting; try again in a moment")
         if self._phase() == "ending" or self.stop_wanted:
             return Refused("it is about to end; go on with --resume and another --trainers")
-        return self._scaling.ask(trainers)
+        return self._scaling.ask(request)

@@ -13,7 +13,7 @@ _NOTHING = SeededCopy(0, 0, False)
 
 
 class LaneReplicas:
-    """The copies in the term that is. The launcher's thread updates it; threads of the control socket read `status`. tell: a line for the user."""
+    """The copies in the term that is. tell: a line for the user."""
 
     def __init__(self, term: Term, tell: Callable[[str], None], events: EventLog) -> None:
         self._term, self._tell, self._events = term, tell, events
@@ -28,7 +28,7 @@ class LaneReplicas:
         """Note how a trainer's copies are, and tell the user when that decides whether a further loss is survived."""
         if event.term != self._term.number:
             return
-        self._reported = self._reported | {trainer: event}
+        self._reported[trainer] = event
         holders = {holder for lane in self._term.copies for holder in lane}
         # Without --copies there are some only of lanes that are to move.
         if not all(self._term.copies) or not holders <= self._reported.keys():

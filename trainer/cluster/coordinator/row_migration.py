@@ -9,13 +9,15 @@ that they ask no more is left: what the run has there is removed.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
 
-from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
+from foreload.trainer.cluster.coordinator.background_work import in_background
 from foreload.trainer.cluster.coordinator.store_shards import SHOWN_STEP, StoreShards
-from foreload.trainer.cluster.messages.control import AskMove, MoveBegun, Refused
+from foreload.trainer.cluster.messages.control import Answer, AskMove, MoveBegun, Refused
 from foreload.trainer.cluster.messages.trainers import EndMove, MoveRows, ReplaceServer, TrainerCommand
 from foreload.trainer.errors import RunError
 from foreload.trainer.job.job import TrainJob
@@ -27,8 +29,17 @@ from foreload.trainer.run.shard_change import ShardChange
 from foreload.trainer.saved.migration import NewServers, check_whole
 
 
+@dataclass(frozen=True, slots=True)
+class _Preparation:
+    """A move that is asked for, while a thread makes its new servers ready. urls: of all shards then."""
+
+    placement: Placement
+    urls: Future[tuple[str, ...]]
+    answer: Future[Answer] = field(default_factory=Future)
+
+
 class RowMigration:
-    """Of one call. Threads of the control socket call `want`, the launcher's own all else.
+    """Of one call.
 
     manifest: the run's, as it is by now; write_manifest: publishes another one; check_room: as NewServers has it.
     """
@@ -47,11 +58,11 @@ class RowMigration:
         self._manifest, self._write_manifest = manifest, write_manifest
         self._new = NewServers(manifest(), job.store_silence, shards.local, check_room)
         self._placement = run.placement
-        self._asking = threading.Lock()
+        self._preparing: _Preparation | None = None
         self._wanted: tuple[Placement, tuple[str, ...]] | None = None  # what is to begin, and the URLs of all shards then
         # The servers of shards that are none any more, yet to be left; of an earlier call, which did not come to that, too.
         self._leaving = left_over(manifest(), self._placement)
-        self._left: threading.Thread | None = None  # what leaves these servers
+        self._left: Future[None] | None = None  # what leaves these servers
         self._emptied: set[str] = set()  # servers that were left, and have nothing of the run any more
         self._shown = 0.0
 
@@ -60,21 +71,29 @@ class RowMigration:
         """Whether rows move, or are about to."""
         return self._wanted is not None or self._placement.migrating or bool(self._leaving)
 
-    def want(self, request: AskMove) -> MoveBegun | Refused:
-        """Have rows begin to move as is asked, if they can; the new servers are ready then."""
-        if not self._asking.acquire(blocking=False):
+    def want(self, request: AskMove) -> Refused | Future[Answer]:
+        """Have rows begin to move as is asked, if they can; when it is answered, the new servers are ready. Raises CacheError, RunError."""
+        if self._preparing is not None:
             return Refused("another change of its store shards is asked for right now; try again in a moment")
-        try:
-            change = ShardChange(request.change, request.shard, request.urls)
-            self._check_free()
-            placement = change.placement_after(self._placement, self._shards.urls)
-            urls = self._new.made_ready(change.urls, placement, self._shards.urls, self._shards.about_to_come)
-            self._wanted = placement, urls
-            return MoveBegun(placement.version, placement.joining, placement.leaving)
-        except (CacheError, RunError) as error:
-            return Refused(str(error))
-        finally:
-            self._asking.release()
+        change = ShardChange(request.change, request.shard, request.urls)
+        self._check_free()
+        placement = change.placement_after(self._placement, self._shards.urls)
+        urls, further = tuple(self._shards.urls), self._shards.about_to_come
+        ready = in_background(lambda: self._new.made_ready(change.urls, placement, urls, further))
+        self._preparing = _Preparation(placement, ready)
+        return self._preparing.answer
+
+    def _see_prepared(self) -> None:
+        """Answer once the new servers are ready."""
+        preparing = self._preparing
+        if preparing is None or not preparing.urls.done():
+            return
+        self._preparing, placement = None, preparing.placement
+        if (error := preparing.urls.exception()) is not None:
+            preparing.answer.set_exception(error)
+            return
+        self._wanted = placement, preparing.urls.result()
+        preparing.answer.set_result(MoveBegun(placement.version, placement.joining, placement.leaving))
 
     def _check_free(self) -> None:
         """Raise RunError where nothing can be begun."""
@@ -99,6 +118,7 @@ class RowMigration:
             tell(ReplaceServer(shard, url))
             self._write_servers()
             sys.stderr.write(f"store shard {shard}: {url} takes its place\n")
+        self._see_prepared()
         self._see_to_move(members, tell)
 
     def _see_to_move(self, members: Collection[int], tell: Callable[[TrainerCommand], None]) -> None:
@@ -116,7 +136,7 @@ class RowMigration:
                 tell(EndMove(self._placement.text))
         elif self._leaving and self._left is None and self._shards.all_without(members, self._leaving):
             self._leave()
-        elif self._left is not None and not self._left.is_alive():
+        elif self._left is not None and self._left.done():
             self._forget_left()
 
     def _begin(self, placement: Placement, urls: tuple[str, ...]) -> None:
@@ -156,8 +176,7 @@ class RowMigration:
                 else:
                     sys.stderr.write(f"store shard {shard}: is removed, but not all of it: {why}\n")
 
-        self._left = threading.Thread(target=leave, name="leave servers", daemon=True)
-        self._left.start()
+        self._left = in_background(leave)
 
     def _forget_left(self) -> None:
         self._leaving, self._left = {}, None
@@ -168,10 +187,15 @@ class RowMigration:
         urls = [self._leaving.get(shard, url) for shard, url in enumerate(self._shards.plain_urls)]
         self._write_manifest(with_servers(self._manifest(), self._placement, urls, self._emptied))
 
-    def finish(self, members: Collection[int]) -> None:
-        """All trainers, these, have ended: settle what is through, and leave servers that nobody asks any more. The rest goes on at the next call."""
-        with self._asking:
-            wanted, self._wanted = self._wanted, None
+    def finish(self, members: Collection[int], wait: Callable[[Future[Any]], None]) -> None:
+        """All trainers, these, have ended: settle what is through, and leave servers that nobody asks any more. The rest goes on at the next call.
+
+        wait: returns when a future is done.
+        """
+        if self._preparing is not None:
+            wait(self._preparing.urls)
+            self._see_prepared()
+        wanted, self._wanted = self._wanted, None
         if wanted is not None:
             placement, urls = wanted
             self._new.give_back([urls[shard] for shard in placement.joining], placement.shard_count - len(placement.joining))
@@ -186,7 +210,7 @@ class RowMigration:
         if self._leaving and self._left is None:
             self._leave()
         if self._left is not None:
-            self._left.join()
+            wait(self._left)
             self._forget_left()
 
     @property

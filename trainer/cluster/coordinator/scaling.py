@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -10,7 +9,7 @@ from datetime import timedelta
 from foreload.trainer.cluster.coordinator.membership import Membership
 from foreload.trainer.cluster.coordinator.rebalancing import Rebalancing
 from foreload.trainer.cluster.coordinator.terms import Change
-from foreload.trainer.cluster.messages.control import Refused, ScaleBegun, ScaleProgress
+from foreload.trainer.cluster.messages.control import AskScale, AskScaled, Refused, ScaleBegun, ScaleProgress
 from foreload.trainer.compute.reports import StepReport
 
 JOIN_PATIENCE = timedelta(
@@ -22,7 +21,7 @@ FRUITLESS_STARTS = (
 
 
 class Scaling:
-    """The coordinator's side. `ask` and `progress` are called in threads of the control socket, the rest in the main one.
+    """The coordinator's side.
 
     trainers: how many there are at the beginning; lanes: of the schedule; restarts: whether one that is lost is replaced. start, end: start a
     trainer's process by its number, and end it. tell: called with each line for the user. rebalancing: where lanes are to leave slow trainers.
@@ -49,43 +48,40 @@ class Scaling:
         self._new: set[int] = set()  # members that have not trained a step yet
         self._reasons: dict[int, str] = {}  # why trainers that could not join say so
         self._fruitless = 0
-        self._changed = threading.Lock()
         self._asked = 0  # how often another number was asked for
         self._failed: str | None = None
         self._progress = (0, ScaleProgress(trainers, trainers, 0, 0, True))
 
-    def ask(self, trainers: int) -> ScaleBegun | Refused:
+    def ask(self, request: AskScale) -> ScaleBegun | Refused:
         """Have so many trainers from now on."""
+        trainers = request.trainers
         if not 1 <= trainers <= self._lanes:
             return Refused(
                 f"the number of trainers must be 1 to the schedule's lanes, {self._lanes}; got {trainers}; prepare with more --lanes"
             )
-        with self._changed:
-            before, self._wanted, self._failed, self._fruitless = self._wanted, trainers, None, 0
-            self._offered.clear()
-            self._asked += 1
-            return ScaleBegun(self._asked, before, trainers)
+        before, self._wanted, self._failed, self._fruitless = self._wanted, trainers, None, 0
+        self._offered.clear()
+        self._asked += 1
+        return ScaleBegun(self._asked, before, trainers)
 
     def offer(self) -> int | None:
         """A further trainer, which another host starts, is to join: its number; None where there are as many as lanes already."""
-        with self._changed:
-            if self._wanted >= self._lanes:
-                return None
-            self._wanted += 1
-            trainer, self._next = self._next, self._next + 1
-            self._starting[trainer] = False
-            self._offered.add(trainer)
-            return trainer
+        if self._wanted >= self._lanes:
+            return None
+        self._wanted += 1
+        trainer, self._next = self._next, self._next + 1
+        self._starting[trainer] = False
+        self._offered.add(trainer)
+        return trainer
 
-    def progress(self, number: int) -> ScaleProgress | Refused:
-        """How far what was asked for is. number: which time."""
-        with self._changed:
-            seen, progress = self._progress
-            if number != self._asked:
-                return Refused(f"another number of trainers was asked for meanwhile, {self._wanted}")
-            if seen != number:
-                return ScaleProgress(progress.trainers, self._wanted, progress.starting, progress.lanes_to_move, False)
-            return progress
+    def progress(self, request: AskScaled) -> ScaleProgress | Refused:
+        """How far what was asked for is."""
+        seen, progress = self._progress
+        if request.number != self._asked:
+            return Refused(f"another number of trainers was asked for meanwhile, {self._wanted}")
+        if seen != request.number:
+            return ScaleProgress(progress.trainers, self._wanted, progress.starting, progress.lanes_to_move, False)
+        return progress
 
     def can_join(self, trainer: int) -> None:
         """A trainer that was started can join."""
@@ -117,48 +113,43 @@ class Scaling:
         """A trainer is to leave, since it was asked to. Returns false where no other one stays."""
         if not self._staying(members) - {trainer}:
             return False
-        with self._changed:
-            if trainer not in self._leaving:
-                self._wanted = max(self._wanted - 1, 1)
-            self._leaving.add(trainer)
+        if trainer not in self._leaving:
+            self._wanted = max(self._wanted - 1, 1)
+        self._leaving.add(trainer)
         return True
 
     def lost(self, trainer: int, elsewhere: bool = False) -> None:
         """A member is lost; another one takes its place, where that is wanted. elsewhere: it was on another host, which has to offer another one."""
-        with self._changed:
-            if trainer in self._leaving:
-                return
-            if not self._restarts or elsewhere:
-                self._wanted = max(self._wanted - 1, 1)
-            elif trainer in self._new:
-                self._fruitless += 1
+        if trainer in self._leaving:
+            return
+        if not self._restarts or elsewhere:
+            self._wanted = max(self._wanted - 1, 1)
+        elif trainer in self._new:
+            self._fruitless += 1
 
     def poll(self, members: Membership, ended: Mapping[int, str], goes_on: bool) -> None:
         """Start trainers, have some leave, and tell `members` who joins and leaves. ended: of processes, how; goes_on: false where training ends."""
-        with self._changed:
-            there = set(members.term.members)
-            for trainer in there & self._starting.keys():
-                del self._starting[trainer]
-                self._offered.discard(trainer)
-                self._new.add(trainer)
-            self._leaving &= there
-            for trainer in [trainer for trainer in self._starting if trainer in ended]:
-                self._did_not_join(trainer, ended[trainer])
-            staying = self._staying(members)
-            if self._fruitless >= FRUITLESS_STARTS and self._wanted > len(staying) + len(self._starting):
-                self._wanted = len(staying) + len(self._starting)
-                self._failed = (
-                    f"{self._fruitless} trainers in a row were lost before they trained a step; no further one is started"
-                )
-                self._tell(f"{self._failed}, until `foreload scale` asks for it")
-            # A process that starts takes a core for seconds: not while the others take lanes over.
-            self._start_and_end(staying, goes_on, members.begun)
-            members.change = Change(self._can_join_now(), tuple(sorted(self._leaving)))
-            if self._rebalancing is not None:
-                self._rebalancing.poll(members)
-            done = members.at_rest and not self._starting and len(there) == self._wanted
-            progress = ScaleProgress(len(there), self._wanted, len(self._starting), members.lanes_to_move, done, self._failed)
-            self._progress = self._asked, progress
+        there = set(members.term.members)
+        for trainer in there & self._starting.keys():
+            del self._starting[trainer]
+            self._offered.discard(trainer)
+            self._new.add(trainer)
+        self._leaving &= there
+        for trainer in [trainer for trainer in self._starting if trainer in ended]:
+            self._did_not_join(trainer, ended[trainer])
+        staying = self._staying(members)
+        if self._fruitless >= FRUITLESS_STARTS and self._wanted > len(staying) + len(self._starting):
+            self._wanted = len(staying) + len(self._starting)
+            self._failed = f"{self._fruitless} trainers in a row were lost before they trained a step; no further one is started"
+            self._tell(f"{self._failed}, until `foreload scale` asks for it")
+        # A process that starts takes a core for seconds: not while the others take lanes over.
+        self._start_and_end(staying, goes_on, members.begun)
+        members.change = Change(self._can_join_now(), tuple(sorted(self._leaving)))
+        if self._rebalancing is not None:
+            self._rebalancing.poll(members)
+        done = members.at_rest and not self._starting and len(there) == self._wanted
+        progress = ScaleProgress(len(there), self._wanted, len(self._starting), members.lanes_to_move, done, self._failed)
+        self._progress = self._asked, progress
 
     def end_starting(self) -> None:
         """End those that are not members yet: there is nothing to join any more."""

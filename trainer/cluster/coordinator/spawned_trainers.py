@@ -16,18 +16,23 @@ from foreload.trainer.run.servers import plain
 
 class SpawnedTrainers:
     """The processes, by trainers' numbers. urls: of the store shards by number as they are now, with passwords. lock: the descriptor of the run's,
-    if any.
+    if any; wakes: a descriptor; once that can be read from, no pause lasts.
 
     A trainer that outlives this process goes on holding the lock on the run. hosts: the other hosts of the job, on which trainers can be, too.
     """
 
     def __init__(
-        self, start: StartProcess, urls: Callable[[], Sequence[str]], lock: int | None, hosts: Hosts | None = None
+        self,
+        start: StartProcess,
+        urls: Callable[[], Sequence[str]],
+        lock: int | None,
+        hosts: Hosts | None,
+        wakes: int,
     ) -> None:
         self._start, self._urls, self._hosts = start, urls, hosts
         self._held: tuple[int, ...] = () if lock is None else (lock,)
         self._processes: dict[int, StartedProcess] = {}
-        self._place = ("", "")
+        self._place, self._wakes = ("", ""), wakes
 
     def meet_at(self, rendezvous: str, address: str, held: Sequence[int]) -> None:
         """Where trainers meet, at which address of this machine each is reached, and what descriptors they inherit."""
@@ -68,7 +73,7 @@ class SpawnedTrainers:
     @property
     def pids(self) -> dict[int, int]:
         """Their process ids."""
-        return {trainer: process.pid for trainer, process in list(self._processes.items())}
+        return {trainer: process.pid for trainer, process in self._processes.items()}
 
     def ended(self) -> dict[int, str]:
         """How those have ended that have."""
@@ -76,9 +81,9 @@ class SpawnedTrainers:
         return {trainer: ended_how(status) for trainer, status in statuses.items() if status is not None}
 
     def pause(self, at_most: timedelta, ended: Container[int]) -> None:
-        """Return after a while, or as soon as one ends. ended: those that have."""
+        """Return after a while, or as soon as one ends, or the coordinator is asked something. ended: those that have."""
         left = [process for trainer, process in self._processes.items() if trainer not in ended]
-        pause([process for process in left if not isinstance(process, HostedTrainer)], at_most)
+        pause([process for process in left if not isinstance(process, HostedTrainer)], at_most, self._wakes)
 
     def forget(self, trainer: int) -> None:
         """One that has ended is of no interest any more."""

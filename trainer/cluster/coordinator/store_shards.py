@@ -7,17 +7,18 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.url import StoreUrl, parse_url, parse_urls
-from foreload.cache.errors import CacheError
 from foreload.cache.protocol.shards.shard_status import LOST, OK, REBUILDING, REMOVED, ServerUnreachable, ShardSnapshot
+from foreload.trainer.cluster.coordinator.background_work import in_background
 from foreload.trainer.cluster.coordinator.store_watch import StoreWatch
-from foreload.trainer.cluster.messages.control import AskReplace, Refused, Replacing
+from foreload.trainer.cluster.messages.control import Answer, AskReplace, Refused, Replacing
 from foreload.trainer.cluster.messages.facts import StopBy
 from foreload.trainer.cluster.messages.faults import RunObserver
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous
-from foreload.trainer.errors import RunError
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.event_log import EventLog, ShardLost, ShardRebuilt, ShardReplaced
 from foreload.trainer.run.servers import plain
@@ -27,8 +28,18 @@ _NEVER = 1 << 62  # a step that no schedule has
 SHOWN_STEP = 0.1  # the share of a rebuild after which the user gets the next report
 
 
+@dataclass(frozen=True, slots=True)
+class _Replacement:
+    """A server that a user names to take a shard's place, while a thread looks whether it can. url: without password."""
+
+    shard: int
+    url: str
+    checked: Future[None]
+    answer: Future[Answer] = field(default_factory=Future)
+
+
 class StoreShards:
-    """The store shards of one call. Threads of the control socket call `want_replacement` and `together`, the launcher's own all else.
+    """The store shards of one call.
 
     urls: of their servers by number, with passwords, "" where a shard was removed; those that trainers know of. protected: whether there is
     parity. check: called with a server that the user names to take a shard's place, and with those in use and the numbers of their shards; raises
@@ -49,6 +60,7 @@ class StoreShards:
         self.protected, self._observer, self._check = protected, observer, check
         self._restarted = local if protected and not job.no_restart else None
         self._spares = [url.plain for url in parse_urls(job.spare)] if job.spare else []
+        self._checking: list[_Replacement] = []
         self._wanted: deque[tuple[int, str]] = deque()  # servers that are to take the place of shards'
         self._reported: dict[int, ShardSnapshot] = {}  # by each trainer, the last
         # How they were for the trainers of the term before, until those of this one have reported.
@@ -66,7 +78,7 @@ class StoreShards:
     @property
     def about_to_come(self) -> list[tuple[int, str]]:
         """The servers that are to take the place of shards', and those shards."""
-        return list(self._wanted)
+        return [*self._wanted, *((one.shard, one.url) for one in self._checking)]
 
     def use(self, urls: Sequence[str]) -> None:
         """These are the URLs from now on, since shards were added or removed."""
@@ -123,8 +135,7 @@ class StoreShards:
         """Note how the shards are for a trainer, and tell the user where that changes how they are for all together; spares may take places."""
         before = self.together if self._reported else None
         changes = shards.changes_since(self._reported.get(trainer))
-        # Replaced by a new one, since threads of the control socket read it.
-        self._reported = self._reported | {trainer: shards}
+        self._reported[trainer] = shards
         self._show(before)
         for shard, status in changes.items():
             if status.state == LOST:
@@ -170,25 +181,34 @@ class StoreShards:
 
     def _in_use(self, shard: int, url: str) -> bool:
         """Whether it is a shard's server, and not one that another takes the place of."""
-        return url == self.plain_urls[shard] and all(wanted != shard for wanted, _ in list(self._wanted))
+        return url == self.plain_urls[shard] and all(wanted != shard for wanted, _ in self._wanted)
 
-    def want_replacement(self, request: AskReplace) -> Replacing | Refused:
-        """Have a server take the place of a shard's, if it can. request.old: the shard's number, or its server's URL without password."""
-        old = request.old
+    def want_replacement(self, request: AskReplace) -> Refused | Future[Answer]:
+        """Have a server take the place of a shard's, if it can. request.old: the shard's number, or its server's URL without password. Raises
+        CacheError, RunError.
+        """
         if not self.protected:
             return Refused("the run has no parity, so a shard's rows are nowhere else; train with --parity")
-        try:
-            shard = shard_named(old, self.plain_urls)
-            url = parse_url(request.new)
-            in_use = [(number, used) for number, used in [*enumerate(self.urls), *list(self._wanted)] if used]
-            self._check(url, [(number, parse_url(used)) for number, used in in_use])
-        except (CacheError, RunError) as error:
-            return Refused(str(error))
-        self._wanted.append((shard, url.plain))
-        return Replacing(shard, url.plain)
+        shard = shard_named(request.old, self.plain_urls)
+        url = parse_url(request.new)
+        in_use = [(number, parse_url(used)) for number, used in [*enumerate(self.urls), *self.about_to_come] if used]
+        replacement = _Replacement(shard, url.plain, in_background(lambda: self._check(url, in_use)))
+        self._checking.append(replacement)
+        return replacement.answer
+
+    def _see_checked(self) -> None:
+        """Answer for the servers that were looked at since."""
+        for one in [one for one in self._checking if one.checked.done()]:
+            self._checking.remove(one)
+            if (error := one.checked.exception()) is not None:
+                one.answer.set_exception(error)
+                continue
+            self._wanted.append((one.shard, one.url))
+            one.answer.set_result(Replacing(one.shard, one.url))
 
     def take_replacement(self) -> tuple[int, str] | None:
         """The next shard whose server another is to take the place of from now on, and that one's URL, without password; None: there is none."""
+        self._see_checked()
         if not self._wanted:
             return None
         shard, url = self._wanted.popleft()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import assert_never
+from typing import Any, assert_never
 
 from foreload.base.errors import ForeloadError
 from foreload.base.interrupts import Interrupts
@@ -26,6 +28,7 @@ from foreload.trainer.cluster.coordinator.lane_replicas import LaneReplicas
 from foreload.trainer.cluster.coordinator.launch_spec import launch_spec
 from foreload.trainer.cluster.coordinator.membership import SILENT, Membership
 from foreload.trainer.cluster.coordinator.rebalancing import Rebalancing
+from foreload.trainer.cluster.coordinator.request_queue import RequestQueue
 from foreload.trainer.cluster.coordinator.row_migration import RowMigration
 from foreload.trainer.cluster.coordinator.run_requests import RunRequests
 from foreload.trainer.cluster.coordinator.scaling import Scaling
@@ -109,8 +112,9 @@ class TrainerGroup:
         self._events, self._hosts = events, hosts
         self._job, self._interrupts, self._run, self._start = job, interrupts, run, start
         self._observer, self._start_process, self._schedule, self._shards = observer, start_process, schedule, shards
+        self._requests = RequestQueue()
         self._commands = 0  # how many were published
-        self._trainers = SpawnedTrainers(start_process, lambda: shards.urls, run.lock, hosts)
+        self._trainers = SpawnedTrainers(start_process, lambda: shards.urls, run.lock, hosts, self._requests.fileno())
         self.manifest, self.status = manifest, start
         self.failure: str | None = None
         self.at_rest = self.kept = self._stop_published = False
@@ -137,6 +141,7 @@ class TrainerGroup:
         address = self._job.own_address()
         with contextlib.ExitStack() as stack:
             rendezvous_host = RendezvousHost(address, self._start_process)
+            stack.callback(self._requests.close)
             stack.callback(rendezvous_host.close)
             stack.callback(self._trainers.kill)
             # Trainers start while the rendezvous host does.
@@ -168,10 +173,10 @@ class TrainerGroup:
             lambda: self._phase, members, self._trainers, self._shards, self._copies, self._run_requests, self._scaling, report,
             self._checkpointing.wanted, self._moves,
         )  # fmt: skip
-        control = ControlSocket(self._run.path, self._answers.respond)
+        control = ControlSocket(self._run.path, self._requests.ask)
         try:
             self._follow(rendezvous, report, members)
-            self._checkpointing.finish(members.term.members)
+            self._checkpointing.finish(members.term.members, self._wait)
             left = [departed for trainer in members.term.left if (departed := rendezvous.poll(Departed, trainer)) is not None]
             ending = self._finish(report, left)
             save_over_hosts(rendezvous, self._run, spec, members.term.number, self._ended)
@@ -191,6 +196,7 @@ class TrainerGroup:
                 self._receive(trainer, event, rendezvous, report)
             return ending
         finally:
+            self._requests.close()
             self._trainers.kill()
             self._checkpointing.close(self.at_rest)
             control.close()
@@ -205,6 +211,7 @@ class TrainerGroup:
             dead = self._failures.with_reports(self._trainers.ended())
             for trainer, event in receiver.poll():
                 self._receive(trainer, event, rendezvous, report)
+            self._requests.answer(self._answers.respond)
             missing = dead.keys() & set(members.term.members) - self._ended.keys()
             silent: dict[int, str] = {}
             if not self._training and (guests := self._failures.guests(members.term)):
@@ -233,6 +240,13 @@ class TrainerGroup:
                 signals = [signal.Signals(number).name for number in self._interrupts.received]
                 self._events.note(StopAsked(cause=signals[0] if signals else "by the control socket"))
             self._trainers.pause(CHANGE_POLL if self._training and members.changing else POLL, dead)
+
+    def _wait(self, future: Future[Any], at_most: float = math.inf) -> None:
+        """Return when a future is done, or after so many seconds; what is asked meanwhile is answered."""
+        until = time.monotonic() + at_most
+        while not future.done() and time.monotonic() < until:
+            self._requests.answer(self._answers.respond)
+            wait([future], POLL.total_seconds())
 
     @property
     def _phase(self) -> Phase:
@@ -274,6 +288,7 @@ class TrainerGroup:
                 self._receive(trainer, event, rendezvous, report)
             if self._failures.explained:
                 return
+            self._requests.answer(self._answers.respond)
             time.sleep(POLL.total_seconds())
         for trainer, event in receiver.poll():
             self._receive(trainer, event, rendezvous, report)
@@ -366,7 +381,7 @@ class TrainerGroup:
         ends: tuple[TrainerEnd | Departed, ...] = (*self._ended.values(), *left)
         first = first_of(self._ended)
         self.failure = first.failure
-        self._moves.finish(self._ended)
+        self._moves.finish(self._ended, self._wait)
         self.manifest = manifest_of(self.manifest, self._schedule, self._ended)
         self.status = status_of(self._ended, report.totals, self._start.term, self._moves.removed)
         if self.status.lost:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass, field
 
 from foreload.pipelines.schedule.format import Header
-from foreload.trainer.cluster.messages.control import AskCheckpoint, CheckpointBegun, CheckpointProgress, Refused
+from foreload.trainer.cluster.messages.control import AskCheckpoint, AskCheckpointed, CheckpointBegun, CheckpointProgress, Refused
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.storage import AnyFolder, place
 
@@ -43,7 +42,7 @@ class Wanted:
 
 
 class WantedCheckpoints:
-    """Which one of a call is next. Its main thread uses it, but for `ask` and `progress`, which threads of the control socket call."""
+    """Which one of a call is next."""
 
     def __init__(self, job: TrainJob, folder: AnyFolder, header: Header) -> None:
         """folder: where they are to be, unless who asks for one says otherwise."""
@@ -55,37 +54,29 @@ class WantedCheckpoints:
         self._due_at = time.monotonic() + (interval or 0.0)  # the next one is not begun before
         self._busy_since: float | None = None  # for how long others have saved where one was to be
         self._busy_until = 0.0
-        self._lock = threading.Lock()
         self._asked: list[Asked] = []
         self._to_begin: list[Asked] = []
 
-    # Threads of the control socket.
-
-    def ask(self, request: AskCheckpoint) -> CheckpointBegun | Refused:
+    def ask(self, request: AskCheckpoint) -> CheckpointBegun:
         """Have one begun as soon as none is under way."""
-        with self._lock:
-            asked = Asked(place(request.to) if request.to is not None else self._folder)
-            self._asked.append(asked)
-            self._to_begin.append(asked)
-            return CheckpointBegun(len(self._asked) - 1)
+        asked = Asked(place(request.to) if request.to is not None else self._folder)
+        self._asked.append(asked)
+        self._to_begin.append(asked)
+        return CheckpointBegun(len(self._asked) - 1)
 
-    def progress(self, number: int) -> CheckpointProgress | Refused:
+    def progress(self, request: AskCheckpointed) -> CheckpointProgress | Refused:
         """What became of one that was asked for."""
-        with self._lock:
-            if not 0 <= number < len(self._asked):
-                return Refused(f"no checkpoint {number} was asked for")
-            return self._asked[number].progress
-
-    # The main thread.
+        if not 0 <= request.number < len(self._asked):
+            return Refused(f"no checkpoint {request.number} was asked for")
+        return self._asked[request.number].progress
 
     def next(self, last: int) -> Wanted | None:
         """The one that is to be begun now, if any. last: the last step trained."""
         steps = self._evaluations_after(last)
         if self._is_near(steps, last):
             return Wanted(self._folder, None, None, steps)
-        with self._lock:
-            asked = self._to_begin.pop(0) if self._to_begin and self.may_begin() else None
-        if asked is not None:
+        if self._to_begin and self.may_begin():
+            asked = self._to_begin.pop(0)
             return Wanted(asked.folder, asked, 1, ())
         every = self._due(steps, last)
         return None if every is None and not steps else Wanted(self._folder, None, every, steps)
@@ -145,14 +136,13 @@ class WantedCheckpoints:
     def again(self, wanted: Wanted) -> None:
         """Nothing came of it, and nothing is wrong with where it is put: what was asked for is next."""
         if wanted.asked is not None:
-            with self._lock:
-                self._to_begin.insert(0, wanted.asked)
+            self._to_begin.insert(0, wanted.asked)
 
     def now_saved(self, wanted: Wanted, path: str, began: float, steps: int) -> None:
         """It is there. began: time.monotonic() of its beginning; steps: how many were trained meanwhile."""
         self._took_steps, self._busy_since = max(self._took_steps, steps), None
         if wanted.asked is not None:
-            self._tell(wanted.asked, CheckpointProgress(True, path))
+            wanted.asked.progress = CheckpointProgress(True, path)
         elif self._every is not None and self._every.seconds is not None:
             self._due_at = began + self._every.seconds
 
@@ -161,15 +151,10 @@ class WantedCheckpoints:
         if self._every is not None:
             self._due_at = time.monotonic() + (self._every.seconds or _AFTER_FAILURE_SECONDS)
         if wanted.asked is not None:
-            self._tell(wanted.asked, CheckpointProgress(True, failed=why))
+            wanted.asked.progress = CheckpointProgress(True, failed=why)
 
     def refuse(self, why: str) -> None:
         """None that was asked for will be begun any more."""
-        with self._lock:
-            for asked in self._to_begin:
-                asked.progress = CheckpointProgress(True, failed=why)
-            self._to_begin.clear()
-
-    def _tell(self, asked: Asked, progress: CheckpointProgress) -> None:
-        with self._lock:
-            asked.progress = progress
+        for asked in self._to_begin:
+            asked.progress = CheckpointProgress(True, failed=why)
+        self._to_begin.clear()

@@ -125,10 +125,11 @@ class ChildProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def pause(processes: Iterable[StartedProcess], at_most: timedelta) -> None:
-    """Return after a while, or as soon as one of these processes, none of which has ended by `poll`, ends."""
+def pause(processes: Iterable[StartedProcess], at_most: timedelta, wakes: int) -> None:
+    """Return after a while, or as soon as one of these processes, none of which has ended by `poll`, ends, or a descriptor can be read from."""
     with contextlib.ExitStack() as stack:
         watched = select.poll()
+        watched.register(wakes, select.POLLIN)
         try:
             for process in processes:
                 descriptor = os.pidfd_open(process.pid)

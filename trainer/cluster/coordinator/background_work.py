@@ -1,4 +1,4 @@
-"""A thread for what is done in a folder of checkpoints: a slow disk, or an object store that does not answer, holds up nobody."""
+"""What the coordinator has threads do: a slow disk, or a server that does not answer, holds up nobody."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 CLOSE_SECONDS = 20.0
@@ -15,8 +16,24 @@ CLOSE_SECONDS = 20.0
 Result = TypeVar("Result")
 
 
+def in_background(work: Callable[[], Result]) -> Future[Result]:
+    """Have something done in a thread of its own, which nobody waits for when the process ends."""
+    future: Future[Result] = Future()
+    threading.Thread(target=_fulfil, args=(future, work), name="background", daemon=True).start()
+    return future
+
+
+def _fulfil(future: Future[Result], work: Callable[[], Result]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
+
+
 class FolderWork:
-    """Does one thing after the other. What is not done when its process ends is left: unlike an executor's, its thread is not waited for."""
+    """Does one thing after the other in a folder of checkpoints. What is not done when its process ends is left: unlike an executor's, its thread is
+    not waited for.
+    """
 
     def __init__(self) -> None:
         self._to_do: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -25,14 +42,7 @@ class FolderWork:
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
         """Have something done after all before."""
         future: Future[Result] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._to_do.put(run)
+        self._to_do.put(partial(_fulfil, future, work))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
             self._thread.start()

@@ -17,7 +17,7 @@ from foreload.trainer.cluster.messages.codec import decode, encode
 from foreload.trainer.cluster.messages.facts import Go, SegmentVerdict, Term
 from foreload.trainer.cluster.messages.faults import Fault
 from foreload.trainer.cluster.messages.trainers import (
-    Commanded,
+    CheckpointPlan,
     Ended,
     EvaluationEnded,
     Events,
@@ -25,9 +25,11 @@ from foreload.trainer.cluster.messages.trainers import (
     HeldRows,
     LaunchSpec,
     LostRows,
+    PartPlan,
+    Plan,
     Ready,
-    ReplaceServer,
     RowsCounted,
+    ScrubPlan,
     ScrubTold,
     ShardsTold,
     StepEnded,
@@ -60,8 +62,10 @@ MESSAGES = [
     Go(),
     Term(3, (4, 7), (4, 4, 7), ((7,), (7,), (4,)), ((), (7,), ()), 8),
     SegmentVerdict(False, None),
-    Commanded(ReplaceServer(1, "redis://a:1")),
-    LaunchSpec(JOB, 2, -1, (0, 0), ("redis://a:1",), "{}", None, False, True, (Fault(3, 1, 9),), Totals(steps=2, seconds=0.5)),
+    Plan(
+        3, 1, ("redis://a:1", ""), CheckpointPlan(1, None, (9,), part=PartPlan("folder", -1, ((1, 2),), 8)), ScrubPlan(2, "rows")
+    ),
+    LaunchSpec(JOB, 2, -1, (0, 0), None, False, True, (Fault(3, 1, 9),), Totals(steps=2, seconds=0.5)),
     TrainerEnd(9, True, None, 3, {1: 4}, {"rounds": 5, "waited": 0.5}, (), 1, "ab", Totals(steps=10)),
 ]
 

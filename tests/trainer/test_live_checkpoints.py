@@ -31,7 +31,7 @@ from foreload.trainer.cluster.messages.control import (
 )
 from foreload.trainer.cluster.messages.facts import CheckpointAt
 from foreload.trainer.cluster.messages.faults import CHECKPOINT_POINTS, TrainerFault
-from foreload.trainer.cluster.messages.trainers import CheckpointArmed, CheckpointTaken, TakeCheckpoint, WriteCheckpoint
+from foreload.trainer.cluster.messages.trainers import CheckpointArmed, CheckpointPlan, CheckpointTaken, PartPlan
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.directory import CHECKPOINTS, Run
 
@@ -247,10 +247,11 @@ def test_a_part_that_is_taken_after_it_was_told_to_be_written_is_written(monkeyp
     checkpoints = trainer_checkpoints.TrainerCheckpoints(rendezvous, mock.Mock(send=sent.append), lambda point: None)
     trainer = mock.Mock(lanes=mock.Mock(partitions={}), session=mock.Mock(leads=False, transport=mock.Mock(world=1)))
     trainer.parts.schedule.prefix.return_value = ""
-    checkpoints.begin(TakeCheckpoint(1, 1))
+    wanted = CheckpointPlan(1, 1)
+    checkpoints.follow(wanted)
     checkpoints.after_step(trainer, 4)
     # Another trainer had taken its part, so the coordinator told all.
-    checkpoints.write(WriteCheckpoint(1, "folder", -1, (), 32))
+    checkpoints.follow(replace(wanted, ready=True, part=PartPlan("folder", -1, (), 32)))
     assert not writer.called
     checkpoints.after_step(trainer, 5)
     assert [type(event) for event in sent] == [CheckpointArmed, CheckpointTaken]

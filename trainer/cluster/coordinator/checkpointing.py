@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,18 @@ from foreload.trainer.checkpoints.writable import folder_of
 from foreload.trainer.cluster.coordinator.background_work import FolderWork
 from foreload.trainer.cluster.coordinator.best_evaluation import OVERDUE, BestEvaluation, HeldTraining, tell_missing
 from foreload.trainer.cluster.coordinator.checkpoint_under_way import CheckpointUnderWay, Opened
+from foreload.trainer.cluster.coordinator.published_plan import PublishedPlan
 from foreload.trainer.cluster.coordinator.wanted_checkpoints import Wanted, WantedCheckpoints, why_over
-from foreload.trainer.cluster.messages.facts import CheckpointReady, GoOnAfter
+from foreload.trainer.cluster.messages.facts import GoOnAfter
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import (
     CheckpointArmed,
     CheckpointFailed,
+    CheckpointPlan,
     CheckpointTaken,
     CheckpointWritten,
-    DropCheckpoint,
     EvaluationEnded,
-    TakeCheckpoint,
-    TrainerCommand,
-    WriteCheckpoint,
+    PartPlan,
 )
 from foreload.trainer.errors import CheckpointError, FolderBusy, after_step
 from foreload.trainer.job.job import TrainJob
@@ -49,7 +49,7 @@ from foreload.trainer.storage import place
 class Checkpointing:
     """The checkpoints of one call; its main thread uses it. wanted: which ones are to be.
 
-    tell_all: publishes a command to all trainers; manifest: the run's, as it is now. at_point: called with the points that RunObserver names. Nothing
+    plan: what trainers are told; manifest: the run's, as it is now. at_point: called with the points that RunObserver names. Nothing
     waits for the folder of checkpoints: what is done there is done by a thread, one thing after the other.
     """
 
@@ -62,7 +62,7 @@ class Checkpointing:
         manifest: Callable[[], Manifest],
         rendezvous: Rendezvous,
         report: RunReport,
-        tell_all: Callable[[TrainerCommand], None],
+        plan: PublishedPlan,
         at_point: Callable[[str], None],
         events: EventLog,
     ) -> None:
@@ -74,7 +74,7 @@ class Checkpointing:
         self.wanted = WantedCheckpoints(job, self._folder, schedule.header)
         self._events = events
         self._layouts, self._manifest = layouts, manifest
-        self._rendezvous, self._report, self._tell_all, self._at_point = rendezvous, report, tell_all, at_point
+        self._rendezvous, self._report, self._plan, self._at_point = rendezvous, report, plan, at_point
         self._saving: CheckpointUnderWay | None = None
         self._folder_work = FolderWork()
         self._best = BestEvaluation(self._folder, manifest().run_id, self._metric, rendezvous, self._folder_work)
@@ -99,7 +99,7 @@ class Checkpointing:
             return
         if not saving.ready and saving.armed >= set(members):
             saving.ready = True
-            self._rendezvous.publish(CheckpointReady(), saving.number)
+            self._change(ready=True)
         try:
             if saving.best is not None and saving.taken and saving.opening is None and self.wanted.may_begin():
                 self._open(saving)
@@ -135,12 +135,18 @@ class Checkpointing:
         elif self.wanted.gives_way(saving.wanted, saving.step, self._report.last_step):
             self._give_up("an evaluation is near, whose checkpoint may be the best", again=True)
 
+    def _change(self, **fields: Any) -> None:
+        """Tell trainers more of the checkpoint under way."""
+        plan = self._plan.now.checkpoint
+        assert plan is not None
+        self._plan.change(checkpoint=replace(plan, **fields))
+
     def _begin_next(self) -> None:
         wanted = self.wanted.next(self._report.last_step)
         if wanted is None:
             return
         self._begin(wanted)
-        self._tell_all(TakeCheckpoint(self._count, wanted.every, wanted.steps))
+        self._plan.change(checkpoint=CheckpointPlan(self._count, wanted.every, wanted.steps))
 
     def _begin(self, wanted: Wanted, best: Best | None = None) -> None:
         self._count += 1
@@ -161,7 +167,7 @@ class Checkpointing:
         if self._saving is None:
             self._begin(Wanted(self._folder, None, None, (step,)), held.best)
             held.number = self._count
-            self._tell_all(TakeCheckpoint(self._count, None, (step,), step))
+            self._plan.change(checkpoint=CheckpointPlan(self._count, None, (step,), step))
 
     def evaluated(self, event: EvaluationEnded) -> None:
         """An evaluation of a set: keep a checkpoint of the step before it, if it is the best so far. One that is reported again is no better."""
@@ -194,7 +200,7 @@ class Checkpointing:
 
     def _open(self, saving: CheckpointUnderWay) -> None:
         """Its step is known: make the draft of it, unless it is there already, from before the run was broken off."""
-        folder, step, run, plan = saving.wanted.folder, saving.step, self._manifest(), self._plan(saving.step)
+        folder, step, run, planned = saving.wanted.folder, saving.step, self._manifest(), self._planned(saving.step)
         field_name = "--checkpoint" if saving.wanted.asked is None else "--to"
         totals = self._report.totals
         # With auto never fewer than before: a checkpoint with more bits could not be an increment of that.
@@ -209,7 +215,7 @@ class Checkpointing:
                     begun.discard()
                     return None
                 check_absent(folder, step)  # of another run
-                increment = next_increment(own, run, step, policy, bits, plan)
+                increment = next_increment(own, run, step, policy, bits, planned)
             except BaseException:
                 begun.discard()
                 raise
@@ -219,7 +225,7 @@ class Checkpointing:
 
         saving.opening = self._folder_work.submit(opened)
 
-    def _plan(self, step: int) -> Plan | None:
+    def _planned(self, step: int) -> Plan | None:
         """For policy planned: the checkpoints that are to come, this one first."""
         if self._policy != "planned" or self._every is None or self._every.steps is None:
             return None
@@ -237,7 +243,7 @@ class Checkpointing:
         base = None if opened.increment is None else opened.increment.base.contents
         since, known = (-1, ()) if base is None else (base.step, base.ordinals)
         self._at_point("begun")
-        self._tell_all(WriteCheckpoint(saving.number, str(opened.draft.path.absolute()), since, known, opened.bits))
+        self._change(part=PartPlan(str(opened.draft.path.absolute()), since, known, opened.bits))
 
     def receive(self, trainer: int, event: CheckpointArmed | CheckpointTaken | CheckpointWritten | CheckpointFailed) -> None:
         """What a trainer reports of one; of one before the last it does not count. Raises DenseDiverged."""
@@ -289,7 +295,7 @@ class Checkpointing:
         """again: begin another one at once, as nothing is wrong with where it is put."""
         saving, self._saving = self._saving, None
         assert saving is not None
-        self._tell_all(DropCheckpoint(saving.number))
+        self._plan.change(checkpoint=None)
         self._discard(saving)
         held = self._best.held
         if held is not None and held.number == saving.number:
@@ -338,6 +344,7 @@ class Checkpointing:
 
     def _now_published(self, saving: CheckpointUnderWay, checkpoint: Checkpoint) -> None:
         self._saving = None
+        self._plan.change(checkpoint=None)
         contents, wanted = checkpoint.contents, saving.wanted
         self.saved += 1
         self.last_step, self._last_bits = contents.step, checkpoint.bits

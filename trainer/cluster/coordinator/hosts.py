@@ -73,13 +73,13 @@ class Hosts:
         """A trainer that another host offers while others train."""
         return self._connections.take()
 
-    def start(self, hosted: HostedTrainer, trainer: int, rendezvous: str, stores: tuple[str, ...], commands: int | None) -> None:
+    def start(self, hosted: HostedTrainer, trainer: int, rendezvous: str, stores: tuple[str, ...], plan: int | None) -> None:
         """Have its host start it as this trainer."""
         job = self._job
         self.machines[trainer] = hosted.host
         hosted.tell(
             StartTrainer(
-                trainer, rendezvous, stores, commands, str(Path(job.schedule).absolute()), job.threads, job.cpu_capability,
+                trainer, rendezvous, stores, plan, str(Path(job.schedule).absolute()), job.threads, job.cpu_capability,
                 self._silence.total_seconds(),
             )
         )  # fmt: skip

@@ -33,8 +33,6 @@ def launch_spec(
         first_term=first_term,
         start_step=start.step,
         last_batches=tuple(int(start.batches[str(lane)]) for lane in range(manifest.lanes)),
-        stores=shards.plain_urls,
-        placement=run.placement.text,
         fingerprint=None if job.accept_numerics else manifest.fingerprint,
         resumes=start.step >= manifest.stages[0].first_step,
         servers_return=shards.servers_return,

@@ -16,9 +16,9 @@ from typing import Any
 
 from foreload.cache.parity.placement import Placement
 from foreload.trainer.cluster.coordinator.background_work import in_background
+from foreload.trainer.cluster.coordinator.published_plan import PublishedPlan
 from foreload.trainer.cluster.coordinator.store_shards import SHOWN_STEP, StoreShards
 from foreload.trainer.cluster.messages.control import Answer, AskMove, MoveBegun, Refused
-from foreload.trainer.cluster.messages.trainers import EndMove, MoveRows, ReplaceServer, TrainerCommand
 from foreload.trainer.errors import RunError
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import Run
@@ -49,12 +49,13 @@ class RowMigration:
         run: Run,
         job: TrainJob,
         shards: StoreShards,
+        plan: PublishedPlan,
         events: EventLog,
         manifest: Callable[[], Manifest],
         write_manifest: Callable[[Manifest], None],
         check_room: Callable[[Placement, Sequence[str]], None],
     ) -> None:
-        self._run, self._shards, self._local, self._events = run, shards, shards.local, events
+        self._run, self._shards, self._local, self._plan, self._events = run, shards, shards.local, plan, events
         self._manifest, self._write_manifest = manifest, write_manifest
         self._new = NewServers(manifest(), job.store_silence, shards.local, check_room)
         self._placement = run.placement
@@ -108,24 +109,21 @@ class RowMigration:
         if self._shards.about_to_come:
             raise RunError("a server is about to take a store shard's place; ask again when that is whole")
 
-    def poll(self, members: Collection[int], tell: Callable[[TrainerCommand], None]) -> None:
-        """Announce servers that take the place of others; begin a move that is wanted, look how far one is, settle it when it is through.
-
-        tell: a command to all trainers, of which these are the members.
-        """
+    def poll(self, members: Collection[int]) -> None:
+        """Announce servers that take the place of others; begin a move that is wanted, look how far one is, settle it when it is through."""
         while (replacement := self._shards.take_replacement()) is not None:
             shard, url = replacement
-            tell(ReplaceServer(shard, url))
+            self._plan.change(servers=self._shards.plain_urls)
             self._write_servers()
             sys.stderr.write(f"store shard {shard}: {url} takes its place\n")
         self._see_prepared()
-        self._see_to_move(members, tell)
+        self._see_to_move(members)
 
-    def _see_to_move(self, members: Collection[int], tell: Callable[[TrainerCommand], None]) -> None:
+    def _see_to_move(self, members: Collection[int]) -> None:
         if self._wanted is not None:
             (placement, urls), self._wanted = self._wanted, None
             self._begin(placement, urls)
-            tell(MoveRows(placement.text, self._shards.plain_urls))
+            self._plan.move_rows(placement, self._shards.plain_urls)
         elif self._placement.migrating:
             moved = self._shards.share_moved(self._placement.version)
             if moved >= self._shown + SHOWN_STEP:
@@ -133,7 +131,7 @@ class RowMigration:
                 sys.stderr.write(f"store shards: {moved:.0%} of the rows have moved\n")
             if self._shards.all_moved(members, self._placement.version):
                 self._complete()
-                tell(EndMove(self._placement.text))
+                self._plan.move_rows(self._placement, self._shards.plain_urls)
         elif self._leaving and self._left is None and self._shards.all_without(members, self._leaving):
             self._leave()
         elif self._left is not None and self._left.done():

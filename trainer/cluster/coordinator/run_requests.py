@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from foreload.trainer.cluster.coordinator.published_plan import PublishedPlan
 from foreload.trainer.cluster.messages.control import (
     Answer,
     AskScrub,
@@ -17,13 +18,11 @@ from foreload.trainer.cluster.messages.control import (
     ScrubProgress,
 )
 from foreload.trainer.cluster.messages.trainers import (
-    CountRows,
     HeldRows,
     RowsCounted,
-    Scrub,
     ScrubFailed,
+    ScrubPlan,
     ScrubTold,
-    TrainerCommand,
 )
 
 COUNT_TIMEOUT = timedelta(seconds=3)  # less than an answer on the control socket may take
@@ -59,14 +58,20 @@ class _Count:
 
 
 class RunRequests:
-    """The coordinator's side. members: the trainers' numbers; protected: whether there is parity; training: whether all of them are ready;
-    over_hosts: whether they are on several hosts.
+    """The coordinator's side. members: the trainers' numbers; plan: what they are told; protected: whether there is parity; training: whether all of
+    them are ready; over_hosts: whether they are on several hosts.
     """
 
-    def __init__(self, members: Iterable[int], protected: bool, training: Callable[[], bool], over_hosts: bool = False) -> None:
-        self._members, self._protected, self._training = frozenset(members), protected, training
+    def __init__(
+        self,
+        members: Iterable[int],
+        plan: PublishedPlan,
+        protected: bool,
+        training: Callable[[], bool],
+        over_hosts: bool = False,
+    ) -> None:
+        self._plan, self._members, self._protected, self._training = plan, frozenset(members), protected, training
         self._over_hosts = over_hosts
-        self._commands: list[TrainerCommand] = []
         self._number = 0
         self._scrub: _Scrub | None = None
         self._count: _Count | None = None
@@ -76,6 +81,7 @@ class RunRequests:
         self._members = frozenset(members)
         if self._scrub is not None and self._scrub.under_way:
             self._scrub.failed = "its trainers, or their lanes, changed meanwhile; scrub it again"
+            self._plan.change(scrub=None)
         self._end_count(())
 
     def scrub(self, request: AskScrub) -> ScrubBegun | Refused:
@@ -89,7 +95,7 @@ class RunRequests:
         if self._scrub is not None and self._scrub.under_way:
             return Refused("a scrub of it is under way already; wait for its end")
         self._scrub = _Scrub(self._next_number(), self._members)
-        self._commands.append(Scrub(self._scrub.number, request.rows))
+        self._plan.change(scrub=ScrubPlan(self._scrub.number, request.rows))
         return ScrubBegun(self._scrub.number)
 
     def scrubbed(self) -> ScrubProgress | Refused:
@@ -108,15 +114,13 @@ class RunRequests:
             return RowCountsAnswer(())
         if self._count is None:
             self._count = _Count(self._next_number(), time.monotonic() + COUNT_TIMEOUT.total_seconds())
-            self._commands.append(CountRows(self._count.number))
+            self._plan.change(count=self._count.number)
         return self._count.answer
 
-    def take(self) -> list[TrainerCommand]:
-        """Take the commands that are to go to all trainers."""
+    def poll(self) -> None:
+        """Answer a count that takes too long."""
         if self._count is not None and time.monotonic() > self._count.until:
             self._end_count(())
-        taken, self._commands = self._commands, []
-        return taken
 
     def receive(self, trainer: int, event: ScrubTold | ScrubFailed | RowsCounted) -> None:
         """What a trainer reports of a request; of one before the last it does not count."""

@@ -39,11 +39,11 @@ class SpawnedTrainers:
         self._place = rendezvous, address
         self._held = (*held, *self._held)
 
-    def start(self, trainer: int, commands: int | None = None) -> None:
-        """Start a trainer. commands: as in `TrainerStart`."""
+    def start(self, trainer: int, plan: int | None = None) -> None:
+        """Start a trainer. plan: as in `TrainerStart`."""
         rendezvous, address = self._place
         on_host = None if self._hosts is None else self._hosts.on_host
-        trainer_start = TrainerStart(trainer, rendezvous, address, tuple(self._urls()), os.getpid(), commands, on_host)
+        trainer_start = TrainerStart(trainer, rendezvous, address, tuple(self._urls()), os.getpid(), plan, on_host)
         self._processes[trainer] = self._start(ProcessStart(WORKER, (), trainer_start.environment(), self._held))
 
     def start_first(self, here: Sequence[int]) -> None:
@@ -53,7 +53,7 @@ class SpawnedTrainers:
         for trainer, hosted in enumerate(() if self._hosts is None else self._hosts.first, len(here)):
             self._start_elsewhere(trainer, hosted, None)
 
-    def take_offers(self, offer: Callable[[], int | None], commands: int) -> list[int]:
+    def take_offers(self, offer: Callable[[], int | None], plan: int) -> list[int]:
         """Have other hosts start the trainers that they have offered since; returns these. offer: gives the number of one, None: it is not needed."""
         taken = []
         while self._hosts is not None and (hosted := self._hosts.take()) is not None:
@@ -61,14 +61,14 @@ class SpawnedTrainers:
             if trainer is None:
                 self._hosts.refuse(hosted, "the job has as many trainers as lanes, or ends")
                 continue
-            self._start_elsewhere(trainer, hosted, commands)
+            self._start_elsewhere(trainer, hosted, plan)
             taken.append(trainer)
         return taken
 
-    def _start_elsewhere(self, trainer: int, hosted: HostedTrainer, commands: int | None) -> None:
+    def _start_elsewhere(self, trainer: int, hosted: HostedTrainer, plan: int | None) -> None:
         assert self._hosts is not None
         self._processes[trainer] = hosted
-        self._hosts.start(hosted, trainer, self._place[0], plain(self._urls()), commands)
+        self._hosts.start(hosted, trainer, self._place[0], plain(self._urls()), plan)
 
     @property
     def pids(self) -> dict[int, int]:

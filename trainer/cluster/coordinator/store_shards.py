@@ -16,15 +16,12 @@ from foreload.cache.protocol.shards.shard_status import LOST, OK, REBUILDING, RE
 from foreload.trainer.cluster.coordinator.background_work import in_background
 from foreload.trainer.cluster.coordinator.store_watch import StoreWatch
 from foreload.trainer.cluster.messages.control import Answer, AskReplace, Refused, Replacing
-from foreload.trainer.cluster.messages.facts import StopBy
 from foreload.trainer.cluster.messages.faults import RunObserver
-from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.event_log import EventLog, ShardLost, ShardRebuilt, ShardReplaced
 from foreload.trainer.run.servers import plain
 from foreload.trainer.run.shard_change import shard_named
 
-_NEVER = 1 << 62  # a step that no schedule has
 SHOWN_STEP = 0.1  # the share of a rebuild after which the user gets the next report
 
 
@@ -68,7 +65,6 @@ class StoreShards:
         self._begun = False  # whether the trainers of the first term have reported all lanes that they have; before, some
         self._shown: dict[int, float] = {}  # shard -> how much of its rebuild was reported to the user
         self.memory: StoreWatch | None = None  # where servers have a limit
-        self._stop_by: int | None = None  # as trainers know it
 
     @property
     def plain_urls(self) -> tuple[str, ...]:
@@ -105,18 +101,7 @@ class StoreShards:
         """Whether a lost shard may get a server again without its user: its own, started again, or a spare."""
         return self._restarted is not None or bool(self._spares)
 
-    def poll(self, rendezvous: Rendezvous, step: int) -> None:
-        """Start dead local servers again, and tell trainers by which step they must stop, before a server is full. step: the last one trained."""
-        self._restart_dead()
-        if self.memory is None:
-            return
-        self.memory.step = step
-        if (stop_by := self.memory.stop_by) != self._stop_by:
-            self._stop_by = stop_by
-            # Where it suffices by now, since a server was given more, what was said before must not stand.
-            rendezvous.publish(StopBy(_NEVER if stop_by is None else stop_by))
-
-    def _restart_dead(self) -> None:
+    def restart_dead(self) -> None:
         """Start dead local servers again, empty, where that is wanted."""
         if self._restarted is None:
             return

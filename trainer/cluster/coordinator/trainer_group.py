@@ -27,6 +27,7 @@ from foreload.trainer.cluster.coordinator.hosts import Hosts
 from foreload.trainer.cluster.coordinator.lane_replicas import LaneReplicas
 from foreload.trainer.cluster.coordinator.launch_spec import launch_spec
 from foreload.trainer.cluster.coordinator.membership import SILENT, Membership
+from foreload.trainer.cluster.coordinator.published_plan import PublishedPlan
 from foreload.trainer.cluster.coordinator.rebalancing import Rebalancing
 from foreload.trainer.cluster.coordinator.request_queue import RequestQueue
 from foreload.trainer.cluster.coordinator.row_migration import RowMigration
@@ -47,7 +48,6 @@ from foreload.trainer.cluster.messages.trainers import (
     CheckpointFailed,
     CheckpointTaken,
     CheckpointWritten,
-    Commanded,
     CopiesTold,
     Departed,
     Ended,
@@ -63,7 +63,6 @@ from foreload.trainer.cluster.messages.trainers import (
     ShardsTold,
     StepEnded,
     TermLeft,
-    TrainerCommand,
     TrainerEnd,
     TrainerEvent,
     TrainerFaultInjected,
@@ -113,7 +112,7 @@ class TrainerGroup:
         self._job, self._interrupts, self._run, self._start = job, interrupts, run, start
         self._observer, self._start_process, self._schedule, self._shards = observer, start_process, schedule, shards
         self._requests = RequestQueue()
-        self._commands = 0  # how many were published
+        self._plan = PublishedPlan(run.placement, shards.plain_urls, None if shards.memory is None else shards.memory.stop_by)
         self._trainers = SpawnedTrainers(start_process, lambda: shards.urls, run.lock, hosts, self._requests.fileno())
         self.manifest, self.status = manifest, start
         self.failure: str | None = None
@@ -126,8 +125,10 @@ class TrainerGroup:
         self._ended: dict[int, TrainerEnd] = {}
         self._failures = Failures(machines)
         room = partial(check_room, manifest, schedule, layouts)
-        self._moves = RowMigration(run, job, shards, events, lambda: self.manifest, self._write_manifest, room)
-        self._run_requests = RunRequests(self._first.members, shards.protected, lambda: self._training, hosts is not None)
+        self._moves = RowMigration(run, job, shards, self._plan, events, lambda: self.manifest, self._write_manifest, room)
+        self._run_requests = RunRequests(
+            self._first.members, self._plan, shards.protected, lambda: self._training, hosts is not None
+        )
         self._scaling = Scaling(
             job.trainers, schedule.header.lanes, not job.no_restart, self._start_joining, self._end_process, _tell,
             Rebalancing(_tell, events) if job.rebalance else None,
@@ -159,6 +160,7 @@ class TrainerGroup:
             machines=self._machines,
         )  # fmt: skip
         publish_dense(rendezvous, self._run, spec)
+        self._plan.begin(rendezvous)
         rendezvous.publish(spec)
         header, first = self._schedule.header, self._start.step + 1
         rows_of = partial(rows_of_steps, self._schedule)
@@ -167,7 +169,7 @@ class TrainerGroup:
         report = RunReport(self._run.path, replace(spec.totals), first, steps, *given, is_amid=header.is_amid)
         self._checkpointing = Checkpointing(
             self._job, self._run.path, self._schedule, self._layouts, lambda: self.manifest, rendezvous, report,
-            lambda command: self._tell_all(rendezvous, command), self._observer.at_checkpoint, self._events,
+            self._plan, self._observer.at_checkpoint, self._events,
         )  # fmt: skip
         self._answers = ControlAnswers(
             lambda: self._phase, members, self._trainers, self._shards, self._copies, self._run_requests, self._scaling, report,
@@ -224,10 +226,12 @@ class TrainerGroup:
                 gone = True
                 self._linger(receiver, rendezvous, report)
                 continue
-            self._shards.poll(rendezvous, self._events.step)
-            self._moves.poll(members.term.members, lambda command: self._tell_all(rendezvous, command))
-            for command in self._run_requests.take():
-                self._tell_all(rendezvous, command)
+            self._shards.restart_dead()
+            if (memory := self._shards.memory) is not None:
+                memory.step = self._events.step
+                self._plan.change(stop_by=memory.stop_by)
+            self._moves.poll(members.term.members)
+            self._run_requests.poll()
             self._checkpointing.poll(members.term.members, self._phase == "training" and not members.changing)
             report.tick()
             self._events.step = report.last_step
@@ -268,7 +272,7 @@ class TrainerGroup:
             for trainer in members.lost:
                 self._scaling.lost(trainer, elsewhere=bool(self._machines.get(trainer)))
         if not under_scheduler():
-            for trainer in self._trainers.take_offers(lambda: self._scaling.offer() if goes_on else None, self._commands):
+            for trainer in self._trainers.take_offers(lambda: self._scaling.offer() if goes_on else None, self._plan.now.version):
                 self._receiver.add(trainer)
             self._scaling.poll(members, dead, goes_on)
             for trainer in dead.keys() - set(members.term.members):
@@ -278,7 +282,7 @@ class TrainerGroup:
 
     def _start_joining(self, trainer: int) -> None:
         self._receiver.add(trainer)
-        self._trainers.start(trainer, self._commands)
+        self._trainers.start(trainer, self._plan.now.version)
 
     def _linger(self, receiver: EventReceiver, rendezvous: Rendezvous, report: RunReport) -> None:
         """A trainer failed: give the others a moment to say why, since who speaks first is seldom the one to blame."""
@@ -405,10 +409,6 @@ class TrainerGroup:
     def _write_manifest(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self._run.write_manifest(manifest)
-
-    def _tell_all(self, rendezvous: Rendezvous, command: TrainerCommand) -> None:
-        rendezvous.publish(Commanded(command), self._commands)
-        self._commands += 1
 
 
 def _tell(line: str) -> None:

@@ -33,7 +33,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A checkpoint that is to be. asked: by whom, None: it is due; every, steps: as in TakeCheckpoint."""
+    """A checkpoint that is to be. asked: by whom, None: it is due; every, steps: as in CheckpointPlan."""
 
     folder: AnyFolder
     asked: Asked | None

@@ -1,4 +1,4 @@
-"""Between steps: what a trainer reports to its coordinator about store shards and run requests, and what it does at its command."""
+"""Between steps: what a trainer reports to its coordinator about store shards and run requests, and what it does by its plan."""
 
 from __future__ import annotations
 
@@ -20,20 +20,13 @@ from foreload.trainer.cluster.messages.facts import ShardsLooked, StopWanted, Te
 from foreload.trainer.cluster.messages.faults import Fault, TrainerFault
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import (
-    Commanded,
     CopiesTold,
-    CountRows,
-    DropCheckpoint,
-    EndMove,
     FaultInjected,
     LaunchSpec,
-    MoveRows,
-    ReplaceServer,
-    Scrub,
+    PlacementText,
+    Plan,
     SeededCopy,
     ShardsTold,
-    TakeCheckpoint,
-    WriteCheckpoint,
 )
 from foreload.trainer.run.directory import STORES
 from foreload.trainer.run.servers import asked, numbered
@@ -41,7 +34,7 @@ from foreload.trainer.step.hosted_lanes import HostedLanes
 from foreload.trainer.step.replicas import LaneReplica
 
 RETURN_TIMEOUT = timedelta(seconds=30)  # for a server that is to take the place of one that is gone, once training is over
-SHARDS_PAUSE = timedelta(milliseconds=100)  # between two looks at commands and at what is rebuilt
+SHARDS_PAUSE = timedelta(milliseconds=100)  # between two looks at the plan and at what is rebuilt
 BOARD_PAUSE = timedelta(milliseconds=10)  # between two looks for a fact that is waited for
 
 
@@ -49,7 +42,8 @@ class CoordinatorLink:
     """Of one trainer; its main thread uses it, but for `shard_news`, which the traffic's threads call. store_urls: with passwords; interrupts: of a
     process that a scheduler started.
 
-    placement: of the run's rows; stores: the URLs of its store shards by number, "" for those removed. Both are as the trainer is to begin with.
+    plan: the newest that is known here. placement: of the run's rows; stores: the URLs of its store shards by number, "" for those removed. Both are
+    as the trainer is to begin with.
     """
 
     def __init__(
@@ -59,33 +53,36 @@ class CoordinatorLink:
         trainer: int,
         run: Path,
         spec: LaunchSpec,
-        store_urls: Sequence[str],
+        store_urls: Sequence[str] | None,
         interrupts: Interrupts | None,
-        commands: int,
+        plan: int,
         checkpoints: TrainerCheckpoints,
     ) -> None:
-        """commands: how many of the rendezvous's are not for this trainer, since they came before it was started."""
+        """store_urls: None: those of the plan; plan: the version of that which the trainer is started with."""
         self._checkpoints = checkpoints
         self._rendezvous, self._events, self._trainer, self._run = rendezvous, events, trainer, run
         self._servers_return, self._interrupts, self._stop_asked = spec.servers_return, interrupts, False
         self._news: deque[tuple[ServerUnreachable | ShardSnapshot, float]] = deque()
         self._reported: ShardSnapshot | None = None  # what was last reported to the coordinator
-        self._commands = commands  # how many were taken from the rendezvous
-        self.placement = self._placement_after(spec.placement, commands)
-        self.stores = numbered(store_urls, self.placement)
-        self._later: deque[Scrub | CountRows | TakeCheckpoint | WriteCheckpoint | DropCheckpoint] = (
-            deque()
-        )  # taken, and yet to be done
+        self.plan = rendezvous.read(Plan, plan)
+        self.placement = self._placement_of(self.plan)
+        self.stores = numbered(store_urls or self.plan.servers, self.placement)
         self._copies: Callable[[], CopiesTold | None] = lambda: None
         self._copies_reported: CopiesTold | None = None
         self._lost = 0  # how many times a shard was lost, or had its server replaced, for this trainer
-        self._asked_at = 0.0  # when the rendezvous was last looked at for commands, time.monotonic()
+        self._asked_at = 0.0  # when the plan was last looked at, time.monotonic()
 
     def serve(self, lanes: HostedLanes, layouts: Sequence[RowLayout]) -> None:
         """Have run requests done by the traffic of these lanes, for those that are hosted then."""
         self._traffic = lanes.traffic
         self._requests = TrainerRequests(
-            self._events, self._run, lanes.traffic, lambda: lanes.numbers, layouts, lambda: lanes.stored.store.loads
+            self._events,
+            self._run,
+            lanes.traffic,
+            lambda: lanes.numbers,
+            layouts,
+            lambda: lanes.stored.store.loads,
+            self.plan.count,
         )
 
     def serve_replicas(self, term: int, copies: Mapping[int, LaneReplica]) -> None:
@@ -97,49 +94,24 @@ class CoordinatorLink:
 
         self._copies = report
 
-    def _placement_after(self, begun_with: str, commands: int) -> Placement:
-        """Where rows live after so many commands, which were published before this trainer was started."""
-        text = begun_with
-        for number in range(commands):
-            command = self._rendezvous.read(Commanded, number).command
-            if isinstance(command, MoveRows | EndMove):
-                text = command.placement
+    def _placement_of(self, plan: Plan) -> Placement:
+        text = self._rendezvous.read(PlacementText, plan.placement).text
         return Placement.of_text(text, "the coordinator's placement")
 
     def catch_up(self) -> None:
         """Use the servers and the placement that were published by now: before it serves lanes that were another trainer's, which may know more."""
-        while (commanded := self._rendezvous.poll(Commanded, self._commands)) is not None:
-            self._commands += 1
-            match commanded.command:
-                case ReplaceServer() as command:
-                    self._replace(command)
-                case MoveRows(text, stores):
-                    self._traffic.migration.begin(Placement.of_text(text, "the coordinator's placement"), asked(stores))
-                case EndMove(text):
-                    self._traffic.migration.complete(Placement.of_text(text, "the coordinator's placement"))
-                case other:
-                    self._later.append(other)
-
-    def join(self) -> None:
-        """Catch up once the traffic is there; what else was asked since this trainer was started is not for it."""
-        self.catch_up()
-        self._later.clear()
-
-    def _do(self, command: Scrub | CountRows | TakeCheckpoint | WriteCheckpoint | DropCheckpoint) -> None:
-        """Do what else the coordinator commands."""
-        match command:
-            case Scrub() | CountRows() as request:
-                self._requests.begin(request)
-            case TakeCheckpoint() as wanted:
-                self._checkpoints.begin(wanted)
-            case WriteCheckpoint() as written:
-                self._checkpoints.write(written)
-            case DropCheckpoint(number):
-                self._checkpoints.drop("it is given up", number)
-
-    def _replace(self, command: ReplaceServer) -> None:
-        self._traffic.replace(command.shard, command.url)
-        self._lost += 1  # of the server that had the shard
+        while (plan := self._rendezvous.poll(Plan, self.plan.version + 1)) is not None:
+            before, self.plan = self.plan, plan
+            if plan.placement != before.placement:
+                placement = self._placement_of(plan)
+                if placement.migrating:
+                    self._traffic.migration.begin(placement, asked(plan.servers))
+                else:
+                    self._traffic.migration.complete(placement)
+            for shard, (was, url) in enumerate(zip(before.servers, plan.servers, strict=False)):
+                if was and url and was != url:
+                    self._traffic.replace(shard, url)
+                    self._lost += 1  # of the server that had the shard
 
     def shard_news(self, news: ShardNews) -> None:
         """What became of store shards, to be reported at the next `tell`; that they are waited for is printed at once: nothing else is done then."""
@@ -157,7 +129,7 @@ class CoordinatorLink:
                 self._events.send(FaultInjected(fault.shard, at))
 
     def tell(self, at_once: bool = False) -> None:
-        """Report to the coordinator what became of store shards, and how far run requests are; do what it commands.
+        """Report to the coordinator what became of store shards, and how far run requests are; do what is planned.
 
         Changes are reported at every call, the rest every SHARDS_PAUSE, or at once.
         """
@@ -175,8 +147,8 @@ class CoordinatorLink:
         self._requests.tell()
         self._checkpoints.tell()
         self.catch_up()
-        while self._later:
-            self._do(self._later.popleft())
+        self._requests.follow(self.plan)
+        self._checkpoints.follow(self.plan.checkpoint)
 
     def tell_shards(self) -> None:
         """Report how the store shards are for the lanes that are hosted now, where that differs from the last report, or more is rebuilt."""

@@ -1,6 +1,6 @@
 """A trainer's side of checkpoints that are saved while it trains: the step is agreed on, the copy made behind it, the files written meanwhile.
 
-No step asks the rendezvous for anything while none is wanted. A checkpoint is asked for by a command. When all trainers have reported that they
+No step asks the rendezvous for anything while none is wanted. A checkpoint is wanted by the plan. When all trainers have reported that they
 know of it, the coordinator lets the one that leads name the step. It does so behind a step, before it sends anything of the next: so no other one can
 end that without seeing the name, if it looks behind every step from then on.
 """
@@ -31,15 +31,14 @@ from foreload.trainer.checkpoints.policies import LEAST_BITS
 from foreload.trainer.checkpoints.row_files import RowSink
 from foreload.trainer.cluster.member.step_pace import StepPace
 from foreload.trainer.cluster.messages.events import EventSender
-from foreload.trainer.cluster.messages.facts import CheckpointAt, CheckpointReady, GoOnAfter, Orphaned, StopWanted
+from foreload.trainer.cluster.messages.facts import CheckpointAt, GoOnAfter, Orphaned, StopWanted
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import (
     CheckpointArmed,
     CheckpointFailed,
+    CheckpointPlan,
     CheckpointTaken,
     CheckpointWritten,
-    TakeCheckpoint,
-    WriteCheckpoint,
 )
 from foreload.trainer.job.early_stopping import Watched
 from foreload.trainer.job.job import TrainJob
@@ -76,10 +75,10 @@ class TrainerCheckpoints:
         self._begun: Callable[[], int] = lambda: 0
         # What evaluations have been, asked behind the step that a checkpoint is of.
         self.watched: Callable[[], Watched | None] = lambda: None
-        self._wanted: TakeCheckpoint | None = None
+        self._wanted: CheckpointPlan | None = None
+        self._last = 0  # the number of the one that was begun last
         self._at: int | None = None
         self._taken: _Taken | None = None
-        self._write_command: WriteCheckpoint | None = None  # of the checkpoint under way
         self._part: PartWriter | None = None
         # Memory for the copy, by lane. Whoever writes it has it meanwhile, and gives it back if all goes well.
         self._room: dict[int, Future[SlotCopy]] = {}
@@ -110,20 +109,33 @@ class TrainerCheckpoints:
                 lane: self._room.get(lane) or self._maker.submit(SlotCopy, partition) for lane, partition in partitions.items()
             }
 
-    def begin(self, wanted: TakeCheckpoint) -> None:
+    def follow(self, plan: CheckpointPlan | None) -> None:
+        """Do what is planned for the checkpoint under way, or another one."""
+        if self._wanted is not None and (plan is None or plan.number != self._wanted.number):
+            self.drop("it is given up")
+        if plan is None:
+            return
+        if plan.number > self._last:
+            self._begin(plan)
+        elif self._wanted is not None:
+            before, self._wanted = self._wanted, plan
+            # Where others were faster, it is known where it is to be written before it is taken here.
+            if before.part is None:
+                self._begin_writing()
+
+    def _begin(self, wanted: CheckpointPlan) -> None:
         """Look for the step of this checkpoint from now on."""
-        self.drop("another one is wanted")
         warm_up()
-        self._wanted, self._at = wanted, None
+        self._wanted, self._at, self._last = wanted, None, wanted.number
         self._events.send(CheckpointArmed(wanted.number))
         self._come_to("checkpoint asked for")
 
-    def drop(self, why: str, number: int | None = None) -> None:
-        """Do no more for the checkpoint under way, or only if it has that number; nobody waits for it any more."""
-        if self._wanted is not None and number in (None, self._wanted.number):
+    def drop(self, why: str) -> None:
+        """Do no more for the checkpoint under way; nobody waits for it any more."""
+        if self._wanted is not None:
             if self._taken is not None:
                 self._taken.snapshot.abandon(why)
-            self._wanted = self._taken = self._write_command = self._part = None
+            self._wanted = self._taken = self._part = None
             if not self._room_stays:
                 self._room = {}
 
@@ -141,7 +153,7 @@ class TrainerCheckpoints:
         if self._at == step:
             self._take_if_room(wanted, trainer, step)
 
-    def _take_if_room(self, wanted: TakeCheckpoint, trainer: Trainer, step: int) -> None:
+    def _take_if_room(self, wanted: CheckpointPlan, trainer: Trainer, step: int) -> None:
         """Copy what changes with the next step, or report that there is no memory for that."""
         try:
             self._take(wanted, trainer, step)
@@ -199,12 +211,12 @@ class TrainerCheckpoints:
             return _GO_ON
         return _TAKE if self._wanted is not None and self._wanted.behind == step and self._taken is None else _WAIT
 
-    def _named(self, wanted: TakeCheckpoint, step: int, leads: bool) -> int | None:
+    def _named(self, wanted: CheckpointPlan, step: int, leads: bool) -> int | None:
         """The step of the checkpoint, once it has one: whoever leads names one that is yet to come."""
         if not leads:
             at = self._rendezvous.poll(CheckpointAt, wanted.number)
             return None if at is None else at.step
-        if self._rendezvous.poll(CheckpointReady, wanted.number) is None:
+        if not wanted.ready:
             return None
         to_come = [one for one in wanted.steps if one > step]
         if wanted.every is not None:
@@ -215,7 +227,7 @@ class TrainerCheckpoints:
         self._rendezvous.publish(named, wanted.number)
         return named.step
 
-    def _take(self, wanted: TakeCheckpoint, trainer: Trainer, step: int) -> None:
+    def _take(self, wanted: CheckpointPlan, trainer: Trainer, step: int) -> None:
         """Copy what changes with the next step."""
         began = time.monotonic()
         parts, lanes, room = trainer.parts, trainer.lanes, self._room
@@ -239,22 +251,17 @@ class TrainerCheckpoints:
         self._come_to("checkpoint taken")
         self._begin_writing()
 
-    def write(self, command: WriteCheckpoint) -> None:
-        """Write the files of what is taken, in a thread of their own. Where others were faster, this command comes before it is taken here."""
-        if self._wanted is not None and self._wanted.number == command.number:
-            self._write_command = command
-            self._begin_writing()
-
     def _begin_writing(self) -> None:
-        command, taken, changed = self._write_command, self._taken, None
-        if command is None or taken is None:
+        """Write the files of what is taken, in a thread of their own, once it is known where."""
+        plan, taken, changed = None if self._wanted is None else self._wanted.part, self._taken, None
+        if plan is None or taken is None:
             return
-        if command.since >= 0:
+        if plan.since >= 0:
             schedule = taken.parts.schedule
-            changed = partial(_changed, schedule.path, schedule.follow, command.since, taken.snapshot.step)
-        layouts, folder = taken.parts.layouts, place(command.folder)
-        sink = RowSink(folder, layouts, command.bits, command.known, lambda file: self._come_to("checkpoint file written"))
-        self._part = PartWriter(taken.snapshot, layouts, sink, command.since, changed, taken.dense, taken.began)
+            changed = partial(_changed, schedule.path, schedule.follow, plan.since, taken.snapshot.step)
+        layouts, folder = taken.parts.layouts, place(plan.folder)
+        sink = RowSink(folder, layouts, plan.bits, plan.known, lambda file: self._come_to("checkpoint file written"))
+        self._part = PartWriter(taken.snapshot, layouts, sink, plan.since, changed, taken.dense, taken.began)
         self._part.start()
 
     def tell(self) -> None:
@@ -263,7 +270,7 @@ class TrainerCheckpoints:
         if part is None or wanted is None or part.is_alive():
             return
         taken = self._taken
-        self._wanted = self._taken = self._write_command = self._part = None
+        self._wanted = self._taken = self._part = None
         if taken is not None and self._room_stays:
             self._room = taken.room
         if part.result is None:
@@ -275,13 +282,13 @@ class TrainerCheckpoints:
     def finish(self, check: Callable[[], None], look: Callable[[], object]) -> None:
         """Training is over: finish what is under way, or give it up, within a bound from where it is not the best model, or an end is asked for.
 
-        check: called again and again meanwhile, may raise; look: has the coordinator's commands done, and reports what is.
+        check: called again and again meanwhile, may raise; look: does what is planned, and reports what is.
         """
         deadline = time.monotonic() + GRACE_SECONDS
         if self._taken is not None:
             self._taken.snapshot.hurry()
         while self._taken is not None and time.monotonic() < deadline:
-            if self._write_command is None and self._rendezvous.poll(Orphaned) is not None:
+            if self._part is None and self._rendezvous.poll(Orphaned) is not None:
                 break  # nobody will say where it is to be written
             if self._may_take_longer():
                 deadline = time.monotonic() + GRACE_SECONDS
@@ -296,7 +303,7 @@ class TrainerCheckpoints:
         if (
             wanted is None
             or taken is None
-            or self._write_command is None
+            or wanted.part is None
             or not self._keeps_best
             or taken.snapshot.step not in wanted.steps
         ):

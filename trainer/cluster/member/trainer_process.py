@@ -65,8 +65,7 @@ from foreload.trainer.step.term_session import TermSession
 class TrainerProcess:
     """One trainer's part of a spec. ready: set when this process no longer leaves with the launcher; leaving: set when it is to hand its lanes over.
 
-    connect: makes a further connection to the rendezvous store, None where the loss of a trainer is not survived. commands: how many commands to
-    trainers came before it was started, where it joins others that train; None: it is one of the first.
+    connect: makes a further connection to the rendezvous store, None where the loss of a trainer is not survived. plan: as in `TrainerStart`.
     """
 
     def __init__(
@@ -77,12 +76,12 @@ class TrainerProcess:
         trainer: int,
         address: str,
         spec: LaunchSpec,
-        store_urls: Sequence[str],
+        store_urls: Sequence[str] | None,
         interrupts: Interrupts | None,
         ready: threading.Event,
         leaving: threading.Event,
         connect: Callable[[], Any] | None,
-        commands: int | None,
+        plan: int | None,
         on_host: OnHost | None,
     ) -> None:
         self._rendezvous, self._events, self._interrupts = rendezvous, events, interrupts
@@ -94,12 +93,12 @@ class TrainerProcess:
         self._points = FaultPoints(spec.faults, trainer, self._tell_fault)
         self._leaving, self._leave_sent, self._begun = leaving, False, False
         self._terms = TrainerTerms(
-            rendezvous_store, rendezvous, events, trainer, spec, self._job, self._device(), address, connect, commands is not None,
+            rendezvous_store, rendezvous, events, trainer, spec, self._job, self._device(), address, connect, plan is not None,
             self._points.reach_point, run=self._run,
         )  # fmt: skip
         self._checkpoints = TrainerCheckpoints(rendezvous, events, self._points.reach_point)
         self._checkpoints.watched = lambda: self._early.so_far
-        further = commands or 0, self._checkpoints
+        further = plan or 0, self._checkpoints
         self._link = CoordinatorLink(rendezvous, events, trainer, self._run, spec, store_urls, interrupts, *further)
         self._last_step, self._totals = spec.start_step, Totals()  # and what its steps of this call add up to
         self._segments = self._flushed = 0  # how many of the schedule were begun; rows written beyond the schedule
@@ -152,7 +151,7 @@ class TrainerProcess:
             if terms.joins:
                 hosted = open_no_lanes(parts, access)
                 self._serve(hosted, parts, stack)
-                self._link.join()
+                self._link.catch_up()  # once the traffic is there
                 terms.join()
             self._log.begin_term(terms.term, ())
             while True:
@@ -353,7 +352,7 @@ class TrainerProcess:
 
     def _train(self, trainer: Trainer, gate: SegmentGate) -> tuple[bool, str | None, bool]:
         """Run the program; returns whether training stopped early, what went wrong if that is why, and whether it is the term alone that ended."""
-        agreement = StopAgreement(self._rendezvous, trainer.session.leads, self._terms.term.number, self._job.until_full)
+        agreement = StopAgreement(self._rendezvous, trainer.session.leads, self._terms.term.number, self._stop_by)
         self._checkpoints.now_trains(trainer, lambda: gate.begun)
 
         def tell() -> None:
@@ -410,6 +409,9 @@ class TrainerProcess:
                 "--dense-lr, or go on with --resume --allow-nan"
             )
             return True, failure, False
+
+    def _stop_by(self) -> int | None:
+        return self._link.plan.stop_by if self._job.until_full else None
 
     def _on_dense_written(self) -> None:
         self._points.reach_point("dense part written")

@@ -10,7 +10,7 @@ from foreload.cache.errors import CacheError
 from foreload.cache.rows.layout import RowLayout
 from foreload.cache.traffic import Traffic
 from foreload.trainer.cluster.messages.events import EventSender
-from foreload.trainer.cluster.messages.trainers import CountRows, HeldRows, RowsCounted, Scrub, ScrubFailed, ScrubTold
+from foreload.trainer.cluster.messages.trainers import HeldRows, Plan, RowsCounted, ScrubFailed, ScrubTold
 from foreload.trainer.run.directory import SCRUB
 from foreload.trainer.saved.expected_rows import MappedRows
 
@@ -26,24 +26,28 @@ class TrainerRequests:
         lanes: Callable[[], Sequence[int]],
         layouts: Sequence[RowLayout],
         loads: Callable[[], dict[int, ShardLoad]],
+        counted: int,
     ) -> None:
+        """counted: the number of the last count that is not for this trainer."""
         self._loads = loads
         self._events, self._run, self._traffic, self._lanes, self._layouts = sender, run, traffic, lanes, layouts
+        self._scrubbed, self._counted = 0, counted  # the numbers of those that were begun last
         self._scrub: int | None = None
         self._row_counts: int | None = None
 
-    def begin(self, command: Scrub | CountRows) -> None:
-        """Begin what the coordinator asks for."""
-        match command:
-            case CountRows(number):
-                self._row_counts = number
-                self._traffic.inspection.begin_row_counts()
-            case Scrub(number, rows):
-                try:
-                    self._traffic.inspection.begin_scrub(MappedRows(self._run / SCRUB / rows, list(self._lanes())))
-                    self._scrub = number
-                except (OSError, ValueError, CacheError) as error:
-                    self._events.send(ScrubFailed(number, str(error)))
+    def follow(self, plan: Plan) -> None:
+        """Begin what is planned."""
+        if plan.count > self._counted:
+            self._row_counts = self._counted = plan.count
+            self._traffic.inspection.begin_row_counts()
+        scrub = plan.scrub
+        if scrub is not None and scrub.number > self._scrubbed:
+            self._scrubbed = scrub.number
+            try:
+                self._traffic.inspection.begin_scrub(MappedRows(self._run / SCRUB / scrub.rows, list(self._lanes())))
+                self._scrub = scrub.number
+            except (OSError, ValueError, CacheError) as error:
+                self._events.send(ScrubFailed(scrub.number, str(error)))
 
     def tell(self) -> None:
         """Report how far the requests are."""

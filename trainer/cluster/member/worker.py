@@ -52,7 +52,7 @@ def main() -> int:
             start.address,
             start.store_urls,
             connect=connect,
-            commands=start.commands,
+            plan=start.plan,
             on_host=start.on_host,
         )
     except PeerLost as error:
@@ -83,16 +83,16 @@ def work(
     store_urls: Sequence[str] | None,
     interrupts: Interrupts | None = None,
     connect: Callable[[], Any] | None = None,
-    commands: int | None = None,
+    plan: int | None = None,
     on_host: OnHost | None = None,
 ) -> int:
     """Train as trainer number `trainer`; returns the exit status: 0, 2 where it reported to the coordinator why it failed, 1 for an error that was
     not foreseen, with its traceback. rendezvous_store: for what it publishes and reads; address: of this machine, at which other trainers reach this
     one.
 
-    store_urls: with passwords, where they are not the coordinator's. interrupts: of a process that a scheduler started; once training
+    store_urls: with passwords; None: those of the plan. interrupts: of a process that a scheduler started; once training
     begins, a signal asks for a clean stop of all trainers. connect: makes a further connection to the rendezvous store; None: the loss of another
-    trainer is not survived. commands, on_host: as in `TrainerStart`.
+    trainer is not survived. plan, on_host: as in `TrainerStart`.
     """
     rendezvous = Rendezvous(rendezvous_store)
     sender = EventSender(rendezvous, trainer)
@@ -102,8 +102,8 @@ def work(
         gc.freeze()
         with exits_reported(f"trainer {trainer}"):
             TrainerProcess(
-                rendezvous_store, rendezvous, sender, trainer, address, spec, store_urls or spec.stores, interrupts, _ready, _leaving, connect,
-                commands, on_host,
+                rendezvous_store, rendezvous, sender, trainer, address, spec, store_urls, interrupts, _ready, _leaving, connect,
+                plan, on_host,
             ).run()  # fmt: skip
     except ForeloadError as error:
         if on_host is not None and not on_host.has_run:

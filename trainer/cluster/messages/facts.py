@@ -173,23 +173,11 @@ class StopWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class StopBy:
-    """The step after which training must stop at the latest, since a store shard would be full later. It may change."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class StopAfter:
     """The step after which all trainers stop; or, where a term is given, leave that term together."""
 
     step: int
     term: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointReady:
-    """Every trainer knows that a checkpoint is wanted, at (its number): who leads may name the step."""
 
 
 @dataclass(frozen=True, slots=True)

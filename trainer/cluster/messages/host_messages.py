@@ -30,7 +30,7 @@ class AskJoin:
 
 @dataclass(frozen=True, slots=True)
 class StartTrainer:
-    """The host is to start this trainer. rendezvous: where trainers meet, "HOST:PORT"; stores: URLs without passwords; commands: as in TrainerStart.
+    """The host is to start this trainer. rendezvous: where trainers meet, "HOST:PORT"; stores: URLs without passwords; plan: as in TrainerStart.
 
     schedule: the folder on the coordinator's host. threads, cpu_capability: what the numerics depend on before torch is imported. silence: seconds
     after which a side that says nothing is gone.
@@ -39,7 +39,7 @@ class StartTrainer:
     trainer: int
     rendezvous: str
     stores: tuple[str, ...]
-    commands: int | None
+    plan: int | None
     schedule: str
     threads: int
     cpu_capability: str

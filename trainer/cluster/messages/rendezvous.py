@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from foreload.trainer.cluster.messages.codec import decode, encode
-from foreload.trainer.cluster.messages.facts import Bytes, StopAfter, StopBy, StopWanted, Term
+from foreload.trainer.cluster.messages.facts import Bytes, StopAfter, StopWanted, Term
 from foreload.trainer.errors import MessageError, PeerLost
 
 _Fact = TypeVar("_Fact")
@@ -108,11 +108,11 @@ class Rendezvous:
 
 class StopAgreement:
     """A trainer's side of the agreement on the step after which training stops, or the term ends. leads: whether this is the trainer that hosts lane
-    0, and so names the step; term: the number of the one that it is for; until_full: whether there may be a step by which training must stop.
+    0, and so names the step; term: the number of the one that it is for; stop_by: gives the step by which training must stop, if there is one.
     """
 
-    def __init__(self, rendezvous: Rendezvous, leads: bool, term: int, until_full: bool = False) -> None:
-        self._rendezvous, self._leads, self._term, self._until_full = rendezvous, leads, term, until_full
+    def __init__(self, rendezvous: Rendezvous, leads: bool, term: int, stop_by: Callable[[], int | None] = lambda: None) -> None:
+        self._rendezvous, self._leads, self._term, self._stop_by = rendezvous, leads, term, stop_by
         self._after: StopAfter | None = None
         # In an earlier term, by who led then.
         named = rendezvous.poll(StopAfter)
@@ -133,7 +133,7 @@ class StopAgreement:
             elif (wanted := self._rendezvous.poll(StopWanted)) is not None and wanted.term in (None, self._term):
                 self._after = StopAfter(step + 1, wanted.term)
                 self._rendezvous.publish(self._after)
-            elif self._until_full and (full := self._rendezvous.poll(StopBy)) is not None and step + 1 >= full.step:
+            elif (stop_by := self._stop_by()) is not None and step + 1 >= stop_by:
                 self._after = StopAfter(step + 1)
                 self._rendezvous.publish(self._after)
         return self._after is not None and step >= self._after.step

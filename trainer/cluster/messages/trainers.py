@@ -1,4 +1,4 @@
-"""What trainers and their coordinator send each other: how a trainer begins and ends, events to the coordinator, commands to the trainers.
+"""What trainers and their coordinator send each other: how a trainer begins and ends, events to the coordinator, its plan for the trainers.
 
 What they agree on is in `facts`, what a user's command asks in `control`.
 """
@@ -30,8 +30,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """What the coordinator tells every trainer of one call of `foreload train`. job: TrainJob.to_dict; it and the stores are without passwords.
-    stores: by the numbers of their shards, "" for those removed; placement: its text, as the call begins.
+    """What the coordinator tells every trainer of one call of `foreload train`. job: TrainJob.to_dict, without passwords.
 
     first_term: the one that it begins with. start_step: the last step trained before; last_batches: of each lane, the number of its last write-back
     batch. fingerprint: what each trainer's numerics must be; None: those of the first trainer. resumes: there is a dense part, and a schedule's
@@ -44,8 +43,6 @@ class LaunchSpec:
     first_term: int
     start_step: int
     last_batches: tuple[int, ...]
-    stores: tuple[str, ...]
-    placement: str
     fingerprint: dict[str, str] | None
     resumes: bool
     servers_return: bool  # servers of lost shards are started again, or others take their place
@@ -320,62 +317,19 @@ class Events:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplaceServer:
-    """A server takes the place of a store shard's from now on. url: without password."""
-
-    shard: int
-    url: str
-
-
-@dataclass(frozen=True, slots=True)
-class MoveRows:
-    """Rows move to other store shards from now on. placement: its text, with where they move to; stores: as LaunchSpec has them."""
-
-    placement: str
-    stores: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class EndMove:
-    """All rows of all lanes have moved. placement: its text; store shards that it has no more are not asked any more."""
-
-    placement: str
-
-
-@dataclass(frozen=True, slots=True)
-class Scrub:
-    """Check every stripe of the lanes. rows: the folder in RUN/scrub that says which rows there are."""
+class ScrubPlan:
+    """Check every stripe of the lanes. number: which scrub it is; rows: the folder in RUN/scrub that says which rows there are."""
 
     number: int
     rows: str
 
 
 @dataclass(frozen=True, slots=True)
-class CountRows:
-    """Count what the store holds of the lanes."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class TakeCheckpoint:
-    """Have in memory what a checkpoint needs, behind a step that all agree on: the first one to come that is one of `steps`, or until which there are
-    a multiple of `every` steps; None: none such. behind: the step behind which all wait, if that is the one.
-    """
-
-    number: int
-    every: int | None
-    steps: tuple[int, ...] = ()
-    behind: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WriteCheckpoint:
+class PartPlan:
     """Write this trainer's part of the checkpoint that was taken. folder: where, without a manifest yet; since: the step of its base, -1: it holds
     all rows; known: by lane and table, how many ordinals the base has; bits: of a weight.
     """
 
-    number: int
     folder: str
     since: int
     known: tuple[tuple[int, ...], ...]
@@ -383,17 +337,42 @@ class WriteCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class DropCheckpoint:
-    """The checkpoint of that number will not be."""
+class CheckpointPlan:
+    """Have in memory what a checkpoint needs, behind a step that all agree on: the first one to come that is one of `steps`, or until which there are
+    a multiple of `every` steps; None: none such. behind: the step behind which all wait, if that is the one.
+
+    number: which checkpoint it is. ready: every trainer has reported that it knows of it, so who leads may name the step. part: what is to be written
+    of it; None: that is not known yet.
+    """
 
     number: int
-
-
-TrainerCommand = ReplaceServer | MoveRows | EndMove | Scrub | CountRows | TakeCheckpoint | WriteCheckpoint | DropCheckpoint
+    every: int | None
+    steps: tuple[int, ...] = ()
+    behind: int | None = None
+    ready: bool = False
+    part: PartPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Commanded:
-    """A command to all trainers, at (number of this)."""
+class Plan:
+    """What the coordinator wants of all trainers, at (version): each version is all of it, and none is left out.
 
-    command: TrainerCommand
+    placement: where rows live, and move to, the place of its PlacementText; servers: the URLs of the store shards by number, without passwords, ""
+    for those removed. checkpoint: the one that is to be saved, if any; scrub: the one that is under way; count: the number of the last count of what
+    the store holds of the lanes. stop_by: the step after which training must stop at the latest, since a store shard would be full later.
+    """
+
+    version: int
+    placement: int
+    servers: tuple[str, ...]
+    checkpoint: CheckpointPlan | None = None
+    scrub: ScrubPlan | None = None
+    count: int = 0
+    stop_by: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementText:
+    """A placement as text, at (number of this)."""
+
+    text: str

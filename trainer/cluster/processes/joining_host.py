@@ -151,7 +151,7 @@ def _run_trainer(
         job.address or own_address,
         job.stores or start.stores,
         os.getpid(),
-        start.commands,
+        start.plan,
         OnHost(job.token, has_run=False, schedule=job.schedule or start.schedule),
     )
     variables = numerics.environment(start.cpu_capability, start.threads) | trainer_start.environment()

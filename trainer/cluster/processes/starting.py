@@ -72,9 +72,9 @@ class TrainerStart:
     """What a trainer is started with; all else it finds in the rendezvous store. rendezvous: the address of the rendezvous store, which the
     rendezvous is on, "HOST:PORT"; address: of this machine, at which other trainers reach this one.
 
-    store_urls: with passwords; None: those of the LaunchSpec. launcher: the process that it leaves with before training begins. commands: of a
-    trainer that is started while others train, how many commands to trainers the rendezvous has, which the URLs reflect already; None: it is one of
-    the first. on_host: of a job over several hosts.
+    store_urls: with passwords; None: those of the plan. launcher: the process that it leaves with before training begins. plan: of a trainer
+    that is started while others train, the version of the plan that has these URLs; None: it is one of the first. on_host: of a job over several
+    hosts.
     """
 
     trainer: int
@@ -82,7 +82,7 @@ class TrainerStart:
     address: str
     store_urls: tuple[str, ...] | None
     launcher: int
-    commands: int | None = None
+    plan: int | None = None
     on_host: OnHost | None = None
 
     def environment(self) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from small_call import small_call
 from test_membership import Coordinator, left
 
 from foreload.trainer.cluster.coordinator.membership import LEAVE_TIMEOUT
@@ -165,7 +166,9 @@ class Wanted:
         self.started: list[int] = []
         self.ended: list[int] = []
         self.told: list[str] = []
-        self.of = Scaling(trainers, 4, restarts, self.started.append, self.ended.append, self.told.append, clock=lambda: self.now)
+        call = small_call(self.job.folder, trainers=trainers, no_restart=not restarts)
+        call.say = self.told.append
+        self.of = Scaling(call, self.started.append, self.ended.append, clock=lambda: self.now)
 
     def poll(self, ended: dict[int, str] | None = None, goes_on: bool = True) -> Change:
         self.of.poll(self.job.of, ended or {}, goes_on)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from command_line import Command, error_of, free_port, main
 from held import Hold, stop_after
+from small_call import small_call
 from small_job import BATCH, arguments, rows_of, scheduler_environment, summary, synthetic_schedule, train_undisturbed
 
 from foreload.cache.client.local import LocalStores
@@ -28,14 +29,13 @@ from foreload.cache.protocol.shards.shard_status import ServerUnreachable, Shard
 from foreload.cache.rows.row_bytes import decode_rows
 from foreload.pipelines.planning.sizing import TRAILER_BYTES
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.cluster.coordinator import store_shards
 from foreload.trainer.cluster.coordinator.store_shards import StoreShards
 from foreload.trainer.cluster.member.coordinator_link import CoordinatorLink
 from foreload.trainer.cluster.messages.control import AskReplace, Replacing
-from foreload.trainer.cluster.messages.faults import RunObserver
 from foreload.trainer.cluster.messages.trainers import ShardsTold
-from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import STORES, Run
-from foreload.trainer.run.event_log import EventLog, read_events
+from foreload.trainer.run.event_log import read_events
 
 
 @pytest.fixture(scope="module")
@@ -353,12 +353,13 @@ def test_a_server_of_no_use_is_refused_before_it_is_needed_and_a_healthy_shard_k
 
 
 def test_a_shard_is_whole_when_every_trainer_says_so_and_only_a_server_in_use_is_replaced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     urls = [f"redis://127.0.0.1:{port}" for port in (1, 2, 3)]
     spares = [f"redis://127.0.0.1:{port}" for port in (11, 12, 13)]
-    job = TrainJob.of({"schedule": "-", "run": "-", "store": list(urls), "spare": ",".join(spares)})
-    shards = StoreShards(job, urls, None, True, RunObserver(), lambda url, in_use: None, EventLog(tmp_path, 7, 1))
+    monkeypatch.setattr(store_shards, "spare_check", lambda job, manifest: lambda url, in_use: None)
+    call = small_call(tmp_path, step=7, store=list(urls), parity="2+1", spare=",".join(spares))
+    shards = StoreShards(call, urls, None)
 
     views = {trainer: [ShardStatus(url) for url in urls] for trainer in (0, 1)}
 
@@ -533,8 +534,7 @@ def test_a_shard_that_is_rebuilt_for_a_lane_that_changes_hands_is_not_whole_befo
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     urls = [f"redis://127.0.0.1:{port}" for port in (1, 2, 3)]
-    job = TrainJob.of({"schedule": "-", "run": "-", "store": list(urls)})
-    shards = StoreShards(job, urls, None, True, RunObserver(), lambda url, in_use: None, EventLog(tmp_path, 7, 1))
+    shards = StoreShards(small_call(tmp_path, step=7, store=list(urls), parity="2+1"), urls, None)
 
     def told(trainer: int, state: ShardState) -> None:
         shards.on_shards(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_call import small_call
 from test_rendezvous import TIMEOUT
 
 from foreload.trainer.cluster.coordinator.membership import FRUITLESS_TERMS, LEAVE_TIMEOUT, UNCOVERED_TIMEOUT, Membership
@@ -19,7 +20,7 @@ from foreload.trainer.cluster.messages.facts import Lease, Term, TermBegins, Ter
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous, host_store
 from foreload.trainer.cluster.messages.trainers import Ready, TermLeft
 from foreload.trainer.errors import LanesLost
-from foreload.trainer.run.event_log import EventLog, read_events
+from foreload.trainer.run.event_log import read_events
 
 SILENCE = timedelta(seconds=5)
 
@@ -76,17 +77,17 @@ class Coordinator:
         self.killed: list[int] = []
         self.told: list[str] = []
         term = first_term(1, range(trainers), 4, copies, -1)
-        self._run = Path(tempfile.mkdtemp())
-        weakref.finalize(self, shutil.rmtree, self._run)
-        events = EventLog(self._run, -1, 1)
-        self.of = Membership(
-            self.rendezvous, term, copies, SILENCE, self.terms.append, self._kill, self.told.append, events, lambda: self.now
-        )
+        self.folder = Path(tempfile.mkdtemp())
+        weakref.finalize(self, shutil.rmtree, self.folder)
+        call = small_call(self.folder, trainers=trainers, copies=copies, peer_timeout=SILENCE.total_seconds())
+        call.say = self.told.append
+        call.run.raise_term = self.terms.append  # type: ignore[method-assign, assignment]
+        self.of = Membership(call, self.rendezvous, term, self._kill, lambda: self.now)
 
     @property
     def noted(self) -> list[dict[str, Any]]:
         """The events without their times."""
-        return [{name: value for name, value in event.items() if name != "time"} for event in read_events(self._run)]
+        return [{name: value for name, value in event.items() if name != "time"} for event in read_events(self.folder)]
 
     def _kill(self, trainer: int) -> bool:
         self.killed.append(trainer)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from command_line import Command, main
 from held import HeldRun, Hold, standing, stop_after
+from small_call import small_call
 from small_job import BATCH, arguments, summary, synthetic_schedule
 
 from foreload.cache.client.local import LocalStores
@@ -19,11 +20,10 @@ from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.shards.namespace import claim, owner
 from foreload.cache.protocol.shards.shard_status import ShardSnapshot, ShardStatus
 from foreload.trainer.cluster.coordinator.store_shards import StoreShards
-from foreload.trainer.cluster.messages.faults import RunObserver, TrainerFault
+from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.commands import migrate, stores
-from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import STORES, Run
-from foreload.trainer.run.event_log import EventLog, read_events
+from foreload.trainer.run.event_log import read_events
 from foreload.trainer.run.shard_change import ShardChange
 
 POINTS = ("rows to move read", "rows copied", "rows moved")
@@ -218,8 +218,7 @@ def test_a_shard_that_dies_amid_a_move(case: Case, tmp_path: Path, change: str, 
 
 def test_all_has_moved_only_once_trainers_have_told_of_all_their_lanes(tmp_path: Path) -> None:
     urls = [f"redis://127.0.0.1:{port}" for port in (1, 2, 3)]
-    job = TrainJob.of({"schedule": "-", "run": "-", "store": list(urls)})
-    shards = StoreShards(job, urls, None, True, RunObserver(), lambda url, in_use: None, EventLog(tmp_path, 7, 1))
+    shards = StoreShards(small_call(tmp_path, step=7, store=list(urls), parity="2+1"), urls, None)
     views = tuple(ShardStatus(url) for url in urls)
     # As a run goes on, a trainer takes its lanes one after the other; of the first all may have moved before.
     shards.on_shards(0, ShardSnapshot(views, 1, 1.0))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import main
 from held import Hold
+from small_call import small_call
 from small_job import arguments, summary, synthetic_schedule
 from test_changed_terms import until_done
 from test_membership import Coordinator
@@ -16,7 +17,7 @@ from foreload.trainer.cluster.coordinator.membership import Membership
 from foreload.trainer.cluster.coordinator.rebalancing import GAIN, WINDOW, WINDOWS, Rebalancing, better_hosts
 from foreload.trainer.cluster.coordinator.terms import Change, first_term
 from foreload.trainer.compute.reports import StepReport
-from foreload.trainer.run.event_log import EventLog, read_events
+from foreload.trainer.run.event_log import read_events
 
 
 def longest(hosts: tuple[int, ...], each: dict[int, float]) -> float:
@@ -63,7 +64,9 @@ class Slow:
         self.job.ready()
         self.told: list[str] = []
         self.events = tmp_path
-        self.rebalancing = Rebalancing(self.told.append, EventLog(tmp_path, 7, 1))
+        call = small_call(tmp_path, step=7, rebalance=True)
+        call.say = self.told.append
+        self.rebalancing = Rebalancing(call)
         self.rebalancing.poll(self.members)
 
     @property

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_line import main
+from small_call import small_call
 
 from foreload.cache.protocol.shards.shard_status import ShardSnapshot, ShardStatus
 from foreload.trainer.cluster.coordinator.control_socket import ControlSocket
@@ -16,7 +17,7 @@ from foreload.trainer.cluster.messages.facts import Term
 from foreload.trainer.cluster.messages.trainers import CopiesTold, SeededCopy
 from foreload.trainer.commands import status
 from foreload.trainer.run.directory import MANIFEST
-from foreload.trainer.run.event_log import EventLog, read_events
+from foreload.trainer.run.event_log import read_events
 
 SHARDS = ShardSnapshot(
     (ShardStatus("redis://a:1", "rebuilding", "", 0.25), ShardStatus("redis://b:1"), ShardStatus("redis://c:1"))
@@ -53,7 +54,9 @@ def test_a_run_that_trains_tells_its_trainers_lanes_and_copies(tmp_path: Path, c
 
 def test_copies_that_are_not_complete_are_told_until_they_are(tmp_path: Path) -> None:
     said: list[str] = []
-    copies = LaneReplicas(TERM, said.append, EventLog(tmp_path, 40, 3))
+    call = small_call(tmp_path, step=40, term=3)
+    call.say = said.append
+    copies = LaneReplicas(call, TERM)
     assert copies.lacking == [0, 1, 2]
     copies.on_copies(0, CopiesTold(2, {1: WHOLE, 2: WHOLE}))  # of an earlier term
     copies.on_copies(2, CopiesTold(3, {0: WHOLE}))
@@ -72,7 +75,9 @@ def test_copies_that_are_not_complete_are_told_until_they_are(tmp_path: Path) ->
 
 def test_copies_that_are_complete_when_they_are_told_of_are_no_news(tmp_path: Path) -> None:
     said: list[str] = []
-    copies = LaneReplicas(TERM, said.append, EventLog(tmp_path, 40, 3))
+    call = small_call(tmp_path, step=40, term=3)
+    call.say = said.append
+    copies = LaneReplicas(call, TERM)
     copies.on_copies(0, CopiesTold(3, {1: WHOLE, 2: WHOLE}))
     copies.on_copies(2, CopiesTold(3, {0: WHOLE}))
     assert (said, copies.lacking) == ([], [])

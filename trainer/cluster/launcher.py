@@ -27,10 +27,11 @@ from foreload.trainer.checkpoints.restoring import check_restorable, restored_ma
 from foreload.trainer.cluster.claimed import claimed
 from foreload.trainer.cluster.coordinator.failures import GuestsRefused
 from foreload.trainer.cluster.coordinator.hosts import Hosts
-from foreload.trainer.cluster.coordinator.spares import check_spares, spare_check
+from foreload.trainer.cluster.coordinator.spares import check_spares
 from foreload.trainer.cluster.coordinator.store_shards import StoreShards
 from foreload.trainer.cluster.coordinator.store_watch import StoreWatch, warn_of_machine
 from foreload.trainer.cluster.coordinator.trainer_group import TrainerGroup
+from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.ending import Ending, ending_before
 from foreload.trainer.cluster.kept_run import at_rest_again, rest_at_end
 from foreload.trainer.cluster.member.worker import JOIN_TIMEOUT, work
@@ -47,6 +48,7 @@ from foreload.trainer.job.job_values import AUTO
 from foreload.trainer.job.memory_check import check_fit
 from foreload.trainer.job.metric_choice import check_metric
 from foreload.trainer.job.scheduler import FAILED, NO_STEPS, Meeting, meet, under_scheduler
+from foreload.trainer.job.succession import ONE_MACHINE
 from foreload.trainer.models.checking import check_apart_later, doubts, ignored_inputs
 from foreload.trainer.models.mixing import mixes_samples
 from foreload.trainer.run.directory import STORES, SUMMARY, Run, check_free, locked
@@ -346,15 +348,15 @@ class Launcher:
                 )
             keep_schedule(run, schedule)
             self._profiling.begin(run, start, urls)
-            check = spare_check(self._job, manifest)
-            shards = StoreShards(self._job, urls, local, run.placement.r > 0, self._observer, check, events)
+            job, machines = replace(self._job, namespace=manifest.namespace), ONE_MACHINE if hosts is None else hosts.machines
+            call = TrainingCall(
+                job, run, manifest, start, schedule, self._layouts, events, self._observer, self._interrupts, machines
+            )
+            shards = StoreShards(call, urls, local)
             shards.memory = stack.enter_context(self._watched_memory(run, schedule, start, shards.urls))
             if hosts is not None:
                 hosts.await_first()
-            job = replace(self._job, namespace=manifest.namespace)
-            self._group = group = TrainerGroup(
-                job, self._interrupts, run, manifest, start, schedule, shards, self._observer, self._start_process, events, self._layouts, hosts
-            )  # fmt: skip
+            self._group = group = TrainerGroup(call, shards, self._start_process, hosts)
             ending = group.train(self._meeting, self._spawned)
             if shards.memory is not None and ending.stopped and ending.signal_number is None and not ending.early:
                 ending = replace(ending, full=shards.memory.why_stopped(ending.step))

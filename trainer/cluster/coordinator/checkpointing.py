@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError
-from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints.best import Best, best_in
 from foreload.trainer.checkpoints.changed_rows import Plan
 from foreload.trainer.checkpoints.draft import AnyDraft, check_absent, draft
@@ -24,6 +20,7 @@ from foreload.trainer.cluster.coordinator.background_work import FolderWork
 from foreload.trainer.cluster.coordinator.best_evaluation import OVERDUE, BestEvaluation, HeldTraining, tell_missing
 from foreload.trainer.cluster.coordinator.checkpoint_under_way import CheckpointUnderWay, Opened
 from foreload.trainer.cluster.coordinator.published_plan import PublishedPlan
+from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.coordinator.wanted_checkpoints import Wanted, WantedCheckpoints, why_over
 from foreload.trainer.cluster.messages.facts import GoOnAfter
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous
@@ -37,47 +34,30 @@ from foreload.trainer.cluster.messages.trainers import (
     PartPlan,
 )
 from foreload.trainer.errors import CheckpointError, FolderBusy, after_step
-from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.metric_choice import chosen_set, metric_of
 from foreload.trainer.run.directory import CHECKPOINTS
-from foreload.trainer.run.event_log import CheckpointNotSaved, CheckpointSaved, EventLog
-from foreload.trainer.run.manifest import Manifest
+from foreload.trainer.run.event_log import CheckpointNotSaved, CheckpointSaved
 from foreload.trainer.run.report import RunReport
 from foreload.trainer.storage import place
 
 
 class Checkpointing:
-    """The checkpoints of one call; its main thread uses it. wanted: which ones are to be.
+    """The checkpoints of one call. wanted: which ones are to be. plan: what trainers are told.
 
-    plan: what trainers are told; manifest: the run's, as it is now. at_point: called with the points that RunObserver names. Nothing
-    waits for the folder of checkpoints: what is done there is done by a thread, one thing after the other.
+    Nothing waits for the folder of checkpoints: what is done there is done by a thread, one thing after the other.
     """
 
-    def __init__(
-        self,
-        job: TrainJob,
-        run: Path,
-        schedule: Schedule,
-        layouts: Sequence[RowLayout],
-        manifest: Callable[[], Manifest],
-        rendezvous: Rendezvous,
-        report: RunReport,
-        plan: PublishedPlan,
-        at_point: Callable[[str], None],
-        events: EventLog,
-    ) -> None:
+    def __init__(self, call: TrainingCall, rendezvous: Rendezvous, plan: PublishedPlan, report: RunReport) -> None:
+        job, self._call, self._schedule = call.job, call, call.schedule
         self._every, self._keep, self._metric = job.checkpoint_every, job.keep, job.keep_best
-        self._policy, self._schedule = job.checkpoint_policy, schedule
-        self._bits, self._failures_a_day = job.checkpoint_bits, job.failures_a_day
+        self._policy, self._bits, self._failures_a_day = job.checkpoint_policy, job.checkpoint_bits, job.failures_a_day
         self._most_bits = LEAST_BITS  # that --checkpoint-bits auto has chosen so far
-        self._folder = place(job.checkpoint) if job.checkpoint is not None else run / CHECKPOINTS
-        self.wanted = WantedCheckpoints(job, self._folder, schedule.header)
-        self._events = events
-        self._layouts, self._manifest = layouts, manifest
-        self._rendezvous, self._report, self._plan, self._at_point = rendezvous, report, plan, at_point
+        self._folder = place(job.checkpoint) if job.checkpoint is not None else call.run.path / CHECKPOINTS
+        self.wanted = WantedCheckpoints(job, self._folder, call.schedule.header)
+        self._rendezvous, self._report, self._plan, self._at_point = rendezvous, report, plan, call.observer.at_checkpoint
         self._saving: CheckpointUnderWay | None = None
         self._folder_work = FolderWork()
-        self._best = BestEvaluation(self._folder, manifest().run_id, self._metric, rendezvous, self._folder_work)
+        self._best = BestEvaluation(self._folder, call.manifest.run_id, self._metric, rendezvous, self._folder_work)
         self._discarded: list[AnyDraft] = []
         self._count = 0
         self.saved = self.failed = 0
@@ -177,7 +157,7 @@ class Checkpointing:
         measured = metric_of([report], self._metric)
         best = self._best.so_far(None if saving is None else saving.best)
         better = measured.is_better_than(None if best is None else best.value)
-        best = Best(self._manifest().run_id, self._metric, measured.value, report.step)
+        best = Best(self._call.manifest.run_id, self._metric, measured.value, report.step)
         has_replica = (
             saving is not None and bool(saving.taken) and saving.step == report.step and saving.wanted.folder == self._folder
         )
@@ -200,7 +180,7 @@ class Checkpointing:
 
     def _open(self, saving: CheckpointUnderWay) -> None:
         """Its step is known: make the draft of it, unless it is there already, from before the run was broken off."""
-        folder, step, run, planned = saving.wanted.folder, saving.step, self._manifest(), self._planned(saving.step)
+        folder, step, run, planned = saving.wanted.folder, saving.step, self._call.manifest, self._planned(saving.step)
         field_name = "--checkpoint" if saving.wanted.asked is None else "--to"
         totals = self._report.totals
         # With auto never fewer than before: a checkpoint with more bits could not be an increment of that.
@@ -229,7 +209,7 @@ class Checkpointing:
         """For policy planned: the checkpoints that are to come, this one first."""
         if self._policy != "planned" or self._every is None or self._every.steps is None:
             return None
-        return Plan.of(self._schedule, step, self._every.steps, self._layouts)
+        return Plan.of(self._schedule, step, self._every.steps, self._call.layouts)
 
     def _have_written(self, saving: CheckpointUnderWay, opened: Opened | None) -> None:
         """Have trainers write their parts."""
@@ -323,15 +303,15 @@ class Checkpointing:
         """Report that there is no checkpoint, though one was due or asked for."""
         self.failed += 1
         self._report.checkpoint({"failed": why})
-        self._events.note(CheckpointNotSaved(cause=why))
-        self._tell(f"foreload: warning: a checkpoint was not saved: {why}")
+        self._call.events.note(CheckpointNotSaved(cause=why))
+        self._call.say(f"foreload: warning: a checkpoint was not saved: {why}")
         self.wanted.failed(wanted, why)
 
     def _publish(self, saving: CheckpointUnderWay) -> None:
         totals, opened = self._report.kept_totals, saving.opened
         assert totals is not None
         assert opened is not None
-        contents = saving.contents(self._manifest(), totals, self._schedule.header, self._layouts)
+        contents = saving.contents(self._call.manifest, totals, self._schedule.header, self._call.layouts)
 
         def published() -> Checkpoint:
             if opened.increment is not None:
@@ -355,8 +335,8 @@ class Checkpointing:
         line = saving.metrics_line(checkpoint)
         bits = "" if line["bits"] == EXACT_BITS else f", weights of {line['bits']} bits"
         self._report.checkpoint(line)
-        self._events.note(CheckpointSaved(checkpoint=str(checkpoint.place)))
-        self._tell(
+        self._call.events.note(CheckpointSaved(checkpoint=str(checkpoint.place)))
+        self._call.say(
             f"checkpoint {checkpoint.place}: {after_step(contents.step)}, {line['rows']:,} of {contents.row_count:,} rows{bits}, "
             f"{line['bytes'] / 2**20:,.1f} MiB in "
             f"{line['seconds']:.1f} s, during which training stood still for {1000 * line['seconds_stalled']:.0f} ms"
@@ -368,7 +348,7 @@ class Checkpointing:
 
     def _prune(self) -> None:
         """Delete the checkpoints that are to go."""
-        run = self._manifest()
+        run = self._call.manifest
 
         def pruned() -> None:
             try:
@@ -377,7 +357,7 @@ class Checkpointing:
             except FolderBusy:
                 pass  # the next one sees to it
             except CheckpointError as error:
-                self._tell(f"foreload: warning: {error}")
+                self._call.say(f"foreload: warning: {error}")
             self._at_point("old ones deleted")
 
         self._folder_work.submit(pruned)
@@ -391,7 +371,3 @@ class Checkpointing:
             "last_bits": self._last_bits,
             **self._best.summary(),
         }
-
-    @staticmethod
-    def _tell(line: str) -> None:
-        sys.stderr.write(f"{line}\n")

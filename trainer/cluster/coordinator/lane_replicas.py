@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.messages.control import CopyStatus
 from foreload.trainer.cluster.messages.facts import Term
 from foreload.trainer.cluster.messages.trainers import CopiesTold, SeededCopy
-from foreload.trainer.run.event_log import CopiesComplete, CopiesIncomplete, EventLog
+from foreload.trainer.run.event_log import CopiesComplete, CopiesIncomplete
 
 _NOTHING = SeededCopy(0, 0, False)
 
 
 class LaneReplicas:
-    """The copies in the term that is. tell: a line for the user."""
+    """The copies in the term that is."""
 
-    def __init__(self, term: Term, tell: Callable[[str], None], events: EventLog) -> None:
-        self._term, self._tell, self._events = term, tell, events
+    def __init__(self, call: TrainingCall, term: Term) -> None:
+        self._call, self._term = call, term
         self._reported: dict[int, CopiesTold] = {}  # by each trainer, of the term
         self._exposed = False  # whether the user knows that the loss of a trainer is not survived for now
 
@@ -36,11 +35,11 @@ class LaneReplicas:
         lacking = self.lacking
         if lacking and not self._exposed:
             lanes = ", ".join(map(str, lacking))
-            self._tell(f"lane {lanes}: no complete copy yet; until there is, the loss of its trainer is not survived")
-            self._events.note(CopiesIncomplete(lanes=tuple(lacking)))
+            self._call.say(f"lane {lanes}: no complete copy yet; until there is, the loss of its trainer is not survived")
+            self._call.events.note(CopiesIncomplete(lanes=tuple(lacking)))
         elif self._exposed and not lacking:
-            self._tell("every lane has a complete copy again; a further loss is survived")
-            self._events.note(CopiesComplete())
+            self._call.say("every lane has a complete copy again; a further loss is survived")
+            self._call.events.note(CopiesComplete())
         self._exposed = bool(lacking)
 
     @property

@@ -7,13 +7,13 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from datetime import timedelta
 
 from foreload.trainer.cluster.coordinator.terms import NO_CHANGE, changed_term, next_term, wants_change
+from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.messages.facts import Admitted, HandedOver, Lease, StopWanted, Term, TermBegins, TermOver
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous, clear_agreement
 from foreload.trainer.cluster.messages.trainers import CopiesTold, Ready, TermLeft
 from foreload.trainer.errors import LanesLost, after_step
-from foreload.trainer.job.succession import ONE_MACHINE, next_hosts
+from foreload.trainer.job.succession import next_hosts
 from foreload.trainer.run.event_log import (
-    EventLog,
     LanesMoved,
     LanesTakenOver,
     TermBegan,
@@ -34,32 +34,24 @@ FRUITLESS_TERMS = (
 
 
 class Membership:
-    """The members of a job through its terms. One thread uses it.
+    """The members of a job through its terms.
 
-    term: the one that is in the rendezvous store; ready: who has reported in it that it can begin. copies: how many trainers are to have each lane,
-    where there are so many; silence: after which one that renews no lease is lost. raise_term: notes a term's number in RUN before anyone owns lanes
-    in it. kill: ends a trainer's process, if it is this machine's, and returns whether it is dead. tell: called with each line for the user; events:
-    where what befalls the run is noted; machines: which one each trainer is on.
+    term: the newest, which is in the rendezvous store once the first was put there; ready: who has reported in it that it can begin. kill: ends a
+    trainer's process, if it is this machine's, and returns whether it is dead.
 
     change: who can join and who is to leave, set by the caller; members and lanes then change as soon as may be.
     """
 
     def __init__(
         self,
+        call: TrainingCall,
         rendezvous: Rendezvous,
         term: Term,
-        copies: int,
-        silence: timedelta,
-        raise_term: Callable[[int], None],
         kill: Callable[[int], bool],
-        tell: Callable[[str], None],
-        events: EventLog,
         clock: Callable[[], float] = time.monotonic,
-        machines: Mapping[int, str] = ONE_MACHINE,
     ) -> None:
-        self._rendezvous, self.term, self._copies, self._silence = rendezvous, term, copies, silence
-        self._raise_term, self._kill, self._tell, self._clock = raise_term, kill, tell, clock
-        self._events, self._machines = events, machines
+        self._call, self._rendezvous, self.term, self._kill, self._clock = call, rendezvous, term, kill, clock
+        self._copies, self._silence = call.job.replicas_wanted, call.job.peer_silence
         self.ready: dict[int, Ready] = {}
         self.begun = False  # whether the term's steps have begun
         self.change = NO_CHANGE
@@ -75,7 +67,6 @@ class Membership:
         self._fruitless = 0
         self._leases: dict[int, tuple[int, float]] = {}  # trainer -> its last count, and when that came
         self._looked_at = clock()
-        rendezvous.publish(term, term.number)
 
     @property
     def survives(self) -> bool:
@@ -168,7 +159,9 @@ class Membership:
             return False
         if self._waited_for != alive:
             named = ", ".join(f"trainer {trainer}: {self._lost[trainer]}" for trainer in alive)
-            self._tell(f"{named}; waited for, since no other trainer has a complete copy of lane {', '.join(map(str, lacking))}")
+            self._call.say(
+                f"{named}; waited for, since no other trainer has a complete copy of lane {', '.join(map(str, lacking))}"
+            )
         self._waited_for = alive
         return True
 
@@ -194,7 +187,7 @@ class Membership:
         before, positions = self.term, {trainer: self._left[trainer] for trainer in present}
         if not self._lost and all(position.why is None for position in positions.values()):
             killed = []
-            self.term = changed_term(before, positions, self._copies, self.change, self._machines)
+            self.term = changed_term(before, positions, self._copies, self.change, self._call.machines)
         else:
             if not self._lost and not any(position.keeps for position in positions.values()):
                 # All are alive: a connection between two of them broke.
@@ -204,17 +197,17 @@ class Membership:
                     self._lost[last] = f"the trainers cannot reach each other ({positions.pop(last).why})"
             killed = [self._kill(trainer) for trainer in self._lost]
             for trainer, why in self._lost.items():
-                self._events.note(TrainerLost(trainer=trainer, cause=why))
+                self._call.events.note(TrainerLost(trainer=trainer, cause=why))
             try:
-                self.term = next_term(before, positions, self._copies, all(killed), self._machines)
+                self.term = next_term(before, positions, self._copies, all(killed), self._call.machines)
             except LanesLost as error:
                 raise LanesLost(error.lanes, error.trainers, self._lost) from None
         if self.term.committed > before.committed:
             self._fruitless = 0
-        self._events.step, self._events.term = self.term.committed, self.term.number
+        self._call.events.step, self._call.events.term = self.term.committed, self.term.number
         self._tell_lost(before)
         self._tell_changed(before)
-        self._raise_term(self.term.number)
+        self._call.raise_term(self.term.number)
         clear_agreement(self._rendezvous, before)
         self.lost = tuple(self._lost)
         self.ready, self._left, self._lost, self._over_at, self.begun = {}, {}, {}, None, False
@@ -232,12 +225,12 @@ class Membership:
             takers = {lane: term.hosts[lane] for lane in before.lanes_of(trainer)}
             for taker in sorted(set(takers.values())):
                 lanes = tuple(lane for lane, host in takers.items() if host == taker)
-                self._events.note(LanesTakenOver(lanes=lanes, from_trainer=trainer, to_trainer=taker))
+                self._call.events.note(LanesTakenOver(lanes=lanes, from_trainer=trainer, to_trainer=taker))
             to = ", lane " + ", ".join(f"{lane} to trainer {host}" for lane, host in takers.items()) if takers else ""
-            self._tell(f"trainer {trainer}: lost ({why}); training goes on {after_step(term.committed)}{to}")
+            self._call.say(f"trainer {trainer}: lost ({why}); training goes on {after_step(term.committed)}{to}")
         if self._lost and len(term.members) < self._copies:
             count = len(term.members)
-            self._tell(
+            self._call.say(
                 f"{count} trainer{'s are' if count > 1 else ' is'} left: "
                 + ("a further loss is not survived" if count == 1 else f"each lane is held by {count} at most")
             )
@@ -247,20 +240,20 @@ class Membership:
         term = self.term
         for trainer in term.members:
             if trainer not in before.members:
-                self._events.note(TrainerJoined(trainer=trainer))
-                self._tell(f"trainer {trainer}: joined {after_step(term.committed)}; it gets copies of its lanes first")
+                self._call.events.note(TrainerJoined(trainer=trainer))
+                self._call.say(f"trainer {trainer}: joined {after_step(term.committed)}; it gets copies of its lanes first")
         moves: dict[tuple[int, int], list[int]] = {}
         for lane, former in enumerate(term.former):
             if former is not None:
                 moves.setdefault((former, term.hosts[lane]), []).append(lane)
         for (giver, taker), lanes in moves.items():
-            self._events.note(LanesMoved(lanes=tuple(lanes), from_trainer=giver, to_trainer=taker))
+            self._call.events.note(LanesMoved(lanes=tuple(lanes), from_trainer=giver, to_trainer=taker))
             named = ", ".join(map(str, lanes))
-            self._tell(f"lane {named}: handed over from trainer {giver} to trainer {taker} {after_step(term.committed)}")
+            self._call.say(f"lane {named}: handed over from trainer {giver} to trainer {taker} {after_step(term.committed)}")
         for trainer in term.left:
             if trainer not in before.left:
-                self._events.note(TrainerLeft(trainer=trainer))
-                self._tell(f"trainer {trainer}: left {after_step(term.committed)}")
+                self._call.events.note(TrainerLeft(trainer=trainer))
+                self._call.say(f"trainer {trainer}: left {after_step(term.committed)}")
 
     def begin(self) -> bool:
         """Have the term's steps begin if all members are ready; returns whether they did just now."""
@@ -268,7 +261,7 @@ class Membership:
             return False
         self.begun = True
         self._rendezvous.publish(TermBegins(), self.term.number)
-        self._events.note(TermBegan(members=self.term.members, lanes=self.term.hosts))
+        self._call.events.note(TermBegan(members=self.term.members, lanes=self.term.hosts))
         return True
 
     def silent(self) -> list[int]:

@@ -12,31 +12,27 @@ from foreload.trainer.cluster.messages.trainers import PlacementText, Plan
 
 
 class PublishedPlan:
-    """now: the newest version. Before `begin`, nobody sees it."""
+    """now: the newest version."""
 
-    def __init__(self, placement: Placement, servers: Sequence[str], stop_by: int | None) -> None:
+    def __init__(self, rendezvous: Rendezvous, placement: Placement, servers: Sequence[str], stop_by: int | None) -> None:
+        self._rendezvous, self._placement = rendezvous, placement
         self.now = Plan(0, 0, tuple(servers), stop_by=stop_by)
-        self._placement = placement
-        self._rendezvous: Rendezvous | None = None
 
-    def begin(self, rendezvous: Rendezvous) -> None:
-        """Publish it from now on."""
-        self._rendezvous = rendezvous
-        rendezvous.publish(PlacementText(self._placement.text), self.now.placement)
-        rendezvous.publish(self.now, self.now.version)
+    def begin(self) -> None:
+        """Publish the first version."""
+        self._rendezvous.publish(PlacementText(self._placement.text), self.now.placement)
+        self._rendezvous.publish(self.now, self.now.version)
 
     def change(self, **fields: Any) -> None:
         """Publish a version in which these fields of a Plan are others, if they are. When this returns, whoever asks sees it."""
         changed = replace(self.now, **fields)
         if changed == self.now:
             return
-        assert self._rendezvous is not None
         self.now = replace(changed, version=self.now.version + 1)
         self._rendezvous.publish(self.now, self.now.version)
 
     def move_rows(self, placement: Placement, servers: Sequence[str]) -> None:
         """Rows are, or move, where another placement has them, on these servers."""
-        assert self._rendezvous is not None
         number = self.now.placement + 1
         self._rendezvous.publish(PlacementText(placement.text), number)
         self.change(placement=number, servers=tuple(servers))

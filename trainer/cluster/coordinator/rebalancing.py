@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from foreload.trainer.cluster.coordinator.membership import Membership
+from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.compute.reports import StepReport
-from foreload.trainer.run.event_log import EventLog, Rebalanced
+from foreload.trainer.run.event_log import Rebalanced
 
 WINDOW = timedelta(seconds=5)  # of computing by the trainer that computes longest: as long as one look at the trainers' speed
 WINDOWS = 3  # in a row in which the same trainer must be the slowest before a lane leaves it
@@ -60,13 +61,10 @@ class _Window:
 
 
 class Rebalancing:
-    """The coordinator's side. tell: called with each line for the user; events: where it is noted.
+    """The coordinator's side. moves: what was done so far, as the run's report has it."""
 
-    moves: what was done so far, as the run's report has it.
-    """
-
-    def __init__(self, tell: Callable[[str], None], events: EventLog) -> None:
-        self._tell, self._events = tell, events
+    def __init__(self, call: TrainingCall) -> None:
+        self._call = call
         self.moves: list[dict[str, object]] = []
         self._window = _Window()
         self._slowest, self._times = -1, 0  # from whom the last windows would have a lane move, and how many in a row
@@ -107,9 +105,9 @@ class Rebalancing:
         self._targets = targets
         others = max(seconds[trainer] for trainer in seconds if trainer != slowest)
         cause = f"trainer {slowest} computes {1000 * seconds[slowest]:.1f} ms a step, the others {1000 * others:.1f} at most"
-        self._events.note(Rebalanced(lanes=targets, cause=cause))
-        self._tell(f"{cause}; lanes move: {_moves(term.hosts, targets)}")
-        self.moves.append({"step": self._events.step, "lanes": list(targets), "cause": cause})
+        self._call.events.note(Rebalanced(lanes=targets, cause=cause))
+        self._call.say(f"{cause}; lanes move: {_moves(term.hosts, targets)}")
+        self.moves.append({"step": self._call.events.step, "lanes": list(targets), "cause": cause})
 
 
 def _moves(before: Sequence[int], after: Sequence[int]) -> str:

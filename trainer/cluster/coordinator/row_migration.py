@@ -8,22 +8,21 @@ that they ask no more is left: what the run has there is removed.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from foreload.cache.parity.placement import Placement
 from foreload.trainer.cluster.coordinator.background_work import in_background
 from foreload.trainer.cluster.coordinator.published_plan import PublishedPlan
 from foreload.trainer.cluster.coordinator.store_shards import SHOWN_STEP, StoreShards
+from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.messages.control import Answer, AskMove, MoveBegun, Refused
 from foreload.trainer.errors import RunError
-from foreload.trainer.job.job import TrainJob
-from foreload.trainer.run.directory import Run
-from foreload.trainer.run.event_log import EventLog, RowsMove, RowsMoved
-from foreload.trainer.run.manifest import Manifest
+from foreload.trainer.memory.seen_servers import check_room
+from foreload.trainer.run.event_log import RowsMove, RowsMoved
 from foreload.trainer.run.servers import left_over, with_servers
 from foreload.trainer.run.shard_change import ShardChange
 from foreload.trainer.saved.migration import NewServers, check_whole
@@ -41,28 +40,18 @@ class _Preparation:
 class RowMigration:
     """Of one call.
 
-    manifest: the run's, as it is by now; write_manifest: publishes another one; check_room: as NewServers has it.
+    shards: the run's; plan: what trainers are told.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        job: TrainJob,
-        shards: StoreShards,
-        plan: PublishedPlan,
-        events: EventLog,
-        manifest: Callable[[], Manifest],
-        write_manifest: Callable[[Manifest], None],
-        check_room: Callable[[Placement, Sequence[str]], None],
-    ) -> None:
-        self._run, self._shards, self._local, self._plan, self._events = run, shards, shards.local, plan, events
-        self._manifest, self._write_manifest = manifest, write_manifest
-        self._new = NewServers(manifest(), job.store_silence, shards.local, check_room)
-        self._placement = run.placement
+    def __init__(self, call: TrainingCall, shards: StoreShards, plan: PublishedPlan) -> None:
+        self._call, self._shards, self._local, self._plan = call, shards, shards.local, plan
+        room = partial(check_room, call.manifest, call.schedule, call.layouts)
+        self._new = NewServers(call.manifest, call.job.store_silence, shards.local, room)
+        self._placement = call.run.placement
         self._preparing: _Preparation | None = None
         self._wanted: tuple[Placement, tuple[str, ...]] | None = None  # what is to begin, and the URLs of all shards then
         # The servers of shards that are none any more, yet to be left; of an earlier call, which did not come to that, too.
-        self._leaving = left_over(manifest(), self._placement)
+        self._leaving = left_over(call.manifest, self._placement)
         self._left: Future[None] | None = None  # what leaves these servers
         self._emptied: set[str] = set()  # servers that were left, and have nothing of the run any more
         self._shown = 0.0
@@ -115,7 +104,7 @@ class RowMigration:
             shard, url = replacement
             self._plan.change(servers=self._shards.plain_urls)
             self._write_servers()
-            sys.stderr.write(f"store shard {shard}: {url} takes its place\n")
+            self._call.say(f"store shard {shard}: {url} takes its place")
         self._see_prepared()
         self._see_to_move(members)
 
@@ -128,7 +117,7 @@ class RowMigration:
             moved = self._shards.share_moved(self._placement.version)
             if moved >= self._shown + SHOWN_STEP:
                 self._shown = moved
-                sys.stderr.write(f"store shards: {moved:.0%} of the rows have moved\n")
+                self._call.say(f"store shards: {moved:.0%} of the rows have moved")
             if self._shards.all_moved(members, self._placement.version):
                 self._complete()
                 self._plan.move_rows(self._placement, self._shards.plain_urls)
@@ -142,20 +131,20 @@ class RowMigration:
         before, self._placement, self._shown = self._shards.plain_urls, placement, 0.0
         self._shards.use((*self._shards.urls, *urls[len(before) :]))
         self._write_servers()
-        self._run.write_placement(placement)
+        self._call.run.write_placement(placement)
         self._watch()
-        self._events.note(RowsMove(joining=placement.joining, leaving=placement.leaving))
-        sys.stderr.write(f"store shards: {said_of(placement)}; rows move while training goes on\n")
+        self._call.events.note(RowsMove(joining=placement.joining, leaving=placement.leaving))
+        self._call.say(f"store shards: {said_of(placement)}; rows move while training goes on")
 
     def _complete(self) -> None:
         before = self._placement
         self._placement = before.completed()
-        self._run.write_placement(self._placement)
+        self._call.run.write_placement(self._placement)
         self._watch()
         self._leaving = {shard: self._shards.plain_urls[shard] for shard in before.leaving}
         self._shards.use([url if shard in self._placement.live else "" for shard, url in enumerate(self._shards.urls)])
-        self._events.note(RowsMoved(joining=before.joining, leaving=before.leaving))
-        sys.stderr.write(f"store shards: all rows have moved; {said_of(before)}\n")
+        self._call.events.note(RowsMoved(joining=before.joining, leaving=before.leaving))
+        self._call.say(f"store shards: all rows have moved; {said_of(before)}")
         self._write_servers()
 
     def _watch(self) -> None:
@@ -172,7 +161,7 @@ class RowMigration:
                 elif (why := self._new.leave(url)) is None:
                     self._emptied.add(url)
                 else:
-                    sys.stderr.write(f"store shard {shard}: is removed, but not all of it: {why}\n")
+                    self._call.say(f"store shard {shard}: is removed, but not all of it: {why}")
 
         self._left = in_background(leave)
 
@@ -183,7 +172,7 @@ class RowMigration:
     def _write_servers(self) -> None:
         """Publish which servers the run has, with those that are yet to be left."""
         urls = [self._leaving.get(shard, url) for shard, url in enumerate(self._shards.plain_urls)]
-        self._write_manifest(with_servers(self._manifest(), self._placement, urls, self._emptied))
+        self._call.write_manifest(with_servers(self._call.manifest, self._placement, urls, self._emptied))
 
     def finish(self, members: Collection[int], wait: Callable[[Future[Any]], None]) -> None:
         """All trainers, these, have ended: settle what is through, and leave servers that nobody asks any more. The rest goes on at the next call.
@@ -197,13 +186,13 @@ class RowMigration:
         if wanted is not None:
             placement, urls = wanted
             self._new.give_back([urls[shard] for shard in placement.joining], placement.shard_count - len(placement.joining))
-            sys.stderr.write("store shards: training is over, so they stay as they were; ask again, now that it rests\n")
+            self._call.say("store shards: training is over, so they stay as they were; ask again, now that it rests")
         if self._placement.migrating and self._shards.all_moved(members, self._placement.version):
             self._complete()
         elif self._placement.migrating:
-            sys.stderr.write(
+            self._call.say(
                 f"store shards: not all rows have moved ({said_of(self._placement)}); the same command, now that the run rests, or a --resume "
-                "that trains on, goes on with that\n"
+                "that trains on, goes on with that"
             )
         if self._leaving and self._left is None:
             self._leave()

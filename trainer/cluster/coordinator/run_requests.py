@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -58,8 +58,8 @@ class _Count:
 
 
 class RunRequests:
-    """The coordinator's side. members: the trainers' numbers; plan: what they are told; protected: whether there is parity; training: whether all of
-    them are ready; over_hosts: whether they are on several hosts.
+    """The coordinator's side. members: the trainers' numbers; plan: what they are told; protected: whether there is parity; over_hosts: whether they
+    are on several hosts.
     """
 
     def __init__(
@@ -67,11 +67,9 @@ class RunRequests:
         members: Iterable[int],
         plan: PublishedPlan,
         protected: bool,
-        training: Callable[[], bool],
-        over_hosts: bool = False,
+        over_hosts: bool,
     ) -> None:
-        self._plan, self._members, self._protected, self._training = plan, frozenset(members), protected, training
-        self._over_hosts = over_hosts
+        self._plan, self._members, self._protected, self._over_hosts = plan, frozenset(members), protected, over_hosts
         self._number = 0
         self._scrub: _Scrub | None = None
         self._count: _Count | None = None
@@ -90,8 +88,6 @@ class RunRequests:
             return Refused("it has no parity, so there is nothing to check its rows against; train with --parity")
         if self._over_hosts:
             return Refused("it trains on several hosts, which cannot be told of its rows; scrub it when it rests")
-        if not self._training():
-            return Refused("its trainers are still starting; try again in a moment")
         if self._scrub is not None and self._scrub.under_way:
             return Refused("a scrub of it is under way already; wait for its end")
         self._scrub = _Scrub(self._next_number(), self._members)
@@ -108,10 +104,8 @@ class RunRequests:
         parts = tuple(report.scrubbed for report in scrub.reports.values())
         return ScrubProgress(scrub.done, sum(part.stripes for part in parts), parts)
 
-    def row_counts(self) -> RowCountsAnswer | Future[Answer]:
+    def row_counts(self) -> Future[Answer]:
         """What each trainer counts; nothing at all where one does not answer within COUNT_TIMEOUT."""
-        if not self._training():
-            return RowCountsAnswer(())
         if self._count is None:
             self._count = _Count(self._next_number(), time.monotonic() + COUNT_TIMEOUT.total_seconds())
             self._plan.change(count=self._count.number)

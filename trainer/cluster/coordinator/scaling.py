@@ -9,6 +9,7 @@ from datetime import timedelta
 from foreload.trainer.cluster.coordinator.membership import Membership
 from foreload.trainer.cluster.coordinator.rebalancing import Rebalancing
 from foreload.trainer.cluster.coordinator.terms import Change
+from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.messages.control import AskScale, AskScaled, Refused, ScaleBegun, ScaleProgress
 from foreload.trainer.compute.reports import StepReport
 
@@ -23,23 +24,19 @@ FRUITLESS_STARTS = (
 class Scaling:
     """The coordinator's side.
 
-    trainers: how many there are at the beginning; lanes: of the schedule; restarts: whether one that is lost is replaced. start, end: start a
-    trainer's process by its number, and end it. tell: called with each line for the user. rebalancing: where lanes are to leave slow trainers.
+    start, end: start a trainer's process by its number, and end it.
     """
 
     def __init__(
         self,
-        trainers: int,
-        lanes: int,
-        restarts: bool,
+        call: TrainingCall,
         start: Callable[[int], None],
         end: Callable[[int], object],
-        tell: Callable[[str], None],
-        rebalancing: Rebalancing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._lanes, self._restarts, self._start, self._end, self._tell, self._clock = lanes, restarts, start, end, tell, clock
-        self._rebalancing = rebalancing
+        trainers, self._lanes, self._restarts = call.job.trainers, call.schedule.header.lanes, not call.job.no_restart
+        self._call, self._start, self._end, self._clock = call, start, end, clock
+        self._rebalancing = Rebalancing(call) if call.job.rebalance else None
         self._wanted, self._next = trainers, trainers
         self._starting: dict[int, bool] = {}  # trainer -> whether it can join
         self._offered: set[int] = set()  # those of these that other hosts started, and nobody asked for
@@ -118,11 +115,11 @@ class Scaling:
         self._leaving.add(trainer)
         return True
 
-    def lost(self, trainer: int, elsewhere: bool = False) -> None:
-        """A member is lost; another one takes its place, where that is wanted. elsewhere: it was on another host, which has to offer another one."""
+    def lost(self, trainer: int) -> None:
+        """A member is lost; another one takes its place, where that is wanted. One on another host has to be offered by that again."""
         if trainer in self._leaving:
             return
-        if not self._restarts or elsewhere:
+        if not self._restarts or self._call.machines.get(trainer):
             self._wanted = max(self._wanted - 1, 1)
         elif trainer in self._new:
             self._fruitless += 1
@@ -141,7 +138,7 @@ class Scaling:
         if self._fruitless >= FRUITLESS_STARTS and self._wanted > len(staying) + len(self._starting):
             self._wanted = len(staying) + len(self._starting)
             self._failed = f"{self._fruitless} trainers in a row were lost before they trained a step; no further one is started"
-            self._tell(f"{self._failed}, until `foreload scale` asks for it")
+            self._call.say(f"{self._failed}, until `foreload scale` asks for it")
         # A process that starts takes a core for seconds: not while the others take lanes over.
         self._start_and_end(staying, goes_on, members.begun)
         members.change = Change(self._can_join_now(), tuple(sorted(self._leaving)))
@@ -169,7 +166,7 @@ class Scaling:
         else:
             self._fruitless += 1
         why = self._reasons.pop(trainer, None) or f"it {how} before it joined"
-        self._tell(f"trainer {trainer}: did not join: {why}")
+        self._call.say(f"trainer {trainer}: did not join: {why}")
         self._end(trainer)
 
     def _start_and_end(self, staying: set[int], goes_on: bool, may_start: bool) -> None:

@@ -4,21 +4,20 @@ servers that the user names take the place of others.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from foreload.cache.client.local import LocalStores
-from foreload.cache.client.url import StoreUrl, parse_url, parse_urls
+from foreload.cache.client.url import parse_url, parse_urls
 from foreload.cache.protocol.shards.shard_status import LOST, OK, REBUILDING, REMOVED, ServerUnreachable, ShardSnapshot
 from foreload.trainer.cluster.coordinator.background_work import in_background
+from foreload.trainer.cluster.coordinator.spares import spare_check
 from foreload.trainer.cluster.coordinator.store_watch import StoreWatch
+from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.messages.control import Answer, AskReplace, Refused, Replacing
-from foreload.trainer.cluster.messages.faults import RunObserver
-from foreload.trainer.job.job import TrainJob
-from foreload.trainer.run.event_log import EventLog, ShardLost, ShardRebuilt, ShardReplaced
+from foreload.trainer.run.event_log import ShardLost, ShardRebuilt, ShardReplaced
 from foreload.trainer.run.servers import plain
 from foreload.trainer.run.shard_change import shard_named
 
@@ -38,24 +37,13 @@ class _Replacement:
 class StoreShards:
     """The store shards of one call.
 
-    urls: of their servers by number, with passwords, "" where a shard was removed; those that trainers know of. protected: whether there is
-    parity. check: called with a server that the user names to take a shard's place, and with those in use and the numbers of their shards; raises
-    StoreError where it cannot.
+    urls: of their servers by number, with passwords, "" where a shard was removed; those that trainers know of. local: where they are the run's own.
     """
 
-    def __init__(
-        self,
-        job: TrainJob,
-        urls: Sequence[str],
-        local: LocalStores | None,
-        protected: bool,
-        observer: RunObserver,
-        check: Callable[[StoreUrl, Sequence[tuple[int, StoreUrl]]], None],
-        events: EventLog,
-    ) -> None:
-        self.urls, self.local, self._events = list(urls), local, events
-        self.protected, self._observer, self._check = protected, observer, check
-        self._restarted = local if protected and not job.no_restart else None
+    def __init__(self, call: TrainingCall, urls: Sequence[str], local: LocalStores | None) -> None:
+        job, self._call, self.urls, self.local = call.job, call, list(urls), local
+        self.protected = call.run.placement.r > 0
+        self._restarted = local if self.protected and not job.no_restart else None
         self._spares = [url.plain for url in parse_urls(job.spare)] if job.spare else []
         self._checking: list[_Replacement] = []
         self._wanted: deque[tuple[int, str]] = deque()  # servers that are to take the place of shards'
@@ -106,9 +94,9 @@ class StoreShards:
         if self._restarted is None:
             return
         for shard in range(self._restarted.count):
-            if self._observer.may_start(shard) and self._restarted.restart(shard):
-                sys.stderr.write(f"store shard {shard}: its server died, and was started again, empty\n")
-                self._events.note(ShardReplaced(shard=shard, cause="its server died, and was started again, empty"))
+            if self._call.observer.may_start(shard) and self._restarted.restart(shard):
+                self._call.say(f"store shard {shard}: its server died, and was started again, empty")
+                self._call.events.note(ShardReplaced(shard=shard, cause="its server died, and was started again, empty"))
 
     @property
     def together(self) -> ShardSnapshot:
@@ -142,21 +130,21 @@ class StoreShards:
         after = self.together
         for shard, status in after.changes_since(before).items():
             if status.state == LOST:
-                sys.stderr.write(f"store shard {shard}: is lost; training goes on, its rows come from parity ({status.why})\n")
-                self._events.note(ShardLost(shard=shard, cause=status.why))
+                self._call.say(f"store shard {shard}: is lost; training goes on, its rows come from parity ({status.why})")
+                self._call.events.note(ShardLost(shard=shard, cause=status.why))
                 self._shown[shard] = 0.0
             elif status.state == OK:
-                sys.stderr.write(f"store shard {shard}: is whole again\n")
-                self._events.note(ShardRebuilt(shard=shard))
+                self._call.say(f"store shard {shard}: is whole again")
+                self._call.events.note(ShardRebuilt(shard=shard))
         for shard, status in enumerate(after.shards):
             if status.state == REBUILDING and status.rebuilt >= self._shown.get(shard, 0.0) + SHOWN_STEP:
                 self._shown[shard] = status.rebuilt
-                sys.stderr.write(f"store shard {shard}: {status.rebuilt:.0%} rebuilt\n")
+                self._call.say(f"store shard {shard}: {status.rebuilt:.0%} rebuilt")
 
     def unreachable(self, event: ServerUnreachable) -> None:
         """A trainer looks for the server of a lost shard in vain; a spare may take its place."""
         if self._in_use(event.shard, event.url):
-            sys.stderr.write(f"store shard {event.shard}: no server for it yet ({event.why})\n")
+            self._call.say(f"store shard {event.shard}: no server for it yet ({event.why})")
         self._use_spare(event.shard, event.url)
 
     def _use_spare(self, shard: int, url: str) -> None:
@@ -177,7 +165,8 @@ class StoreShards:
         shard = shard_named(request.old, self.plain_urls)
         url = parse_url(request.new)
         in_use = [(number, parse_url(used)) for number, used in [*enumerate(self.urls), *self.about_to_come] if used]
-        replacement = _Replacement(shard, url.plain, in_background(lambda: self._check(url, in_use)))
+        check = spare_check(self._call.job, self._call.manifest)
+        replacement = _Replacement(shard, url.plain, in_background(lambda: check(url, in_use)))
         self._checking.append(replacement)
         return replacement.answer
 
@@ -199,5 +188,5 @@ class StoreShards:
         shard, url = self._wanted.popleft()
         self.urls[shard] = url
         self._spares = [spare for spare in self._spares if spare != url]
-        self._events.note(ShardReplaced(shard=shard, url=self.plain_urls[shard]))
+        self._call.events.note(ShardReplaced(shard=shard, url=self.plain_urls[shard]))
         return shard, self.plain_urls[shard]

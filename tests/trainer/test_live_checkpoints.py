@@ -244,7 +244,7 @@ def test_a_part_that_is_taken_after_it_was_told_to_be_written_is_written(monkeyp
     writer, rendezvous, sent = mock.Mock(), mock.Mock(), list[object]()
     monkeypatch.setattr(trainer_checkpoints, "PartWriter", writer)
     rendezvous.poll.return_value = CheckpointAt(5)
-    checkpoints = trainer_checkpoints.TrainerCheckpoints(rendezvous, mock.Mock(send=sent.append), lambda point: None)
+    checkpoints = trainer_checkpoints.TrainerCheckpoints(mock.Mock(rendezvous=rendezvous, events=mock.Mock(send=sent.append)))
     trainer = mock.Mock(lanes=mock.Mock(partitions={}), session=mock.Mock(leads=False, transport=mock.Mock(world=1)))
     trainer.parts.schedule.prefix.return_value = ""
     wanted = CheckpointPlan(1, 1)

@@ -560,9 +560,9 @@ def test_a_shard_that_is_rebuilt_for_a_lane_that_changes_hands_is_not_whole_befo
 def test_a_trainer_tells_of_shards_that_it_finds_not_whole_as_it_takes_lanes_over(tmp_path: Path) -> None:
     sent: list[object] = []
     urls = ("redis://127.0.0.1:1",)
-    spec, plan = mock.Mock(servers_return=True), mock.Mock(text=Placement.spread(1).text, servers=urls)
-    rendezvous = mock.Mock(read=lambda kind, *place: plan)
-    link = CoordinatorLink(rendezvous, mock.Mock(send=sent.append), 1, tmp_path, spec, urls, None, 0, mock.Mock())
+    plan = mock.Mock(text=Placement.spread(1).text, servers=urls)
+    rendezvous, start = mock.Mock(read=lambda kind, *place: plan), mock.Mock(store_urls=urls, plan=None)
+    link = CoordinatorLink(mock.Mock(rendezvous=rendezvous, start=start, events=mock.Mock(send=sent.append)), mock.Mock())
     whole, rebuilding = (ShardSnapshot((ShardStatus(urls[0], state),)) for state in ("ok", "rebuilding"))
     traffic = mock.Mock(shards=whole)
     link.serve(mock.Mock(traffic=traffic), [])

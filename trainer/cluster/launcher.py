@@ -7,6 +7,7 @@ only its own trainer is a child of it.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,10 +35,10 @@ from foreload.trainer.cluster.coordinator.trainer_group import TrainerGroup
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.ending import Ending, ending_before
 from foreload.trainer.cluster.kept_run import at_rest_again, rest_at_end
-from foreload.trainer.cluster.member.worker import JOIN_TIMEOUT, work
+from foreload.trainer.cluster.member.joined_trainer import JOIN_TIMEOUT
+from foreload.trainer.cluster.member.worker import work
 from foreload.trainer.cluster.messages.faults import RunObserver
-from foreload.trainer.cluster.messages.rendezvous import join_store
-from foreload.trainer.cluster.processes.starting import ChildProcess, StartProcess
+from foreload.trainer.cluster.processes.starting import ChildProcess, StartProcess, TrainerStart
 from foreload.trainer.cluster.profiling import Profiling
 from foreload.trainer.cluster.restored_run import restore
 from foreload.trainer.compute import numerics
@@ -104,8 +105,9 @@ def train(
         message = meeting.receive()
         if message == NO_STEPS:
             return None
-        urls = None if job.store.local else list(job.store.urls)
-        if message == FAILED or work(join_store(message, JOIN_TIMEOUT), meeting.rank, job.own_address(), urls, interrupts):
+        urls = None if job.store.local else tuple(job.store.urls)
+        start = TrainerStart(meeting.rank, message, job.own_address(), urls, os.getppid())
+        if message == FAILED or work(start, interrupts):
             raise TrainerError(f"trainer {meeting.rank}: stopped; rank 0 says why")
         return None
 

@@ -7,22 +7,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 
-from foreload.base.interrupts import Interrupts
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.shards.shard_status import LOST, ServerUnreachable, ShardNews, ShardsAwaited, ShardSnapshot
 from foreload.cache.rows.layout import RowLayout
+from foreload.trainer.cluster.member.joined_trainer import JoinedTrainer
 from foreload.trainer.cluster.member.trainer_checkpoints import TrainerCheckpoints
 from foreload.trainer.cluster.member.trainer_requests import TrainerRequests
-from foreload.trainer.cluster.messages.events import EventSender
 from foreload.trainer.cluster.messages.facts import ShardsLooked, StopWanted, Term
 from foreload.trainer.cluster.messages.faults import Fault, TrainerFault
-from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import (
     CopiesTold,
     FaultInjected,
-    LaunchSpec,
     PlacementText,
     Plan,
     SeededCopy,
@@ -39,34 +35,21 @@ BOARD_PAUSE = timedelta(milliseconds=10)  # between two looks for a fact that is
 
 
 class CoordinatorLink:
-    """Of one trainer; its main thread uses it, but for `shard_news`, which the traffic's threads call. store_urls: with passwords; interrupts: of a
-    process that a scheduler started.
+    """Of one trainer; its main thread uses it, but for `shard_news`, which the traffic's threads call.
 
-    plan: the newest that is known here. placement: of the run's rows; stores: the URLs of its store shards by number, "" for those removed. Both are
-    as the trainer is to begin with.
+    plan: the newest that is known here. placement: of the run's rows; stores: the URLs of its store shards by number, with passwords, "" for those
+    removed. Both are as the trainer is to begin with.
     """
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        events: EventSender,
-        trainer: int,
-        run: Path,
-        spec: LaunchSpec,
-        store_urls: Sequence[str] | None,
-        interrupts: Interrupts | None,
-        plan: int,
-        checkpoints: TrainerCheckpoints,
-    ) -> None:
-        """store_urls: None: those of the plan; plan: the version of that which the trainer is started with."""
-        self._checkpoints = checkpoints
-        self._rendezvous, self._events, self._trainer, self._run = rendezvous, events, trainer, run
-        self._servers_return, self._interrupts, self._stop_asked = spec.servers_return, interrupts, False
+    def __init__(self, joined: JoinedTrainer, checkpoints: TrainerCheckpoints) -> None:
+        self._joined, self._checkpoints, self._trainer = joined, checkpoints, joined.number
+        self._rendezvous, self._events, self._run = joined.rendezvous, joined.events, joined.run
+        self._stop_asked = False
         self._news: deque[tuple[ServerUnreachable | ShardSnapshot, float]] = deque()
         self._reported: ShardSnapshot | None = None  # what was last reported to the coordinator
-        self.plan = rendezvous.read(Plan, plan)
+        self.plan = joined.rendezvous.read(Plan, joined.start.plan or 0)
         self.placement = self._placement_of(self.plan)
-        self.stores = numbered(store_urls or self.plan.servers, self.placement)
+        self.stores = numbered(joined.start.store_urls or self.plan.servers, self.placement)
         self._copies: Callable[[], CopiesTold | None] = lambda: None
         self._copies_reported: CopiesTold | None = None
         self._lost = 0  # how many times a shard was lost, or had its server replaced, for this trainer
@@ -75,15 +58,7 @@ class CoordinatorLink:
     def serve(self, lanes: HostedLanes, layouts: Sequence[RowLayout]) -> None:
         """Have run requests done by the traffic of these lanes, for those that are hosted then."""
         self._traffic = lanes.traffic
-        self._requests = TrainerRequests(
-            self._events,
-            self._run,
-            lanes.traffic,
-            lambda: lanes.numbers,
-            layouts,
-            lambda: lanes.stored.store.loads,
-            self.plan.count,
-        )
+        self._requests = TrainerRequests(self._joined, lanes, layouts, self.plan.count)
 
     def serve_replicas(self, term: int, copies: Mapping[int, LaneReplica]) -> None:
         """Report these copies of lanes from now on."""
@@ -137,7 +112,8 @@ class CoordinatorLink:
         if not at_once and time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
             return
         self._asked_at = time.monotonic()
-        if self._interrupts is not None and self._interrupts.received and not self._stop_asked:
+        interrupts = self._joined.interrupts
+        if interrupts is not None and interrupts.received and not self._stop_asked:
             self._stop_asked = True
             self._rendezvous.publish(StopWanted())
         self.tell_shards()
@@ -183,7 +159,7 @@ class CoordinatorLink:
         lost: list[int] = []
         turn, known = 0, self._lost
         while True:
-            hopeful = self._servers_return and not lost
+            hopeful = self._joined.spec.servers_return and not lost
             deadline = time.monotonic() + (RETURN_TIMEOUT.total_seconds() if hopeful else 0.0)
             while True:
                 lost = self._traffic.repair_shards(SHARDS_PAUSE)

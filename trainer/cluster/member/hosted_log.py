@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from foreload.base.errors import SettingError
 from foreload.cache.protocol.ownership.batch_log import BatchLog, FileLog, LoggedBatch
 from foreload.cache.protocol.ownership.copied_log import CopiedLog, HeldRecords, Holders, LogService
+from foreload.trainer.cluster.member.joined_trainer import JoinedTrainer
 from foreload.trainer.cluster.messages.facts import Term, TrainerPlace
-from foreload.trainer.cluster.messages.rendezvous import Rendezvous
-from foreload.trainer.cluster.messages.trainers import LaunchSpec
 from foreload.trainer.cluster.processes.starting import OnHost
-from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import LOG
 
 
@@ -78,24 +75,15 @@ class FolderLog(TermLog):
 class HostedLog(TermLog):
     """With the copies. Takes records of others at `address` until `close`.
 
-    last_batches: as LaunchSpec has them; silence: how long a holder may take; on_lost: as CopiedLog has it. Raises SettingError where it cannot
-    listen.
+    on_lost: as CopiedLog has it. Raises SettingError where it cannot listen.
     """
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        trainer: int,
-        address: str,
-        on_host: OnHost,
-        last_batches: Sequence[int],
-        silence: timedelta,
-        on_lost: Callable[[str], None],
-    ) -> None:
+    def __init__(self, joined: JoinedTrainer, on_host: OnHost, on_lost: Callable[[str], None]) -> None:
+        rendezvous, trainer, address = joined.rendezvous, joined.number, joined.start.address
         self._rendezvous, self.trainer = rendezvous, trainer
         records = HeldRecords()
-        self.log: CopiedLog = CopiedLog(records, on_host.token, silence, on_lost)
-        for lane, number in enumerate(last_batches):
+        self.log: CopiedLog = CopiedLog(records, on_host.token, joined.job.peer_silence, on_lost)
+        for lane, number in enumerate(joined.spec.last_batches):
             if number:
                 self.log.begin_with(lane, number)
         try:
@@ -141,16 +129,7 @@ class HostedLog(TermLog):
         self._service.close()
 
 
-def open_log(
-    rendezvous: Rendezvous,
-    trainer: int,
-    address: str,
-    on_host: OnHost | None,
-    spec: LaunchSpec,
-    job: TrainJob,
-    on_lost: Callable[[str], None],
-) -> TermLog:
-    """The log of a trainer: on_host, on_lost as `HostedLog` has them. Raises SettingError."""
-    if on_host is None:
-        return FolderLog(Path(job.run) / LOG, trainer)
-    return HostedLog(rendezvous, trainer, address, on_host, spec.last_batches, job.peer_silence, on_lost)
+def open_log(joined: JoinedTrainer, on_lost: Callable[[str], None]) -> TermLog:
+    """The log of a trainer. on_lost: as `HostedLog` has it. Raises SettingError."""
+    on_host = joined.start.on_host
+    return FolderLog(joined.run / LOG, joined.number) if on_host is None else HostedLog(joined, on_host, on_lost)

@@ -14,9 +14,10 @@ from foreload.cache.protocol.shards.namespace import are_of
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel
 from foreload.trainer.assembly.dense_file import dense_bytes, load_dense, load_dense_bytes, save_dense
+from foreload.trainer.cluster.member.joined_trainer import JoinedTrainer
 from foreload.trainer.cluster.messages.facts import DenseAtEnd, DenseAtStart, KeptFileElsewhere
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous
-from foreload.trainer.cluster.messages.trainers import LaunchSpec, RunFacts
+from foreload.trainer.cluster.messages.trainers import RunFacts
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.resume import check_same
@@ -132,8 +133,7 @@ class FolderElsewhere(RunFolder):
         return kept
 
 
-def open_folder(rendezvous: Rendezvous, run: Path, spec: LaunchSpec, is_here: bool) -> RunFolder:
+def open_folder(joined: JoinedTrainer) -> RunFolder:
     """A run's folder, as a trainer has it that is on a host where it is here, or is not. Raises RunError."""
-    if is_here or spec.hosts is None:
-        return OwnFolder(run)
-    return FolderElsewhere(rendezvous, spec.hosts)
+    hosts = joined.spec.hosts
+    return OwnFolder(joined.run) if joined.has_run or hosts is None else FolderElsewhere(joined.rendezvous, hosts)

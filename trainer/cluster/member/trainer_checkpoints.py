@@ -29,10 +29,9 @@ from foreload.trainer.checkpoints.part import GRACE_SECONDS, PartWriter
 from foreload.trainer.checkpoints.part import warm_up as rehearse_part
 from foreload.trainer.checkpoints.policies import LEAST_BITS
 from foreload.trainer.checkpoints.row_files import RowSink
+from foreload.trainer.cluster.member.joined_trainer import JoinedTrainer
 from foreload.trainer.cluster.member.step_pace import StepPace
-from foreload.trainer.cluster.messages.events import EventSender
 from foreload.trainer.cluster.messages.facts import CheckpointAt, GoOnAfter, Orphaned, StopWanted
-from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import (
     CheckpointArmed,
     CheckpointFailed,
@@ -41,7 +40,6 @@ from foreload.trainer.cluster.messages.trainers import (
     CheckpointWritten,
 )
 from foreload.trainer.job.early_stopping import Watched
-from foreload.trainer.job.job import TrainJob
 from foreload.trainer.step.dense_agreement import dense_checksums
 from foreload.trainer.step.parts import TrainerParts
 from foreload.trainer.step.program import Trainer
@@ -65,13 +63,11 @@ class _Taken:
 
 
 class TrainerCheckpoints:
-    """Of one trainer, the checkpoint under way; its main thread uses it.
+    """Of one trainer, the checkpoint under way; its main thread uses it."""
 
-    reach_point: called with the points of one (`faults`).
-    """
-
-    def __init__(self, rendezvous: Rendezvous, events: EventSender, reach_point: Callable[[str], None]) -> None:
-        self._rendezvous, self._events, self._come_to = rendezvous, events, reach_point
+    def __init__(self, joined: JoinedTrainer) -> None:
+        self._rendezvous, self._events, self._come_to = joined.rendezvous, joined.events, joined.reach_point
+        self._job = joined.job
         self._begun: Callable[[], int] = lambda: 0
         # What evaluations have been, asked behind the step that a checkpoint is of.
         self.watched: Callable[[], Watched | None] = lambda: None
@@ -89,8 +85,9 @@ class TrainerCheckpoints:
         self._pace = StepPace()
         self._maker = ThreadPoolExecutor(1, "checkpoint memory")  # to be given memory takes long
 
-    def prepare(self, job: TrainJob, layouts: Sequence[RowLayout]) -> None:
-        """Before training: have ready what the checkpoints of a job need."""
+    def prepare(self, layouts: Sequence[RowLayout]) -> None:
+        """Before training: have ready what the job's checkpoints need."""
+        job = self._job
         self._room_stays, self._keeps_best = job.saves_checkpoints, job.keep_best is not None
         if job.saves_checkpoints:
             rehearse_part(layouts, LEAST_BITS if job.checkpoint_bits == "auto" else job.checkpoint_bits)

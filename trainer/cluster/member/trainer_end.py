@@ -5,44 +5,36 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.ending import end_alone
 from foreload.trainer.cluster.folder_over_hosts import save_over_hosts
 from foreload.trainer.cluster.member.hosted_log import TermLog
+from foreload.trainer.cluster.member.joined_trainer import JoinedTrainer
 from foreload.trainer.cluster.messages.facts import Orphaned, RunSaved, Term
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous
-from foreload.trainer.cluster.messages.trainers import Departed, LaunchSpec, TrainerEnd
+from foreload.trainer.cluster.messages.trainers import Departed, TrainerEnd
 from foreload.trainer.errors import PeerLost
-from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import Run
 
 _PAUSE = timedelta(milliseconds=10)  # between two looks
 
 
-def await_saved(
-    rendezvous: Rendezvous,
-    spec: LaunchSpec,
-    run: Path,
-    schedule: Schedule,
-    term: Term,
-    log: TermLog,
-    check: Callable[[], None],
-) -> None:
+def await_saved(joined: JoinedTrainer, schedule: Schedule, term: Term, log: TermLog, check: Callable[[], None]) -> None:
     """Wait until the launcher has published how far the run is; if it was killed, have that done in its place, when all have ended.
 
     log: says whether it falls to this trainer. check: called meanwhile; raises PeerLost where another trainer was lost that has not ended, so that
     its lanes are to be taken over.
     """
+    rendezvous, spec, run = joined.rendezvous, joined.spec, Run(joined.run)
     while rendezvous.poll(RunSaved) is None:
         check()
         if rendezvous.poll(Orphaned) is not None:
             if log.keeps_folder(term) == log.trainer:
-                ended = _ends(rendezvous, term, TrainJob.of(spec.job).peer_silence)
-                save_over_hosts(rendezvous, Run(run), spec, term.number, ended)
+                ended = _ends(rendezvous, term, joined.job.peer_silence)
+                save_over_hosts(rendezvous, run, spec, term.number, ended)
                 left = [departed for trainer in term.left if (departed := rendezvous.poll(Departed, trainer)) is not None]
-                end_alone(Run(run), schedule, ended, left, spec.totals)
+                end_alone(run, schedule, ended, left, spec.totals)
             return
         time.sleep(_PAUSE.total_seconds())
 

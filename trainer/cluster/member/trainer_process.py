@@ -7,12 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import torch
-
-from foreload.base.interrupts import Interrupts
 from foreload.cache.client.store import Store
 from foreload.cache.errors import CacheError, CopyLost
 from foreload.cache.protocol.handover.warm_up import warm_up
@@ -26,6 +21,7 @@ from foreload.trainer.assembly.state_transfer import receive_state, send_state
 from foreload.trainer.cluster.ending import counters_of
 from foreload.trainer.cluster.member.coordinator_link import CoordinatorLink
 from foreload.trainer.cluster.member.hosted_log import open_log
+from foreload.trainer.cluster.member.joined_trainer import JoinedTrainer
 from foreload.trainer.cluster.member.keeping import CannotGoOn, cannot_go_on, keep
 from foreload.trainer.cluster.member.run_folder import open_folder
 from foreload.trainer.cluster.member.segment_gate import SegmentGate, StoppedAtSegment
@@ -33,25 +29,21 @@ from foreload.trainer.cluster.member.stopping_early import EarlyStopping
 from foreload.trainer.cluster.member.trainer_checkpoints import TrainerCheckpoints
 from foreload.trainer.cluster.member.trainer_end import await_saved
 from foreload.trainer.cluster.member.trainer_terms import TrainerTerms
-from foreload.trainer.cluster.messages.events import EventSender
 from foreload.trainer.cluster.messages.faults import FaultPoints, TrainerFault
 from foreload.trainer.cluster.messages.process_use import ProcessUse
-from foreload.trainer.cluster.messages.rendezvous import Rendezvous, StopAgreement
+from foreload.trainer.cluster.messages.rendezvous import StopAgreement
 from foreload.trainer.cluster.messages.trainers import (
     Departed,
     Ended,
     EvaluationEnded,
-    LaunchSpec,
     LeaveWanted,
     StepEnded,
     TrainerEnd,
     TrainerFaultInjected,
 )
-from foreload.trainer.cluster.processes.starting import OnHost
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.reports import EvaluationReport, StepReport, Totals
 from foreload.trainer.errors import LossNotFinite, PeerLost, after_step
-from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.model_code import check_same_code
 from foreload.trainer.run.servers import asked
 from foreload.trainer.saved.kept_manifest import KeptFile
@@ -63,43 +55,21 @@ from foreload.trainer.step.term_session import TermSession
 
 
 class TrainerProcess:
-    """One trainer's part of a spec. ready: set when this process no longer leaves with the launcher; leaving: set when it is to hand its lanes over.
-
-    connect: makes a further connection to the rendezvous store, None where the loss of a trainer is not survived. plan: as in `TrainerStart`.
+    """One trainer's part of a spec. ready: set when this process no longer leaves with the launcher; leaving: set when it is to hand its lanes
+    over.
     """
 
-    def __init__(
-        self,
-        rendezvous_store: Any,
-        rendezvous: Rendezvous,
-        events: EventSender,
-        trainer: int,
-        address: str,
-        spec: LaunchSpec,
-        store_urls: Sequence[str] | None,
-        interrupts: Interrupts | None,
-        ready: threading.Event,
-        leaving: threading.Event,
-        connect: Callable[[], Any] | None,
-        plan: int | None,
-        on_host: OnHost | None,
-    ) -> None:
-        self._rendezvous, self._events, self._interrupts = rendezvous, events, interrupts
-        self._trainer, self._spec, self._ready = trainer, spec, ready
-        self._job = TrainJob.of(spec.job)
-        if on_host is not None and on_host.schedule is not None:
-            self._job = replace(self._job, schedule=on_host.schedule)
-        self._address, self._on_host, self._run = address, on_host, Path(self._job.run)
-        self._points = FaultPoints(spec.faults, trainer, self._tell_fault)
-        self._leaving, self._leave_sent, self._begun = leaving, False, False
-        self._terms = TrainerTerms(
-            rendezvous_store, rendezvous, events, trainer, spec, self._job, self._device(), address, connect, plan is not None,
-            self._points.reach_point, run=self._run,
-        )  # fmt: skip
-        self._checkpoints = TrainerCheckpoints(rendezvous, events, self._points.reach_point)
+    def __init__(self, joined: JoinedTrainer, ready: threading.Event, leaving: threading.Event) -> None:
+        spec = joined.spec
+        self._points = FaultPoints(spec.faults, joined.number, self._tell_fault)
+        self._joined = joined = replace(joined, reach_point=self._points.reach_point)
+        self._rendezvous, self._events, self._trainer = joined.rendezvous, joined.events, joined.number
+        self._job, self._spec, self._ready, self._leaving = joined.job, spec, ready, leaving
+        self._leave_sent = self._begun = False
+        self._terms = TrainerTerms(joined)
+        self._checkpoints = TrainerCheckpoints(joined)
         self._checkpoints.watched = lambda: self._early.so_far
-        further = plan or 0, self._checkpoints
-        self._link = CoordinatorLink(rendezvous, events, trainer, self._run, spec, store_urls, interrupts, *further)
+        self._link = CoordinatorLink(joined, self._checkpoints)
         self._last_step, self._totals = spec.start_step, Totals()  # and what its steps of this call add up to
         self._segments = self._flushed = 0  # how many of the schedule were begun; rows written beyond the schedule
         self._early = EarlyStopping(self._job.stop_early, spec.watched)
@@ -109,22 +79,22 @@ class TrainerProcess:
 
     def run(self) -> None:
         """Train to the end of the schedule, or to an agreed stop. Raises the package's errors."""
-        spec, job, rendezvous, trainer, on_host = self._spec, self._job, self._rendezvous, self._trainer, self._on_host
+        joined, spec, job = self._joined, self._spec, self._job
         numerics.set_up(job.threads, job.device, job.cpu_capability)
-        self._terms.check_fingerprint(numerics.fingerprint(self._device()), spec.fingerprint)
+        self._terms.check_fingerprint(numerics.fingerprint(self._joined.device), spec.fingerprint)
         self._schedule = schedule = Schedule(job.schedule, follow=job.follow)
-        self._folder = folder = open_folder(rendezvous, self._run, spec, self._on_host is None or self._on_host.has_run)
+        self._folder = folder = open_folder(joined)
         folder.check_schedule(schedule, spec.resumes)
         self._dense = dense = DenseModel.build(job, schedule)
         check_same_code(f"trainer {self._trainer}", spec.code, job)
         if spec.resumes and not self._terms.joins:
             folder.load_dense(dense, spec.start_step)
         warm_up(self._link.placement, takeover=self._terms.survives or self._terms.joins)
-        self._checkpoints.prepare(job, dense.layouts)
+        self._checkpoints.prepare(dense.layouts)
         with (
             Store.connect(asked(self._link.stores), job.store_silence, self._link.placement.r) as store,
             self._terms.watched(),
-            contextlib.closing(open_log(rendezvous, trainer, self._address, on_host, spec, job, self._lose_holder)) as log,
+            contextlib.closing(open_log(joined, self._lose_holder)) as log,
         ):
             folder.check_stores(store, job.run_namespace)
             access = StoreAccess(
@@ -211,7 +181,7 @@ class TrainerProcess:
         # Whatever waits there for the next term does not, once there is none.
         stack.callback(self._log.close)
         self._hosted = hosted
-        if self._on_host is not None:
+        if self._joined.start.on_host is not None:
             self._terms.on_over = self._see_over
 
     def _found_to_fail(self, error: Exception | SystemExit, trainer: Trainer | None) -> Exception | SystemExit:
@@ -309,10 +279,10 @@ class TrainerProcess:
             trainer.on_point = self._points.in_step
         # From here on it is the rendezvous host that says whether the launcher is there.
         self._ready.set()
-        if self._interrupts is not None:
-            self._interrupts.defer_signals = True
+        if self._joined.interrupts is not None:
+            self._joined.interrupts.defer_signals = True
         self._link.tell_shards()
-        terms.await_begin(numerics.fingerprint(self._device()), session)
+        terms.await_begin(numerics.fingerprint(self._joined.device), session)
         self._begun = True
         stopped, failure, goes_on = self._train(trainer, gate)
         self._segments = max(self._segments, gate.begun)
@@ -330,7 +300,7 @@ class TrainerProcess:
             self._folder.save_dense(self._dense, self._last_step, term.number, self._on_dense_written)
         self._publish_end(self._last_step, stopped, failure, lanes.last_batches(), lost)
         self._points.reach_point("ended")
-        if session.leads or terms.survives or self._on_host is not None:
+        if session.leads or terms.survives or self._joined.start.on_host is not None:
             self._await_saved(terms.check)
         return False
 
@@ -348,7 +318,7 @@ class TrainerProcess:
         self._events.send_last(Ended())
 
     def _await_saved(self, check: Callable[[], None]) -> None:
-        await_saved(self._rendezvous, self._spec, self._run, self._schedule, self._terms.term, self._log, check)
+        await_saved(self._joined, self._schedule, self._terms.term, self._log, check)
 
     def _train(self, trainer: Trainer, gate: SegmentGate) -> tuple[bool, str | None, bool]:
         """Run the program; returns whether training stopped early, what went wrong if that is why, and whether it is the term alone that ended."""
@@ -420,6 +390,3 @@ class TrainerProcess:
 
     def _tell_fault(self, fault: TrainerFault) -> None:
         self._events.send(TrainerFaultInjected(fault, time.monotonic()))
-
-    def _device(self) -> str:
-        return "cpu" if self._job.device != "cuda" else f"cuda:{self._trainer % max(torch.cuda.device_count(), 1)}"

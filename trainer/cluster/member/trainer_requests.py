@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from foreload.cache.client.load import ShardLoad
 from foreload.cache.errors import CacheError
 from foreload.cache.rows.layout import RowLayout
-from foreload.cache.traffic import Traffic
-from foreload.trainer.cluster.messages.events import EventSender
+from foreload.trainer.cluster.member.joined_trainer import JoinedTrainer
 from foreload.trainer.cluster.messages.trainers import HeldRows, Plan, RowsCounted, ScrubFailed, ScrubTold
 from foreload.trainer.run.directory import SCRUB
 from foreload.trainer.saved.expected_rows import MappedRows
+from foreload.trainer.step.hosted_lanes import HostedLanes
 
 
 class TrainerRequests:
     """A trainer's side; its main thread uses it."""
 
-    def __init__(
-        self,
-        sender: EventSender,
-        run: Path,
-        traffic: Traffic,
-        lanes: Callable[[], Sequence[int]],
-        layouts: Sequence[RowLayout],
-        loads: Callable[[], dict[int, ShardLoad]],
-        counted: int,
-    ) -> None:
+    def __init__(self, joined: JoinedTrainer, lanes: HostedLanes, layouts: Sequence[RowLayout], counted: int) -> None:
         """counted: the number of the last count that is not for this trainer."""
-        self._loads = loads
-        self._events, self._run, self._traffic, self._lanes, self._layouts = sender, run, traffic, lanes, layouts
+        self._joined, self._lanes, self._traffic, self._layouts = joined, lanes, lanes.traffic, layouts
         self._scrubbed, self._counted = 0, counted  # the numbers of those that were begun last
         self._scrub: int | None = None
         self._row_counts: int | None = None
@@ -44,10 +32,10 @@ class TrainerRequests:
         if scrub is not None and scrub.number > self._scrubbed:
             self._scrubbed = scrub.number
             try:
-                self._traffic.inspection.begin_scrub(MappedRows(self._run / SCRUB / scrub.rows, list(self._lanes())))
+                self._traffic.inspection.begin_scrub(MappedRows(self._joined.run / SCRUB / scrub.rows, list(self._lanes.numbers)))
                 self._scrub = scrub.number
             except (OSError, ValueError, CacheError) as error:
-                self._events.send(ScrubFailed(scrub.number, str(error)))
+                self._joined.events.send(ScrubFailed(scrub.number, str(error)))
 
     def tell(self) -> None:
         """Report how far the requests are."""
@@ -58,13 +46,13 @@ class TrainerRequests:
                 parity_rows=tuple(counted.parity_rows.sum(axis=0).tolist()),
                 row_bytes=tuple(counted.row_bytes(self._layouts).tolist()),
                 lag=self._traffic.inspection.lag(),
-                loads=self._loads(),
+                loads=self._lanes.stored.store.loads,
             )
-            self._events.send(RowsCounted(self._row_counts, held))
+            self._joined.events.send(RowsCounted(self._row_counts, held))
             self._row_counts = None
         progress = self._traffic.inspection.scrubbed()
         if self._scrub is not None and progress is not None:
-            self._events.send(ScrubTold(self._scrub, progress))
+            self._joined.events.send(ScrubTold(self._scrub, progress))
             if progress.done:
                 self._scrub = None
 

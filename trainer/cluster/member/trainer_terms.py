@@ -6,13 +6,11 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 
+from foreload.trainer.cluster.member.joined_trainer import JoinedTrainer
 from foreload.trainer.cluster.member.term_watch import TermWatch
-from foreload.trainer.cluster.messages.events import EventSender
 from foreload.trainer.cluster.messages.facts import (
     Admitted,
     EndsKeeping,
@@ -23,11 +21,9 @@ from foreload.trainer.cluster.messages.facts import (
     TermBegins,
     TermOver,
 )
-from foreload.trainer.cluster.messages.rendezvous import Rendezvous
-from foreload.trainer.cluster.messages.trainers import CanJoin, Departed, LaunchSpec, Ready, TermLeft
+from foreload.trainer.cluster.messages.trainers import CanJoin, Departed, Ready, TermLeft
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import PeerLost, TrainerError, after_step
-from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import Run
 from foreload.trainer.step.commits import Commits, TermPosition
 from foreload.trainer.step.nccl import NcclTransport
@@ -44,33 +40,15 @@ FORMING = timedelta(seconds=5)  # for a later one; when it begins, all members w
 class TrainerTerms:
     """The terms of one trainer; its main thread uses it.
 
-    term: the one that it is in, or was in last. connect: makes a further connection to the rendezvous store; None: the loss of a trainer is not
-    survived. joins: whether it was started while others train, and is no member yet. reach_point: called with the points of a takeover (`faults`).
-    run: the run's folder, on hosts that have it. keeps_folder: `TermLog.keeps_folder`, once there is that log.
+    term: the one that it is in, or was in last. joins: whether it was started while others train, and is no member yet. keeps_folder:
+    `TermLog.keeps_folder`, once there is that log.
     """
 
-    def __init__(
-        self,
-        rendezvous_store: Any,
-        rendezvous: Rendezvous,
-        events: EventSender,
-        trainer: int,
-        spec: LaunchSpec,
-        job: TrainJob,
-        device: str,
-        address: str,
-        connect: Callable[[], Any] | None,
-        joins: bool = False,
-        reach_point: Callable[[str], None] = lambda point: None,
-        *,
-        run: Path,
-    ) -> None:
-        self._rendezvous_store, self._rendezvous, self._events, self._trainer = rendezvous_store, rendezvous, events, trainer
-        self._job, self._device, self._address, self.joins = job, device, address, joins
-        self._come_to, self._run = reach_point, run
-        self.term = rendezvous.read(Term, spec.first_term)
-        self._first_term = spec.first_term
-        self._watch = TermWatch(connect, trainer, job.peer_silence) if connect is not None else None
+    def __init__(self, joined: JoinedTrainer) -> None:
+        self._joined, self._rendezvous, self._events, self._trainer = joined, joined.rendezvous, joined.events, joined.number
+        self.joins, self._come_to, self._first_term = joined.joins, joined.reach_point, joined.spec.first_term
+        self.term = joined.rendezvous.read(Term, self._first_term)
+        self._watch = None if joined.connect is None else TermWatch(joined.connect, joined.number, joined.job.peer_silence)
         self.keeps_folder: Callable[[Term], int | None] = lambda term: None
         self.on_over: Callable[[], None] = lambda: None  # called, in another thread, when a term is over
 
@@ -111,18 +89,18 @@ class TrainerTerms:
     @contextlib.contextmanager
     def transport(self) -> Iterator[Transport]:
         """The group of the term, formed while entered, and interrupted when the term is over. Raises PeerLost, TrainerError."""
-        job, number, members = self._job, self.term.number, self.term.members
+        joined, job, number, members = self._joined, self._joined.job, self.term.number, self.term.members
         silence = PATIENCE if self.survives else job.peer_silence
         transport: Transport
         if job.device == "cuda":
             if not torch.cuda.is_available():
                 raise TrainerError(f"--device cuda: trainer {self._trainer} finds no CUDA device; use --device cpu")
-            torch.cuda.set_device(self._device)
-            transport = NcclTransport(self._rendezvous_store, number, self._trainer, members, silence, torch.device(self._device))
+            torch.cuda.set_device(joined.device)
+            transport = NcclTransport(joined.store, number, self._trainer, members, silence, torch.device(joined.device))
         else:
             forming = (FIRST_FORMING if number == self._first_term else FORMING) if self.survives else silence
             transport = GlooTransport(
-                self._rendezvous_store, number, self._trainer, members, silence, self._address, forming, self.check
+                joined.store, number, self._trainer, members, silence, joined.start.address, forming, self.check
             )
         try:
             with self._watch.watching(number, transport, self.on_over) if self._watch is not None else contextlib.nullcontext():
@@ -233,7 +211,7 @@ class TrainerTerms:
             raise PeerLost(f"{why or 'the term is over'}; and the launcher is gone, so there is no further one")
         if keeps_folder == self._trainer:
             # On disk before it is on a server, for the others wait for this trainer before they own anything in it.
-            Run(self._run).raise_term(before.number + 1)
+            Run(self._joined.run).raise_term(before.number + 1)
         return Term(
             before.number + 1, before.members, before.hosts, nobody, nobody, position.step, position.stopping, left=before.left
         )

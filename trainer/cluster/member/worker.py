@@ -13,23 +13,23 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 from foreload.base.errors import ForeloadError
 from foreload.base.files import is_full
 from foreload.base.interrupts import Interrupts
 from foreload.cache.errors import RowsLost
+from foreload.trainer.cluster.member.joined_trainer import JOIN_TIMEOUT, JoinedTrainer
 from foreload.trainer.cluster.member.trainer_process import TrainerProcess
 from foreload.trainer.cluster.messages.events import EventSender
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous, join_store
 from foreload.trainer.cluster.messages.trainers import Failed, LaunchSpec, LostRows
-from foreload.trainer.cluster.processes.starting import OnHost, TrainerStart
+from foreload.trainer.cluster.processes.starting import TrainerStart
 from foreload.trainer.errors import PeerLost, TrainerError
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.own_exit import exits_reported
 
-JOIN_TIMEOUT = timedelta(minutes=5)
 LAUNCHER_PAUSE = timedelta(milliseconds=200)  # between two looks whether the launcher lives, before training begins
 
 _ready = threading.Event()  # set when this process no longer leaves with the launcher
@@ -41,20 +41,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _leave)
     start = TrainerStart.of_environment(os.environ)
     threading.Thread(target=_leave_with, args=(start.launcher,), name="launcher", daemon=True).start()
-
-    def connect() -> Any:
-        return join_store(start.rendezvous, JOIN_TIMEOUT)
-
     try:
-        return work(
-            connect(),
-            start.trainer,
-            start.address,
-            start.store_urls,
-            connect=connect,
-            plan=start.plan,
-            on_host=start.on_host,
-        )
+        return work(start)
     except PeerLost as error:
         sys.stderr.write(f"foreload: error: {error}\n")
         return 2
@@ -76,37 +64,28 @@ def _leave_with(launcher: int) -> None:
             os._exit(2)
 
 
-def work(
-    rendezvous_store: Any,
-    trainer: int,
-    address: str,
-    store_urls: Sequence[str] | None,
-    interrupts: Interrupts | None = None,
-    connect: Callable[[], Any] | None = None,
-    plan: int | None = None,
-    on_host: OnHost | None = None,
-) -> int:
-    """Train as trainer number `trainer`; returns the exit status: 0, 2 where it reported to the coordinator why it failed, 1 for an error that was
-    not foreseen, with its traceback. rendezvous_store: for what it publishes and reads; address: of this machine, at which other trainers reach this
-    one.
+def work(start: TrainerStart, interrupts: Interrupts | None = None) -> int:
+    """Train; returns the exit status: 0, 2 where it reported to the coordinator why it failed, 1 for an error that was not foreseen, with its
+    traceback.
 
-    store_urls: with passwords; None: those of the plan. interrupts: of a process that a scheduler started; once training
-    begins, a signal asks for a clean stop of all trainers. connect: makes a further connection to the rendezvous store; None: the loss of another
-    trainer is not survived. plan, on_host: as in `TrainerStart`.
+    interrupts: of a process that a scheduler started; once training begins, a signal asks for a clean stop of all trainers. Raises PeerLost where the
+    rendezvous store is not there.
     """
-    rendezvous = Rendezvous(rendezvous_store)
+    trainer, store = start.trainer, join_store(start.rendezvous, JOIN_TIMEOUT)
+    rendezvous = Rendezvous(store)
     sender = EventSender(rendezvous, trainer)
     try:
         spec = rendezvous.read(LaunchSpec)
+        job, on_host = TrainJob.of(spec.job), start.on_host
+        if on_host is not None and on_host.schedule is not None:
+            job = replace(job, schedule=on_host.schedule)
         # What was imported stays: a search for cycles of garbage that goes through it takes a tenth of a second, and may come in any step.
         gc.freeze()
         with exits_reported(f"trainer {trainer}"):
-            TrainerProcess(
-                rendezvous_store, rendezvous, sender, trainer, address, spec, store_urls, interrupts, _ready, _leaving, connect,
-                plan, on_host,
-            ).run()  # fmt: skip
+            joined = JoinedTrainer(start, store, rendezvous, sender, spec, job, interrupts)
+            TrainerProcess(joined, _ready, _leaving).run()
     except ForeloadError as error:
-        if on_host is not None and not on_host.has_run:
+        if start.on_host is not None and not start.on_host.has_run:
             sys.stderr.write(f"foreload: error: trainer {trainer}: {error}\n")  # on its own host, the coordinator reports it
         with contextlib.suppress(PeerLost):
             sender.send(Failed(error.code, str(error), _lost_rows(error) if isinstance(error, RowsLost) else None))

@@ -16,7 +16,7 @@ from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.coordinator.checkpoint_under_way import CheckpointUnderWay
 from foreload.trainer.cluster.coordinator.wanted_checkpoints import Wanted
-from foreload.trainer.cluster.messages.trainers import CheckpointTaken
+from foreload.trainer.cluster.messages.trainers import CheckpointReport, CopyTaken
 from foreload.trainer.compute.reports import StepReport
 from foreload.trainer.errors import DenseDiverged
 from foreload.trainer.run.directory import Run
@@ -133,13 +133,13 @@ def test_the_first_name_that_differs_is_told_with_who_has_which(sums: dict[int, 
 
 def test_a_checkpoint_is_compared_as_soon_as_a_second_trainer_has_taken_it() -> None:
     saving = CheckpointUnderWay(1, Wanted(Path("checkpoints"), None, None, ()))
-    taken = CheckpointTaken(1, 39, 0.0, 1, "", {}, {"out.bias": "1"})
-    saving.note_taken(0, taken)
-    saving.note_taken(2, taken)
+    taken = CheckpointReport(1, CopyTaken(39, 0.0, 1, "", {}, {"out.bias": "1"}))
+    saving.note(0, taken)
+    saving.note(2, taken)
     with pytest.raises(
         DenseDiverged, match=r"after step 39, out.bias has one value on trainers 0, 2, and another one on trainer 1"
     ):
-        saving.note_taken(1, CheckpointTaken(1, 39, 0.0, 1, "", {}, {"out.bias": "2"}))
+        saving.note(1, CheckpointReport(1, CopyTaken(39, 0.0, 1, "", {}, {"out.bias": "2"})))
 
 
 # -- Through the command line ----------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from foreload.trainer.cluster.messages.control import (
 )
 from foreload.trainer.cluster.messages.facts import CheckpointAt
 from foreload.trainer.cluster.messages.faults import CHECKPOINT_POINTS, TrainerFault
-from foreload.trainer.cluster.messages.trainers import CheckpointArmed, CheckpointPlan, CheckpointTaken, PartPlan
+from foreload.trainer.cluster.messages.trainers import CheckpointPlan, CheckpointReport, PartPlan
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.directory import CHECKPOINTS, Run
 
@@ -254,7 +254,7 @@ def test_a_part_that_is_taken_after_it_was_told_to_be_written_is_written(monkeyp
     checkpoints.follow(replace(wanted, ready=True, part=PartPlan("folder", -1, (), 32)))
     assert not writer.called
     checkpoints.after_step(trainer, 5)
-    assert [type(event) for event in sent] == [CheckpointArmed, CheckpointTaken]
+    assert [isinstance(event, CheckpointReport) and event.taken is not None for event in sent] == [False, True]
     assert writer.return_value.start.call_count == 1
 
 

@@ -17,7 +17,7 @@ from foreload.trainer.cluster.coordinator.terms import first_term
 from foreload.trainer.cluster.messages.events import EventReceiver, EventSender
 from foreload.trainer.cluster.messages.facts import DenseAtEnd, RunSaved, StopAfter, StopWanted, Term, contiguous_lanes
 from foreload.trainer.cluster.messages.rendezvous import PART_BYTES, Rendezvous, StopAgreement, host_store, join_store
-from foreload.trainer.cluster.messages.trainers import Ended, ScrubFailed, StepEnded
+from foreload.trainer.cluster.messages.trainers import Ended, RequestReport, StepEnded
 from foreload.trainer.errors import MessageError, PeerLost
 from foreload.trainer.step.transport import LocalHub, Transport
 
@@ -83,13 +83,13 @@ def test_events_arrive_once_and_in_order() -> None:
     senders, receiver = {0: EventSender(first, 0), 5: EventSender(second, 5)}, EventReceiver(launcher, (0, 5))
     for number in range(50):
         for sender in senders.values():
-            sender.send(ScrubFailed(number, "it cannot"))
+            sender.send(RequestReport(number, failed="it cannot"))
     for sender in senders.values():
         sender.send(Ended())
     got = list(receiver.poll())
     for trainer in senders:
         assert [event for told_by, event in got if told_by == trainer] == [
-            *(ScrubFailed(number, "it cannot") for number in range(50)), Ended(),
+            *(RequestReport(number, failed="it cannot") for number in range(50)), Ended(),
         ]  # fmt: skip
     assert list(receiver.poll()) == []
 

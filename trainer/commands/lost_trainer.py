@@ -11,7 +11,7 @@ from foreload.base.errors import SettingError
 from foreload.pipelines.planning.sizing import slot_bytes
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.faults import TrainerFault
-from foreload.trainer.cluster.messages.trainers import CopiesTold, Ready, TermLeft, TrainerEvent, TrainerFaultInjected
+from foreload.trainer.cluster.messages.trainers import CopiesTold, FaultInjected, Ready, TermLeft, TrainerEvent
 from foreload.trainer.commands.drill import FaultDrill, Moments, after, milliseconds, percent
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.memory_check import columns_of, readable
@@ -65,7 +65,7 @@ class LostTrainer(FaultDrill):
         """Note the terms that follow, and how copies are."""
         super().on_event(trainer, event)
         match event:
-            case TrainerFaultInjected(at=at):
+            case FaultInjected(at=at):
                 self.injected = at
                 self._lost_in = max(self._ready)
                 self._had = {(holder, lane) for holder, report in self._copies.items() for lane in report.copies}

@@ -15,10 +15,11 @@ from foreload.pipelines.schedule.format import Header
 from foreload.trainer.checkpoints.best import Best
 from foreload.trainer.checkpoints.contents import Contents
 from foreload.trainer.checkpoints.draft import AnyDraft
+from foreload.trainer.checkpoints.files import PartFiles
 from foreload.trainer.checkpoints.format import Checkpoint
 from foreload.trainer.checkpoints.lineage import Increment
 from foreload.trainer.cluster.coordinator.wanted_checkpoints import Wanted
-from foreload.trainer.cluster.messages.trainers import CheckpointTaken, CheckpointWritten
+from foreload.trainer.cluster.messages.trainers import CheckpointReport, CopyTaken
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.step.dense_agreement import check_alike
 
@@ -43,12 +44,10 @@ class CheckpointUnderWay:
     best: Best | None = None
     seconds_waited: float = 0.0
     since: float = field(default_factory=time.monotonic)
-    armed: set[int] = field(default_factory=set)
     ready: bool = False
-    taken: dict[int, CheckpointTaken] = field(default_factory=dict)
+    reports: dict[int, CheckpointReport] = field(default_factory=dict)
     opening: Future[Opened | None] | None = None
     opened: Opened | None = None
-    written: dict[int, CheckpointWritten] = field(default_factory=dict)
     publishing: Future[Checkpoint] | None = None
 
     @property
@@ -56,17 +55,33 @@ class CheckpointUnderWay:
         """Of which it is, once that is known."""
         return next(iter(self.taken.values())).step
 
-    def note_taken(self, trainer: int, taken: CheckpointTaken) -> None:
-        """A trainer has it in memory. Raises DenseDiverged where its dense part is not that of the others: training must end then."""
-        self.taken[trainer] = taken
-        check_alike({holder: of_holder.dense for holder, of_holder in self.taken.items()}, taken.step)
+    @property
+    def taken(self) -> dict[int, CopyTaken]:
+        """Who has it in memory."""
+        return {trainer: report.taken for trainer, report in self.reports.items() if report.taken is not None}
+
+    @property
+    def written(self) -> dict[int, PartFiles]:
+        """Whose files are there."""
+        return {trainer: report.files for trainer, report in self.reports.items() if report.files is not None}
+
+    def note(self, trainer: int, report: CheckpointReport) -> bool:
+        """A trainer reports; returns whether it has it in memory, and had not. Raises DenseDiverged where its dense part is not that of the others:
+        training must end then.
+        """
+        before = self.reports.get(trainer)
+        self.reports[trainer] = report
+        if report.taken is None or (before is not None and before.taken is not None):
+            return False
+        check_alike({holder: taken.dense for holder, taken in self.taken.items()}, report.taken.step)
+        return True
 
     def contents(self, manifest: Manifest, totals: dict[str, float], header: Header, layouts: Sequence[RowLayout]) -> Contents:
         """What its manifest says, once all have written. manifest: the run's; totals: as after its step."""
         assert self.opened is not None
         taken, increment = next(iter(self.taken.values())), self.opened.increment
-        files = [file for written in self.written.values() for file in written.files.rows]
-        dense = next(written.files.dense for written in self.written.values() if written.files.dense is not None)
+        files = [file for written in self.written.values() for file in written.rows]
+        dense = next(written.dense for written in self.written.values() if written.dense is not None)
         stage = replace(manifest.stages[-1], segments=taken.segments, prefix=taken.prefix)
         given = {lane: ordinals for one in self.taken.values() for lane, ordinals in one.given.items()}
         ordinals = np.array([given[lane] for lane in range(manifest.lanes)], np.int64)
@@ -84,7 +99,7 @@ class CheckpointUnderWay:
             "rows": sum(file.rows for file in checkpoint.contents.rows),
             "bits": self.opened.bits,
             "bytes": checkpoint.own_bytes,
-            "seconds": max(written.files.seconds for written in self.written.values()),
+            "seconds": max(written.seconds for written in self.written.values()),
             "seconds_stalled": max(taken.seconds for taken in self.taken.values()),
             **({"seconds_waited": self.seconds_waited} if self.seconds_waited else {}),
         }

@@ -25,11 +25,8 @@ from foreload.trainer.cluster.coordinator.wanted_checkpoints import Wanted, Want
 from foreload.trainer.cluster.messages.facts import GoOnAfter
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import (
-    CheckpointArmed,
-    CheckpointFailed,
     CheckpointPlan,
-    CheckpointTaken,
-    CheckpointWritten,
+    CheckpointReport,
     EvaluationEnded,
     PartPlan,
 )
@@ -77,7 +74,7 @@ class Checkpointing:
             if goes_on and self._best.held is None:
                 self._begin_next()
             return
-        if not saving.ready and saving.armed >= set(members):
+        if not saving.ready and saving.reports.keys() >= set(members):
             saving.ready = True
             self._change(ready=True)
         try:
@@ -225,28 +222,22 @@ class Checkpointing:
         self._at_point("begun")
         self._change(part=PartPlan(str(opened.draft.path.absolute()), since, known, opened.bits))
 
-    def receive(self, trainer: int, event: CheckpointArmed | CheckpointTaken | CheckpointWritten | CheckpointFailed) -> None:
+    def receive(self, trainer: int, report: CheckpointReport) -> None:
         """What a trainer reports of one; of one before the last it does not count. Raises DenseDiverged."""
         saving = self._saving
-        if saving is None or saving.number != event.number:
+        if saving is None or saving.number != report.number:
             return
-        match event:
-            case CheckpointArmed():
-                saving.armed.add(trainer)
-            case CheckpointTaken():
-                first = not saving.taken
-                saving.note_taken(trainer, event)
-                self._report.keep_totals(event.step)
-                # One for an evaluation waits for what that says.
-                every, held = saving.wanted.every, self._best.held
-                if first and (saving.best is not None or (every is not None and (event.step + 1) % every == 0)):
-                    self._open(saving)
-                if held is not None and held.number == saving.number:
-                    saving.seconds_waited = self._best.has_replica()
-            case CheckpointWritten():
-                saving.written[trainer] = event
-            case CheckpointFailed():
-                self._give_up(f"trainer {trainer}: {event.error}")
+        first = not saving.taken
+        if report.failed is not None:
+            self._give_up(f"trainer {trainer}: {report.failed}")
+        elif saving.note(trainer, report):
+            self._report.keep_totals(saving.step)
+            # One for an evaluation waits for what that says.
+            every, held = saving.wanted.every, self._best.held
+            if first and (saving.best is not None or (every is not None and (saving.step + 1) % every == 0)):
+                self._open(saving)
+            if held is not None and held.number == saving.number:
+                saving.seconds_waited = self._best.has_replica()
 
     def on_term(self) -> None:
         """The trainers, or their lanes, are others now: what they have not written cannot be finished; what they waited behind is reported again."""

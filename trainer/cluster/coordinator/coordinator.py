@@ -49,10 +49,7 @@ from foreload.trainer.cluster.messages.facts import Go, StopWanted, Term
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import (
     CanJoin,
-    CheckpointArmed,
-    CheckpointFailed,
-    CheckpointTaken,
-    CheckpointWritten,
+    CheckpointReport,
     CopiesTold,
     Ended,
     EvaluationEnded,
@@ -60,15 +57,12 @@ from foreload.trainer.cluster.messages.trainers import (
     FaultInjected,
     LeaveWanted,
     Ready,
-    RowsCounted,
-    ScrubFailed,
-    ScrubTold,
+    RequestReport,
     ShardsTold,
     StepEnded,
     TermLeft,
     TrainerEnd,
     TrainerEvent,
-    TrainerFaultInjected,
 )
 from foreload.trainer.job.scheduler import under_scheduler
 from foreload.trainer.run.event_log import StopAsked, TrainerLost
@@ -257,13 +251,13 @@ class Coordinator:
                 self._copies.on_copies(trainer, event)
             case ServerUnreachable():
                 self._shards.unreachable(event)
-            case ScrubTold() | ScrubFailed() | RowsCounted():
+            case RequestReport():
                 self._run_requests.receive(trainer, event)
-            case CheckpointArmed() | CheckpointTaken() | CheckpointWritten() | CheckpointFailed():
+            case CheckpointReport():
                 self.checkpointing.receive(trainer, event)
             case Failed():
                 self._failures.receive(trainer, event, self._training and self.members.survives)
-            case FaultInjected() | TrainerFaultInjected() | CanJoin():
+            case FaultInjected() | CanJoin():
                 pass  # the observer's; and it has joined
             case _:
                 assert_never(event)

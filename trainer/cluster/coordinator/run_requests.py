@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from foreload.cache.repair.findings import Scrubbed
 from foreload.trainer.cluster.coordinator.published_plan import PublishedPlan
 from foreload.trainer.cluster.messages.control import (
     Answer,
@@ -19,10 +20,8 @@ from foreload.trainer.cluster.messages.control import (
 )
 from foreload.trainer.cluster.messages.trainers import (
     HeldRows,
-    RowsCounted,
-    ScrubFailed,
+    RequestReport,
     ScrubPlan,
-    ScrubTold,
 )
 
 COUNT_TIMEOUT = timedelta(seconds=3)  # less than an answer on the control socket may take
@@ -34,13 +33,13 @@ class _Scrub:
 
     number: int
     members: frozenset[int]
-    reports: dict[int, ScrubTold] = field(default_factory=dict)
+    reports: dict[int, Scrubbed] = field(default_factory=dict)
     failed: str | None = None
 
     @property
     def done(self) -> bool:
         """Whether each trainer is through with its lanes."""
-        return self.reports.keys() == self.members and all(report.scrubbed.done for report in self.reports.values())
+        return self.reports.keys() == self.members and all(scrubbed.done for scrubbed in self.reports.values())
 
     @property
     def under_way(self) -> bool:
@@ -101,7 +100,7 @@ class RunRequests:
             return ScrubProgress(False, 0, ())
         if scrub.failed is not None:
             return Refused(scrub.failed)
-        parts = tuple(report.scrubbed for report in scrub.reports.values())
+        parts = tuple(scrub.reports.values())
         return ScrubProgress(scrub.done, sum(part.stripes for part in parts), parts)
 
     def row_counts(self) -> Future[Answer]:
@@ -116,23 +115,17 @@ class RunRequests:
         if self._count is not None and time.monotonic() > self._count.until:
             self._end_count(())
 
-    def receive(self, trainer: int, event: ScrubTold | ScrubFailed | RowsCounted) -> None:
+    def receive(self, trainer: int, report: RequestReport) -> None:
         """What a trainer reports of a request; of one before the last it does not count."""
-        match event:
-            case RowsCounted():
-                count = self._count
-                if count is not None and count.number == event.number:
-                    count.answers[trainer] = event.held
-                    if count.answers.keys() == self._members:
-                        self._end_count(count.answers.values())
-            case ScrubTold() | ScrubFailed():
-                scrub = self._scrub
-                if scrub is None or scrub.number != event.number or not scrub.under_way:
-                    return
-                if isinstance(event, ScrubFailed):
-                    scrub.failed = event.error
-                else:
-                    scrub.reports[trainer] = event
+        scrub, count = self._scrub, self._count
+        if count is not None and count.number == report.number and report.held is not None:
+            count.answers[trainer] = report.held
+            if count.answers.keys() == self._members:
+                self._end_count(count.answers.values())
+        elif scrub is not None and scrub.number == report.number and scrub.under_way:
+            scrub.failed = report.failed
+            if report.scrubbed is not None:
+                scrub.reports[trainer] = report.scrubbed
 
     def _end_count(self, counted: Iterable[HeldRows]) -> None:
         count, self._count = self._count, None

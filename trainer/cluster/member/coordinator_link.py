@@ -101,7 +101,7 @@ class CoordinatorLink:
             if isinstance(fault, Fault) and fault.step == step:
                 at = time.monotonic()
                 fault.inject(self._run / STORES)
-                self._events.send(FaultInjected(fault.shard, at))
+                self._events.send(FaultInjected(fault, at))
 
     def tell(self, at_once: bool = False) -> None:
         """Report to the coordinator what became of store shards, and how far run requests are; do what is planned.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -33,11 +33,9 @@ from foreload.trainer.cluster.member.joined_trainer import JoinedTrainer
 from foreload.trainer.cluster.member.step_pace import StepPace
 from foreload.trainer.cluster.messages.facts import CheckpointAt, GoOnAfter, Orphaned, StopWanted
 from foreload.trainer.cluster.messages.trainers import (
-    CheckpointArmed,
-    CheckpointFailed,
     CheckpointPlan,
-    CheckpointTaken,
-    CheckpointWritten,
+    CheckpointReport,
+    CopyTaken,
 )
 from foreload.trainer.job.early_stopping import Watched
 from foreload.trainer.step.dense_agreement import dense_checksums
@@ -75,6 +73,7 @@ class TrainerCheckpoints:
         self._last = 0  # the number of the one that was begun last
         self._at: int | None = None
         self._taken: _Taken | None = None
+        self._report: CheckpointReport  # once it is taken
         self._part: PartWriter | None = None
         # Memory for the copy, by lane. Whoever writes it has it meanwhile, and gives it back if all goes well.
         self._room: dict[int, Future[SlotCopy]] = {}
@@ -124,7 +123,7 @@ class TrainerCheckpoints:
         """Look for the step of this checkpoint from now on."""
         warm_up()
         self._wanted, self._at, self._last = wanted, None, wanted.number
-        self._events.send(CheckpointArmed(wanted.number))
+        self._events.send(CheckpointReport(wanted.number))
         self._come_to("checkpoint asked for")
 
     def drop(self, why: str) -> None:
@@ -156,7 +155,7 @@ class TrainerCheckpoints:
             self._take(wanted, trainer, step)
         except MemoryError:
             self.drop("there is not enough memory for it")
-            self._events.send(CheckpointFailed(wanted.number, "there is not enough memory for it"))
+            self._events.send(CheckpointReport(wanted.number, failed="there is not enough memory for it"))
 
     def waits_in(self, term: int, step: int) -> int | None:
         """The term, if training is to wait behind an evaluation, after training step `step`, as no copy of that step was made for evaluations. The
@@ -244,7 +243,9 @@ class TrainerCheckpoints:
         seconds = time.monotonic() - began
         prefix = parts.schedule.prefix(segments)
         given = {lane: tuple(ordinals.tolist()) for lane, (_, ordinals) in held.items()}
-        self._events.send(CheckpointTaken(wanted.number, step, seconds, segments, prefix, given, sums, self.watched()))
+        copy = CopyTaken(step, seconds, segments, prefix, given, sums, self.watched())
+        self._report = CheckpointReport(wanted.number, copy)
+        self._events.send(self._report)
         self._come_to("checkpoint taken")
         self._begin_writing()
 
@@ -271,9 +272,11 @@ class TrainerCheckpoints:
         if taken is not None and self._room_stays:
             self._room = taken.room
         if part.result is None:
-            self._events.send(CheckpointFailed(wanted.number, part.failure or "the thread that writes it has ended; see above"))
+            self._events.send(
+                CheckpointReport(wanted.number, failed=part.failure or "the thread that writes it has ended; see above")
+            )
             return
-        self._events.send(CheckpointWritten(wanted.number, part.result))
+        self._events.send(replace(self._report, files=part.result))
         self._come_to("checkpoint part written")
 
     def finish(self, check: Callable[[], None], look: Callable[[], object]) -> None:

@@ -36,10 +36,10 @@ from foreload.trainer.cluster.messages.trainers import (
     Departed,
     Ended,
     EvaluationEnded,
+    FaultInjected,
     LeaveWanted,
     StepEnded,
     TrainerEnd,
-    TrainerFaultInjected,
 )
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.reports import EvaluationReport, StepReport, Totals
@@ -389,4 +389,4 @@ class TrainerProcess:
         self._terms.check()
 
     def _tell_fault(self, fault: TrainerFault) -> None:
-        self._events.send(TrainerFaultInjected(fault, time.monotonic()))
+        self._events.send(FaultInjected(fault, time.monotonic()))

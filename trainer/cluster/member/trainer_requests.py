@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from foreload.cache.errors import CacheError
 from foreload.cache.rows.layout import RowLayout
 from foreload.trainer.cluster.member.joined_trainer import JoinedTrainer
-from foreload.trainer.cluster.messages.trainers import HeldRows, Plan, RowsCounted, ScrubFailed, ScrubTold
+from foreload.trainer.cluster.messages.trainers import HeldRows, Plan, RequestReport
 from foreload.trainer.run.directory import SCRUB
 from foreload.trainer.saved.expected_rows import MappedRows
 from foreload.trainer.step.hosted_lanes import HostedLanes
@@ -35,7 +35,7 @@ class TrainerRequests:
                 self._traffic.inspection.begin_scrub(MappedRows(self._joined.run / SCRUB / scrub.rows, list(self._lanes.numbers)))
                 self._scrub = scrub.number
             except (OSError, ValueError, CacheError) as error:
-                self._joined.events.send(ScrubFailed(scrub.number, str(error)))
+                self._joined.events.send(RequestReport(scrub.number, failed=str(error)))
 
     def tell(self) -> None:
         """Report how far the requests are."""
@@ -48,11 +48,11 @@ class TrainerRequests:
                 lag=self._traffic.inspection.lag(),
                 loads=self._lanes.stored.store.loads,
             )
-            self._joined.events.send(RowsCounted(self._row_counts, held))
+            self._joined.events.send(RequestReport(self._row_counts, held=held))
             self._row_counts = None
         progress = self._traffic.inspection.scrubbed()
         if self._scrub is not None and progress is not None:
-            self._joined.events.send(ScrubTold(self._scrub, progress))
+            self._joined.events.send(RequestReport(self._scrub, progress))
             if progress.done:
                 self._scrub = None
 

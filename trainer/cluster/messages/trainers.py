@@ -144,17 +144,11 @@ class EvaluationEnded:
 
 @dataclass(frozen=True, slots=True)
 class FaultInjected:
-    """A fault was put in, at the server of a store shard."""
+    """A fault is put in: at the server of a store shard, or now, by a signal that the trainer sends itself. The latter is reported by its own thread
+    alone, so not at STORE_POINTS or while it takes lanes over.
+    """
 
-    shard: int
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerFaultInjected:
-    """The trainer now sends itself a fault's signal. Reported by its own thread alone, so not at STORE_POINTS or while it takes lanes over."""
-
-    fault: TrainerFault
+    fault: Fault | TrainerFault
     at: float
 
 
@@ -184,22 +178,6 @@ class CopiesTold:
 
 
 @dataclass(frozen=True, slots=True)
-class ScrubTold:
-    """How far the scrub of that number is in the trainer's lanes."""
-
-    number: int
-    scrubbed: Scrubbed
-
-
-@dataclass(frozen=True, slots=True)
-class ScrubFailed:
-    """The scrub of that number cannot be done."""
-
-    number: int
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
 class HeldRows:
     """What each store shard holds of a trainer's lanes: rows, parity rows and their bytes, [shards] each; and what is on its way there. loads: of the
     shards, by their numbers.
@@ -213,11 +191,13 @@ class HeldRows:
 
 
 @dataclass(frozen=True, slots=True)
-class RowsCounted:
-    """The answer to the count of that number."""
+class RequestReport:
+    """How far the request of that number is in the trainer's lanes: a scrub, or a count. failed: why it cannot be done."""
 
     number: int
-    held: HeldRows
+    scrubbed: Scrubbed | None = None
+    held: HeldRows | None = None
+    failed: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,22 +224,12 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointArmed:
-    """The trainer knows that the checkpoint of that number is wanted, and looks for its step from now on."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointTaken:
-    """The trainer has in memory what the checkpoint of that number needs of it.
-
-    seconds: how long training stood still for that; step: of which it is; segments, prefix: as in TrainerEnd, of a stop behind it; given: of each of
-    its lanes, how many ordinals each table has; dense: the checksums of its dense part by name, which must be those of all other trainers; watched:
-    as in Manifest.
+class CopyTaken:
+    """What a trainer has in memory for a checkpoint. seconds: how long training stood still for that; step: of which it is; segments, prefix: as in
+    TrainerEnd, of a stop behind it; given: of each of its lanes, how many ordinals each table has; dense: the checksums of its dense part by name,
+    which must be those of all other trainers; watched: as in Manifest.
     """
 
-    number: int
     step: int
     seconds: float
     segments: int
@@ -270,19 +240,15 @@ class CheckpointTaken:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointWritten:
-    """The trainer's files of the checkpoint of that number are on the disk."""
+class CheckpointReport:
+    """How far the checkpoint of that number is on a trainer. At first it knows that it is wanted, and looks for its step from then on. files: of its
+    part, which are on the disk; failed: why it cannot write that.
+    """
 
     number: int
-    files: PartFiles
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointFailed:
-    """The trainer cannot write its part of the checkpoint of that number."""
-
-    number: int
-    error: str
+    taken: CopyTaken | None = None
+    files: PartFiles | None = None
+    failed: str | None = None
 
 
 TrainerEvent = (
@@ -293,17 +259,11 @@ TrainerEvent = (
     | StepEnded
     | EvaluationEnded
     | FaultInjected
-    | TrainerFaultInjected
     | ShardsTold
     | CopiesTold
     | ServerUnreachable
-    | ScrubTold
-    | ScrubFailed
-    | RowsCounted
-    | CheckpointArmed
-    | CheckpointTaken
-    | CheckpointWritten
-    | CheckpointFailed
+    | RequestReport
+    | CheckpointReport
     | Failed
     | Ended
 )

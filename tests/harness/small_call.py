@@ -22,9 +22,9 @@ def small_call(run: Path, lanes: int = 4, step: int = -1, term: int = 1, **setti
     return TrainingCall(
         job=job,
         run=mock.Mock(path=run, placement=placement),
-        manifest=mock.Mock(),
+        manifest=mock.Mock(store_urls=(), run_id="a run"),
         start=Status("training", step, {str(lane): 0 for lane in range(lanes)}, term=term),
-        schedule=mock.Mock(header=mock.Mock(lanes=lanes)),
+        schedule=mock.Mock(header=mock.Mock(lanes=lanes, eval_every=None, steps_per_epoch=1000)),
         layouts=[],
         events=EventLog(run, step, term),
         observer=RunObserver(),

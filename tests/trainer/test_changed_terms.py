@@ -168,7 +168,8 @@ class Wanted:
         self.told: list[str] = []
         call = small_call(self.job.folder, trainers=trainers, no_restart=not restarts)
         call.say = self.told.append
-        self.of = Scaling(call, self.started.append, self.ended.append, clock=lambda: self.now)
+        call.clock = lambda: self.now
+        self.of = Scaling(call, self.started.append, self.ended.append)
 
     def poll(self, ended: dict[int, str] | None = None, goes_on: bool = True) -> Change:
         self.of.poll(self.job.of, ended or {}, goes_on)
@@ -271,3 +272,21 @@ def test_another_number_that_is_asked_for_meanwhile_is_told() -> None:
     first = wanted.number(4)
     wanted.number(3)
     assert wanted.of.progress(AskScaled(first)) == Refused("another number of trainers was asked for meanwhile, 3")
+
+
+def test_the_last_one_stays_until_another_joins_though_it_was_asked_to_leave() -> None:
+    wanted = Wanted(2)
+    members = wanted.job.of
+    assert wanted.of.leave(1, members)
+    assert wanted.poll() == Change((), (1,))
+    dead = {0: "was killed by SIGKILL"}
+    members.poll(dead, ())
+    wanted.job.leave(1, step=8)
+    assert members.poll(dead, ())
+    assert members.term.members == (1,)
+    wanted.of.lost(0)
+    wanted.job.ready()
+    assert wanted.poll() == Change()
+    assert wanted.started == [2]
+    wanted.of.can_join(2)
+    assert wanted.poll() == Change((2,), (1,))

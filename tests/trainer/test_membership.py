@@ -82,7 +82,8 @@ class Coordinator:
         call = small_call(self.folder, trainers=trainers, copies=copies, peer_timeout=SILENCE.total_seconds())
         call.say = self.told.append
         call.run.raise_term = self.terms.append  # type: ignore[method-assign, assignment]
-        self.of = Membership(call, self.rendezvous, term, self._kill, lambda: self.now)
+        call.clock = lambda: self.now
+        self.of = Membership(call, self.rendezvous, term, self._kill)
 
     @property
     def noted(self) -> list[dict[str, Any]]:

@@ -100,11 +100,13 @@ class Coordinator:
         self.moves = RowMigration(call, shards, self._plan)
         self.scaling = Scaling(call, self._start_joining, self._end_process)
         self._copies = LaneReplicas(call, term)
-        self._run_requests = RunRequests(term.members, self._plan, shards.protected, job.coordinator is not None)
+        self._run_requests = RunRequests(call, term.members, self._plan)
         self._failures = Failures(call.machines)
         self.ended: dict[int, TrainerEnd] = {}
         self._training = False  # whether all trainers were ready once
         self._stop_wanted = self._stop_published = False
+        self._dead: dict[int, str] = {}  # how processes have ended
+        self._lingered = False  # whether a trainer failed, and the others were given time to say why
 
     def begin(self) -> None:
         """State the first term, and the plan, before trainers are told what they are started for."""
@@ -113,42 +115,59 @@ class Coordinator:
 
     def follow(self) -> None:
         """Take in events, and pass on what is asked, until every trainer has ended. Raises why one ended before its time, or KeyboardInterrupt."""
-        gone = False  # whether a trainer failed, and the others were given time to say why
-        while self.ended.keys() != set(self.members.term.members):
-            # Before the event is read: what a process sent before it ended is then there.
-            dead = self._failures.with_reports(self._trainers.ended())
-            self._take_events()
-            self._requests.answer(self._respond)
-            missing = dead.keys() & set(self.members.term.members) - self.ended.keys()
-            silent: dict[int, str] = {}
-            if not self._training and (guests := self._failures.guests(self.members.term)):
-                silent = dict.fromkeys(guests & set(self.members.silent()), SILENT)
-            if self._training and not self._failures and (self.members.survives or not missing):
-                self._see_to_members(dead)
-            elif self._failures or missing or silent:
-                if gone or silent:
-                    raise self._reason(self.members.term, silent)
-                gone = True
-                self._linger()
-                continue
-            self._shards.restart_dead()
-            if (memory := self._shards.memory) is not None:
-                memory.step = self._call.events.step
-                self._plan.change(stop_by=memory.stop_by)
-            self.moves.poll(self.members.term.members)
-            self._run_requests.poll()
-            self.checkpointing.poll(self.members.term.members, self._phase == "training" and not self.members.changing)
-            self.report.tick()
-            self._call.events.step = self.report.last_step
-            self._call.events.see_messages()
-            if len(self._call.interrupts.received) > 1 or (self._call.interrupts.received and not self._training):
-                raise KeyboardInterrupt  # before all are ready nothing of the run has changed
-            if (self._call.interrupts.received or self._stop_wanted) and not self._stop_published:
-                self._stop_published = True
-                self._rendezvous.publish(StopWanted())
-                signals = [signal.Signals(number).name for number in self._call.interrupts.received]
-                self._call.events.note(StopAsked(cause=signals[0] if signals else "by the control socket"))
-            self._trainers.pause(CHANGE_POLL if self._training and self.members.changing else POLL, dead)
+        while not self.all_ended:
+            if (at_most := self.look()) is not None:
+                self._trainers.pause(at_most, self._dead)
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether every member has."""
+        return self.ended.keys() == set(self.members.term.members)
+
+    def look(self) -> timedelta | None:
+        """Take in what came since the last look, and decide what follows. Returns for how long nothing may be done; None where a trainer failed, and
+        was given time to say why. Raises as `follow` does.
+        """
+        members, term = self.members, self.members.term
+        # Before the event is read: what a process sent before it ended is then there.
+        self._dead = dead = self._failures.with_reports(self._trainers.ended())
+        self._take_events()
+        self._requests.answer(self._respond)
+        missing = dead.keys() & set(term.members) - self.ended.keys()
+        silent: dict[int, str] = {}
+        if not self._training and (guests := self._failures.guests(term)):
+            silent = dict.fromkeys(guests & set(members.silent()), SILENT)
+        if self._training and not self._failures and (members.survives or not missing):
+            self._see_to_members(dead)
+        elif self._failures or missing or silent:
+            if self._lingered or silent:
+                raise self._reason(term, silent)
+            self._lingered = True
+            self._linger()
+            return None
+        self._shards.restart_dead()
+        if (memory := self._shards.memory) is not None:
+            memory.step = self._call.events.step
+            self._plan.change(stop_by=memory.stop_by)
+        self.moves.poll(members.term.members)
+        self._run_requests.poll()
+        self.checkpointing.poll(members.term.members, self._phase == "training" and not members.changing)
+        self.report.tick()
+        self._call.events.step = self.report.last_step
+        self._call.events.see_messages()
+        self._heed_signals()
+        return CHANGE_POLL if self._training and members.changing else POLL
+
+    def _heed_signals(self) -> None:
+        """Have training end where that is asked for. Raises KeyboardInterrupt."""
+        received = self._call.interrupts.received
+        if len(received) > 1 or (received and not self._training):
+            raise KeyboardInterrupt  # before all are ready nothing of the run has changed
+        if (received or self._stop_wanted) and not self._stop_published:
+            self._stop_published = True
+            self._rendezvous.publish(StopWanted())
+            signals = [signal.Signals(number).name for number in received]
+            self._call.events.note(StopAsked(cause=signals[0] if signals else "by the control socket"))
 
     def wait(self, future: Future[Any], at_most: float = math.inf) -> None:
         """Return when a future is done, or after so many seconds; what is asked meanwhile is answered."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Container, Iterable, Mapping
 from datetime import timedelta
 
@@ -48,9 +47,8 @@ class Membership:
         rendezvous: Rendezvous,
         term: Term,
         kill: Callable[[int], bool],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._call, self._rendezvous, self.term, self._kill, self._clock = call, rendezvous, term, kill, clock
+        self._call, self._rendezvous, self.term, self._kill, self._clock = call, rendezvous, term, kill, call.clock
         self._copies, self._silence = call.job.replicas_wanted, call.job.peer_silence
         self.ready: dict[int, Ready] = {}
         self.begun = False  # whether the term's steps have begun
@@ -62,11 +60,11 @@ class Membership:
         self._asked = False  # whether the end of this term was asked for
         self._over_at: float | None = None  # when the term was ended
         self._waited_for: list[int] = []  # those that were reported to the user
-        self._stated_at = clock()
+        self._stated_at = call.clock()
         self._handing: set[int] = set()  # who left with the term before, and has yet to hand its lanes over
         self._fruitless = 0
         self._leases: dict[int, tuple[int, float]] = {}  # trainer -> its last count, and when that came
-        self._looked_at = clock()
+        self._looked_at = call.clock()
 
     @property
     def survives(self) -> bool:

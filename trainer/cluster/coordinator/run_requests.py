@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from datetime import timedelta
 
 from foreload.cache.repair.findings import Scrubbed
 from foreload.trainer.cluster.coordinator.published_plan import PublishedPlan
+from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.messages.control import (
     Answer,
     AskScrub,
@@ -48,7 +48,7 @@ class _Scrub:
 
 @dataclass(slots=True)
 class _Count:
-    """The last count: what each trainer counted; answer: set once all have, or it is until when, time.monotonic(), and they have not."""
+    """The last count: what each trainer counted; answer: set once all have, or it is until then, by the clock, and they have not."""
 
     number: int
     until: float
@@ -57,18 +57,10 @@ class _Count:
 
 
 class RunRequests:
-    """The coordinator's side. members: the trainers' numbers; plan: what they are told; protected: whether there is parity; over_hosts: whether they
-    are on several hosts.
-    """
+    """The coordinator's side. members: the trainers' numbers; plan: what they are told."""
 
-    def __init__(
-        self,
-        members: Iterable[int],
-        plan: PublishedPlan,
-        protected: bool,
-        over_hosts: bool,
-    ) -> None:
-        self._plan, self._members, self._protected, self._over_hosts = plan, frozenset(members), protected, over_hosts
+    def __init__(self, call: TrainingCall, members: Iterable[int], plan: PublishedPlan) -> None:
+        self._call, self._members, self._plan = call, frozenset(members), plan
         self._number = 0
         self._scrub: _Scrub | None = None
         self._count: _Count | None = None
@@ -83,9 +75,9 @@ class RunRequests:
 
     def scrub(self, request: AskScrub) -> ScrubBegun | Refused:
         """Begin a scrub, if none is under way."""
-        if not self._protected:
+        if not self._call.run.placement.r:
             return Refused("it has no parity, so there is nothing to check its rows against; train with --parity")
-        if self._over_hosts:
+        if self._call.job.coordinator is not None:
             return Refused("it trains on several hosts, which cannot be told of its rows; scrub it when it rests")
         if self._scrub is not None and self._scrub.under_way:
             return Refused("a scrub of it is under way already; wait for its end")
@@ -106,13 +98,13 @@ class RunRequests:
     def row_counts(self) -> Future[Answer]:
         """What each trainer counts; nothing at all where one does not answer within COUNT_TIMEOUT."""
         if self._count is None:
-            self._count = _Count(self._next_number(), time.monotonic() + COUNT_TIMEOUT.total_seconds())
+            self._count = _Count(self._next_number(), self._call.clock() + COUNT_TIMEOUT.total_seconds())
             self._plan.change(count=self._count.number)
         return self._count.answer
 
     def poll(self) -> None:
         """Answer a count that takes too long."""
-        if self._count is not None and time.monotonic() > self._count.until:
+        if self._count is not None and self._call.clock() > self._count.until:
             self._end_count(())
 
     def receive(self, trainer: int, report: RequestReport) -> None:

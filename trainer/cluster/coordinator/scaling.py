@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
@@ -32,10 +31,9 @@ class Scaling:
         call: TrainingCall,
         start: Callable[[int], None],
         end: Callable[[int], object],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         trainers, self._lanes, self._restarts = call.job.trainers, call.schedule.header.lanes, not call.job.no_restart
-        self._call, self._start, self._end, self._clock = call, start, end, clock
+        self._call, self._start, self._end, self._clock = call, start, end, call.clock
         self._rebalancing = Rebalancing(call) if call.job.rebalance else None
         self._wanted, self._next = trainers, trainers
         self._starting: dict[int, bool] = {}  # trainer -> whether it can join
@@ -141,7 +139,9 @@ class Scaling:
             self._call.say(f"{self._failed}, until `foreload scale` asks for it")
         # A process that starts takes a core for seconds: not while the others take lanes over.
         self._start_and_end(staying, goes_on, members.begun)
-        members.change = Change(self._can_join_now(), tuple(sorted(self._leaving)))
+        joining = self._can_join_now()
+        # The last one stays until another one joins, though it was asked to leave before the others were lost.
+        members.change = Change(joining, tuple(sorted(self._leaving)) if joining or self._staying(members) else ())
         if self._rebalancing is not None:
             self._rebalancing.poll(members)
         done = members.at_rest and not self._starting and len(there) == self._wanted

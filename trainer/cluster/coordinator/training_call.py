@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +24,7 @@ def _say(line: str) -> None:
 @dataclass(slots=True)
 class TrainingCall:
     """manifest: the run's, as it is by now; start: how the call began, but for the term, which is the newest. interrupts: what
-    asks for an end. machines: which one each trainer is on, "" for this one. say: called with each line for the user.
+    asks for an end. machines: which one each trainer is on, "" for this one. say: called with each line for the user; clock: seconds.
     """
 
     job: TrainJob
@@ -37,6 +38,7 @@ class TrainingCall:
     interrupts: Interrupts
     machines: Mapping[int, str] = field(default_factory=dict)
     say: Callable[[str], None] = _say
+    clock: Callable[[], float] = time.monotonic
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Publish another one."""

@@ -8,7 +8,7 @@ import pytest
 
 from foreload.cache.errors import StoreError
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.ownership.interrupted_migration import agreed, halfway
+from foreload.cache.protocol.ownership.verdict import agreed, halfway
 from foreload.cache.protocol.shards.fence import Found
 from foreload.cache.protocol.shards.marker import Marker
 from foreload.cache.protocol.shards.migrated import Migrated

@@ -7,7 +7,7 @@ import pytest
 
 from foreload.cache.client.store import Store, Write
 from foreload.cache.errors import Fenced, NamespaceInUse, RowsLost, StoreError
-from foreload.cache.protocol.shards.fence import fence
+from foreload.cache.protocol.shards.fence import fence_all
 from foreload.cache.protocol.shards.namespace import (
     Note,
     claim,
@@ -62,11 +62,11 @@ def test_overwriting_removes_that_namespace_and_no_other(store: Store) -> None:
 
 def test_a_run_that_takes_the_place_of_another_begins_with_a_lower_term_and_a_later_epoch(store: Store) -> None:
     claim(store, "clicks", IDENTITY, "new")
-    first = fence(store, 1, "clicks", 0, term=7)
+    first = fence_all(store, 1, "clicks", [0], term=7)[0]
     with pytest.raises(Fenced):
-        fence(store, 1, "clicks", 0, term=1)
+        fence_all(store, 1, "clicks", [0], term=1)[0]
     claim(store, "clicks", {"run": "r2"}, "overwrite")
-    assert fence(store, 1, "clicks", 0, term=1).epoch == first.epoch + 1
+    assert fence_all(store, 1, "clicks", [0], term=1)[0].epoch == first.epoch + 1
 
 
 def test_only_the_same_run_resumes(store: Store) -> None:

@@ -15,7 +15,7 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import StoreError
-from foreload.cache.protocol.shards.fence import fence, read_epochs
+from foreload.cache.protocol.shards.fence import fence_all, read_epochs
 from foreload.cache.protocol.shards.marker import Marker
 from foreload.cache.protocol.shards.namespace import (
     claim,
@@ -41,7 +41,7 @@ def exercise(store: Store) -> None:
     for lane in range(LANES):
         store.exchange([], [write("t", lane, 0, 1)])
     assert read_epochs(store, 0, "t", range(LANES)) == [0] * LANES
-    epochs = [fence(store, 0, "t", lane, 1).epoch for lane in range(LANES)]
+    epochs = [there.epoch for there in fence_all(store, 0, "t", range(LANES), 1).values()]
     assert min(epochs) > 0
     assert read_epochs(store, 0, "t", range(LANES)) == epochs
     claim(store, "t", IDENTITY, "resume")

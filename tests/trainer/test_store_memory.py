@@ -16,7 +16,7 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.servers import available
 from foreload.cache.client.store import Store, Write
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.shards.fence import fence
+from foreload.cache.protocol.shards.fence import fence_all
 from foreload.cache.protocol.shards.namespace import lane_key
 from foreload.cache.rows.fields import fields
 from foreload.cache.rows.layout import RowLayout
@@ -141,7 +141,7 @@ def test_what_servers_are_seen_to_use_is_told_by_the_rows_that_are_there(
         there = timeline.stored[trained - behind].sum(axis=-1)
         for lane in range(whole.header.lanes):
             for shard in range(shards):
-                epoch = fence(store, shard, job.run_namespace, lane, 1).epoch
+                epoch = fence_all(store, shard, job.run_namespace, [lane], 1)[lane].epoch
                 rows = np.zeros((int(there[lane, shard]), size), np.uint8)
                 key = lane_key(job.run_namespace, lane, epoch)
                 for first in range(0, len(rows), 500):

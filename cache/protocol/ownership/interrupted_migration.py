@@ -1,9 +1,9 @@
-"""How far a lane has moved, as who takes it over finds it, and the chunk that its owner left half moved (docs/protocol.md, Rows move)."""
+"""The chunk that a lane's owner left half moved: who takes the lane over brings it to its end, or back (docs/protocol.md, Rows move)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,136 +11,12 @@ from foreload.cache.client.resp import MARKER, MIGRATED
 from foreload.cache.client.store import COMMAND_ROWS, Command
 from foreload.cache.errors import StoreError
 from foreload.cache.parity.migrating_rows import migrating_rows
-from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.shards.fence import Found
+from foreload.cache.protocol.ownership.verdict import Halfway, Verdict, counted
 from foreload.cache.protocol.shards.marker import Marker
 from foreload.cache.protocol.shards.migrated import ALL, Migrated, deletion
 from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.protocol.shards.shard_table import cursor_place
 from foreload.cache.rows.fields import words
-
-
-@dataclass(frozen=True, slots=True)
-class Taking:
-    """Who takes a lane over. term: its own. number: of the last write-back batch that the lane's log, or the run, knows of.
-
-    given: int64 [tables], all ordinals below which a row may have been written.
-    """
-
-    term: int
-    number: int
-    given: np.ndarray
-
-
-@dataclass(slots=True)
-class Halfway:
-    """How far a lane has moved by what its shards say. cursor: of the lane; begin, end, targets: of the last chunk, begin None where
-    there was none; term: of its owner.
-
-    stale: shards that say what they cannot say by now. unfinished: whose part of the last chunk is not done; undone: those with copies of it where no
-    shard has it done, so that it did not come to pass.
-    """
-
-    cursor: int
-    begin: int | None = None
-    end: int = 0
-    term: int = 0
-    targets: tuple[int, ...] = ()
-    stale: list[int] = field(default_factory=list)
-    unfinished: list[int] = field(default_factory=list)
-    undone: list[int] = field(default_factory=list)
-
-
-def halfway(version: int, found: Mapping[int, Found], number: int) -> Halfway:
-    """What shards say of a move to a placement of this version, put together. found: what those have that can be trusted otherwise.
-
-    number: of the last write-back batch that the lane's log, or the run, knows of. Raises StoreError for what a later placement's move left.
-    """
-    said = {shard: there.migrated for shard, there in found.items()}
-    if any(one is not None and one.version > version for one in said.values()):
-        raise StoreError(
-            "store: rows have moved by a later placement than the run's; RUN/placement.json is not the run's last: put that one back"
-        )
-    mine = {shard: own for shard, one in said.items() if (own := _of_this(version, one, number)) is not None}
-    others = [shard for shard in found if shard not in mine]
-    last = max((one.place for one in mine.values()), default=(0, 0))
-    latest = [one for one in mine.values() if one.place == last]
-    chunk = next((one for one in latest if one.begin < one.end), None)
-    if chunk is None:
-        # The last word is that of a takeover: there may be copies that it has not come to undo.
-        half = next((one for one in mine.values() if one.copied and one.begin == last[1] and one.number == number), None)
-        at = (
-            Halfway(last[1], stale=others)
-            if half is None
-            else Halfway(last[1], half.begin, half.end, half.term, half.targets, others)
-        )
-        for shard, one in mine.items():
-            if half is not None and (one.copied, one.begin, one.end) == (True, half.begin, half.end):
-                at.undone.append(shard)
-            elif one.copied or one.end != at.cursor:
-                at.stale.append(shard)
-        return at
-    done = any(not one.copied for one in latest)
-    at = Halfway(chunk.end if done else chunk.begin, chunk.begin, chunk.end, chunk.term, chunk.targets, others)
-    whole = Marker(chunk.number, chunk.number)
-    for shard, one in mine.items():
-        if one.place == last and not one.copied:
-            continue
-        # A batch after the chunk began only when every shard had it done.
-        if chunk.number != number or found[shard].marker != whole:
-            at.stale.append(shard)
-        elif one.place == last:
-            (at.unfinished if done else at.undone).append(shard)
-        elif one.copied or one.end != chunk.begin or (done and shard in chunk.targets):
-            at.stale.append(shard)
-        elif done:
-            at.unfinished.append(shard)
-    return at
-
-
-def _of_this(version: int, one: Migrated | None, number: int) -> Migrated | None:
-    """What a shard says of a move to a placement of this version: where the one before ended, this begins. None for one that says neither.
-
-    Moves change no number of a batch, so that what a server says that came back with what it had in the middle of another move looks right otherwise.
-    """
-    if one is not None and one.version == version:
-        return one
-    if version == 1 if one is None else one.version == version - 1 and complete(one):
-        return Migrated(version, 0, 0, 0, False, number, 0)
-    return None
-
-
-def complete(one: Migrated) -> bool:
-    """Whether all of a lane has moved."""
-    return one.end == ALL and not one.copied
-
-
-def strangers(placement: Placement, found: Mapping[int, Found]) -> list[int]:
-    """The shards that do not say that all of a lane is where a placement has it by which nothing moves any more."""
-    if not placement.version:
-        return []
-    said = {shard: there.migrated for shard, there in found.items()}
-    return [shard for shard, one in said.items() if one is None or one.version != placement.version or not complete(one)]
-
-
-def agreed(placement: Placement, found: Mapping[int, Found], number: int) -> Halfway:
-    """How far a lane has moved: the furthest by which no more shards are stale than parity covers, with those that cannot be trusted otherwise.
-
-    An owner before may have gone on where the next one did not reach: what it alone says is then not what counts. found, number: as in `halfway`.
-    """
-    spared = placement.r - (len(placement.live) - len(found))
-    first = at = halfway(placement.version, found, number)
-    left = dict(found)
-    while len(at.stale) + len(found) - len(left) > spared:
-        ones = {shard: _of_this(placement.version, there.migrated, number) for shard, there in left.items()}
-        said = {shard: (-1, 0) if one is None else one.place for shard, one in ones.items()}
-        furthest = max(said.values())
-        left = {shard: there for shard, there in left.items() if said[shard] != furthest}
-        if not left:
-            return first
-        at = halfway(placement.version, left, number)
-    at.stale += [shard for shard in found if shard not in left]
-    return at
 
 
 def stamp_of_nothing(stored: StoredRows, lane: int, term: int) -> Migrated | None:
@@ -152,92 +28,90 @@ def stamp_of_nothing(stored: StoredRows, lane: int, term: int) -> Migrated | Non
     return Migrated(placement.version, term, at, at, False, 0, 0)
 
 
-def counted(there: Found, by_log: int) -> int:
-    """How many rows and parity rows a shard must have that is as its marker says. by_log: as the log has it, which knows of no move since."""
-    migrated, marker = there.migrated, there.marker
-    if migrated is not None and marker.parity == marker.data == migrated.number:
-        return migrated.held
-    return by_log
+def finish_migration(stored: StoredRows, lane: int, verdict: Verdict, term: int, given: np.ndarray) -> None:
+    """Bring the last chunk of a migration to its end, or back, on every shard that is trusted with a lane; the lane is fenced there.
 
+    Then every shard records how far the lane has moved in the new owner's name: one that this does not reach may have done more, or less, and the
+    next owner must tell it from these. A shard that fails is trusted no more.
 
-def finish_migration(
-    stored: StoredRows,
-    lane: int,
-    found: dict[int, Found],
-    taking: Taking,
-    lose: Callable[[int, StoreError], None],
-    by_log: Callable[[int], int] | None = None,
-) -> list[int]:
-    """Find how far a lane has moved, and bring the last chunk to its end, or back, on every shard; the lane is fenced there.
+    Args:
+        term: of the new owner.
+        given: int64 [tables], all ordinals below which a row may have been written.
 
-    Then every shard records it in the new owner's name: one that this does not reach may have done more, or less, and the next owner must tell
-    it from these. found: by shard, what the fence found, of those that can be trusted otherwise; it is brought up to date. lose: called for a shard
-    that fails. by_log: how many rows a shard has by the log once it has its last batch; None: as many as it has. Returns the shards that are stale.
-    Raises StoreError.
+    Raises:
+        StoreError: without parity, a shard failed.
     """
-    own, placement = stored.shards.of(lane), stored.placement
-    for shard, one in found.items():
-        own.migrated[shard] = one.migrated
-    if not placement.migrating:
-        return strangers(placement, {shard: one for shard, one in found.items() if taking.number and not one.marker.rebuilding})
-    _join(stored, lane, found, taking, lose)
-    trusted = {shard: one for shard, one in found.items() if not one.marker.rebuilding}
-    at = agreed(placement, trusted, taking.number)
-    own.places.migrated = np.uint64(at.cursor)
-    _finish_chunk(stored, lane, at, found, taking, lose, by_log)
+    own, move, trusted = stored.shards.of(lane), verdict.move, verdict.trusted
+    for shard, there in trusted.items():
+        own.migrated[shard] = there.migrated
+    if move is None:
+        return
+    _join(stored, lane, verdict, term)
+    own.places.migrated = np.uint64(move.cursor)
+    if move.chunk is not None and (move.unfinished or move.undone):
+        _finish_chunk(stored, lane, verdict, move, move.chunk, _names(stored, lane, move, move.chunk, given), term)
     stamps: dict[int, list[Command]] = {}
-    for shard in trusted.keys() & found.keys() - set(at.stale):
-        recorded = found[shard].migrated
-        held = found[shard].rows if by_log is None else by_log(shard)
-        if recorded is not None and recorded.version == placement.version and recorded.number == taking.number:
+    version, number = stored.placement.version, verdict.expect.number
+    for shard, there in trusted.items():
+        held, recorded = _rows_by_log(verdict, shard), there.migrated
+        if recorded is not None and recorded.version == version and recorded.number == number:
             held = recorded.held
-        stamp = Migrated(placement.version, taking.term, at.cursor, at.cursor, False, taking.number, held)
+        stamp = Migrated(version, term, move.cursor, move.cursor, False, number, held)
         own.migrated[shard] = stamp
-        found[shard] = replace(found[shard], migrated=stamp)
+        trusted[shard] = replace(there, migrated=stamp)
         stamps[shard] = [("HSET", stored.key(lane, shard), MIGRATED, stamp.stored())]
-    _ask(stored, stamps, found, lose)
-    return at.stale
+    _ask(stored, stamps, verdict)
+
+
+def _rows_by_log(verdict: Verdict, shard: int) -> int:
+    """How many rows and parity rows a shard has once it has the last batch: by the log, or if that does not say, as many as it has."""
+    number, there = verdict.expect.number, verdict.trusted[shard]
+    by_log = verdict.expect.rows(shard, Marker(number, number))
+    return there.rows if by_log is None else by_log
+
+
+def _join(stored: StoredRows, lane: int, verdict: Verdict, term: int) -> None:
+    """Have shards that come in take part."""
+    number, trusted = verdict.expect.number, verdict.trusted
+    marker, stamp = Marker(number, number), Migrated(stored.placement.version, term, 0, 0, False, number, 0)
+    coming = [shard for shard in verdict.coming if shard in trusted]
+    commands: dict[int, list[Command]] = {
+        shard: [("HSET", stored.key(lane, shard), MARKER, marker.stored(), MIGRATED, stamp.stored())] for shard in coming
+    }
+    for shard in coming:
+        trusted[shard] = replace(trusted[shard], marked=True, migrated=stamp)
+    _ask(stored, commands, verdict)
 
 
 def _finish_chunk(
-    stored: StoredRows,
-    lane: int,
-    at: Halfway,
-    found: dict[int, Found],
-    taking: Taking,
-    lose: Callable[[int, StoreError], None],
-    by_log: Callable[[int], int] | None,
+    stored: StoredRows, lane: int, verdict: Verdict, move: Halfway, chunk: Migrated, leaving: Mapping[int, np.ndarray], term: int
 ) -> None:
-    """Delete what the last chunk's owner has left: rows where they were, or copies."""
-    if at.begin is None or not (at.unfinished or at.undone):
-        return
-    leaving = _names(stored, lane, at, taking.given)[bool(at.undone)]
-    names = {shard: leaving.get(shard, np.empty(0, np.uint64)) for shard in [*at.unfinished, *at.undone]}
+    """Delete what the last chunk's owner has left: rows where they were, or copies. leaving: uint64 [n] by shard, the fields that may be there."""
+    trusted, number = verdict.trusted, verdict.expect.number
+    names = {shard: leaving.get(shard, np.empty(0, np.uint64)) for shard in [*move.unfinished, *move.undone]}
     there, failures = _present(stored, lane, names)
     commands: dict[int, list[Command]] = {}
-    version = stored.placement.version
     for shard, present in there.items():
-        before = counted(found[shard], found[shard].rows if by_log is None else by_log(shard))
-        held = before - len(present)
-        if at.undone:
-            after = Migrated(version, taking.term, at.begin, at.begin, False, taking.number, held)
+        held = counted(trusted[shard], _rows_by_log(verdict, shard)) - len(present)
+        if move.undone:
+            after = Migrated(chunk.version, term, chunk.begin, chunk.begin, False, number, held)
         else:
             # It is the chunk's own end, whoever brings it about.
-            after = Migrated(version, at.term, at.begin, at.end, False, taking.number, held, at.targets)
-        found[shard] = replace(found[shard], rows=found[shard].rows - len(present), migrated=after)
+            after = replace(chunk, copied=False, number=number, held=held)
+        trusted[shard] = replace(trusted[shard], rows=trusted[shard].rows - len(present), migrated=after)
         commands[shard] = deletion(stored.key(lane, shard), present, None, after)
-    _ask(stored, commands, found, lose)
+    _ask(stored, commands, verdict)
+    _go_without(stored, failures, verdict)
+
+
+def _ask(stored: StoredRows, commands: Mapping[int, list[Command]], verdict: Verdict) -> None:
+    _go_without(stored, stored.store.ask(commands)[1], verdict)
+
+
+def _go_without(stored: StoredRows, failures: Mapping[int, StoreError], verdict: Verdict) -> None:
     for shard, error in failures.items():
-        found.pop(shard, None)
-        lose(shard, error)
-
-
-def _ask(
-    stored: StoredRows, commands: dict[int, list[Command]], found: dict[int, Found], lose: Callable[[int, StoreError], None]
-) -> None:
-    for shard, error in stored.store.ask(commands)[1].items():
-        found.pop(shard, None)
-        lose(shard, error)
+        verdict.trusted.pop(shard, None)
+        stored.go_without(shard, error)
 
 
 def _present(
@@ -258,43 +132,16 @@ def _present(
     return present, failures
 
 
-def joins(stored: StoredRows, found: Mapping[int, Found]) -> list[int]:
-    """The shards that come in, and that no owner before has come to: nothing of a lane is there, and nothing of it has moved. found: by shard."""
-    said = [there.migrated for there in found.values() if there.migrated is not None]
-    if any(one.version == stored.placement.version and one.end for one in said):
-        return []
-    return [shard for shard in stored.placement.joining if shard in found and not found[shard].marked and not found[shard].rows]
-
-
-def _join(
-    stored: StoredRows, lane: int, found: dict[int, Found], taking: Taking, lose: Callable[[int, StoreError], None]
-) -> None:
-    """Have shards that come in take part."""
-    marker = Marker(taking.number, taking.number)
-    stamp = Migrated(stored.placement.version, taking.term, 0, 0, False, taking.number, 0)
-    coming = joins(stored, found)
-    commands: dict[int, list[Command]] = {
-        shard: [("HSET", stored.key(lane, shard), MARKER, marker.stored(), MIGRATED, stamp.stored())] for shard in coming
-    }
-    _ask(stored, commands, found, lose)
-    for shard in coming:
-        if shard in found:
-            found[shard] = replace(found[shard], marker=marker, marked=True, migrated=stamp)
-
-
-def _names(stored: StoredRows, lane: int, at: Halfway, given: np.ndarray) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
-    """The fields, uint64 [n], of all rows and parity rows that there may be in the last chunk: by where they were, and by where they go."""
-    by_source: dict[int, list[np.ndarray]] = {}
-    by_target: dict[int, list[np.ndarray]] = {}
-    if at.begin is not None and (at.unfinished or at.undone):
-        stripes, shards = stored.lane_stripes(lane, given), stored.placement.shard_count
-        (table, first), (last_table, last) = cursor_place(at.begin), cursor_place(at.end)
-        while table <= last_table and table < len(stored.layouts):
-            end = last if table == last_table else -(-int(given[table]) // stripes.k)
-            moving = migrating_rows(stripes, table, first, COMMAND_ROWS, shards, end)
-            for shard in np.unique(moving.source).tolist():
-                by_source.setdefault(shard, []).append(moving.fields[moving.source == shard])
-            for shard in np.unique(moving.target).tolist():
-                by_target.setdefault(shard, []).append(moving.fields[moving.target == shard])
-            table, first = (table + 1, 0) if moving.whole else (table, moving.end)
-    return tuple({shard: np.concatenate(parts) for shard, parts in one.items()} for one in (by_source, by_target))  # type: ignore[return-value]
+def _names(stored: StoredRows, lane: int, move: Halfway, chunk: Migrated, given: np.ndarray) -> dict[int, np.ndarray]:
+    """The fields, uint64 [n], of all rows and parity rows that a chunk may leave: where they were, or, if it is undone, where they go."""
+    parts: dict[int, list[np.ndarray]] = {}
+    stripes, shards = stored.lane_stripes(lane, given), stored.placement.shard_count
+    (table, first), (last_table, last) = cursor_place(chunk.begin), cursor_place(chunk.end)
+    while table <= last_table and table < len(stored.layouts):
+        end = last if table == last_table else -(-int(given[table]) // stripes.k)
+        moving = migrating_rows(stripes, table, first, COMMAND_ROWS, shards, end)
+        at = moving.target if move.undone else moving.source
+        for shard in np.unique(at).tolist():
+            parts.setdefault(shard, []).append(moving.fields[at == shard])
+        table, first = (table + 1, 0) if moving.whole else (table, moving.end)
+    return {shard: np.concatenate(of_shard) for shard, of_shard in parts.items()}

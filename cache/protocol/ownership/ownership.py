@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from foreload.cache.client.resp import MIGRATED
 from foreload.cache.client.store import Store
-from foreload.cache.errors import ForeignKey, StoreAuth, StoreError, StoreFull, StoreUnavailable
-from foreload.cache.protocol.ownership.interrupted_migration import Taking, agreed, finish_migration, stamp_of_nothing, strangers
-from foreload.cache.protocol.shards.fence import Found, fence_all, foreign_key, look_at
+from foreload.cache.errors import ForeignKey, StoreAuth, StoreError, StoreFull
+from foreload.cache.protocol.ownership.interrupted_migration import finish_migration, stamp_of_nothing
+from foreload.cache.protocol.ownership.verdict import Expect, Verdict, judge
+from foreload.cache.protocol.shards.fence import Found, fence_everywhere, foreign_key, look_at
 from foreload.cache.protocol.shards.marker import Marker
-from foreload.cache.protocol.shards.namespace import is_of
+from foreload.cache.protocol.shards.namespace import are_of, is_of
 from foreload.cache.protocol.shards.reading import StoredRows
 
 
@@ -32,118 +32,134 @@ class Ownership:
 
 
 UNFENCED = Ownership()
+_REFUSALS = (ForeignKey, StoreFull, StoreAuth)  # of a shard that answers
 
 
-def inspect_shards(
-    store: Store,
-    namespace: str,
-    look: Callable[[int], Mapping[int, Found]],
-    belongs: Callable[[int], bool] = lambda shard: True,
-    may_lose: bool = False,
-) -> Iterator[tuple[int, Mapping[int, Found] | None]]:
-    """Each store shard with what `look` finds of its lanes; None for one that is down, or is none of the run's.
+@dataclass(frozen=True, slots=True)
+class FoundLanes:
+    """What lanes have on the store shards.
 
-    One on which another program wrote a key of a lane, or the run's note, is given up, and counts as down.
-    may_lose: one that refuses is given up, and counts as down. Raises StoreError.
+    lanes: by lane and shard. absent: why nothing is known of the other shards. failed: those of them that neither refused what they were asked, nor
+    were down before, but stopped answering meanwhile.
     """
+
+    lanes: Mapping[int, Mapping[int, Found]]
+    absent: Mapping[int, StoreError]
+    failed: Collection[int] = ()
+
+
+def look(store: Store, namespace: str, lanes: Collection[int]) -> FoundLanes:
+    """Look at lanes on every store shard, and change nothing. Raises StoreError for a shard that fails meanwhile."""
+    found: dict[int, dict[int, Found]] = {lane: {} for lane in lanes}
+    absent = store.down
     for shard in store.used:
-        by_lane = None
-        try:
-            if shard not in store.down and belongs(shard):
-                by_lane = look(shard)
-                if (foreign := foreign_key(by_lane)) is not None:
-                    raise foreign
-        except ForeignKey as error:
+        by_lane = {} if shard in absent else look_at(store, shard, namespace, list(lanes))
+        if (foreign := foreign_key(by_lane)) is not None:
+            absent[shard] = foreign
+            store.give_up(shard, foreign)
+            continue
+        for lane, there in by_lane.items():
+            found[lane][shard] = there
+    return FoundLanes(found, absent)
+
+
+def fence_lanes(stored: StoredRows, lanes: Collection[int], ownership: Ownership) -> FoundLanes:
+    """Fence lanes on every store shard, on all shards at once. The shards must be noted as the run's. Raises Fenced, StoreError."""
+    store, name, shards, down = stored.store, stored.namespace, stored.placement.live, stored.store.down
+    absent: dict[int, StoreError] = {}
+    if ownership.identity is not None:
+        own = are_of(store, name, ownership.identity)
+        absent = {
+            shard: StoreError(f"store {stored.shards.urls[shard]}: is not shard {shard} of namespace {name}; check --store")
+            for shard in shards
+            if not own.get(shard, False)
+        }
+    absent |= store.down
+    found = {}
+    for lane in lanes:
+        epochs = stored.shards.of(lane).epochs
+        asked = {shard: epochs[shard] for shard in shards if shard not in absent}
+        found[lane], failures = fence_everywhere(store, list(asked), name, lane, ownership.term, asked)
+        absent |= failures
+        for shard, there in found[lane].items():
+            epochs[shard] = there.epoch
+    failed = [shard for shard in store.down if shard not in down and not isinstance(absent[shard], _REFUSALS)]
+    for shard, error in absent.items():
+        if isinstance(error, ForeignKey):
             store.give_up(shard, error)
-            by_lane = None
-        except (StoreFull, StoreAuth) as error:
-            if not may_lose:
-                raise
-            store.give_up(shard, StoreUnavailable(str(error)))
-        yield shard, by_lane
+    known = {lane: {shard: there for shard, there in of_lane.items() if shard not in absent} for lane, of_lane in found.items()}
+    return FoundLanes(known, absent, failed)
 
 
 def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[int, int]) -> None:
-    """Fence lanes on every store shard, and lose (in stored.shards) those that do not have all of their rows.
+    """Fence lanes of a stopped run on every store shard, and lose (in stored.shards) those that do not have all of their rows.
 
     stored must know the lanes' stripes. last_batches: of each lane the number of its last write-back batch. Raises Fenced, StoreError, and RowsLost
     where parity does not cover what is lost.
     """
+    found = fence_lanes(stored, last_batches, ownership)
+    lose_absent(stored, found)
+    verdicts = {}
+    for lane, number in last_batches.items():
+        verdict = verdicts[lane] = judge(stored.placement, found.lanes[lane], Expect.stopped(number))
+        finish_migration(stored, lane, verdict, ownership.term, stored.stripes_of(lane).written.counts)
+        for shard in verdict.stale:
+            stored.go_without(shard, StoreError(_lacks_rows(stored, shard)))
     doubtful: dict[int, None] = {}  # shards with the right marker and another number of rows; a dict keeps them in order
-    fenced_shards = inspect_shards(
-        stored.store,
-        stored.namespace,
-        lambda shard: fence_all(stored.store, shard, stored.namespace, list(last_batches), ownership.term),
-        lambda shard: ownership.has(stored.store, stored.namespace, shard),
-        may_lose=bool(stored.placement.r),
-    )
-    found: dict[int, Mapping[int, Found]] = {}
-    for shard, fenced in fenced_shards:
-        if fenced is None and not stored.placement.r:
-            raise stored.store.down.get(shard) or StoreError(
-                f"store {stored.shards.urls[shard]}: is not shard {shard} of namespace {stored.namespace}; check --store"
-            )
-        if fenced is None:
-            lose(stored, shard)
-            continue
-        for lane, there in fenced.items():
-            stored.shards.of(lane).epochs[shard] = there.epoch
-        found[shard] = fenced
-    _finish_migrations(stored, found, last_batches, ownership.term)
-    expected = {lane: stored.expected(lane) for lane in last_batches}
-    for shard, fenced in found.items():
-        for lane, there in fenced.items():
-            own = stored.shards.of(lane)
-            if not last_batches[lane] and (there.marked or there.rows):
-                # Batch 0: nothing of this run is there. It is what an earlier owner wrote between the removal of its rows and the fence.
-                stored.store.command(shard, "UNLINK", stored.key(lane, shard))
-                own.migrated[shard] = None
-                there = replace(there, marked=False, rows=0)
-            if not last_batches[lane]:
-                if stamp := stamp_of_nothing(stored, lane, ownership.term):
-                    stored.store.command(shard, "HSET", stored.key(lane, shard), MIGRATED, stamp.stored())
-                    own.migrated[shard] = stamp
-                continue
-            has_all = own.has_all(shard, there.rows, int(expected[lane][shard]), shard in stored.placement.keeping)
-            must = int(expected[lane][shard] + own.leftover[shard])
-            if there.marked:
-                own.held[shard] = must
-            if there.marker != Marker(last_batches[lane], last_batches[lane]):
-                lose(stored, shard)
-            elif not has_all:
-                doubtful[shard] = None
-            if not stored.placement.r and (shard in stored.shards.lost or shard in doubtful):
-                raise StoreError(
-                    f"store {stored.shards.urls[shard]}: lost rows of lane {lane}: has {there.rows} of {must}, up to write-back "
-                    f"batch {there.marker} of {last_batches[lane]}; restore it and --resume, or start again with --overwrite"
-                )
+    for lane, verdict in verdicts.items():
+        known = {**found.lanes[lane], **verdict.trusted}
+        there = {shard: one for shard, one in known.items() if shard not in stored.shards.lost}
+        if verdict.expect.number:
+            doubtful |= dict.fromkeys(_count(stored, lane, verdict, there))
+        else:
+            _empty(stored, lane, there, ownership.term)
     stored.shards.check_covered()
     for shard in doubtful:
         # One that is too many is kept: the rows that it lacks are decoded when they are asked for.
         stored.lose(shard, _lacks_rows(stored, shard))
 
 
-def _finish_migrations(
-    stored: StoredRows, found: dict[int, Mapping[int, Found]], last_batches: Mapping[int, int], term: int
-) -> None:
-    """Where rows move, find how far each lane has, and bring its last chunk to its end. found: by shard and lane, brought up to date."""
+def _count(stored: StoredRows, lane: int, verdict: Verdict, found: Mapping[int, Found]) -> list[int]:
+    """Lose the shards that are not trusted with a lane, and compare how many rows the others have with how many a stopped run must have there.
 
-    def fails(shard: int, error: StoreError) -> None:
-        if not stored.placement.r:
+    found: what there is, by shard. Returns the shards with another number. Without parity, raises StoreError for these, too.
+    """
+    own, expected, number, doubtful = stored.shards.of(lane), stored.expected(lane), verdict.expect.number, []
+    for shard, there in found.items():
+        has_all = own.has_all(shard, there.rows, int(expected[shard]), shard in stored.placement.keeping)
+        must = int(expected[shard] + own.leftover[shard])
+        if there.marked:
+            own.held[shard] = must
+        if not stored.placement.r and not (has_all and shard in verdict.trusted):
+            raise StoreError(
+                f"store {stored.shards.urls[shard]}: lost rows of lane {lane}: has {there.rows} of {must}, up to write-back "
+                f"batch {there.marker} of {number}; restore it and --resume, or start again with --overwrite"
+            )
+        if shard not in verdict.trusted:
+            lose(stored, shard)
+        elif not has_all:
+            doubtful.append(shard)
+    return doubtful
+
+
+def _empty(stored: StoredRows, lane: int, found: Mapping[int, Found], term: int) -> None:
+    """Begin with a lane that has no batch yet: what is there, an earlier owner wrote between the removal of its rows and the fence."""
+    own, stamp = stored.shards.of(lane), stamp_of_nothing(stored, lane, term)
+    for shard, there in found.items():
+        if there.marked or there.rows:
+            stored.store.command(shard, "UNLINK", stored.key(lane, shard))
+            own.migrated[shard] = None
+        if stamp is not None:
+            stored.store.command(shard, "HSET", stored.key(lane, shard), MIGRATED, stamp.stored())
+            own.migrated[shard] = stamp
+
+
+def lose_absent(stored: StoredRows, found: FoundLanes) -> None:
+    """Go on without the shards of which nothing is known. Raises the error of one that stopped answering; without parity, of any."""
+    for shard, error in found.absent.items():
+        if shard in found.failed or not stored.placement.r:
             raise error
-        stored.shards.lose(shard, str(error))
-
-    for lane, number in last_batches.items():
-        whole = Marker(number, number)
-        of_lane = {shard: lanes[lane] for shard, lanes in found.items() if lanes[lane].marker in (whole, Marker(0, 0))}
-        given = stored.stripes_of(lane).written.counts if stored.placement.migrating else np.zeros(0, np.int64)
-        stale = finish_migration(stored, lane, of_lane, Taking(term, number, given), fails)
-        for shard, there in of_lane.items():
-            found[shard] = {**found[shard], lane: there}
-        for shard in stale:
-            fails(shard, StoreError(_lacks_rows(stored, shard)))
-    for shard in stored.shards.lost.keys() & found.keys():
-        del found[shard]
+        lose(stored, shard)
 
 
 def lose(stored: StoredRows, shard: int) -> None:
@@ -161,39 +177,27 @@ def find_rows(stored: StoredRows, last_batches: Sequence[int]) -> None:
 
     last_batches: as for `stale_shards`. Without parity a shard that lacks rows is noticed when it is read. Raises StoreError, RowsLost.
     """
-    numbers = dict(enumerate(last_batches))
-    found: dict[int, dict[int, Found]] = {lane: {} for lane in numbers}
-    look = partial(look_at, stored.store, namespace=stored.namespace, lanes=list(numbers))
-    for shard, lanes in inspect_shards(stored.store, stored.namespace, look):
-        if lanes is None and not stored.placement.r:
-            raise stored.store.down[shard]
-        if lanes is None:
+    found = look(stored.store, stored.namespace, range(len(last_batches)))
+    lose_absent(stored, found)
+    for lane, number in enumerate(last_batches):
+        own = stored.shards.of(lane)
+        for shard, there in found.lanes[lane].items():
+            own.epochs[shard] = there.epoch
+        verdict = judge(stored.placement, found.lanes[lane], Expect.stopped(number))
+        if verdict.move is not None:
+            own.places.migrated = np.uint64(verdict.move.cursor)
+        for shard in [*verdict.refused, *verdict.stale] if stored.placement.r else ():
             lose(stored, shard)
-            continue
-        for lane, there in lanes.items():
-            stored.shards.of(lane).epochs[shard] = there.epoch
-            coming = shard in stored.placement.joining and not there.marked and not there.rows
-            if stored.placement.r and there.marker != Marker(numbers[lane], numbers[lane]) and not coming:
-                lose(stored, shard)
-            else:
-                found[lane][shard] = there
-    for lane, of_lane in found.items():
-        for shard in strangers(stored.placement, of_lane) if stored.placement.r and numbers[lane] else ():
-            if not stored.placement.migrating:
-                lose(stored, shard)
-    if stored.placement.migrating:
-        for lane, of_lane in found.items():
-            at = agreed(stored.placement, of_lane, numbers[lane])
-            stored.shards.of(lane).places.migrated = np.uint64(at.cursor)
-            for shard in at.stale:
-                stored.lose(shard, _lacks_rows(stored, shard))
     stored.shards.check_covered()
 
 
 def stale_shards(store: Store, namespace: str, last_batches: Sequence[int]) -> list[int]:
     """The store shards that cannot be reached, or whose marker of a lane is not that of the lane's write-back batch `last_batches[lane]`."""
-    whole = {lane: Marker(number, number) for lane, number in enumerate(last_batches)}
-    inspected = inspect_shards(store, namespace, partial(look_at, store, namespace=namespace, lanes=list(whole)))
-    return [
-        shard for shard, lanes in inspected if lanes is None or {lane: there.marker for lane, there in lanes.items()} != whole
-    ]
+    found = look(store, namespace, range(len(last_batches)))
+    wrong = {
+        shard
+        for lane, number in enumerate(last_batches)
+        for shard, there in found.lanes[lane].items()
+        if there.marker != Marker(number, number)
+    }
+    return sorted(wrong | found.absent.keys())

@@ -64,6 +64,12 @@ def _looks(key: bytes) -> list[tuple[bytes | str, ...]]:
     return [("HGET", key, MARKER), ("HGET", key, MIGRATED), ("HLEN", key)]
 
 
+def _closes(old: bytes, known: bytes, new: bytes | None) -> list[tuple[bytes | str, ...]]:
+    """The commands that leave a string where a lane's hash was, and where an owner that knew a later epoch may still write. new: for the hash."""
+    rename: list[tuple[bytes | str, ...]] = [] if new is None else [("RENAME", old, new)]
+    return [*rename, *(("SET", key, _FENCED) for key in dict.fromkeys((old, known)))]
+
+
 def foreign_key(found: Mapping[int, Found]) -> ForeignKey | None:
     """Return why a store shard is lost on which another program wrote a key of a lane, or None if none is. found: by lane."""
     return next((there.foreign for there in found.values() if there.foreign is not None), None)
@@ -99,23 +105,15 @@ def judge_wrong_type(url: StoreUrl, namespace: str, epochs: Mapping[int, int], r
         return error
 
 
-def fence(store: Store, shard: int, namespace: str, lane: int, term: int, known: int = 0, empty: bool = False) -> Found:
-    """Make a lane's older connections to a store shard harmless.
-
-    known: an epoch that was set there before, which must not be used again, though a server that was emptied does not remember it. empty: the shard
-    is to be emptied of the lane, so another program's key is replaced; else it stays where it is. Raises
-    Fenced where an owner of a higher term was there first, ForeignKey, StoreError and StoreUnavailable as `Store.command` does.
-    """
-    found, failures = fence_everywhere(store, [shard], namespace, lane, term, {shard: known}, empty)
-    if failures:
-        raise failures[shard]
-    return found[shard]
-
-
 def fence_everywhere(
     store: Store, shards: Sequence[int], namespace: str, lane: int, term: int, known: Mapping[int, int], empty: bool = False
 ) -> tuple[dict[int, Found], dict[int, StoreError]]:
-    """`fence` on several shards at once: what was found by shard, and why there is nothing of the others. known: by shard. Raises Fenced."""
+    """Make a lane's older connections to store shards harmless, on all at once. Returns what was found by shard, and why there is nothing of others.
+
+    known: by shard, 0 or an epoch that was set there before, which must not be used again, though a server that was emptied does not remember it.
+    empty: the shards are to be emptied of the lane, so another program's key is replaced; else it stays, and the shard fails with ForeignKey.
+    Raises Fenced where an owner of a higher term was there first, and StoreError.
+    """
     name = epoch_key(namespace, lane)
     found: dict[int, Found] = {}
     failures: dict[int, StoreError] = {}
@@ -140,7 +138,7 @@ def fence_everywhere(
         begun, failed = store.ask({shard: [plain_of_any("HLEN", old[shard]), ("MULTI",)] for shard in epochs})
         failures |= failed
         # No owner of an earlier term can have come to such an epoch, also where a server that was emptied does not remember any.
-        last = {shard: max(epochs[shard], known.get(shard, 0), term * _EPOCHS) for shard in begun}
+        last = {shard: max(epochs[shard], known[shard], term * _EPOCHS) for shard in begun}
         queued: dict[int, list[tuple[bytes | str, ...]]] = {}
         foreign = {shard for shard, (fields, _) in begun.items() if fields is WRONG_TYPE and not empty}
         for shard, (there, _) in begun.items():
@@ -148,13 +146,9 @@ def fence_everywhere(
                 # No older connection can write there, and nothing is the run's: only the term is noted.
                 queued[shard] = [("SET", name, b"%d %d" % (epochs[shard], term)), ("EXEC",)]
                 continue
-            new = lane_key(namespace, lane, last[shard] + 1)
-            rename: list[tuple[bytes | str, ...]] = [("RENAME", old[shard], new)] if there and there is not WRONG_TYPE else []
-            # The string stands where the hash was, and where an owner that knew the later epoch may still write.
-            passed = dict.fromkeys((old[shard], lane_key(namespace, lane, known.get(shard, epochs[shard]))))
-            closed: list[tuple[bytes | str, ...]] = [("SET", key, _FENCED) for key in passed]
-            looked: list[tuple[bytes | str, ...]] = [*_looks(new), ("EXEC",)]
-            queued[shard] = [*rename, *closed, ("SET", name, b"%d %d" % (last[shard] + 1, term)), *looked]
+            new, is_hash = lane_key(namespace, lane, last[shard] + 1), bool(there) and there is not WRONG_TYPE
+            closed = _closes(old[shard], lane_key(namespace, lane, known[shard]), new if is_hash else None)
+            queued[shard] = [*closed, ("SET", name, b"%d %d" % (last[shard] + 1, term)), *_looks(new), ("EXEC",)]
         done, failed = store.ask(queued)
         failures |= failed
         for shard, answers in done.items():
@@ -202,5 +196,11 @@ def fence_all(
     known: Mapping[int, int] | None = None,
     empty: bool = False,
 ) -> dict[int, Found]:
-    """`fence` of several lanes."""
-    return {lane: fence(store, shard, namespace, lane, term, (known or {}).get(lane, 0), empty) for lane in lanes}
+    """`fence_everywhere` of several lanes on one shard, whose failure is raised. Returns what was found, by lane. known: by lane."""
+    found = {}
+    for lane in lanes:
+        there, failures = fence_everywhere(store, [shard], namespace, lane, term, {shard: (known or {}).get(lane, 0)}, empty)
+        if failures:
+            raise failures[shard]
+        found[lane] = there[shard]
+    return found

@@ -123,6 +123,12 @@ class StoredRows:
             self.shards.lose(shard, why)
         return covered
 
+    def go_without(self, shard: int, error: StoreError) -> None:
+        """Lose a shard, whether parity covers that or not. Without parity, raise the error instead."""
+        if not self.placement.r:
+            raise error
+        self.shards.lose(shard, str(error))
+
     def expected(self, lane: int) -> np.ndarray:
         """How many rows and parity rows of a lane every shard has, by arithmetic: int64 [shards]."""
         return count_rows(self.stripes_of(lane), len(self.layouts), self.placement.shard_count).fields

@@ -181,6 +181,14 @@ def test_what_shards_say_of_a_migration_decides_who_is_trusted_and_how_far_it_is
     assert (list(verdict.trusted), verdict.stale) == ([0, 1, 3], [2]), "a batch never goes before all have the chunk"
 
 
+def test_what_a_shard_with_another_marker_says_of_a_migration_does_not_count() -> None:
+    before, done = Migrated(1, 1, 0, 100, False, N, 0), Migrated(1, 1, 100, 200, False, N, 0, (3,))
+    found = {shard: whole(N, 0, before) for shard in range(3)} | {3: whole(N - 5, 0, done)}
+    verdict = judge(JOINING, found, Expect.logged(logged(N, N - 1)))
+    assert verdict.move is not None
+    assert (verdict.move.cursor, list(verdict.trusted), verdict.refused) == (100, [0, 1, 2], [3])
+
+
 @pytest.mark.parametrize("placement", [JOINING, COMPLETED], ids=["rows move", "rows moved"])
 def test_where_no_shard_is_trusted_none_is(placement: Placement) -> None:
     verdict = judge(placement, {0: whole(N - 5), 1: NOTHING}, Expect.logged(logged(N, N - 1)))

@@ -26,6 +26,7 @@ from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.ownership.batch_log import FileLog
 from foreload.cache.protocol.ownership.ownership import Ownership
+from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.schedule.at_work import at_work
 from foreload.pipelines.schedule.reader import Schedule
@@ -41,9 +42,9 @@ from foreload.trainer.checkpoints.writable import LOCK
 from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.run.directory import CHECKPOINTS, STORES, Run
 from foreload.trainer.run.manifest import Status
+from foreload.trainer.saved.at_rest import find_at_rest
 from foreload.trainer.saved.digest import Digest
 from foreload.trainer.saved.model_rows import model_rows
-from foreload.trainer.saved.rows_at_rest import stored_rows_at
 
 STOPPED_AT = 40
 
@@ -263,7 +264,8 @@ def test_a_shard_may_be_lost_while_rows_are_brought_to_the_store(case: Case, tmp
         assert rows.lost == [2]
         with Store.connect(servers.urls, timedelta(seconds=5), 1) as store:
             at = Start(contents.step, tuple(rows.batches[str(lane)] for lane in range(contents.run.lanes)))
-            stored = stored_rows_at(store, placement, contents.tables, "new", schedule, at)
+            stored = StoredRows(store, placement, contents.tables, "new")
+            find_at_rest(stored, schedule, at)
             model = model_rows(schedule, contents.step, stored, at.last_batches)
             names = [layout.name for layout in contents.tables]
             assert Digest().model(dense_of(checkpoint), names, model) == case.digest.strip()

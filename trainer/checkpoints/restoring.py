@@ -11,13 +11,10 @@ import numpy as np
 
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.ownership.batch_log import BatchLog
-from foreload.cache.protocol.ownership.ownership import Ownership, take_over
-from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.ownership.ownership import Ownership
 from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.rows.staging import EndedRows
-from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel
 from foreload.trainer.assembly.dense_file import load_dense, write_dense
@@ -30,6 +27,7 @@ from foreload.trainer.errors import CheckpointError
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.manifest import Inexact, Manifest
 from foreload.trainer.run.resume import continued
+from foreload.trainer.saved.owned_at_rest import owned_lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,22 +104,19 @@ def restore_rows(
     store: Store,
     placement: Placement,
     namespace: str,
-    log: BatchLog,
+    log: BatchLog | None,
     ownership: Ownership,
     on_rows: Callable[[int], object],
 ) -> RestoredRows:
     """Write every row of a checkpoint, with its parity, to a store on which the run's lanes have nothing, or what an earlier attempt left.
 
-    on_rows: called with how many more were handed over. Raises CheckpointError, and CacheError as training does.
+    log: None without parity. on_rows: called with how many more were handed over. Raises CheckpointError, and CacheError as training does.
     """
     contents = checkpoint.contents
     lanes, tables = contents.run.lanes, len(contents.tables)
     stored = StoredRows(store, placement, contents.tables, namespace)
-    stored.stripes = lambda lane: LaneStripes.of(placement, lane, np.zeros(tables, np.int64))
-    take_over(stored, ownership, dict.fromkeys(range(lanes), 0))
-    with Traffic(stored, 0, log=log, ownership=ownership) as traffic:
-        for lane in range(lanes):
-            traffic.add_lane(LanePlan(lane, iter(())))
+    nothing = np.zeros((lanes, tables), np.int64)
+    with owned_lanes(stored, ownership, log, [0] * lanes, nothing, step=-1) as traffic:
         boundaries = [0] * lanes
         for table, lane in product(range(tables), range(lanes)):
             # Each row once, in the order of ordinals, so that the rows of a stripe come together.

@@ -92,5 +92,5 @@ def _read(saved: StoppedRun, lane: int, ordinals: np.ndarray, rows: TableRows) -
     layout = saved.layouts[rows.table]
     table = np.full(len(ordinals), rows.table, np.int16)
     expected = RowColumns(table, ordinals, rows.id[ordinals], rows.tag[ordinals])
-    stored = lane_rows(saved.stored, lane, expected, rows.exact[ordinals], saved.last_batches[lane])
+    stored = lane_rows(saved.stored, lane, expected, rows.exact[ordinals], saved.status.last_batches[lane])
     return CheckpointRows(expected.id, stored.tag, stored.weights[:, : layout.width], stored.state[:, : layout.state_width])

@@ -60,8 +60,8 @@ from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_trainable, resumed, why_ended
 from foreload.trainer.run.servers import asked, open_stores, servers_of, with_named
-from foreload.trainer.saved.at_rest import rebuild_at_end
 from foreload.trainer.saved.kept import keep_schedule, open_schedule
+from foreload.trainer.saved.rebuild import rebuild_at_end
 from foreload.trainer.saved.run_rows import delete_replaced
 from foreload.trainer.saved.stopped_run import stopped_run_at
 

@@ -11,7 +11,6 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_urls
 from foreload.cache.errors import StoreFull
-from foreload.cache.protocol.ownership.batch_log import FileLog
 from foreload.cache.protocol.ownership.ownership import Ownership
 from foreload.cache.protocol.shards.namespace import FolderId, claim, foreign_note, owner
 from foreload.pipelines.schedule.reader import Schedule
@@ -29,6 +28,7 @@ from foreload.trainer.run.reach import reach
 from foreload.trainer.run.reported import reported_step
 from foreload.trainer.run.resume import check_code_of_run, check_place
 from foreload.trainer.run.servers import asked, servers_of, with_named
+from foreload.trainer.saved.at_rest import log_of
 from foreload.trainer.saved.row_check import check_rows
 from foreload.trainer.saved.run_rows import own_rows
 
@@ -132,8 +132,11 @@ def restore(job: TrainJob, run: Run, checkpoint: Checkpoint, start: Status, loca
         urls = local.urls if local is not None else servers_of(run, str(job.store))
         with claimed(job, run, manifest, start, urls):
             ownership = Ownership(start.term, manifest.identity)
-            with Store(asked(urls), job.store_silence) as store, progress_bar(checkpoint.row_count, "row") as bar:
-                log = FileLog(run.path / LOG)
+            with (
+                Store(asked(urls), job.store_silence) as store,
+                log_of(run) as log,
+                progress_bar(checkpoint.row_count, "row") as bar,
+            ):
                 rows = restore_rows(checkpoint, store, run.placement, manifest.namespace, log, ownership, bar.update)
             restore_dense(checkpoint, run.dense(contents.step))
             if local is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -12,7 +12,6 @@ from functools import partial
 from foreload.cache.client.local import clear_removed
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.shards.namespace import claim
 from foreload.trainer.cluster.messages.control import AskMove, Refused, ask
 from foreload.trainer.errors import RunError
 from foreload.trainer.job.job_layouts import layouts_of
@@ -21,14 +20,13 @@ from foreload.trainer.run.directory import STORES, Run, locked
 from foreload.trainer.run.event_log import EventLog, RowsMove, RowsMoved
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.progress_bar import progress_bar
-from foreload.trainer.run.servers import asked, left_over, open_stores, plain, servers_of, with_servers
+from foreload.trainer.run.servers import left_over, plain, with_servers
 from foreload.trainer.run.shard_change import ShardChange
-from foreload.trainer.saved.at_rest import PATIENCE, owned_at_rest
+from foreload.trainer.saved.at_rest import opened_rows, servers_at_rest
 from foreload.trainer.saved.kept import schedule_of
 from foreload.trainer.saved.migration import NewServers, check_whole
-from foreload.trainer.saved.row_check import check_rows
+from foreload.trainer.saved.owned_at_rest import PATIENCE, owned_at_rest
 from foreload.trainer.saved.run_rows import own_rows
-from foreload.trainer.saved.stopped_run import leave_stores
 
 _ASK_TIMEOUT = timedelta(minutes=1)  # the launcher looks at the new servers first
 REBUILT_BY_RESUME = "foreload train --resume, with a server there, rebuilds it"
@@ -74,7 +72,15 @@ def _move_at_rest(moved: Run, store: str | None, change: ShardChange, folder_mov
     """Move the rows of a run that does not train; returns the placement by which they did."""
     status = _status_of(moved)
     events = EventLog(moved.path, status.step, status.term + 1)
-    with _servers(moved, store, status, folder_moved) as (urls, servers):
+    with servers_at_rest(moved, status, store) as at_rest:
+        at_rest.changed = True
+        urls = at_rest.urls
+        with _opened(moved, status, urls) as opened:
+            own_rows(moved, opened, folder_moved)
+            at_rest.of_the_stop = True
+        manifest, schedule = moved.manifest, schedule_of(moved)
+        room = partial(check_room, manifest, schedule, layouts_of(manifest.training_job, schedule.header.features))
+        servers = NewServers(manifest, manifest.training_job.store_silence, at_rest.local, room)
         if not moved.placement.migrating:
             placement = change.placement_after(moved.placement, urls)
             urls = servers.made_ready(change.urls, placement, urls)
@@ -88,7 +94,7 @@ def _move_at_rest(moved: Run, store: str | None, change: ShardChange, folder_mov
                 f"stores {change.change}: its rows are on their way to other store shards already, as an earlier command asked; the same "
                 "command, or --resume, goes on with that"
             )
-        with _opened(moved, urls, status) as opened:
+        with _opened(moved, status, urls) as opened:
             _move(moved, opened)
     # What local stores save goes with either placement until then.
     before = moved.placement
@@ -97,27 +103,6 @@ def _move_at_rest(moved: Run, store: str | None, change: ShardChange, folder_mov
     events.note(RowsMoved(joining=before.joining, leaving=before.leaving))
     _leave(moved, servers)
     return before
-
-
-@contextlib.contextmanager
-def _servers(moved: Run, store: str | None, status: Status, folder_moved: bool) -> Iterator[tuple[tuple[str, ...], NewServers]]:
-    """The URLs of a run's shards by number, and what makes further ones ready; its local stores run meanwhile, and are saved then.
-
-    Raises RunError and CacheError where a shard lacks rows: it is made whole first.
-    """
-    local = open_stores(moved, status)
-    whole = False
-    with contextlib.ExitStack() as stack:
-        if local is not None:
-            local.start()
-            stack.callback(lambda: leave_stores(local, whole, changed=True))
-        urls = servers_of(moved, store)
-        with _opened(moved, urls, status) as opened:
-            own_rows(moved, opened, folder_moved)
-            whole = True
-        manifest, schedule = moved.manifest, schedule_of(moved)
-        room = partial(check_room, manifest, schedule, layouts_of(manifest.training_job, schedule.header.features))
-        yield urls, NewServers(manifest, manifest.training_job.store_silence, local, room)
 
 
 def _status_of(moved: Run) -> Status:
@@ -131,14 +116,9 @@ def _status_of(moved: Run) -> Status:
     return status
 
 
-@contextlib.contextmanager
-def _opened(moved: Run, urls: tuple[str, ...], status: Status) -> Iterator[Store]:
+def _opened(moved: Run, status: Status, urls: Sequence[str]) -> AbstractContextManager[Store]:
     """The servers of a run, with all of its rows. Raises RunError and CacheError where one lacks any: it is made whole first."""
-    manifest = moved.manifest
-    with Store(asked(urls), manifest.training_job.store_silence) as opened:
-        claim(opened, manifest.namespace, manifest.identity, "resume")
-        check_rows(moved, opened, status)
-        yield opened
+    return opened_rows(moved, status, urls, moved.manifest.training_job.store_silence)
 
 
 def _move(moved: Run, opened: Store) -> None:

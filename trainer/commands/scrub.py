@@ -15,8 +15,6 @@ from typing import TypeVar
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
-from foreload.cache.protocol.ownership.batch_log import FileLog
-from foreload.cache.protocol.ownership.ownership import Ownership
 from foreload.cache.protocol.ownership.recovery import recover
 from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.repair.findings import Findings
@@ -33,10 +31,10 @@ from foreload.trainer.cluster.messages.control import (
     training_status,
 )
 from foreload.trainer.errors import RunError
-from foreload.trainer.job.job_layouts import layouts_of
-from foreload.trainer.run.directory import LOG, SCRUB, STORES, Run, locked
+from foreload.trainer.run.directory import SCRUB, STORES, Run, locked
 from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.servers import asked, servers_of
+from foreload.trainer.saved.at_rest import log_of, next_owner, stored_rows
 from foreload.trainer.saved.expected_rows import given_ordinals, table_rows, write_expected_rows
 from foreload.trainer.saved.kept import schedule_of
 from foreload.trainer.saved.run_rows import own_rows
@@ -115,22 +113,21 @@ def run(path: str, store: str | None, moved: bool = False) -> Scrubbed:
         with locked(scrubbed_run.path), _broken_off(scrubbed_run, store, moved) as (stored, schedule):
             return _scrub(stored, schedule, None, [None] * scrubbed_run.manifest.lanes)
     with open_stopped(path, store, own=partial(own_rows, moved=moved)) as saved:
-        return _scrub(saved.stored, saved.schedule, saved.status.step, list(saved.last_batches))
+        return _scrub(saved.stored, saved.schedule, saved.status.step, list(saved.status.last_batches))
 
 
 @contextlib.contextmanager
 def _broken_off(scrubbed_run: Run, urls: str | None, moved: bool) -> Iterator[tuple[StoredRows, Schedule]]:
     """The rows of a run whose trainers died, every lane's last batch finished."""
-    manifest = scrubbed_run.manifest
-    job, schedule = manifest.training_job, schedule_of(scrubbed_run)
-    with Store.connect(asked(servers_of(scrubbed_run, urls)), job.store_silence, scrubbed_run.placement.r) as store:
+    manifest, schedule = scrubbed_run.manifest, schedule_of(scrubbed_run)
+    silence, spared = manifest.training_job.store_silence, scrubbed_run.placement.r
+    with Store.connect(asked(servers_of(scrubbed_run, urls)), silence, spared) as store, log_of(scrubbed_run) as log:
         own_rows(scrubbed_run, store, moved)
-        stored = StoredRows(store, scrubbed_run.placement, layouts_of(job, schedule.header.features), manifest.namespace)
-        log = FileLog(scrubbed_run.path / LOG)
-        term = scrubbed_run.saved_status().term + 1
-        scrubbed_run.raise_term(term)
+        stored = stored_rows(scrubbed_run, store, schedule)
+        ownership = next_owner(scrubbed_run, scrubbed_run.saved_status().term)
+        assert log is not None  # a run without parity is not scrubbed
         for lane in range(manifest.lanes):
-            recover(stored, lane, log, Ownership(term, manifest.identity))
+            recover(stored, lane, log, ownership)
         if lost := sorted(stored.shards.lost):
             raise RunError(
                 f"run {scrubbed_run.path}: was broken off, and store shard {', '.join(map(str, lost))} is lost: which of its rows were "

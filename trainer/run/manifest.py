@@ -290,6 +290,11 @@ class Status:
     lost: list[Annotated[int, between(0, MOST_SHARDS - 1)]] = field(default_factory=list)
     term: Count = 0
 
+    @property
+    def last_batches(self) -> tuple[int, ...]:
+        """The number of each lane's last write-back batch."""
+        return tuple(int(self.batches[str(lane)]) for lane in range(len(self.batches)))
+
 
 def new_manifest(
     job: TrainJob, schedule: Schedule, store_urls: tuple[str, ...], local_stores: int | None, code: tuple[CodeFile, ...] = ()

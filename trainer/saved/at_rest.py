@@ -1,141 +1,137 @@
-"""Work on the rows of a run that does not train, as the owner of all its lanes: moving them, and rebuilding store shards that lack theirs."""
+"""A stopped run: its servers, its rows there, and an owner of all its lanes for commands that change rows.
+
+Every command that works on a stopped run goes through here: it opens the servers (`servers_at_rest`, `opened_rows`), finds the rows as a reader
+(`find_at_rest`), or owns the lanes in a further term (`next_owner`; with traffic, `owned_at_rest`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
-import numpy as np
-
-from foreload.base.codec import FormError, parse_json
-from foreload.base.files import write_json
+from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
-from foreload.cache.parity.stripes import LaneStripes
-from foreload.cache.protocol.ownership.batch_log import FileLog
-from foreload.cache.protocol.ownership.ownership import Ownership, stale_shards, take_over
-from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.errors import StoreError
+from foreload.cache.protocol.ownership.batch_log import BatchLog, FileLog
+from foreload.cache.protocol.ownership.ownership import Ownership, find_rows
 from foreload.cache.protocol.shards.namespace import claim
 from foreload.cache.protocol.shards.reading import StoredRows
-from foreload.cache.protocol.shards.shard_status import ServerUnreachable, ShardNews
-from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.errors import RunError
-from foreload.trainer.job.job import TrainJob
+from foreload.trainer.assembly.start import Start, written_stripes
 from foreload.trainer.job.job_layouts import layouts_of
-from foreload.trainer.run.directory import LOG, SUMMARY, Run
-from foreload.trainer.run.event_log import EventLog, ShardRebuilt
-from foreload.trainer.run.manifest import Manifest, Status
-from foreload.trainer.run.resume import check_place, why_at_end
-from foreload.trainer.run.servers import asked, open_stores, servers_of, with_named
+from foreload.trainer.run.directory import LOG, Run
+from foreload.trainer.run.manifest import Status
+from foreload.trainer.run.servers import asked, open_stores, servers_of
 from foreload.trainer.saved.expected_rows import given_ordinals
-from foreload.trainer.saved.kept import schedule_of
 from foreload.trainer.saved.row_check import check_rows
-from foreload.trainer.saved.run_rows import own_rows
-from foreload.trainer.saved.stopped_run import leave_stores, stopped_run_at
 
-PATIENCE = timedelta(milliseconds=100)  # between two looks at how far the work is
+
+@dataclass(slots=True)
+class ServersAtRest:
+    """The servers of a stopped run. urls: by number, with passwords; local: the run's own servers, None where it has none.
+
+    of_the_stop: whether the rows on the local servers are known to be those of the last clean stop; changed: whether the command wrote to them. At
+    the end these decide whether local servers save their rows.
+    """
+
+    urls: tuple[str, ...]
+    local: LocalStores | None
+    of_the_stop: bool = False
+    changed: bool = False
 
 
 @contextlib.contextmanager
-def owned_at_rest(run: Run, store: Store, on_shards: Callable[[ShardNews], None] | None = None) -> Iterator[Traffic]:
-    """Own all lanes of a run that stopped cleanly, in a further term, while entered; gives their traffic, which writes no rows of its own.
+def servers_at_rest(run: Run, status: Status, given: str | None) -> Iterator[ServersAtRest]:
+    """Yield the servers of a stopped run; its local ones run until this is left.
 
-    on_shards: as Traffic has it. Raises RunError, CacheError.
+    Args:
+        given: URLs with passwords, in the order of the shards' numbers. If None, those that the run has noted.
+
+    Raises:
+        RunError: `given` has another number of servers than the run.
+        CacheError: the local servers lack rows of `status`, or do not start.
     """
-    manifest, placement, status, schedule = run.manifest, run.placement, run.saved_status(), schedule_of(run)
-    given = given_ordinals(schedule, status.step)
-    term = status.term + 1
-    run.raise_term(term)
-    stored = StoredRows(store, placement, layouts_of(manifest.training_job, schedule.header.features), manifest.namespace)
-    stored.stripes = lambda lane: LaneStripes.of(placement, lane, given[lane])
-    ownership = Ownership(term, manifest.identity)
-    last = {lane: int(status.batches[str(lane)]) for lane in range(manifest.lanes)}
-    take_over(stored, ownership, last)
-    with (
-        contextlib.closing(FileLog(run.path / LOG)) if placement.r else contextlib.nullcontext() as log,
-        Traffic(stored, 0, log=log, ownership=ownership, on_shards=on_shards) as traffic,
-    ):
-        for lane, number in last.items():
-            traffic.add_lane(LanePlan(lane, iter(()), number, status.step, np.array(given[lane], np.int64)))
-        yield traffic
-
-
-def rebuild_at_end(run: Run, job: TrainJob, schedule: Schedule, events: EventLog) -> bool:
-    """Rebuild the store shards that lack rows of a run that has no step left to train, and say so; whether there were any.
-
-    job: a call with --resume; if it asks for the digest, that is printed, and goes into the summary. Raises RunError where there is no server for
-    one, and CacheError.
-    """
-    manifest, status = run.manifest, run.saved_status()
-    why = why_at_end(manifest, status.state, status.step, job, schedule)
-    if why is None or not run.placement.r:
-        return False
-    check_place(run, job)
-    if not manifest.local_stores:
-        manifest = with_named(manifest, run.placement, str(job.store))
-    rebuilt, digest = _rebuild_lost(run, manifest, job, status)
-    if rebuilt:
-        for shard in rebuilt:
-            sys.stderr.write(f"store shard {shard}: is whole again\n")
-            events.note(ShardRebuilt(shard=shard))
-        sys.stderr.write(f"run {run.path}: there is nothing to train; it {why}\n")
-    if digest is not None:
-        with contextlib.suppress(FileNotFoundError, FormError):
-            summary = parse_json((run.path / SUMMARY).read_bytes())
-            if isinstance(summary, dict):
-                write_json(run.path / SUMMARY, summary | {"digest": digest})
-        sys.stdout.write(f"digest {digest}\n")
-    return bool(rebuilt)
-
-
-def _rebuild_lost(run: Run, manifest: Manifest, job: TrainJob, status: Status) -> tuple[list[int], str | None]:
-    """Rebuild the store shards that lack rows. Returns which these were, and the digest if there were any and the job asks for it.
-
-    manifest: with the servers that the run is to have from now on.
-    """
-    placement, silence = run.placement, job.store_silence
     local = open_stores(run, status)
-    whole, digest = False, None
-    with contextlib.ExitStack() as stack:
-        if local is not None:
-            local.start()
-            stack.callback(lambda: leave_stores(local, True, changed=whole))
-        urls = local.urls if local is not None else servers_of(run, str(job.store))
-        store = stack.enter_context(Store.connect(asked(urls), silence, placement.r))
-        claim(store, manifest.namespace, manifest.identity, "resume", placement.r)
-        own_rows(run, store, job.folder_moved)
+    if local is None:
+        yield ServersAtRest(servers_of(run, given), None)
+        return
+    servers = ServersAtRest(local.start().urls, local)
+    try:
+        yield servers
+    finally:
+        _leave(local, servers)
+
+
+def _leave(local: LocalStores, servers: ServersAtRest) -> None:
+    """End the local servers of a command that is through."""
+    if not servers.of_the_stop:
+        # What servers that were found running have must not take the place of what was saved.
+        local.discard()
+        return
+    try:
+        local.leave(servers.changed)
+    except StoreError as error:
+        if servers.changed:
+            raise
+        # What was asked is known; and servers that still could not save are left as they were found.
+        sys.stderr.write(f"foreload: warning: {error}\n")
+
+
+@contextlib.contextmanager
+def opened_rows(
+    run: Run,
+    status: Status,
+    urls: Sequence[str],
+    silence: timedelta,
+    spared: int = 0,
+    own: Callable[[Run, Store], None] | None = None,
+) -> Iterator[Store]:
+    """Yield a store on the servers of a run, once they are known to have the rows of its last clean stop.
+
+    Args:
+        urls: of the servers by number, with passwords.
+        silence: how long a server may be silent.
+        spared: how many shards may be lost.
+        own: raises RunError unless the run's folder may do with the rows what the command does. If None, the caller checks that itself.
+
+    Raises:
+        RunError: the rows are not those of the last clean stop.
+        CacheError: a server cannot be reached, or has another run's rows.
+    """
+    manifest = run.manifest
+    with Store.connect(asked(urls), silence, spared) as store:
+        # Another run may have taken the name since, with rows that look the same.
+        claim(store, manifest.namespace, manifest.identity, "resume", spared)
+        if own is not None:
+            own(run, store)
         check_rows(run, store, status)
-        batches = [int(status.batches[str(lane)]) for lane in range(manifest.lanes)]
-        lost = sorted({*status.lost, *stale_shards(store, manifest.namespace, batches)} & {*placement.live})
-        if not lost:
-            return [], None
-        run.write_manifest(manifest)
-        sys.stderr.write(f"store shard {', '.join(map(str, lost))}: is rebuilt from parity\n")
-        _rebuild(run, store, lost)
-        whole = True
-        if job.digest:
-            with Store.connect(asked(urls), silence, placement.r) as whole_store:
-                digest = stopped_run_at(run, whole_store, run.saved_status()).digest()
-    return lost, digest
+        yield store
 
 
-def _rebuild(run: Run, store: Store, lost: list[int]) -> None:
-    without: dict[int, str] = {}  # shards whose server is not to be had, and why
+def stored_rows(run: Run, store: Store, schedule: Schedule) -> StoredRows:
+    """Return the rows of a run on an open store, before anyone has looked which of them are there."""
+    manifest = run.manifest
+    layouts = layouts_of(manifest.training_job, schedule.header.features)
+    return StoredRows(store, run.placement, layouts, manifest.namespace)
 
-    def note_unreachable(news: ShardNews) -> None:
-        if isinstance(news, ServerUnreachable):
-            without[news.shard] = news.why
 
-    with owned_at_rest(run, store, note_unreachable) as traffic:
-        while not traffic.shards.whole:
-            if (shard := next(iter(without.keys() & {*traffic.shards.lost}), None)) is not None:
-                raise RunError(
-                    f"run {run.path}: store shard {shard} is lost, and there is no server for it ({without[shard]}); start that, empty, or name "
-                    "another one in its place: --resume --store URL,..."
-                )
-            traffic.repair_shards(PATIENCE)
-    status = run.saved_status()
-    run.write_status(replace(status, lost=[shard for shard in status.lost if shard not in lost]))
+def find_at_rest(stored: StoredRows, schedule: Schedule, at: Start) -> None:
+    """Find the rows of a stopped run, for a reader, which owns no lane. at: where the run stopped. Raises StoreError and RowsLost."""
+    stored.stripes = written_stripes(stored.placement, lambda: given_ordinals(schedule, at.step))
+    find_rows(stored, at.last_batches)
+
+
+def next_owner(run: Run, term: int) -> Ownership:
+    """Return an owner of a run's lanes in the term after `term`, which the run's folder notes first. Raises RunError, OSError."""
+    run.raise_term(term + 1)
+    return Ownership(term + 1, run.manifest.identity)
+
+
+@contextlib.contextmanager
+def log_of(run: Run) -> Iterator[BatchLog | None]:
+    """Yield the log of a run's write-back batches; None without parity, where there is no log."""
+    with contextlib.closing(FileLog(run.path / LOG)) if run.placement.r else contextlib.nullcontext() as log:
+        yield log

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -12,17 +11,17 @@ import numpy as np
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.handover.takeover import TakenLane, take_over_lost
-from foreload.cache.protocol.ownership.batch_log import FileLog
-from foreload.cache.protocol.ownership.ownership import Ownership
+from foreload.cache.protocol.ownership.batch_log import BatchLog
 from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.dense_file import write_dense
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_layouts import layouts_of
-from foreload.trainer.run.directory import LOG, STORES, Run
+from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.servers import asked, servers_of
+from foreload.trainer.saved.at_rest import log_of, next_owner
 from foreload.trainer.saved.kept import keep_schedule
 from foreload.trainer.saved.kept_lanes import KeptLane, checked, forget_kept_lanes, kept_lanes, read_lane
 from foreload.trainer.saved.kept_manifest import KeptLanes
@@ -57,12 +56,10 @@ def put_back(run: Run, job: TrainJob, schedule: Schedule, kept: KeptLanes, urls:
     dense = checked(run.path, kept.dense).read_bytes()
     with Store.connect(asked(urls), job.store_silence, placement.r, job.patience.time) as store:
         own_rows(run, store, job.folder_moved)
-        term = run.term + 1
-        run.raise_term(term)
+        ownership = next_owner(run, run.term)
         stored = StoredRows(store, placement, layouts_of(manifest.training_job, schedule.header.features), manifest.namespace)
         lanes = [read_lane(run.path, file) for file in kept.files]
-        ownership = Ownership(term, manifest.identity)
-        with contextlib.closing(FileLog(run.path / LOG)) if placement.r else contextlib.nullcontext() as log:
+        with log_of(run) as log:
             if log is not None:
                 _hold(log, lanes)
             copied = {number: lane.copied for number, lane in enumerate(lanes)}
@@ -73,7 +70,7 @@ def put_back(run: Run, job: TrainJob, schedule: Schedule, kept: KeptLanes, urls:
                 traffic.flush()
                 lost = traffic.repair_shards(timedelta())
                 batches = {str(lane): traffic.last_batch(lane) for lane in taken}
-    status = replace(kept.status, batches=batches, lost=lost, term=term)
+    status = replace(kept.status, batches=batches, lost=lost, term=ownership.term)
     write_dense(run.dense(status.step), dense)
     run.come_to_rest(manifest, status)
     forget_kept_lanes(run.path)
@@ -81,7 +78,7 @@ def put_back(run: Run, job: TrainJob, schedule: Schedule, kept: KeptLanes, urls:
     return status
 
 
-def _hold(log: FileLog, lanes: Sequence[KeptLane]) -> None:
+def _hold(log: BatchLog, lanes: Sequence[KeptLane]) -> None:
     """Have the run's log hold the records that lay in trainers' memory, unless an earlier call has done so."""
     for number, lane in enumerate(lanes):
         held = log.held(number)

@@ -23,8 +23,7 @@ def check_rows(run: Run, store: Store, status: Status) -> None:
     if status.state != "training":
         return
     manifest, placement = run.manifest, run.placement
-    batches = [int(status.batches[str(lane)]) for lane in range(manifest.lanes)]
-    stale = stale_shards(store, manifest.namespace, batches)
+    stale = stale_shards(store, manifest.namespace, status.last_batches)
     gone = np.isin(placement.members, stale).sum(axis=1).max(initial=0) if stale else 0
     if gone > placement.r:
         raise RunRefused(_broken_off(run, status, stale))

@@ -6,26 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from foreload.cache.client.store import Store
-from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.ownership.ownership import find_rows
 from foreload.cache.protocol.shards.reading import Expected, StoredRows, read_rows
-from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.schedule.kept import ordinals_after
-from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.row_index import RowIndex
-from foreload.trainer.assembly.start import Start, written_stripes
 from foreload.trainer.saved.saved_model import SavedModel, initial_rows
-
-
-def stored_rows_at(
-    store: Store, placement: Placement, rows: Sequence[RowLayout], namespace: str, schedule: Schedule, at: Start
-) -> StoredRows:
-    """The rows of a saved run, found on the store shards that have them. at: where it stopped. Raises StoreError and RowsLost."""
-    stored = StoredRows(store, placement, rows, namespace)
-    stored.stripes = written_stripes(placement, lambda: ordinals_after(schedule, at.step))
-    find_rows(stored, at.last_batches)
-    return stored
 
 
 class StoreRowReader:

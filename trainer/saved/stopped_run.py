@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
-from foreload.cache.errors import StoreError
-from foreload.cache.protocol.shards.namespace import claim
 from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.samples.features import FeatureSpec
@@ -21,19 +17,17 @@ from foreload.trainer.assembly.saved_dense import read_dense
 from foreload.trainer.assembly.start import Start
 from foreload.trainer.errors import RunError
 from foreload.trainer.job.job import TrainJob
-from foreload.trainer.job.job_layouts import layouts_of
 from foreload.trainer.run.directory import Run, locked
 from foreload.trainer.run.event_log import EventLog
 from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.model_code import check_code, code_of, note_code
 from foreload.trainer.run.reach import reach
-from foreload.trainer.run.servers import asked, open_stores, servers_of
+from foreload.trainer.saved.at_rest import find_at_rest, opened_rows, servers_at_rest, stored_rows
 from foreload.trainer.saved.digest import Digest
 from foreload.trainer.saved.expected_rows import given_ordinals
 from foreload.trainer.saved.kept import schedule_of
 from foreload.trainer.saved.model_rows import ModelRows, model_rows
-from foreload.trainer.saved.row_check import check_rows
-from foreload.trainer.saved.rows_at_rest import StoreRowReader, stored_rows_at
+from foreload.trainer.saved.rows_at_rest import StoreRowReader
 from foreload.trainer.saved.run_rows import check_current
 
 
@@ -46,7 +40,6 @@ class StoppedRun:
     status: Status
     job: TrainJob
     schedule: Schedule
-    layouts: list[RowLayout]
     stored: StoredRows
     accept_model: bool = False
 
@@ -61,6 +54,11 @@ class StoppedRun:
         return self.status.step
 
     @property
+    def layouts(self) -> Sequence[RowLayout]:
+        """Of its tables, in order."""
+        return self.stored.layouts
+
+    @property
     def features(self) -> FeatureSpec:
         """Those of its schedule."""
         return self.schedule.header.features
@@ -71,11 +69,6 @@ class StoppedRun:
         identity: str | None = self.schedule.header.settings.get("encoding")
         return identity
 
-    @property
-    def last_batches(self) -> tuple[int, ...]:
-        """Per lane the number of its last write-back batch."""
-        return tuple(int(self.status.batches[str(lane)]) for lane in range(self.manifest.lanes))
-
     def check_code(self) -> None:
         """See SavedModel; what is accepted is noted in the run's events."""
         if self.accept_model:
@@ -85,7 +78,7 @@ class StoppedRun:
 
     def rows(self, since: int | None = None) -> Iterator[ModelRows]:
         """See SavedModel; checked against the schedule."""
-        return model_rows(self.schedule, self.status.step, self.stored, self.last_batches, since)
+        return model_rows(self.schedule, self.status.step, self.stored, self.status.last_batches, since)
 
     def row_counts(self) -> np.ndarray:
         """See SavedModel."""
@@ -94,7 +87,7 @@ class StoppedRun:
 
     def row_source(self) -> StoreRowReader:
         """See SavedModel."""
-        return StoreRowReader(self, self.stored, self.last_batches)
+        return StoreRowReader(self, self.stored, self.status.last_batches)
 
     def dense(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Parameters by name, and optimizer state by "<parameter>/<key>"."""
@@ -112,25 +105,9 @@ def stopped_run_at(run: Run, store: Store, status: Status, accept_model: bool = 
     """
     manifest = run.manifest
     job, schedule = manifest.training_job, schedule_of(run)
-    rows = layouts_of(job, schedule.header.features)
-    at = Start(status.step, tuple(int(status.batches[str(lane)]) for lane in range(manifest.lanes)))
-    stored = stored_rows_at(store, run.placement, rows, manifest.namespace, schedule, at)
-    return StoppedRun(run, manifest, status, job, schedule, rows, stored, accept_model)
-
-
-def leave_stores(local: LocalStores, of_the_stop: bool, changed: bool) -> None:
-    """End the servers of a command that is through. of_the_stop: their rows are those of the last clean stop; changed: some were written since."""
-    if not of_the_stop:
-        # What servers that were found running have must not take the place of what was saved.
-        local.discard()
-        return
-    try:
-        local.leave(changed)
-    except StoreError as error:
-        if changed:
-            raise
-        # What was asked is known; and servers that still could not save are left as they were found.
-        sys.stderr.write(f"foreload: warning: {error}\n")
+    stored = stored_rows(run, store, schedule)
+    find_at_rest(stored, schedule, Start(status.step, status.last_batches))
+    return StoppedRun(run, manifest, status, job, schedule, stored, accept_model)
 
 
 @contextlib.contextmanager
@@ -152,21 +129,13 @@ def open_stopped(
             newest = run.newest_checkpoint()
             then = "begins again, or says what is missing" if newest is None else f"goes on from checkpoint {newest}"
             raise RunError(f"run {path}: was broken off and never stopped cleanly, so it has no dense part; --resume {then}")
-        local = open_stores(run, status)
-        opened: Store | None = None
-        of_the_stop = False
-        if local is not None:
-            urls = local.start().urls
-            stack.callback(lambda: leave_stores(local, of_the_stop, changed=opened is not None and opened.rows_written > 0))
-        else:
-            urls = servers_of(run, store)
-        spared = run.placement.r
-        if not spared and local is None:
-            reach([url for url in urls if url], manifest.training_job.store_silence)
-        opened = stack.enter_context(Store.connect(asked(urls), manifest.training_job.store_silence, spared))
-        # Another run may have taken the name since, with rows that look the same.
-        claim(opened, manifest.namespace, manifest.identity, "resume", spared)
-        own(run, opened)
-        check_rows(run, opened, status)
-        of_the_stop = True
-        yield stopped_run_at(run, opened, status, accept_model)
+        servers = stack.enter_context(servers_at_rest(run, status, store))
+        spared, silence = run.placement.r, manifest.training_job.store_silence
+        if not spared and servers.local is None:
+            reach([url for url in servers.urls if url], silence)
+        opened = stack.enter_context(opened_rows(run, status, servers.urls, silence, spared, own))
+        servers.of_the_stop = True
+        try:
+            yield stopped_run_at(run, opened, status, accept_model)
+        finally:
+            servers.changed = opened.rows_written > 0

@@ -9,6 +9,7 @@ from datetime import timedelta
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel
 from foreload.trainer.assembly.start import Start
@@ -16,9 +17,9 @@ from foreload.trainer.cluster.messages.facts import Term
 from foreload.trainer.compute.dense_optimizers import optimizer_state
 from foreload.trainer.compute.reports import EvaluationReport, StepReport
 from foreload.trainer.job.job import TrainJob
+from foreload.trainer.saved.at_rest import find_at_rest
 from foreload.trainer.saved.digest import Digest
 from foreload.trainer.saved.model_rows import model_rows
-from foreload.trainer.saved.rows_at_rest import stored_rows_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ def stored_fields(
     """Return every row and parity row that the store has of the run, by lane and shard, as field to value."""
     fields = []
     with Store(urls, timedelta(seconds=10)) as store:
-        stored = stored_rows_at(store, placement, dense.layouts, job.run_namespace, schedule, at)
+        stored = StoredRows(store, placement, dense.layouts, job.run_namespace)
+        find_at_rest(stored, schedule, at)
         for lane in range(schedule.header.lanes):
             for shard, key in enumerate(stored.keys(lane)):
                 pairs = store.command(shard, "HGETALL", key)
@@ -71,7 +73,8 @@ def digest(job: TrainJob, schedule: Schedule, dense: DenseModel, urls: Sequence[
     parameters = dense.module.named_parameters(), optimizer_state(dense.module, dense.optimizer).items()
     whole.dense(*({name: value.detach().numpy() for name, value in part} for part in parameters))
     with Store(urls, timedelta(seconds=10)) as store:
-        stored = stored_rows_at(store, placement, dense.layouts, job.run_namespace, schedule, at)
+        stored = StoredRows(store, placement, dense.layouts, job.run_namespace)
+        find_at_rest(stored, schedule, at)
         rows = model_rows(schedule, at.step, stored, at.last_batches)
         pending = next(rows, None)
         for number, table in enumerate(schedule.header.features.tables):

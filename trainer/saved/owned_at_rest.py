@@ -1,0 +1,67 @@
+"""The traffic of whoever owns all lanes of a stopped run: for moves, rebuilds and restores."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+
+import numpy as np
+
+from foreload.cache.client.store import Store
+from foreload.cache.protocol.ownership.batch_log import BatchLog
+from foreload.cache.protocol.ownership.ownership import Ownership, take_over
+from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.shards.reading import StoredRows
+from foreload.cache.protocol.shards.shard_status import ShardNews
+from foreload.cache.traffic import Traffic
+from foreload.trainer.assembly.start import written_stripes
+from foreload.trainer.run.directory import Run
+from foreload.trainer.saved.at_rest import log_of, next_owner, stored_rows
+from foreload.trainer.saved.expected_rows import given_ordinals
+from foreload.trainer.saved.kept import schedule_of
+
+PATIENCE = timedelta(milliseconds=100)  # between two looks at how far the work is
+
+
+@contextlib.contextmanager
+def owned_lanes(
+    stored: StoredRows,
+    ownership: Ownership,
+    log: BatchLog | None,
+    batches: Sequence[int],
+    written: np.ndarray,
+    step: int,
+    on_shards: Callable[[ShardNews], None] | None = None,
+) -> Iterator[Traffic]:
+    """Own all lanes of a stopped run until this is left; yields their traffic, which fetches no rows.
+
+    Args:
+        batches: of each lane the number of its last write-back batch.
+        written: int64 [lanes, tables], all ordinals below which were written.
+        step: the last one trained.
+        on_shards: as Traffic has it.
+
+    Raises:
+        CacheError: a server refuses the owner, or has not all rows that it must have.
+    """
+    stored.stripes = written_stripes(stored.placement, lambda: written)
+    take_over(stored, ownership, dict(enumerate(batches)))
+    with Traffic(stored, 0, log=log, ownership=ownership, on_shards=on_shards) as traffic:
+        for lane, number in enumerate(batches):
+            traffic.add_lane(LanePlan(lane, iter(()), number, step, written[lane]))
+        yield traffic
+
+
+@contextlib.contextmanager
+def owned_at_rest(run: Run, store: Store, on_shards: Callable[[ShardNews], None] | None = None) -> Iterator[Traffic]:
+    """Own all lanes of a run that stopped cleanly, in a further term, until this is left; yields their traffic, as `owned_lanes` does.
+
+    Raises RunError, CacheError.
+    """
+    status, schedule = run.saved_status(), schedule_of(run)
+    written = given_ordinals(schedule, status.step)
+    ownership = next_owner(run, status.term)
+    stored = stored_rows(run, store, schedule)
+    with log_of(run) as log, owned_lanes(stored, ownership, log, status.last_batches, written, status.step, on_shards) as traffic:
+        yield traffic

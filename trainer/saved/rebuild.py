@@ -1,0 +1,97 @@
+"""Rebuilding the store shards that lack rows of a run that has no step left to train."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import replace
+from functools import partial
+
+from foreload.base.codec import FormError, parse_json
+from foreload.base.files import write_json
+from foreload.cache.client.store import Store
+from foreload.cache.protocol.ownership.ownership import stale_shards
+from foreload.cache.protocol.shards.shard_status import ServerUnreachable, ShardNews
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.errors import RunError
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.run.directory import SUMMARY, Run
+from foreload.trainer.run.event_log import EventLog, ShardRebuilt
+from foreload.trainer.run.manifest import Manifest, Status
+from foreload.trainer.run.resume import check_place, why_at_end
+from foreload.trainer.run.servers import asked, with_named
+from foreload.trainer.saved.at_rest import opened_rows, servers_at_rest
+from foreload.trainer.saved.owned_at_rest import PATIENCE, owned_at_rest
+from foreload.trainer.saved.run_rows import own_rows
+from foreload.trainer.saved.stopped_run import stopped_run_at
+
+
+def rebuild_at_end(run: Run, job: TrainJob, schedule: Schedule, events: EventLog) -> bool:
+    """Rebuild the store shards that lack rows of a run that has no step left to train, and say so; whether there were any.
+
+    job: a call with --resume; if it asks for the digest, that is printed, and goes into the summary. Raises RunError where there is no server for
+    one, and CacheError.
+    """
+    manifest, status = run.manifest, run.saved_status()
+    why = why_at_end(manifest, status.state, status.step, job, schedule)
+    if why is None or not run.placement.r:
+        return False
+    check_place(run, job)
+    if not manifest.local_stores:
+        manifest = with_named(manifest, run.placement, str(job.store))
+    rebuilt, digest = _rebuild_lost(run, manifest, job, status)
+    if rebuilt:
+        for shard in rebuilt:
+            sys.stderr.write(f"store shard {shard}: is whole again\n")
+            events.note(ShardRebuilt(shard=shard))
+        sys.stderr.write(f"run {run.path}: there is nothing to train; it {why}\n")
+    if digest is not None:
+        with contextlib.suppress(FileNotFoundError, FormError):
+            summary = parse_json((run.path / SUMMARY).read_bytes())
+            if isinstance(summary, dict):
+                write_json(run.path / SUMMARY, summary | {"digest": digest})
+        sys.stdout.write(f"digest {digest}\n")
+    return bool(rebuilt)
+
+
+def _rebuild_lost(run: Run, manifest: Manifest, job: TrainJob, status: Status) -> tuple[list[int], str | None]:
+    """Rebuild the store shards that lack rows. Returns which these were, and the digest if there were any and the job asks for it.
+
+    manifest: with the servers that the run is to have from now on.
+    """
+    placement, silence = run.placement, job.store_silence
+    own = partial(own_rows, moved=job.folder_moved)
+    with servers_at_rest(run, status, str(job.store)) as servers:
+        servers.of_the_stop = True
+        with opened_rows(run, status, servers.urls, silence, placement.r, own) as store:
+            stale = stale_shards(store, manifest.namespace, status.last_batches)
+            lost = sorted({*status.lost, *stale} & {*placement.live})
+            if not lost:
+                return [], None
+            run.write_manifest(manifest)
+            sys.stderr.write(f"store shard {', '.join(map(str, lost))}: is rebuilt from parity\n")
+            _rebuild(run, store, lost)
+            servers.changed = True
+            if not job.digest:
+                return lost, None
+            with Store.connect(asked(servers.urls), silence, placement.r) as whole_store:
+                return lost, stopped_run_at(run, whole_store, run.saved_status()).digest()
+
+
+def _rebuild(run: Run, store: Store, lost: list[int]) -> None:
+    without: dict[int, str] = {}  # shards whose server is not to be had, and why
+
+    def note_unreachable(news: ShardNews) -> None:
+        if isinstance(news, ServerUnreachable):
+            without[news.shard] = news.why
+
+    with owned_at_rest(run, store, note_unreachable) as traffic:
+        while not traffic.shards.whole:
+            if (shard := next(iter(without.keys() & {*traffic.shards.lost}), None)) is not None:
+                raise RunError(
+                    f"run {run.path}: store shard {shard} is lost, and there is no server for it ({without[shard]}); start that, empty, or name "
+                    "another one in its place: --resume --store URL,..."
+                )
+            traffic.repair_shards(PATIENCE)
+    status = run.saved_status()
+    run.write_status(replace(status, lost=[shard for shard in status.lost if shard not in lost]))

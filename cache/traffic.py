@@ -92,7 +92,7 @@ class Traffic:
             stored, self._lanes, self._rounds, self._monitor, ownership.term, self._on_action, on_rows, self._tell_shards
         )
         on_rows = partial(self._note_rows, "rows_rebuilt")
-        self._rebuild = Rebuild(stored, self._rounds, self._lanes, self.migration, self._on_action, on_rows)
+        self._rebuild = Rebuild(stored, self._lanes, self._rounds, self.migration, self._on_action, on_rows)
         self._background.add(self._rebuild)
         self._background.add(self.migration)
         self.inspection = Inspection(stored, self._rounds, self._lanes, self._background, self._monitor)

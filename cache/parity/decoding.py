@@ -15,7 +15,7 @@ from foreload.cache.parity.erasure import Code, accumulate
 from foreload.cache.parity.placement import Placement
 from foreload.cache.parity.places import placement_group, stripe_hash
 from foreload.cache.parity.stripes import LaneStripes
-from foreload.cache.rows.fields import PARITY_BIT, fields, pack
+from foreload.cache.rows.fields import PARITY_BIT, pack
 
 
 class Survivors(NamedTuple):
@@ -183,57 +183,6 @@ def plan_alone(
         if (lost[stripes.shards(one, wanted.stripe[wanted.table == one])].sum(axis=1) > placement.r).any():
             return None
     return plan_decoding(stripes, Survivors.of(placement, lost, every_group=False), wanted, row_bytes, keys)
-
-
-@nb.njit(nogil=True, cache=True)
-def _on_shard(stripes, table, first, end, shard, stripe_of, place_of):  # type: ignore[no-untyped-def]
-    """The rows and parity rows that a shard has of stripes [first, end) of a table, as many as fit: (how many, the stripe after the last)."""
-    members, k, flags = stripes.members, stripes.k, stripes.flags
-    start, room = stripes.starts[table], stripes.room[table]
-    count = 0
-    for stripe in range(first, end):
-        group = placement_group(stripe_hash(stripes.prefix, table, stripe), pack(table, stripe), stripes.migrated)
-        for place in range(members.shape[1]):
-            if members[group, place] != shard:
-                continue
-            begin = stripe * k
-            if place < k:
-                there = begin + place < room and flags[start + begin + place] == 1
-            else:
-                there = False
-                for j in range(begin, min(begin + k, room)):
-                    there |= flags[start + j] == 1
-            if there:
-                if count == stripe_of.size:
-                    return count, stripe
-                stripe_of[count] = stripe
-                place_of[count] = place
-                count += 1
-    return count, end
-
-
-@dataclass(frozen=True, slots=True)
-class ShardRows:
-    """Rows and parity rows of one table on a store shard: stripe and place int64 [n]; the next chunk begins at stripe `end`."""
-
-    stripe: np.ndarray
-    place: np.ndarray
-    end: int
-
-    def fields(self, table: int, k: int) -> np.ndarray:
-        """Their fields: uint64 [n]."""
-        member = self.place < k
-        packed = fields(table, np.where(member, self.stripe * k + self.place, self.stripe))
-        return np.where(member, packed, packed | PARITY_BIT)
-
-
-def rows_on_shard(stripes: LaneStripes, table: int, first: int, shard: int, most: int) -> ShardRows:
-    """The next rows, at most `most`, that a store shard must have of a table, from stripe `first` on; of stripes that were written only."""
-    written = stripes.written
-    end = -(-int(written.counts[table]) // stripes.k)
-    stripe, place = np.empty(most, np.int64), np.empty(most, np.int64)
-    count, after = _on_shard(stripes.map, table, first, end, shard, stripe, place)
-    return ShardRows(stripe[:count], place[:count], int(after))
 
 
 @nb.njit(nogil=True, cache=True)

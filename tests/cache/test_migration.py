@@ -24,7 +24,7 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER, MIGRATED
 from foreload.cache.client.store import Command, Read, Store, Write
 from foreload.cache.errors import StoreError
-from foreload.cache.parity import decoding, erasure, migrating_rows
+from foreload.cache.parity import decoding, erasure, selecting
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.handover import migration
 from foreload.cache.protocol.handover.warm_up import warm_up_migration
@@ -230,7 +230,7 @@ def test_what_is_decoded_only_to_be_faster_is_read_where_others_have_it_wrong(
 def test_a_move_compiles_nothing_that_was_not_rehearsed(
     stores: LocalStores, histories: Mapping[int, History], tmp_path: Path, case: Case
 ) -> None:
-    compiled: list[Any] = [migrating_rows._migrating, *([decoding._sources, erasure._accumulate] if case.r else [])]
+    compiled: list[Any] = [selecting._select, *([decoding._sources, erasure._accumulate] if case.r else [])]
     warm_up_migration(case.before)
     rehearsed = [list(function.signatures) for function in compiled]
     assert all(rehearsed)

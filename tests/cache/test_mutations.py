@@ -20,9 +20,9 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import CacheError
 from foreload.cache.parity import decoding
-from foreload.cache.parity.decoding import ShardRows, rows_on_shard
 from foreload.cache.parity.erasure import Code
 from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.selecting import Selected, select_rows
 from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.ownership.batch_log import FileLog
 from foreload.cache.protocol.ownership.ownership import Ownership
@@ -123,11 +123,12 @@ def the_difference_is_added_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_range_is_left_out_of_the_rebuild(patch: pytest.MonkeyPatch) -> None:
-    def fewer(stripes: LaneStripes, table: int, first: int, shard: int, most: int) -> ShardRows:
-        rows = rows_on_shard(stripes, table, first, shard, most)
-        return ShardRows(rows.stripe[2:], rows.place[2:], rows.end)
+    def fewer(stripes: LaneStripes, table: int, first: int, most: int, shards: int, shard: int | None = None) -> Selected:
+        rows = select_rows(stripes, table, first, most, shards, shard)
+        left = {name: getattr(rows, name)[2:] for name in ("fields", "stripe", "place", "source", "target")}
+        return replace(rows, **left)
 
-    patch.setattr("foreload.cache.repair.rebuild.rows_on_shard", fewer)
+    patch.setattr("foreload.cache.protocol.handover.refill.select_rows", fewer)
 
 
 def sums_are_of_floats(patch: pytest.MonkeyPatch) -> None:

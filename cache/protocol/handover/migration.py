@@ -7,9 +7,8 @@ leave keeps them until it is left as a whole: to name each of them takes time of
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,13 +17,11 @@ from foreload.cache.client.resp import MARKER, MIGRATED
 from foreload.cache.client.store import COMMAND_ROWS, Read, Store
 from foreload.cache.client.url import StoreUrl, parse_url
 from foreload.cache.errors import CopyLost, StoreUnavailable
-from foreload.cache.parity.decoding import StripePlaces, plan_decoding
-from foreload.cache.parity.migrating_rows import MigratingRows, migrating_rows
+from foreload.cache.parity.decoding import Survivors
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.stripes import LaneStripes
+from foreload.cache.protocol.handover.refill import Chunk, Refill, by_shard
 from foreload.cache.protocol.rounds.adaptive_size import AdaptiveSize
-from foreload.cache.protocol.rounds.background import Task
-from foreload.cache.protocol.rounds.lanes import Lanes, LaneTraffic, LaneWrites
+from foreload.cache.protocol.rounds.lanes import Lanes, LaneTraffic
 from foreload.cache.protocol.rounds.monitor import Monitor
 from foreload.cache.protocol.rounds.rounds import Rounds
 from foreload.cache.protocol.shards.fence import fence_all
@@ -32,7 +29,7 @@ from foreload.cache.protocol.shards.marker import Marker
 from foreload.cache.protocol.shards.migrated import ALL, Migrated, changed, deletion
 from foreload.cache.protocol.shards.reading import StoredRows, missing_value
 from foreload.cache.protocol.shards.shard_status import ShardSnapshot
-from foreload.cache.protocol.shards.shard_table import cursor_at, cursor_place
+from foreload.cache.protocol.shards.shard_table import cursor_place
 
 CHUNK_SECONDS = 0.02  # of a chunk while training goes on, about: what is to be read or written meanwhile waits for it
 MOST_CHUNK_SECONDS = 0.1  # where fewer rows would take hardly less
@@ -43,18 +40,7 @@ FIRST_ROWS, FEWEST_ROWS = 256, 32  # of a chunk to a shard, at first, and where 
 _FAR_SLOWER, _FAR_SLOWER_SECONDS = 3.0, 0.015
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Rows of one table (none where nothing of what is left moves), and the cursor behind them. rows: uint8 [n, row_bytes], once read."""
-
-    lane: int
-    table: int
-    migrating: MigratingRows | None
-    end: int
-    rows: np.ndarray
-
-
-class Migration(Task):
+class Migration(Refill):
     """Moves the rows of all lanes that a traffic serves to where the placement's target has them. term: of the owner.
 
     on_action: the traffic's; called at "rows to move read", "rows copied" and "rows moved". on_rows: called with how many rows a chunk had; on_news:
@@ -72,9 +58,8 @@ class Migration(Task):
         on_rows: Callable[[int], None],
         on_news: Callable[[ShardSnapshot], None],
     ) -> None:
-        super().__init__()
-        self._stored, self._shards, self._lanes, self._rounds = stored, stored.shards, lanes, rounds
-        self._monitor, self._on_action, self._on_rows, self._on_news = monitor, on_action, on_rows, on_news
+        super().__init__(stored, lanes, rounds, on_rows)
+        self._monitor, self._on_action, self._on_news = monitor, on_action, on_news
         self.term = term
         self._size = AdaptiveSize(min(FIRST_ROWS, COMMAND_ROWS), FEWEST_ROWS, COMMAND_ROWS, CHUNK_SECONDS, MOST_CHUNK_SECONDS)
         self.share = _SHARE
@@ -99,9 +84,9 @@ class Migration(Task):
         if not self._stored.placement.migrating:
             return
         try:
-            self._monitor.ask(self._note)
+            self._monitor.ask(self._report)
         except CopyLost:
-            self._monitor.post(self._note)
+            self._monitor.post(self._report)
 
     # The traffic's thread.
 
@@ -125,7 +110,7 @@ class Migration(Task):
             for shard in range(first, placement.shard_count):
                 if shard not in self._shards.lost:
                     self._join(state, shard)
-        self._note()
+        self._report()
 
     def _join(self, state: LaneTraffic, shard: int) -> None:
         """Have a further shard take part in a lane: from then on it has every batch so far, none of whose rows are its."""
@@ -175,153 +160,89 @@ class Migration(Task):
             shards.avoid(leaving)
             self.share, self._not_before = _SHARE_OF_SLOW, 0.0
 
-    def chunk(self) -> None:
-        """Move the next rows. Raises RowsLost, RowError, StoreError."""
+    def _select(self) -> Chunk | None:
         for state in self._lanes.all:
-            if int(self._places(state)) != ALL:
-                begun = time.monotonic()
-                self._move(state)
-                self._size.note(time.monotonic() - begun)
-                if not self.under_way:
-                    self._stored.store.forget_loads()
-                self._note()
-                return
+            begin = int(self._places(state))
+            if begin != ALL:
+                chunk = self._chunk(state.writes, begin, self._size.rows if self.throttled else COMMAND_ROWS)
+                return replace(chunk, end=ALL) if cursor_place(chunk.end)[0] == len(self._stored.layouts) else chunk
+        return None
 
-    def _note(self) -> None:
-        """Report how much has moved."""
-        passed = total = 0
-        for state in self._lanes.all:
-            stripes = -(-state.writes.stripes.written.counts // state.writes.stripes.k)
-            table, stripe = cursor_place(int(self._places(state)))
-            total += int(stripes.sum())
-            passed += int(stripes[:table].sum()) + (min(stripe, int(stripes[table])) if table < len(stripes) else 0)
-        # Not through, however little is left, while any lane is not: this reports the whole.
-        share = min(passed / total, 1 - 1e-9) if self.under_way and total else 0.0
-        self._shards.note_migrated(share if self.under_way else 1.0)
-        self._on_news(self._shards.snapshot)
+    def _survivors(self, chunk: Chunk) -> Survivors | None:
+        """From what a chunk's rows are decoded, as if the shard that they leave were lost, where its answers take long."""
+        return None if self._shards.avoided is None else self._shards.without(self._stored.placement.leaving[0])
 
-    def _move(self, state: LaneTraffic) -> None:
-        """Move a lane's next rows."""
-        stored, lane, stripes = self._stored, state.lane, state.writes.stripes
-        begin = int(self._places(state))
-        chunk = self._next(lane, stripes, begin)
-        if chunk.migrating is not None and not self._get(stripes, chunk, chunk.migrating):
-            return
-        if chunk.migrating is not None:
-            self._on_action("rows to move read")
-        own = self._shards.of(lane)
-        shards = stored.placement.shard_count
-        arrive, leave = np.zeros(shards, np.int64), np.zeros(shards, np.int64)
-        if chunk.migrating is not None:
-            arrive, leave = (np.bincount(which, minlength=shards) for which in (chunk.migrating.target, chunk.migrating.source))
-        targets = tuple(np.flatnonzero(arrive).tolist())
-        leftover = np.where(stored.placement.mask(stored.placement.keeping), leave, 0)
-        deleted = leave - leftover
-
-        def stamp(shard: int, copied: bool) -> Migrated:
-            held = (own.held[shard] or 0) + (int(arrive[shard]) if copied else 0) - (0 if copied else int(deleted[shard]))
-            return Migrated(stored.placement.version, self.term, begin, chunk.end, copied, state.writes.last_batch, held, targets)
-
-        if chunk.migrating is not None:
-            self._copy(state.writes, chunk, chunk.migrating, {shard: stamp(shard, True) for shard in targets})
-            self._on_action("rows copied")
-        self._delete(state.writes, chunk.migrating, {shard: stamp(shard, False) for shard in stored.placement.live})
-        state.writes.held = state.writes.held + arrive - leave
-        own.leftover = np.where(stored.placement.mask(self._shards.lost), 0, own.leftover + leftover)
-        own.places.migrated = np.uint64(chunk.end)
-        self._on_action("rows moved")
-        self._on_rows(int(arrive.sum()))
-
-    def _next(self, lane: int, stripes: LaneStripes, begin: int) -> _Chunk:
-        """The next rows of a lane that move, at most 2,048 to a shard, of one table."""
-        tables, shards = len(self._stored.layouts), self._stored.placement.shard_count
-        table, first = cursor_place(begin)
-        most = self._size.rows if self.throttled else COMMAND_ROWS
-        while table < tables:
-            migrating = migrating_rows(stripes, table, first, most, shards)
-            # Where the table ends, the cursor goes on to the next: rows of this one that are written later are where they go to, too.
-            following = (table + 1, 0) if migrating.whole else (table, migrating.end)
-            if len(migrating.fields):
-                end = ALL if following[0] == tables else cursor_at(*following)
-                return _Chunk(
-                    lane,
-                    table,
-                    migrating,
-                    end,
-                    np.empty((len(migrating.fields), self._stored.layouts[table].row_bytes), np.uint8),
-                )
-            table, first = following
-        return _Chunk(lane, tables, None, ALL, np.empty((0, 4), np.uint8))
-
-    def _get(self, stripes: LaneStripes, chunk: _Chunk, migrating: MigratingRows) -> bool:
-        """Get a chunk's rows; False where a shard is lost since, and another attempt is to be made later."""
-        return self._read(chunk, migrating) if self._shards.avoided is None else self._decode(stripes, chunk, migrating)
-
-    def _decode(self, stripes: LaneStripes, chunk: _Chunk, migrating: MigratingRows) -> bool:
-        """Decode a chunk's rows, as if the shard that they leave were lost; returns as `_get`."""
-        table = np.full(len(migrating.fields), chunk.table, np.int16)
-        wanted = StripePlaces(table, migrating.stripe, migrating.place)
-        survivors = self._shards.without(self._stored.placement.leaving[0])
-        plan = plan_decoding(stripes, survivors, wanted, chunk.rows.shape[1], self._stored.keys(chunk.lane))
-        reads = [(chunk.lane, read) for read in plan.reads]
-        if not self._done(reads):
-            return False
-        chunk.rows[:] = plan.decode()
-        return True
-
-    def _done(self, reads: Sequence[tuple[int, Read]]) -> bool:
-        """Do reads; False where a shard is lost since."""
-        self._rounds.exchange(reads, [])
+    def _all_came(self, chunk: Chunk, reads: Sequence[tuple[int, Read]]) -> bool:
         for lane, read in reads:
             if read.shard not in self._shards.lost and read.missing is not None:
                 self._rounds.failover.lose(read.shard, StoreUnavailable(str(missing_value(self._stored, lane, read))))
         return not self._shards.lost
 
-    def _read(self, chunk: _Chunk, migrating: MigratingRows) -> bool:
-        """Read a chunk's rows from where they are; returns as `_get`."""
-        stored = self._stored
-        found = [np.empty((len(at), chunk.rows.shape[1]), np.uint8) for _, at in _by(migrating.source)]
-        reads = [
-            (chunk.lane, Read(shard, stored.key(chunk.lane, shard), migrating.fields[at], rows, any_length=True))
-            for (shard, at), rows in zip(_by(migrating.source), found, strict=True)
-        ]
-        if not self._done(reads):
-            return False
-        for (_, at), rows in zip(_by(migrating.source), found, strict=True):
-            chunk.rows[at] = rows
-        return True
-
-    def _copy(self, lane: LaneWrites, chunk: _Chunk, migrating: MigratingRows, stamps: dict[int, Migrated]) -> None:
-        """Write a chunk's rows where they go. A shard that fails is lost: the rows live in the parity on others, as any of its rows do."""
-        stored, marker = self._stored, Marker(lane.last_batch, lane.last_batch)
+    def _put(self, chunk: Chunk, rows: np.ndarray) -> bool:
+        """Copy a chunk's rows. A shard that fails is lost: the rows live in the parity on others, as any of its rows do."""
+        self._on_action("rows to move read")
+        stored, lane, selected = self._stored, chunk.writes.lane, chunk.selected
+        marker = Marker(chunk.writes.last_batch, chunk.writes.last_batch)
+        stamps = self._stamps(chunk, copied=True)
         writes = [
-            stored.write(lane.lane, shard, migrating.fields[at], chunk.rows[at], marker, len(at), stamps[shard])
-            for shard, at in _by(migrating.target)
+            stored.write(lane, shard, selected.fields[at], rows[at], marker, len(at), stamps[shard])
+            for shard, at in by_shard(selected.target)
         ]
         failures = stored.store.attempt([], writes)
         for write in writes:
             error = failures.get(write.shard)
             if error is None and write.surprise is not None:
-                error = StoreUnavailable(
-                    f"store {self._shards.urls[write.shard]}: lost rows of lane {lane.lane}: {write.surprise}"
-                )
+                error = StoreUnavailable(f"store {self._shards.urls[write.shard]}: lost rows of lane {lane}: {write.surprise}")
             if error is not None:
                 self._rounds.failover.lose(write.shard, error)
                 continue
-            stored.note(lane.lane, write)
+            stored.note(lane, write)
+        self._on_action("rows copied")
+        return True
 
-    def _delete(self, lane: LaneWrites, migrating: MigratingRows | None, stamps: dict[int, Migrated]) -> None:
+    def _advance(self, chunk: Chunk) -> None:
+        self._delete(chunk, self._stamps(chunk, copied=False))
+        own, keeping = self._shards.of(chunk.writes.lane), self._stored.placement.mask(self._stored.placement.keeping)
+        arrive, leave = self._counts(chunk)
+        chunk.writes.held = chunk.writes.held + arrive - leave
+        own.leftover = np.where(self._stored.placement.mask(self._shards.lost), 0, own.leftover + np.where(keeping, leave, 0))
+        own.places.migrated = np.uint64(chunk.end)
+        self._on_action("rows moved")
+
+    def _counts(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
+        """How many rows of a chunk come to each shard, and how many leave it: int64 [shards] each."""
+        shards = self._stored.placement.shard_count
+        return np.bincount(chunk.selected.target, minlength=shards), np.bincount(chunk.selected.source, minlength=shards)
+
+    def _stamps(self, chunk: Chunk, copied: bool) -> dict[int, Migrated]:
+        """What shards record of a chunk: those that get rows, that these are copied; or all, that it is done."""
+        placement, own, number = self._stored.placement, self._shards.of(chunk.writes.lane), chunk.writes.last_batch
+        arrive, leave = self._counts(chunk)
+        # What a shard keeps of the rows that leave it counts as if it stayed.
+        change = arrive if copied else -np.where(placement.mask(placement.keeping), 0, leave)
+        targets = tuple(np.flatnonzero(arrive).tolist())
+        return {
+            shard: Migrated(
+                placement.version,
+                self.term,
+                chunk.begin,
+                chunk.end,
+                copied,
+                number,
+                (own.held[shard] or 0) + int(change[shard]),
+                targets,
+            )
+            for shard in (targets if copied else placement.live)
+        }
+
+    def _delete(self, chunk: Chunk, stamps: dict[int, Migrated]) -> None:
         """Delete a chunk's rows where they were, and record on every shard that it is done."""
-        stored, own, marker = self._stored, self._shards.of(lane.lane), Marker(lane.last_batch, lane.last_batch)
-        keeping = stored.placement.keeping
-        leaving = (
-            {}
-            if migrating is None
-            else {shard: migrating.fields[at] for shard, at in _by(migrating.source) if shard not in keeping}
-        )
+        stored, lane, own = self._stored, chunk.writes.lane, self._shards.of(chunk.writes.lane)
+        marker, keeping = Marker(chunk.writes.last_batch, chunk.writes.last_batch), stored.placement.keeping
+        leaving = {shard: chunk.selected.fields[at] for shard, at in by_shard(chunk.selected.source) if shard not in keeping}
         nothing = np.empty(0, np.uint64)
         commands = {
-            shard: deletion(stored.key(lane.lane, shard), leaving.get(shard, nothing), marker, migrated)
+            shard: deletion(stored.key(lane, shard), leaving.get(shard, nothing), marker, migrated)
             for shard, migrated in stamps.items()
             if shard not in self._shards.lost
         }
@@ -332,11 +253,25 @@ class Migration(Task):
             must = len(leaving.get(shard, nothing)), (own.held[shard] is None) + (own.migrated[shard] is None)
             if error is None and (there := changed(answers[shard])) != must:
                 why = f"of {must[0]} rows that moved away {there[0]} were there"
-                error = StoreUnavailable(f"store {self._shards.urls[shard]}: lost rows of lane {lane.lane}: {why}")
+                error = StoreUnavailable(f"store {self._shards.urls[shard]}: lost rows of lane {lane}: {why}")
             if error is not None:
                 self._rounds.failover.lose(shard, error)
                 continue
             own.held[shard], own.migrated[shard] = stamps[shard].held, stamps[shard]
+
+    def _note(self, seconds: float) -> None:
+        self._size.note(seconds)
+        if not self.under_way:
+            self._stored.store.forget_loads()
+        self._report()
+
+    def _report(self) -> None:
+        """Report how much has moved."""
+        passed, total = self._passed(lambda lane: int(self._shards.of(lane).places.migrated))
+        # Not through, however little is left, while any lane is not: this reports the whole.
+        share = min(passed / total, 1 - 1e-9) if self.under_way and total else 0.0
+        self._shards.note_migrated(share if self.under_way else 1.0)
+        self._on_news(self._shards.snapshot)
 
     def status_of(self, lane: int, shard: int, number: int) -> Migrated | None:
         """What a shard records of a lane that has just got all of its rows there; None where rows never moved."""
@@ -346,9 +281,3 @@ class Migration(Task):
         own = self._shards.of(lane)
         end = int(own.places.migrated) if self._stored.placement.migrating else ALL
         return Migrated(version, self.term, end, end, False, number, own.held[shard] or 0)
-
-
-def _by(shard: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """The shards among int64 [n], ascending, each with its places."""
-    for one in np.unique(shard).tolist():
-        yield one, np.flatnonzero(shard == one)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from foreload.cache.client.resp import HmgetReply
-from foreload.cache.parity.decoding import StripePlaces, Survivors, plan_decoding
-from foreload.cache.parity.migrating_rows import migrating_rows
+from foreload.cache.parity.decoding import Survivors, plan_decoding
 from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.selecting import select_rows
 from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.ownership.batch_log import checksum
 from foreload.cache.rows.row_bytes import decode_rows, encode_rows
@@ -36,11 +36,10 @@ def warm_up_migration(placement: Placement) -> None:
     if not placement.migrating:
         placement = placement.with_migrated(placement.live[0])
     stripes = LaneStripes.of(placement, 0, np.array([placement.k]))
-    migrating = migrating_rows(stripes, 0, 0, 1, placement.shard_count)
+    selected = select_rows(stripes, 0, 0, 1, placement.shard_count)
     if placement.r:
-        wanted = StripePlaces(np.zeros(len(migrating.stripe), np.int16), migrating.stripe, migrating.place)
         survivors = Survivors.of(placement, placement.mask(placement.leaving[:1]))
-        plan_decoding(stripes, survivors, wanted, 16, [b""] * placement.shard_count).decode()
+        plan_decoding(stripes, survivors, selected.stripe_places, 16, [b""] * placement.shard_count).decode()
 
 
 def warm_up(placement: Placement, takeover: bool) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from foreload.cache.client.resp import MARKER, MIGRATED
 from foreload.cache.client.store import COMMAND_ROWS, Command
 from foreload.cache.errors import StoreError
-from foreload.cache.parity.migrating_rows import migrating_rows
+from foreload.cache.parity.selecting import select_rows
 from foreload.cache.protocol.ownership.verdict import Halfway, Verdict, counted
 from foreload.cache.protocol.shards.marker import Marker
 from foreload.cache.protocol.shards.migrated import ALL, Migrated, deletion
@@ -139,7 +139,7 @@ def _names(stored: StoredRows, lane: int, move: Halfway, chunk: Migrated, given:
     (table, first), (last_table, last) = cursor_place(chunk.begin), cursor_place(chunk.end)
     while table <= last_table and table < len(stored.layouts):
         end = last if table == last_table else -(-int(given[table]) // stripes.k)
-        moving = migrating_rows(stripes, table, first, COMMAND_ROWS, shards, end)
+        moving = select_rows(stripes, table, first, COMMAND_ROWS, shards, end=end)
         at = moving.target if move.undone else moving.source
         for shard in np.unique(at).tolist():
             parts.setdefault(shard, []).append(moving.fields[at == shard])

@@ -1,0 +1,106 @@
+"""Compiled: selects the rows and parity rows of a lane that a store shard must have, or that move to other shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreload.base.compiled import nb
+from foreload.cache.parity.decoding import StripePlaces
+from foreload.cache.parity.limits import GROUPS
+from foreload.cache.parity.places import placement_group, stripe_hash
+from foreload.cache.parity.stripes import LaneStripes
+from foreload.cache.rows.fields import PARITY_BIT, fields, pack
+
+_MIGRATING = -1  # in the place of a shard: rows whose groups move
+
+
+@nb.njit(nogil=True, cache=True)
+def _select(stripes, table, first, end, shard, whether_written, most, out):  # type: ignore[no-untyped-def]
+    """Rows of stripes [first, end) of a table: (how many, the stripe after the last). out: int64 [4, m]: stripe, place, source, target.
+
+    shard: select what it must have where rows are now; or _MIGRATING. A stripe is taken whole or not at all; no shard gets more than `most`
+    (int64 [shards], counted down). whether_written: only rows that were written, and the parity rows of stripes that have such; else all that
+    there may be.
+    """
+    members, k = stripes.members, stripes.k
+    start, room = stripes.starts[table], stripes.room[table]
+    width, count, migrating = members.shape[1], 0, shard == _MIGRATING
+    # Of rows that move both places are wanted, wherever the lane's cursor stands.
+    moved = np.uint64(0) if migrating else stripes.migrated
+    for stripe in range(first, end):
+        group = placement_group(stripe_hash(stripes.prefix, table, stripe), pack(table, stripe), moved)
+        begin, before = stripe * k, count
+        for place in range(width):
+            source = members[group, place]
+            target = members[GROUPS + group, place] if migrating else np.int32(shard)
+            if (source == target) == migrating:
+                continue
+            if whether_written:
+                low, high = (begin + place, begin + place + 1) if place < k else (begin, begin + k)
+                there = False
+                for j in range(low, min(high, room)):
+                    there |= stripes.flags[start + j] == 1
+                if not there:
+                    continue
+            if most[target] == 0 or count == out.shape[1]:
+                for i in range(before, count):
+                    most[out[3, i]] += 1
+                return before, stripe
+            most[target] -= 1
+            out[0, count], out[1, count], out[2, count], out[3, count] = stripe, place, source, target
+            count += 1
+    return count, end
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """Rows and parity rows of one table, each with its field (uint64 [n]), stripe and place in that, source and target shard (int64 [n]).
+
+    end: the stripe after the last that was looked at; whole: whether that is the table's end.
+    """
+
+    table: int
+    fields: np.ndarray
+    stripe: np.ndarray
+    place: np.ndarray
+    source: np.ndarray
+    target: np.ndarray
+    end: int
+    whole: bool
+
+    @classmethod
+    def none(cls) -> Selected:
+        """No rows of a table that ends."""
+        nothing = np.empty(0, np.int64)
+        return cls(0, np.empty(0, np.uint64), nothing, nothing, nothing, nothing, 0, True)
+
+    @property
+    def stripe_places(self) -> StripePlaces:
+        """The same for what decodes them."""
+        return StripePlaces(np.full(len(self.fields), self.table, np.int16), self.stripe, self.place)
+
+
+def select_rows(
+    stripes: LaneStripes, table: int, first: int, most: int, shards: int, shard: int | None = None, end: int | None = None
+) -> Selected:
+    """Return the next rows and parity rows of a table that go to store shards, of stripes from `first` on, at most `most` to a shard.
+
+    Args:
+        shards: how many store shards there are.
+        shard: select what this shard must have. If None, select what moves to another shard.
+        end: the stripe before which to stop; then all rows that there may be are selected. If None, the search stops at the end of the table, and
+            only rows that were written are selected.
+    """
+    stop = -(-int(stripes.written.counts[table]) // stripes.k)
+    last = stop if end is None else min(end, stop)
+    targets = shards if shard is None else 1
+    room = np.full(shards, most, np.int64)
+    out = np.empty((4, min(most * targets, max(last - first, 0) * stripes.members.shape[1])), np.int64)
+    count, after = _select(stripes.map, table, first, last, _MIGRATING if shard is None else shard, end is None, room, out)
+    stripe, place, source, target = out[:, :count]
+    is_row = place < stripes.k
+    packed = fields(table, np.where(is_row, stripe * stripes.k + place, stripe))
+    names = np.where(is_row, packed, packed | PARITY_BIT)
+    return Selected(table, names, stripe, place, source, target, int(after), int(after) >= last)

@@ -25,6 +25,7 @@ from foreload.trainer.commands import migrate, stores
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.event_log import read_events
 from foreload.trainer.run.shard_change import ShardChange
+from foreload.trainer.saved.migration import NewServers
 
 POINTS = ("rows to move read", "rows copied", "rows moved")
 
@@ -128,7 +129,7 @@ def test_from_one_server_of_its_own_to_four_to_three_without_parity(
 
 
 def test_from_three_servers_to_five_to_four_with_parity(
-    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str], hold: Hold
+    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, hold: Hold
 ) -> None:
     run = tmp_path / "run"
     with LocalStores(6, tmp_path / "stores") as servers:
@@ -157,6 +158,19 @@ def test_from_three_servers_to_five_to_four_with_parity(
         with Store([urls[1]]) as left:
             assert owner(left, "run", 0) is None
         case.check(run, [0, 2, 3, 4], protected=True)
+        # At rest: killed as it left the server, the same command does that, and finds nothing else to do.
+        with monkeypatch.context() as killed:
+            killed.setattr(NewServers, "leave", lambda servers, leaving: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                migrate.run(str(run), None, ShardChange("remove", "0"))
+        assert Run.open(run).manifest.store_urls == (urls[0], "", *urls[2:5])
+        capsys.readouterr()
+        assert main(["stores", "remove", str(run), "0"]) == 2
+        assert "no store shard of the run is 0" in capsys.readouterr().err
+        assert Run.open(run).manifest.store_urls == ("", "", *urls[2:5])
+        with Store([urls[0]]) as left:
+            assert owner(left, "run", 0) is None
+        case.check_at_rest(run, [2, 3, 4], protected=True)
 
 
 def test_a_server_without_memory_for_the_rows_is_refused(

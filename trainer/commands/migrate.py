@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,9 +19,10 @@ from foreload.trainer.run.directory import STORES, Run, locked
 from foreload.trainer.run.event_log import EventLog, RowsMove, RowsMoved
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.progress_bar import progress_bar
-from foreload.trainer.run.servers import left_over, plain, with_servers
+from foreload.trainer.run.servers import plain
 from foreload.trainer.run.shard_change import ShardChange
-from foreload.trainer.saved.at_rest import opened_rows, servers_at_rest
+from foreload.trainer.run.shard_program import ShardProgram, Step
+from foreload.trainer.saved.at_rest import ServersAtRest, opened_rows, servers_at_rest
 from foreload.trainer.saved.kept import schedule_of
 from foreload.trainer.saved.migration import NewServers, check_whole
 from foreload.trainer.saved.owned_at_rest import PATIENCE, owned_at_rest
@@ -71,38 +71,90 @@ def run(path: str, store: str | None, change: ShardChange, folder_moved: bool = 
 def _move_at_rest(moved: Run, store: str | None, change: ShardChange, folder_moved: bool) -> Placement:
     """Move the rows of a run that does not train; returns the placement by which they did."""
     status = _status_of(moved)
-    events = EventLog(moved.path, status.step, status.term + 1)
-    with servers_at_rest(moved, status, store) as at_rest:
-        at_rest.changed = True
-        urls = at_rest.urls
-        with _opened(moved, status, urls) as opened:
+    with servers_at_rest(moved, status, store) as servers:
+        servers.changed = True
+        with _opened(moved, status, servers.urls) as opened:
             own_rows(moved, opened, folder_moved)
-            at_rest.of_the_stop = True
-        manifest, schedule = moved.manifest, schedule_of(moved)
-        room = partial(check_room, manifest, schedule, layouts_of(manifest.training_job, schedule.header.features))
-        servers = NewServers(manifest, manifest.training_job.store_silence, at_rest.local, room)
+            servers.of_the_stop = True
+        driver = _Driver(moved, status, servers)
+        # What an earlier call did not come to.
+        driver.go_on(Step.LEAVE, Step.NAME)
         if not moved.placement.migrating:
-            placement = change.placement_after(moved.placement, urls)
-            urls = servers.made_ready(change.urls, placement, urls)
-            moved.write_manifest(with_servers(moved.manifest, placement, plain(urls)))
-            moved.write_placement(placement)
-            # Whatever of this comes to pass, it goes with that.
-            moved.forget_saved_placement()
-            events.note(RowsMove(joining=placement.joining, leaving=placement.leaving))
-        elif not change.is_under_way(moved.placement, urls):
+            driver.ask(change)
+        elif not change.is_under_way(moved.placement, servers.urls):
             raise RunError(
                 f"stores {change.change}: its rows are on their way to other store shards already, as an earlier command asked; the same "
                 "command, or --resume, goes on with that"
             )
-        with _opened(moved, status, urls) as opened:
-            _move(moved, opened)
+        driver.go_on(Step.NAME, Step.PLACE, Step.MOVE)
     # What local stores save goes with either placement until then.
     before = moved.placement
-    moved.write_placement(before.completed())
-    moved.forget_saved_placement()
-    events.note(RowsMoved(joining=before.joining, leaving=before.leaving))
-    _leave(moved, servers)
+    driver.go_on(*Step)
     return before
+
+
+class _Driver:
+    """Does the steps of a change of store shards (`shard_program`) of a run that does not train. servers: of its shards, which run."""
+
+    def __init__(self, moved: Run, status: Status, servers: ServersAtRest) -> None:
+        self._run, self._status, self._urls = moved, status, servers.urls
+        manifest, schedule = moved.manifest, schedule_of(moved)
+        room = partial(check_room, manifest, schedule, layouts_of(manifest.training_job, schedule.header.features))
+        self._new = NewServers(manifest, manifest.training_job.store_silence, servers.local, room)
+        self._named = manifest.store_urls or plain(servers.urls)
+        self._events = EventLog(moved.path, status.step, status.term + 1)
+        self._program, self._migrated = ShardProgram.found(manifest, moved.placement), False
+
+    def ask(self, change: ShardChange) -> None:
+        """Make ready what a change takes; `go_on` begins it."""
+        placement = change.placement_after(self._run.placement, self._urls)
+        self._urls = self._new.made_ready(change.urls, placement, self._urls)
+        self._named = plain(self._urls)
+        self._program = self._program.ask(placement)
+
+    def go_on(self, *steps: Step) -> None:
+        """Do what is next, as long as that is one of these steps."""
+        while (step := self._program.next_step(self._migrated, unused=True)) is not None and step in steps:
+            program, placement = self._program, self._program.placement
+            if step is Step.NAME:
+                self._run.write_manifest(program.named_in(self._run.manifest, self._named))
+                self._program = program.name()
+            elif step is Step.PLACE:
+                self._program = program.place()
+                placement = self._publish()
+                self._events.note(RowsMove(joining=placement.joining, leaving=placement.leaving))
+            elif step is Step.MOVE:
+                self._move()
+                self._migrated = True
+            elif step is Step.COMPLETE:
+                self._program = program.complete(self._named)
+                self._publish()
+                self._events.note(RowsMoved(joining=placement.joining, leaving=placement.leaving))
+            elif self._run.manifest.local_stores is not None:
+                clear_removed(self._run.path / STORES, placement.removed)
+                self._program = program.leave(())
+            else:
+                self._program = program.leave(self._new.leave(program.leaving))
+
+    def _publish(self) -> Placement:
+        """Publish the program's placement. Whatever of a move comes to pass, local stores save what goes with that."""
+        self._run.write_placement(self._program.placement)
+        self._run.forget_saved_placement()
+        return self._program.placement
+
+    def _move(self) -> None:
+        """Move all rows, as the owner of every lane."""
+        with (
+            _opened(self._run, self._status, self._urls) as opened,
+            owned_at_rest(self._run, opened) as traffic,
+            progress_bar(_SHARES, "") as bar,
+        ):
+            check_whole(traffic.shards.lost, (), REBUILT_BY_RESUME)
+            while traffic.shards.migrated < 1.0:
+                traffic.repair_shards(PATIENCE)
+                shards = traffic.shards
+                bar.update(int(shards.migrated * _SHARES) - bar.n)
+                check_whole(shards.lost, (), REBUILT_BY_RESUME)
 
 
 def _status_of(moved: Run) -> Status:
@@ -119,29 +171,3 @@ def _status_of(moved: Run) -> Status:
 def _opened(moved: Run, status: Status, urls: Sequence[str]) -> AbstractContextManager[Store]:
     """The servers of a run, with all of its rows. Raises RunError and CacheError where one lacks any: it is made whole first."""
     return opened_rows(moved, status, urls, moved.manifest.training_job.store_silence)
-
-
-def _move(moved: Run, opened: Store) -> None:
-    """Move all rows, as the owner of every lane."""
-    with owned_at_rest(moved, opened) as traffic, progress_bar(_SHARES, "") as bar:
-        check_whole(traffic.shards.lost, (), REBUILT_BY_RESUME)
-        while traffic.shards.migrated < 1.0:
-            traffic.repair_shards(PATIENCE)
-            shards = traffic.shards
-            bar.update(int(shards.migrated * _SHARES) - bar.n)
-            check_whole(shards.lost, (), REBUILT_BY_RESUME)
-
-
-def _leave(moved: Run, servers: NewServers) -> None:
-    """Remove what a run has on servers that are none of its any more, and forget them."""
-    manifest, placement = moved.manifest, moved.placement
-    emptied = []
-    for shard, url in left_over(manifest, placement).items():
-        if (why := servers.leave(url)) is None:
-            emptied.append(url)
-        else:
-            sys.stderr.write(f"store shard {shard}: is removed, but not all of it: {why}\n")
-    if manifest.local_stores is not None:
-        clear_removed(moved.path / STORES, placement.removed)
-    urls = [url if shard in placement.live else "" for shard, url in enumerate(manifest.store_urls)]
-    moved.write_manifest(with_servers(manifest, placement, urls, emptied))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 from foreload.cache.client.local import LocalStores
@@ -87,10 +87,20 @@ class NewServers:
         for shard, url in reversed(list(enumerate(urls, first))):
             if self._local is not None:
                 self._local.take_back(shard)
-            elif (why := self.leave(url)) is not None:
+            elif (why := self._left(url)) is not None:
                 sys.stderr.write(f"store shard {shard}: is not added, and is not as it was: {why}\n")
 
-    def leave(self, url: str) -> str | None:
+    def leave(self, servers: Mapping[int, str]) -> set[str]:
+        """Remove what a run has on the servers of removed shards, by number; returns the URLs of those where nothing is left."""
+        emptied = set()
+        for shard, url in servers.items():
+            if (why := self._left(url)) is None:
+                emptied.add(url)
+            else:
+                sys.stderr.write(f"store shard {shard}: is removed, but not all of it: {why}\n")
+        return emptied
+
+    def _left(self, url: str) -> str | None:
         """Remove what a run has on a server that is none of its any more; returns why it cannot be, None where nothing is left."""
         manifest = self._manifest
         try:

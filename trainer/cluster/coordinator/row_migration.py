@@ -23,8 +23,8 @@ from foreload.trainer.cluster.messages.control import Answer, AskMove, MoveBegun
 from foreload.trainer.errors import RunError
 from foreload.trainer.memory.seen_servers import check_room
 from foreload.trainer.run.event_log import RowsMove, RowsMoved
-from foreload.trainer.run.servers import left_over, with_servers
 from foreload.trainer.run.shard_change import ShardChange
+from foreload.trainer.run.shard_program import ShardProgram, Step
 from foreload.trainer.saved.migration import NewServers, check_whole
 
 
@@ -47,19 +47,17 @@ class RowMigration:
         self._call, self._shards, self._local, self._plan = call, shards, shards.local, plan
         room = partial(check_room, call.manifest, call.schedule, call.layouts)
         self._new = NewServers(call.manifest, call.job.store_silence, shards.local, room)
-        self._placement = call.run.placement
+        # Servers of an earlier call, which did not come to leaving them, are left, too.
+        self._program = ShardProgram.found(call.manifest, call.run.placement)
         self._preparing: _Preparation | None = None
         self._wanted: tuple[Placement, tuple[str, ...]] | None = None  # what is to begin, and the URLs of all shards then
-        # The servers of shards that are none any more, yet to be left; of an earlier call, which did not come to that, too.
-        self._leaving = left_over(call.manifest, self._placement)
-        self._left: Future[None] | None = None  # what leaves these servers
-        self._emptied: set[str] = set()  # servers that were left, and have nothing of the run any more
+        self._left: Future[set[str]] | None = None  # what leaves servers
         self._shown = 0.0
 
     @property
     def under_way(self) -> bool:
         """Whether rows move, or are about to."""
-        return self._wanted is not None or self._placement.migrating or bool(self._leaving)
+        return self._wanted is not None or self._program.placement.migrating or bool(self._program.leaving)
 
     def want(self, request: AskMove) -> Refused | Future[Answer]:
         """Have rows begin to move as is asked, if they can; when it is answered, the new servers are ready. Raises CacheError, RunError."""
@@ -67,7 +65,7 @@ class RowMigration:
             return Refused("another change of its store shards is asked for right now; try again in a moment")
         change = ShardChange(request.change, request.shard, request.urls)
         self._check_free()
-        placement = change.placement_after(self._placement, self._shards.urls)
+        placement = change.placement_after(self._program.placement, self._shards.urls)
         urls, further = tuple(self._shards.urls), self._shards.about_to_come
         ready = in_background(lambda: self._new.made_ready(change.urls, placement, urls, further))
         self._preparing = _Preparation(placement, ready)
@@ -88,7 +86,8 @@ class RowMigration:
     def _check_free(self) -> None:
         """Raise RunError where nothing can be begun."""
         if self.under_way:
-            share = self._shards.share_moved(self._placement.version) if self._placement.migrating else 1.0
+            placement = self._program.placement
+            share = self._shards.share_moved(placement.version) if placement.migrating else 1.0
             raise RunError(
                 f"its rows are on their way to other store shards already ({share:.0%} moved); wait until `foreload stores status` says no "
                 "more of that"
@@ -103,76 +102,89 @@ class RowMigration:
         while (replacement := self._shards.take_replacement()) is not None:
             shard, url = replacement
             self._plan.change(servers=self._shards.plain_urls)
-            self._write_servers()
+            self._name()
             self._call.say(f"store shard {shard}: {url} takes its place")
         self._see_prepared()
-        self._see_to_move(members)
-
-    def _see_to_move(self, members: Collection[int]) -> None:
-        if self._wanted is not None:
-            (placement, urls), self._wanted = self._wanted, None
-            self._begin(placement, urls)
-            self._plan.move_rows(placement, self._shards.plain_urls)
-        elif self._placement.migrating:
-            moved = self._shards.share_moved(self._placement.version)
+        if self._program.placement.migrating:
+            moved = self._shards.share_moved(self._program.placement.version)
             if moved >= self._shown + SHOWN_STEP:
                 self._shown = moved
                 self._call.say(f"store shards: {moved:.0%} of the rows have moved")
-            if self._shards.all_moved(members, self._placement.version):
-                self._complete()
-                self._plan.move_rows(self._placement, self._shards.plain_urls)
-        elif self._leaving and self._left is None and self._shards.all_without(members, self._leaving):
-            self._leave()
-        elif self._left is not None and self._left.done():
-            self._forget_left()
+        if self._wanted is not None:
+            (placement, urls), self._wanted = self._wanted, None
+            self._shards.use((*self._shards.urls, *urls[len(self._shards.urls) :]))
+            self._program, self._shown = self._program.ask(placement), 0.0
+        before = self._program.placement
+        self._go_on(members)
+        if self._program.placement is not before:
+            self._plan.move_rows(self._program.placement, self._shards.plain_urls)
 
-    def _begin(self, placement: Placement, urls: tuple[str, ...]) -> None:
-        # The manifest may name a server more than the placement knows, not one less.
-        before, self._placement, self._shown = self._shards.plain_urls, placement, 0.0
-        self._shards.use((*self._shards.urls, *urls[len(before) :]))
-        self._write_servers()
+    def _go_on(self, members: Collection[int], wait: Callable[[Future[Any]], None] | None = None) -> None:
+        """Do what the program of a change says, up to what must be waited for.
+
+        wait: returns when a future is done, at the end of the trainers. If None, they train, and may use the servers of removed shards.
+        """
+        while True:
+            program, placement = self._program, self._program.placement
+            moved = placement.migrating and self._shards.all_moved(members, placement.version)
+            leaves = wait is not None or self._left is not None
+            step = program.next_step(moved, unused=leaves or self._shards.all_without(members, program.leaving))
+            if step is Step.NAME:
+                self._name()
+            elif step is Step.PLACE:
+                self._place()
+            elif step is Step.COMPLETE:
+                self._complete()
+            elif step is not Step.LEAVE or not self._leave(wait):
+                return
+
+    def _name(self) -> None:
+        self._call.write_manifest(self._program.named_in(self._call.manifest, self._shards.plain_urls))
+        self._program = self._program.name()
+
+    def _place(self) -> None:
+        self._program = self._program.place()
+        placement = self._program.placement
         self._call.run.write_placement(placement)
         self._watch()
         self._call.events.note(RowsMove(joining=placement.joining, leaving=placement.leaving))
         self._call.say(f"store shards: {said_of(placement)}; rows move while training goes on")
 
     def _complete(self) -> None:
-        before = self._placement
-        self._placement = before.completed()
-        self._call.run.write_placement(self._placement)
+        before = self._program.placement
+        self._program = self._program.complete(self._shards.plain_urls)
+        placement = self._program.placement
+        self._call.run.write_placement(placement)
         self._watch()
-        self._leaving = {shard: self._shards.plain_urls[shard] for shard in before.leaving}
-        self._shards.use([url if shard in self._placement.live else "" for shard, url in enumerate(self._shards.urls)])
+        self._shards.use([url if shard in placement.live else "" for shard, url in enumerate(self._shards.urls)])
         self._call.events.note(RowsMoved(joining=before.joining, leaving=before.leaving))
         self._call.say(f"store shards: all rows have moved; {said_of(before)}")
-        self._write_servers()
 
     def _watch(self) -> None:
         if self._shards.memory is not None:
-            self._shards.memory.use(self._placement)
+            self._shards.memory.use(self._program.placement)
 
-    def _leave(self) -> None:
-        """Nobody asks these servers any more: remove what the run has there, in a thread, since one may not answer."""
+    def _leave(self, wait: Callable[[Future[Any]], None] | None) -> bool:
+        """Remove what the run has on servers that nobody asks any more, in a thread, since one may not answer; returns whether that is done."""
+        leaving, local = self._program.leaving, self._local
 
-        def leave() -> None:
-            for shard, url in self._leaving.items():
-                if self._local is not None:
-                    self._local.remove(shard)
-                elif (why := self._new.leave(url)) is None:
-                    self._emptied.add(url)
-                else:
-                    self._call.say(f"store shard {shard}: is removed, but not all of it: {why}")
+        def leave() -> set[str]:
+            if local is None:
+                return self._new.leave(leaving)
+            for shard in leaving:
+                local.remove(shard)
+            return set()
 
-        self._left = in_background(leave)
-
-    def _forget_left(self) -> None:
-        self._leaving, self._left = {}, None
-        self._write_servers()
-
-    def _write_servers(self) -> None:
-        """Publish which servers the run has, with those that are yet to be left."""
-        urls = [self._leaving.get(shard, url) for shard, url in enumerate(self._shards.plain_urls)]
-        self._call.write_manifest(with_servers(self._call.manifest, self._placement, urls, self._emptied))
+        if self._left is None:
+            self._left = in_background(leave)
+        if wait is not None:
+            wait(self._left)
+        if not self._left.done():
+            return False
+        # Training goes on where that failed: the manifest has the servers among those that may have something of the run.
+        emptied = self._left.result() if self._left.exception() is None else ()
+        self._program, self._left = self._program.leave(emptied), None
+        return True
 
     def finish(self, members: Collection[int], wait: Callable[[Future[Any]], None]) -> None:
         """All trainers, these, have ended: settle what is through, and leave servers that nobody asks any more. The rest goes on at the next call.
@@ -187,23 +199,17 @@ class RowMigration:
             placement, urls = wanted
             self._new.give_back([urls[shard] for shard in placement.joining], placement.shard_count - len(placement.joining))
             self._call.say("store shards: training is over, so they stay as they were; ask again, now that it rests")
-        if self._placement.migrating and self._shards.all_moved(members, self._placement.version):
-            self._complete()
-        elif self._placement.migrating:
+        self._go_on(members, wait)
+        if self._program.placement.migrating:
             self._call.say(
-                f"store shards: not all rows have moved ({said_of(self._placement)}); the same command, now that the run rests, or a --resume "
-                "that trains on, goes on with that"
+                f"store shards: not all rows have moved ({said_of(self._program.placement)}); the same command, now that the run rests, or a "
+                "--resume that trains on, goes on with that"
             )
-        if self._leaving and self._left is None:
-            self._leave()
-        if self._left is not None:
-            wait(self._left)
-            self._forget_left()
 
     @property
     def removed(self) -> tuple[int, ...]:
         """The store shards that there are no more."""
-        return self._placement.removed
+        return self._program.placement.removed
 
 
 def said_of(placement: Placement) -> str:

@@ -290,3 +290,13 @@ def test_the_last_one_stays_until_another_joins_though_it_was_asked_to_leave() -
     assert wanted.started == [2]
     wanted.of.can_join(2)
     assert wanted.poll() == Change((2,), (1,))
+
+
+def test_who_is_to_leave_with_the_only_copies_does_once_others_have_them_though_a_trainer_was_lost() -> None:
+    before = first_term(1, range(4), 4, 2, -1)
+    there = {trainer: left(before, trainer, 8) for trainer in (0, 1, 2)}
+    after = next_term(before, there, 2, leaving=(0,))
+    for lane, host in enumerate(after.hosts):
+        assert set(after.copies[lane]) & {1, 2} - {host}
+    complete = [{*holders} for holders in after.copies]
+    assert wants_change(after, complete, Change((), (0,)))

@@ -197,7 +197,7 @@ class Membership:
             for trainer, why in self._lost.items():
                 self._call.events.note(TrainerLost(trainer=trainer, cause=why))
             try:
-                self.term = next_term(before, positions, self._copies, all(killed), self._call.machines)
+                self.term = next_term(before, positions, self._copies, all(killed), self._call.machines, self.change.leaving)
             except LanesLost as error:
                 raise LanesLost(error.lanes, error.trainers, self._lost) from None
         if self.term.committed > before.committed:

@@ -40,12 +40,18 @@ def first_term(
 
 
 def next_term(
-    before: Term, positions: Mapping[int, TermLeft], copies: int, dead: bool = True, machines: Mapping[int, str] = ONE_MACHINE
+    before: Term,
+    positions: Mapping[int, TermLeft],
+    copies: int,
+    dead: bool = True,
+    machines: Mapping[int, str] = ONE_MACHINE,
+    leaving: Collection[int] = (),
 ) -> Term:
     """The term after one in which members were lost: their lanes go to trainers that have complete copies, all others stay where they are.
 
     positions: of the members that are there, by number. It goes on from the least step that any of them stands at: what others did beyond is undone.
-    dead: whether those that are lost are known to be dead. Raises LanesLost for lanes that neither their owner nor a complete copy is left of.
+    dead: whether those that are lost are known to be dead. leaving: those that are to leave: others get copies of what they have, so that they can.
+    Raises LanesLost for lanes that neither their owner nor a complete copy is left of.
     """
     members, complete, hosts = _left_of(before, positions)
     keeps = next((position.why for position in positions.values() if position.keeps), None)
@@ -55,7 +61,7 @@ def next_term(
         before.number + 1,
         members,
         hosts,
-        _with_targets(next_copies(hosts, complete, members, copies, machines), hosts, pending),
+        _with_targets(_copied(hosts, complete, members, copies, machines, leaving), hosts, pending),
         complete,
         _least_step(before, positions),
         any(position.stopping for position in positions.values()),
@@ -150,6 +156,25 @@ def _least_step(before: Term, positions: Mapping[int, TermLeft]) -> int:
 def _without_state(members: Sequence[int], positions: Mapping[int, TermLeft]) -> tuple[int, ...]:
     """The members that have not yet got what the others have in memory."""
     return tuple(trainer for trainer in members if trainer in positions and positions[trainer].joins)
+
+
+def _copied(
+    hosts: Sequence[int],
+    complete: Sequence[Collection[int]],
+    members: Sequence[int],
+    copies: int,
+    machines: Mapping[int, str],
+    leaving: Collection[int],
+) -> tuple[tuple[int, ...], ...]:
+    """Who holds copies of each lane: those that stay, and until they are complete there, one that is to leave and has the only complete one."""
+    stay = [trainer for trainer in members if trainer not in leaving]
+    if not stay or len(stay) == len(members):
+        return next_copies(hosts, complete, members, copies, machines)
+    kept = _only_copies(hosts, complete, stay, leaving) if copies > 1 else {}
+    return tuple(
+        (*holders, kept[lane]) if lane in kept and kept[lane] not in holders else holders
+        for lane, holders in enumerate(next_copies(hosts, complete, stay, copies, machines))
+    )
 
 
 def _only_copies(

@@ -103,7 +103,8 @@ class Membership:
                 self._lost.pop(trainer, None)
                 self._left[trainer] = event
             case CopiesTold():
-                self._complete[trainer] = {lane for lane, copy in event.copies.items() if copy.complete}
+                # In a term none becomes incomplete again, whatever an older report says that comes later.
+                self._complete.setdefault(trainer, set()).update(lane for lane, copy in event.copies.items() if copy.complete)
 
     def poll(self, gone: Mapping[int, str], ended: Iterable[int], may_change: bool = True) -> bool:
         """See to the term: end it where a member is gone, begin the next one when all that are there have left. Returns whether one began.

@@ -1,4 +1,4 @@
-"""Which store shards have what a lane must have there, by what was found: pure (docs/protocol.md, The writer dies, Takeover, Rows move).
+"""Which store shards have what a lane must have there, by what was found: pure (docs/protocol.md, Takeover).
 
 Whoever opens a lane goes by this: one who goes on with a stopped run, one who finishes a dead owner's batch, one who takes over from a replica, and a
 reader.

@@ -47,12 +47,12 @@ class TrainerGroup:
 
     def train(self, meeting: Meeting | None, spawned: Sequence[int]) -> Ending:
         """Start trainers and follow them; returns when all have left in order, and no process is left in any case."""
-        spec = launch_spec(self._call, self._shards.servers_return)
-        self._call.interrupts.defer_signals = True
-        address = self._call.job.own_address()
         with contextlib.ExitStack() as stack:
-            rendezvous_host = RendezvousHost(address, self._start_process)
             stack.callback(self._requests.close)
+            spec = launch_spec(self._call, self._shards.servers_return)
+            self._call.interrupts.defer_signals = True
+            address = self._call.job.own_address()
+            rendezvous_host = RendezvousHost(address, self._start_process)
             stack.callback(rendezvous_host.close)
             stack.callback(self._trainers.kill)
             # Trainers start while the rendezvous host does.

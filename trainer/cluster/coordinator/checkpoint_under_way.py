@@ -44,7 +44,6 @@ class CheckpointUnderWay:
     best: Best | None = None
     seconds_waited: float = 0.0
     since: float = field(default_factory=time.monotonic)
-    ready: bool = False
     reports: dict[int, CheckpointReport] = field(default_factory=dict)
     opening: Future[Opened | None] | None = None
     opened: Opened | None = None

@@ -74,8 +74,7 @@ class Checkpointing:
             if goes_on and self._best.held is None:
                 self._begin_next()
             return
-        if not saving.ready and saving.reports.keys() >= set(members):
-            saving.ready = True
+        if saving.reports.keys() >= set(members):
             self._change(ready=True)
         try:
             if saving.best is not None and saving.taken and saving.opening is None and self.wanted.may_begin():

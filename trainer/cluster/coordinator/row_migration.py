@@ -8,6 +8,7 @@ that they ask no more is left: what the run has there is removed.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -182,7 +183,9 @@ class RowMigration:
         if not self._left.done():
             return False
         # Training goes on where that failed: the manifest has the servers among those that may have something of the run.
-        emptied = self._left.result() if self._left.exception() is None else ()
+        if (error := self._left.exception()) is not None:
+            traceback.print_exception(error)
+        emptied = self._left.result() if error is None else ()
         self._program, self._left = self._program.leave(emptied), None
         return True
 

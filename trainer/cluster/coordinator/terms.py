@@ -57,11 +57,13 @@ def next_term(
     keeps = next((position.why for position in positions.values() if position.keeps), None)
     # A copy that was made since a lane is to move to it is still made.
     pending = [target if target in members else host for target, host in zip(before.targets, hosts, strict=True)]
+    stay = [trainer for trainer in members if trainer not in leaving] or members
+    kept = _only_copies(hosts, complete, stay, leaving) if copies > 1 else {}
     return Term(
         before.number + 1,
         members,
         hosts,
-        _with_targets(_copied(hosts, complete, members, copies, machines, leaving), hosts, pending),
+        _with_targets(_copied(hosts, complete, stay, kept, copies, machines), hosts, pending),
         complete,
         _least_step(before, positions),
         any(position.stopping for position in positions.values()),
@@ -99,10 +101,7 @@ def changed_term(
     )
     kept = _only_copies(hosts, complete, stay, change.leaving) if copies > 1 and len(stay) > 1 else {}
     remain = tuple(trainer for trainer in there if trainer in stay or trainer in hosts or trainer in kept.values())
-    copied = tuple(
-        (*holders, kept[lane]) if lane in kept and kept[lane] not in holders else holders
-        for lane, holders in enumerate(next_copies(hosts, complete, stay, copies, machines))
-    )
+    copied = _copied(hosts, complete, stay, kept, copies, machines)
     return Term(
         before.number + 1,
         remain,
@@ -161,20 +160,16 @@ def _without_state(members: Sequence[int], positions: Mapping[int, TermLeft]) ->
 def _copied(
     hosts: Sequence[int],
     complete: Sequence[Collection[int]],
-    members: Sequence[int],
+    stay: Sequence[int],
+    kept: Mapping[int, int],
     copies: int,
     machines: Mapping[int, str],
-    leaving: Collection[int],
-) -> tuple[tuple[int, ...], ...]:
-    """Who holds copies of each lane: those that stay, and until they are complete there, one that is to leave and has the only complete one."""
-    stay = [trainer for trainer in members if trainer not in leaving]
-    if not stay or len(stay) == len(members):
-        return next_copies(hosts, complete, members, copies, machines)
-    kept = _only_copies(hosts, complete, stay, leaving) if copies > 1 else {}
-    return tuple(
+) -> list[tuple[int, ...]]:
+    """Who holds copies of each lane: those that stay, and until they are complete there, whom `_only_copies` names."""
+    return [
         (*holders, kept[lane]) if lane in kept and kept[lane] not in holders else holders
         for lane, holders in enumerate(next_copies(hosts, complete, stay, copies, machines))
-    )
+    ]
 
 
 def _only_copies(

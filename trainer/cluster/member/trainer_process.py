@@ -87,9 +87,9 @@ class TrainerProcess:
         folder.check_schedule(schedule, spec.resumes)
         self._dense = dense = DenseModel.build(job, schedule)
         check_same_code(f"trainer {self._trainer}", spec.code, job)
-        if spec.resumes and not self._terms.joins:
+        if spec.resumes and not joined.joins:
             folder.load_dense(dense, spec.start_step)
-        warm_up(self._link.placement, takeover=self._terms.survives or self._terms.joins)
+        warm_up(self._link.placement, takeover=self._terms.survives or joined.joins)
         self._checkpoints.prepare(dense.layouts)
         with (
             Store.connect(asked(self._link.stores), job.store_silence, self._link.placement.r) as store,
@@ -118,7 +118,7 @@ class TrainerProcess:
         """Train in one term after the other, until there is no further one, or none with this trainer."""
         terms, before, hosted = self._terms, None, None
         with contextlib.ExitStack() as stack:
-            if terms.joins:
+            if self._joined.joins:
                 hosted = open_no_lanes(parts, access)
                 self._serve(hosted, parts, stack)
                 self._link.catch_up()  # once the traffic is there

@@ -40,13 +40,12 @@ FORMING = timedelta(seconds=5)  # for a later one; when it begins, all members w
 class TrainerTerms:
     """The terms of one trainer; its main thread uses it.
 
-    term: the one that it is in, or was in last. joins: whether it was started while others train, and is no member yet. keeps_folder:
-    `TermLog.keeps_folder`, once there is that log.
+    term: the one that it is in, or was in last. keeps_folder: `TermLog.keeps_folder`, once there is that log.
     """
 
     def __init__(self, joined: JoinedTrainer) -> None:
         self._joined, self._rendezvous, self._events, self._trainer = joined, joined.rendezvous, joined.events, joined.number
-        self.joins, self._come_to, self._first_term = joined.joins, joined.reach_point, joined.spec.first_term
+        self._come_to, self._first_term = joined.reach_point, joined.spec.first_term
         self.term = joined.rendezvous.read(Term, self._first_term)
         self._watch = None if joined.connect is None else TermWatch(joined.connect, joined.number, joined.job.peer_silence)
         self.keeps_folder: Callable[[Term], int | None] = lambda term: None
@@ -66,7 +65,7 @@ class TrainerTerms:
         """Raise FingerprintError unless the numerics here are the run's, or, where it has none or others are accepted, the first trainer's."""
         if of_run is not None:
             numerics.check(mine, of_run, goes_on="--resume")
-        elif self.joins or self._trainer != self.term.members[0]:
+        elif self._joined.joins or self._trainer != self.term.members[0]:
             numerics.check(mine, self._rendezvous.read(Fingerprint).fields)
         else:
             self._rendezvous.publish(Fingerprint(mine))

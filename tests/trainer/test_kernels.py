@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,13 +22,48 @@ from foreload.trainer.compute.layouts import MEAN, SINGLE, BlockLayout, Lookups,
 from foreload.trainer.compute.row_optimizers import RowOptimizer
 from foreload.trainer.compute.torch_kernels import TorchKernels
 
-VARIANTS: list[Kernels] = [CompiledKernels(), TorchKernels("cpu")]
 f32 = np.float32
 
 
-def bits(tensor: torch.Tensor | np.ndarray) -> list[int]:
-    """As integers, so that NaNs and the sign of zero count."""
-    return np.ascontiguousarray(np.asarray(tensor), np.float32).view(np.uint32).ravel().tolist()
+class OnDevice:
+    """TorchKernels for rows on a CUDA device, of tensors on the CPU: they are brought there, and what they are then comes back."""
+
+    def __getattr__(self, name: str) -> Any:
+        kernel = getattr(TorchKernels("cuda"), name)
+
+        def run(*arguments: Any) -> None:
+            there = [_on_device(argument) for argument in arguments]
+            kernel(*there)
+            for here, copy in zip(arguments, there, strict=True):
+                for tensor, result in zip(_tensors(here), _tensors(copy), strict=True):
+                    tensor.detach().copy_(result.detach())
+
+        return run
+
+
+def _tensors(argument: Any) -> list[torch.Tensor]:
+    return [argument] if isinstance(argument, torch.Tensor) else list(argument) if type(argument) is tuple else []
+
+
+def _on_device(argument: Any) -> Any:
+    if type(argument) is tuple:  # not UpdateRules
+        return tuple(tensor.to("cuda") for tensor in argument)
+    return argument.to("cuda") if isinstance(argument, torch.Tensor) else argument
+
+
+VARIANTS: list[Kernels] = [
+    CompiledKernels(),
+    TorchKernels("cpu"),
+    *([cast("Kernels", OnDevice())] if torch.cuda.is_available() else []),
+]
+
+
+def bits(tensor: torch.Tensor | np.ndarray, kernels: Kernels | None = None) -> list[int]:
+    """As integers, so that NaNs and the sign of zero count. Which NaN it is counts not where a CUDA device is concerned, whose own is another one."""
+    values = np.ascontiguousarray(np.asarray(tensor), np.float32)
+    if isinstance(kernels, OnDevice):
+        values = np.where(np.isnan(values), f32(np.nan), values)
+    return values.view(np.uint32).ravel().tolist()
 
 
 def block_layout(widths: list[int], pooling: list[int]) -> BlockLayout:
@@ -247,7 +283,8 @@ def test_updates_are_those_of_each_tables_optimizer(seed: int, alike: int, step:
         for kept in (None, before):
             updated, new_state = torch.from_numpy(weights.copy()), torch.from_numpy(state.copy())
             kernels.apply(updated, new_state, readonly(slots), readonly(numbers), torch.from_numpy(gradient), rules, kept)
-            assert (bits(updated), bits(new_state)) == (bits(w), bits(s)), type(kernels).__name__
+            updated_bits, expected = ([bits(of, kernels) for of in both] for both in ((updated, new_state), (w, s)))
+            assert updated_bits == expected, type(kernels).__name__
         assert (bits(before[0]), bits(before[1])) == (bits(weights[slots]), bits(state[slots])), type(kernels).__name__
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from foreload.base.errors import SettingError
 from foreload.trainer.errors import PeerLost
 from foreload.trainer.step.nccl import NcclTransport, peers_lost
+from foreload.trainer.step.staged import StagedTransport, share_devices
 from foreload.trainer.step.transport import GlooTransport, LocalHub, Transport
 
 TIMEOUT = timedelta(seconds=20)
@@ -40,14 +42,19 @@ def mixed(world: int) -> list[Transport]:
     return formed([f"127.0.0.{1 + min(rank, 1)}" for rank in range(world)])
 
 
-def formed(addresses: Sequence[str]) -> list[Transport]:
+def staged(world: int) -> list[Transport]:
+    """As trainers that share a device, which the CPU stands for."""
+    return formed(["127.0.0.1"] * world, partial(StagedTransport, torch.device("cpu")))
+
+
+def formed(addresses: Sequence[str], kind: Callable[..., Transport] = GlooTransport) -> list[Transport]:
     """A group of ranks at these addresses, each with a connection of its own to the rendezvous store, as in processes of their own."""
     world = len(addresses)
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=TIMEOUT)
 
     def connect(rank: int) -> Transport:
         store = dist.TCPStore("127.0.0.1", server.port, None, False, timeout=TIMEOUT)
-        return GlooTransport(store, 0, rank, range(world), TIMEOUT, addresses[rank])
+        return kind(store, 0, rank, range(world), TIMEOUT, addresses[rank])
 
     with ThreadPoolExecutor(world) as pool:
         return of_all([pool.submit(connect, rank) for rank in range(world)])
@@ -61,7 +68,7 @@ def of_all(futures: Sequence[Future[Any]]) -> list[Any]:
     return [future.result() for future in futures]
 
 
-@pytest.fixture(params=[local, gloo, linked, mixed], ids=["local", "gloo", "linked", "mixed"])
+@pytest.fixture(params=[local, gloo, linked, mixed, staged], ids=["local", "gloo", "linked", "mixed", "staged"])
 def connect(request: pytest.FixtureRequest) -> Iterator[Callable[[int], list[Transport]]]:
     """Connects so many trainers by a kind of transport; all are closed in the end."""
     opened: list[Transport] = []
@@ -224,6 +231,26 @@ def test_a_peer_that_does_not_come_to_an_nccl_group_is_lost() -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=SHORT)
     with pytest.raises(PeerLost, match="trainer 1: cannot form the group of term 0 with 2 trainers"):
         NcclTransport(store, 0, 1, [0, 1], SHORT, torch.device("cuda:0"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("world", [1, 2])
+def test_trainers_find_out_that_they_share_a_device(world: int) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=TIMEOUT)
+
+    def share(trainer: int) -> bool:
+        store = dist.TCPStore("127.0.0.1", server.port, None, False, timeout=TIMEOUT)
+        return share_devices(store, 0, trainer, range(world), torch.device("cuda:0"), TIMEOUT, lambda: None)
+
+    with ThreadPoolExecutor(world) as pool:
+        assert of_all([pool.submit(share, trainer) for trainer in range(world)]) == [world > 1] * world
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_trainer_that_does_not_say_its_device_is_lost() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=SHORT)
+    with pytest.raises(PeerLost, match="trainer 1: cannot form the group of term 0: not all of its 2 trainers came"):
+        share_devices(store, 0, 1, [0, 1], torch.device("cuda:0"), SHORT, lambda: None)
 
 
 def test_a_message_to_oneself_or_in_pieces_is_refused(connect: Callable[[int], list[Transport]]) -> None:

@@ -79,7 +79,7 @@ def train(
 
     Raises ForeloadError; KeyboardInterrupt if a signal came before training began.
     """
-    numerics.check_processor()
+    numerics.check_machine(job.device)
     if under_scheduler() and job.coordinator is not None:
         raise SettingError(
             "--coordinator: is for hosts that join by themselves; leave it out under torchrun, which starts the trainers"
@@ -117,7 +117,7 @@ def restored(job: TrainJob) -> Status:
 
     Raises ForeloadError; KeyboardInterrupt if a signal came.
     """
-    numerics.check_processor()
+    numerics.check_machine()
     with Interrupts() as interrupts:
         return Launcher(job, interrupts, None, RunObserver(), ChildProcess).restore()
 

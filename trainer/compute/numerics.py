@@ -72,10 +72,18 @@ def set_environment(cpu_capability: str = "avx2", threads: int = 1) -> None:
     os.environ.update(environment(cpu_capability, threads))
 
 
-def check_processor() -> None:
-    """Raise SettingError where the environment asks torch for instructions that this processor lacks: the first of them would kill the process."""
+def check_machine(device: str = "cpu") -> None:
+    """Raise SettingError where torch is asked for what this machine lacks: a CUDA device, or instructions, the first of which would kill the process.
+
+    Nothing is computed here, so that this process can fork others which use the device.
+    """
     import torch
 
+    if device.startswith("cuda") and not torch.cuda.device_count():
+        raise SettingError(
+            f"--device: cuda needs a CUDA device, and torch {torch.__version__} finds none on this machine; give cpu, or install a driver "
+            "and a build of torch for it"
+        )
     if os.environ.get("ATEN_CPU_CAPABILITY") == "avx512" and not torch.cpu._is_avx512_supported():
         raise SettingError(
             "--cpu-capability: this machine's processor has no avx512; give avx2, on all hosts of the run, "
@@ -84,9 +92,12 @@ def check_processor() -> None:
 
 
 def set_up(threads: int, device: str = "cpu", cpu_capability: str = "avx2") -> None:
-    """Put this process under the settings: environment, threads, deterministic algorithms, denormals kept. Raises SettingError."""
+    """Put this process under the settings: environment, threads, device, deterministic algorithms, denormals kept. Raises SettingError.
+
+    device: cpu, cuda, or, of several, as cuda:1.
+    """
     set_environment(cpu_capability, threads)
-    check_processor()
+    check_machine(device)
     import torch
 
     torch.set_num_threads(threads)
@@ -104,6 +115,8 @@ def set_up(threads: int, device: str = "cpu", cpu_capability: str = "avx2") -> N
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.benchmark = False
+        if ":" in device:
+            torch.cuda.set_device(device)
 
 
 def _mkl_cbwr() -> str:

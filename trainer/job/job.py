@@ -419,7 +419,7 @@ class TrainJob:
         """How many trainers are to hold each lane's rows, its own included, as soon as there are so many."""
         if under_scheduler():
             return 1  # it ends the other trainers where one dies
-        by_default = 1 if self.device == "cuda" else 2  # on CUDA devices losses were never tried
+        by_default = 1 if self.device == "cuda" else 2  # losses were tried with trainers that share a device, not between devices
         return self.copies or by_default
 
     def own_address(self) -> str:

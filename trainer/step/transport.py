@@ -155,10 +155,7 @@ class GlooTransport(Transport):
                 group.set(f"links/{self.rank}", f"{address} {name}")
                 group.set(f"ports/{self.rank}", ",".join(map(str, listening)))
                 # gloo's own wait cannot be interrupted: begun only when all are there.
-                deadline = time.monotonic() + (forming or timeout).total_seconds()
-                while time.monotonic() < deadline and not group.check([f"ports/{rank}" for rank in range(self.world)]):
-                    check()
-                    time.sleep(_PEERS_PAUSE.total_seconds())
+                await_keys(group, [f"ports/{rank}" for rank in range(self.world)], forming or timeout, check)
                 self._group = _Gloo(group, self.rank, self.world, options)
                 ports, links = (
                     [group.get(f"{what}/{rank}").decode() for rank in range(self.world)] for what in ("ports", "links")
@@ -373,6 +370,15 @@ class _LocalWork(Work):
                 raise ValueError(f"message from rank {peer} to {rank}: must have {tensor.nbytes} bytes, got {message.nbytes}")
             as_bytes(tensor).copy_(as_bytes(message))
         self._expected = []
+
+
+def await_keys(store: dist.Store, keys: list[str], patience: timedelta, check: Callable[[], None]) -> bool:
+    """Wait until the store has all keys, at most for `patience`: whether it has. check: called meanwhile, raises where nobody is to wait any more."""
+    deadline = time.monotonic() + patience.total_seconds()
+    while not (there := bool(store.check(keys))) and time.monotonic() < deadline:
+        check()
+        time.sleep(_PEERS_PAUSE.total_seconds())
+    return there
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

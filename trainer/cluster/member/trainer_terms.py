@@ -27,6 +27,7 @@ from foreload.trainer.errors import PeerLost, TrainerError, after_step
 from foreload.trainer.run.directory import Run
 from foreload.trainer.step.commits import Commits, TermPosition
 from foreload.trainer.step.nccl import NcclTransport
+from foreload.trainer.step.staged import StagedTransport, share_devices
 from foreload.trainer.step.term_session import TermSession
 from foreload.trainer.step.transport import GlooTransport, Transport
 
@@ -91,16 +92,14 @@ class TrainerTerms:
         joined, job, number, members = self._joined, self._joined.job, self.term.number, self.term.members
         silence = PATIENCE if self.survives else job.peer_silence
         transport: Transport
-        if job.device == "cuda":
-            if not torch.cuda.is_available():
-                raise TrainerError(f"--device cuda: trainer {self._trainer} finds no CUDA device; use --device cpu")
-            torch.cuda.set_device(joined.device)
-            transport = NcclTransport(joined.store, number, self._trainer, members, silence, torch.device(joined.device))
+        forming = (FIRST_FORMING if number == self._first_term else FORMING) if self.survives else silence
+        store, trainer, address, device = joined.store, self._trainer, joined.start.address, torch.device(joined.device)
+        if job.device == "cpu":
+            transport = GlooTransport(store, number, trainer, members, silence, address, forming, self.check)
+        elif share_devices(store, number, trainer, members, device, forming, self.check):
+            transport = StagedTransport(device, store, number, trainer, members, silence, address, forming, self.check)
         else:
-            forming = (FIRST_FORMING if number == self._first_term else FORMING) if self.survives else silence
-            transport = GlooTransport(
-                joined.store, number, self._trainer, members, silence, joined.start.address, forming, self.check
-            )
+            transport = NcclTransport(store, number, trainer, members, silence, device)
         try:
             with self._watch.watching(number, transport, self.on_over) if self._watch is not None else contextlib.nullcontext():
                 yield transport

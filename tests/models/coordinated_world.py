@@ -13,10 +13,19 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from simulated_checkpoints import Broken, CoordinatedCheckpoints, MemberCheckpoints, StepCounts, step_ended
+
 from foreload.cache.protocol.shards.shard_status import ShardSnapshot
 from foreload.trainer.cluster.coordinator.coordinator import Coordinator
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall
-from foreload.trainer.cluster.messages.control import AskScale, AskStop
+from foreload.trainer.cluster.messages.control import (
+    AskCheckpoint,
+    AskCheckpointed,
+    AskScale,
+    AskStop,
+    CheckpointBegun,
+    CheckpointProgress,
+)
 from foreload.trainer.cluster.messages.facts import Admitted, HandedOver, Lease, Term, TermBegins, TermOver
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous, StopAgreement
 from foreload.trainer.cluster.messages.trainers import (
@@ -36,10 +45,6 @@ LANES = 4
 STAGES = ("can join", "forming", "ready", "behind the last step", "left", "next term", "ended")
 """At which a trainer may die."""
 PATIENT_LOOKS = 4000  # after the last fault, within which the trainers must train on: far more than there ever are
-
-
-class Broken(AssertionError):
-    """What must never be was."""
 
 
 class Board(Rendezvous):
@@ -89,6 +94,10 @@ class Trainer:
     delivered: int = 0
     lease: int = 0
     agreement: StopAgreement | None = None
+    plan: int = 0  # the version that it is started with
+
+    def __post_init__(self) -> None:
+        self.checkpoints = MemberCheckpoints(self.world, self, self.plan)
 
     @property
     def acts(self) -> bool:
@@ -146,6 +155,8 @@ class Trainer:
             self.stage, self.owned = "gone", set()
             self.alive = False
             return
+        if any(step > term.committed for step in world.checkpoints.published):
+            raise Broken(f"a checkpoint is of a step after {term.committed}, which is undone: {world.checkpoints.published}")
         if not self.joins and not self.step - 1 <= term.committed <= self.step:
             raise Broken(f"trainer {self.number}: is at step {self.step}, and is to go on after {term.committed}")
         self.knows = {lane: min(step, term.committed) for lane, step in self.knows.items()}
@@ -220,6 +231,9 @@ class Trainer:
         self.step += 1
         for lane in self.knows:
             self.knows[lane] = self.step
+        self.say(step_ended(self.step))
+        self.world.sometimes(self.checkpoints.look)
+        self.checkpoints.step_ended(self.step)
         if self.agreement.stop_after(self.step):
             self.stage = "behind the last step"
         return True
@@ -233,7 +247,14 @@ class Trainer:
             return self._leave("a trainer is gone")
         if any(other.term == self.term and other.stage == "training" for other in others):
             return False
-        return self._leave(None) if self.agreement.goes_on() else self._end(True)
+        if self.agreement.goes_on():
+            return self._leave(None)
+        self.world.sometimes(self.checkpoints.write)
+        self.checkpoints.look()
+        if self.checkpoints.is_at_work and self.world.draw.random() < 0.9:
+            return True
+        self.checkpoints.drop("training is over")
+        return self._end(True)
 
     def seed(self) -> None:
         """A copy becomes complete."""
@@ -265,6 +286,7 @@ class Trainer:
         copies = tuple(sorted(lane for lane in self.knows if lane not in self.owned))
         stopping = self.stage == "ended"
         self.left_early = why is not None
+        self.checkpoints.drop("the term is over")
         step = -1 if self.joins else self.step
         self.say(TermLeft(self.term.number, step, () if self.joins else copies, stopping, why, joins=self.joins))
         self.stage = "left"
@@ -304,7 +326,7 @@ class Processes:
     def start(self, trainer: int, plan: int) -> None:
         """See SpawnedTrainers."""
         assert trainer == len(self._world.trainers)
-        self._world.trainers.append(Trainer(self._world, trainer, "starting", joins=True))
+        self._world.trainers.append(Trainer(self._world, trainer, "starting", joins=True, plan=plan))
 
     def end(self, trainer: int) -> bool:
         """See SpawnedTrainers."""
@@ -337,8 +359,11 @@ class World:
         requests = SimpleNamespace(answer=self._answer)
         shards = mock.Mock(memory=None, together=ShardSnapshot(()), local=None, urls=[], plain_urls=())
         shards.take_replacement.return_value = None
-        report = mock.Mock(last_step=-1)
+        report = StepCounts(range(call.job.trainers), -1)
         self.coordinator = Coordinator(self.call, self.board, Processes(self), shards, requests, report)  # type: ignore[arg-type]
+        self.checkpoints = CoordinatedCheckpoints(self.call, self.board, self.coordinator._plan, report, self.draw)
+        self.coordinator.checkpointing = self.checkpoints
+        self._tickets: list[int] = []
         self.coordinator._linger = self.coordinator._take_events  # type: ignore[method-assign]
         self.coordinator.begin()
         term = self.coordinator.members.term
@@ -353,7 +378,8 @@ class World:
 
     def _answer(self, respond: Callable[[Any], Any]) -> None:
         for request in self.asked:
-            respond(request)
+            if isinstance(answer := respond(request), CheckpointBegun):
+                self._tickets.append(answer.checkpoint)
         self.asked.clear()
 
     def look(self) -> None:
@@ -398,8 +424,17 @@ class World:
             one.seed()
         elif kind < 0.52 and (reported := [event for event in one.sent if isinstance(event, Ready | TermLeft | CopiesTold)]):
             one.repeat(self.draw.choice(reported))
+        elif kind < 0.56:
+            self.checkpoints.work.do_one()
+        elif kind < 0.6 and one.acts:
+            one.checkpoints.write()
         elif one.acts:
             one.act()
+
+    def sometimes(self, act: Callable[[], object]) -> None:
+        """Do something, or not."""
+        if self.draw.random() < 0.5:
+            act()
 
     def disturb(self, fault: str, which: int) -> None:
         """Put a fault in, or ask for something. which: trainer, or how many."""
@@ -418,6 +453,8 @@ class World:
             self.asked.append(AskScale(1 + which % LANES))
         elif fault == "end":
             self.asked.append(AskStop())
+        elif fault == "checkpoint":
+            self.asked.append(AskCheckpoint(None))
         elif fault == "wait":
             self.now += 7.0 * (1 + which)
 
@@ -430,7 +467,8 @@ class World:
         """Without further faults: the trainers train on, or the job ends. Raises Broken where they do neither."""
         for one in self.trainers:
             one.stands_still = False
-        members, begun = self.coordinator.members, None
+        members, begun, published = self.coordinator.members, None, len(self.checkpoints.published)
+        due = int(self.call.job.checkpoint_every is not None)
         for _ in range(PATIENT_LOOKS):
             if self.is_over:
                 return
@@ -440,14 +478,17 @@ class World:
                     one.deliver()
                 if one.acts:
                     one.act()
+                    one.checkpoints.write()
                     if one.stage == "training":
                         one.seed()
+            self.checkpoints.work.do_one()
             self.look()
             trained = [self.trainers[trainer] for trainer in members.term.members]
             if members.at_rest and all(one.stage == "training" for one in trained):
                 step = min(one.step for one in trained)
                 begun = step if begun is None else begun
-                if step > begun + 3:
+                saved = len(self.checkpoints.published) - published
+                if step > begun + 3 and saved >= due and self._has_all_checkpoints():
                     return
             else:
                 begun = None
@@ -456,6 +497,20 @@ class World:
         raise Broken(
             f"nobody trains on: {[(one.number, one.stage, one.step) for one in self.trainers if one.alive]}, {members.term}"
         )
+
+    def _has_all_checkpoints(self) -> bool:
+        """Whether everyone who asked for one knows what became of it."""
+        told = [self.checkpoints.wanted.progress(AskCheckpointed(ticket)) for ticket in self._tickets]
+        return all(isinstance(progress, CheckpointProgress) and progress.done for progress in told)
+
+    def close(self) -> None:
+        """The call ends, as `TrainerGroup` ends it. Raises Broken where a checkpoint is half there, or somebody is not told."""
+        if self.failed is None and self.coordinator.all_ended:
+            self.checkpoints.finish(self.coordinator.members.term.members, lambda future, at_most: self.checkpoints.work.close())
+        self.checkpoints.close(at_rest=self.failed is None)
+        self.checkpoints.check_over()
+        if not self._has_all_checkpoints():
+            raise Broken(f"who asked for a checkpoint is never told: {self._tickets}")
 
     def _state(self) -> object:
         return [(one.stage, one.step, one.term and one.term.number, one.delivered) for one in self.trainers]

@@ -9,22 +9,45 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinated_world import LANES, STAGES, Broken, World
+from coordinated_world import LANES, STAGES, World
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from simulated_checkpoints import Broken
 from small_call import small_call
 
 from foreload.trainer.cluster.coordinator import terms
+from foreload.trainer.cluster.coordinator.checkpoint_under_way import CheckpointUnderWay
+from foreload.trainer.cluster.coordinator.checkpointing import Checkpointing
 from foreload.trainer.cluster.coordinator.membership import Membership
 from foreload.trainer.cluster.coordinator.scaling import Scaling
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall
+from foreload.trainer.cluster.coordinator.wanted_checkpoints import WantedCheckpoints
+from foreload.trainer.cluster.member.trainer_checkpoints import TrainerCheckpoints
 from foreload.trainer.cluster.messages.facts import Term
-from foreload.trainer.cluster.messages.trainers import CopiesTold, Ready, TermLeft
+from foreload.trainer.cluster.messages.trainers import CheckpointPlan, CheckpointReport, CopiesTold, Ready, TermLeft
 
+CHECKPOINTS = (None, "1", "4")
+"""After how many steps one is due."""
 FAULTS = st.lists(
     st.tuples(
         st.integers(0, 60),  # things that happen before it
-        st.sampled_from(["kill", "kill", "stop", "go on", "leave", "leave", "scale", "scale", "wait", "end", *STAGES]),
+        st.sampled_from(
+            [
+                "kill",
+                "kill",
+                "stop",
+                "go on",
+                "leave",
+                "leave",
+                "scale",
+                "scale",
+                "wait",
+                "checkpoint",
+                "checkpoint",
+                "end",
+                *STAGES,
+            ]
+        ),
         st.integers(0, 5),
     ),
     max_size=6,
@@ -41,12 +64,13 @@ class _Events:
     def see_messages(self) -> None: ...
 
 
-def calls(run: Path) -> dict[tuple[int, int], TrainingCall]:
-    """Of each number of trainers and copies, a call."""
+def calls(run: Path) -> dict[tuple[int, int, str | None], TrainingCall]:
+    """Of each number of trainers and copies, a call, with a checkpoint due now and then, or none."""
     made = {}
-    for trainers, copies in itertools.product(range(1, LANES + 1), (1, 2, 3)):
-        made[trainers, copies] = small_call(run, LANES, trainers=trainers, copies=copies)
-        made[trainers, copies].events = _Events()  # type: ignore[assignment]
+    for trainers, copies, every in itertools.product(range(1, LANES + 1), (1, 2, 3), CHECKPOINTS):
+        further: dict[str, Any] = {} if every is None else {"checkpoint_every": every}
+        made[trainers, copies, every] = small_call(run, LANES, trainers=trainers, copies=copies, **further)
+        made[trainers, copies, every].events = _Events()  # type: ignore[assignment]
     return made
 
 
@@ -57,9 +81,11 @@ def lived(call: TrainingCall, drawn: int, killable: bool, faults: list[tuple[int
         for _ in range(moves):
             world.move()
             if world.is_over:
+                world.close()
                 return world
         world.disturb(fault, which)
     world.settle()
+    world.close()
     return world
 
 
@@ -69,9 +95,18 @@ def live_through(run: Path, histories: int, first: int = 0) -> None:
 
     @seed(first)
     @settings(max_examples=histories, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
-    @given(st.integers(1, LANES), st.sampled_from((1, 2, 2, 2, 3)), st.integers(0, 2**32), st.booleans(), FAULTS)
-    def hold(trainers: int, copies: int, drawn: int, killable: bool, faults: list[tuple[int, str, int]]) -> None:
-        lived(made[trainers, copies], drawn, killable, faults)
+    @given(
+        st.integers(1, LANES),
+        st.sampled_from((1, 2, 2, 2, 3)),
+        st.sampled_from(CHECKPOINTS),
+        st.integers(0, 2**32),
+        st.booleans(),
+        FAULTS,
+    )
+    def hold(
+        trainers: int, copies: int, every: str | None, drawn: int, killable: bool, faults: list[tuple[int, str, int]]
+    ) -> None:
+        lived(made[trainers, copies, every], drawn, killable, faults)
 
     hold()
 
@@ -114,6 +149,21 @@ def _all_that_leave(scaling: Scaling, members: Membership, ended: Mapping[int, s
     members.change = replace(members.change, leaving=tuple(sorted(scaling._leaving)))
 
 
+def _written_by_one(saving: CheckpointUnderWay) -> dict[int, object]:
+    return dict.fromkeys(saving.reports, next(iter(files), None)) if (files := WRITTEN(saving).values()) else {}
+
+
+def _any_checkpoint(checkpointing: Checkpointing, trainer: int, report: CheckpointReport) -> None:
+    saving = checkpointing._saving
+    TAKE_REPORT(checkpointing, trainer, report if saving is None else replace(report, number=saving.number))
+
+
+def _named_at_once(checkpoints: TrainerCheckpoints, wanted: CheckpointPlan, step: int, leads: bool) -> int | None:
+    return NAMED(checkpoints, replace(wanted, ready=True), step, leads)
+
+
+WRITTEN: Any = vars(CheckpointUnderWay)["written"].fget
+TAKE_REPORT, NAMED = Checkpointing.receive, TrainerCheckpoints._named
 RECEIVE, BEGIN_NEXT, POLL, LEFT_OF = Membership.receive, Membership._begin_next, Scaling.poll, terms._left_of
 
 
@@ -127,8 +177,17 @@ RECEIVE, BEGIN_NEXT, POLL, LEFT_OF = Membership.receive, Membership._begin_next,
         (Membership, "all_ready", property(lambda members: bool(members.ready))),  # steps begin when the first can
         (terms, "_left_of", _all_complete),  # lanes go to trainers without a complete copy
         (Scaling, "poll", _all_that_leave),  # the last one is to leave, too
+        (CheckpointUnderWay, "written", property(_written_by_one)),  # published once the first has written its part
+        (Checkpointing, "receive", _any_checkpoint),  # reports of a checkpoint that was given up count for the next
+        (Checkpointing, "on_term", lambda checkpointing: None),  # one goes on though lanes have gone to others
+        (Checkpointing, "_discard", lambda checkpointing, saving: None),  # one that is given up leaves its files
+        (WantedCheckpoints, "again", lambda wanted, one: None),  # what was asked for is forgotten where it gives way
+        (TrainerCheckpoints, "_named", _named_at_once),  # its step is named before everyone looks for it
     ],
-    ids=["greatest step", "any report", "not handed over", "asked once", "first ready", "no copy", "the last one"],
+    ids=[
+        *("greatest step", "any report", "not handed over", "asked once", "first ready", "no copy", "the last one"),
+        *("first written", "any checkpoint", "over terms", "not discarded", "not again", "named at once"),
+    ],
 )  # fmt: skip
 def test_a_coordinator_with_a_rule_left_out_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, instead: Any

@@ -132,7 +132,7 @@ def test_the_first_name_that_differs_is_told_with_who_has_which(sums: dict[int, 
 
 
 def test_a_checkpoint_is_compared_as_soon_as_a_second_trainer_has_taken_it() -> None:
-    saving = CheckpointUnderWay(1, Wanted(Path("checkpoints"), None, None, ()))
+    saving = CheckpointUnderWay(1, Wanted(Path("checkpoints"), None, None, ()), 0.0)
     taken = CheckpointReport(1, CopyTaken(39, 0.0, 1, "", {}, {"out.bias": "1"}))
     saving.note(0, taken)
     saving.note(2, taken)

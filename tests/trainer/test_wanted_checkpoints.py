@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,14 @@ def wanted(**settings: Any) -> WantedCheckpoints:
     return wanted_of(None, **settings)
 
 
-def wanted_of(eval_every: int | None, **settings: Any) -> WantedCheckpoints:
+def wanted_of(eval_every: int | None, clock: Callable[[], float] = time.monotonic, **settings: Any) -> WantedCheckpoints:
     header = Header(
         version=1, features=FeatureSpec.criteo(), batch_size=1, lanes=1, slots=(1,), epochs=EPOCHS, shuffle_seed=None, training_samples=EPOCH,
         evaluation_samples=1, first_step=0, first_number=0, parent=None, settings={}, eval_every=eval_every,
     )  # fmt: skip
-    return WantedCheckpoints(TrainJob.of({"schedule": "clicks", "run": "run", "store": "local:1", **settings}), FOLDER, header)
+    return WantedCheckpoints(
+        TrainJob.of({"schedule": "clicks", "run": "run", "store": "local:1", **settings}), FOLDER, header, clock
+    )
 
 
 def test_nothing_is_wanted_unless_asked_for() -> None:
@@ -117,10 +121,9 @@ def test_who_asks_too_late_is_told() -> None:
     assert checkpoints.next(3) is None
 
 
-def test_a_folder_in_which_another_process_saves_one_is_waited_for_up_to_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_in_which_another_process_saves_one_is_waited_for_up_to_a_minute() -> None:
     now = [100.0]
-    monkeypatch.setattr("foreload.trainer.cluster.coordinator.wanted_checkpoints.time.monotonic", lambda: now[0])
-    checkpoints = wanted(checkpoint_every=7)
+    checkpoints = wanted_of(None, lambda: now[0], checkpoint_every=7)
     checkpoints.ask(AskCheckpoint(str(ELSEWHERE)))
     for now[0] in (100.0, 130.0, 159.0):
         asked = checkpoints.next(3)

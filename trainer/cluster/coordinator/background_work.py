@@ -19,11 +19,12 @@ Result = TypeVar("Result")
 def in_background(work: Callable[[], Result]) -> Future[Result]:
     """Have something done in a thread of its own, which nobody waits for when the process ends."""
     future: Future[Result] = Future()
-    threading.Thread(target=_fulfil, args=(future, work), name="background", daemon=True).start()
+    threading.Thread(target=fulfil, args=(future, work), name="background", daemon=True).start()
     return future
 
 
-def _fulfil(future: Future[Result], work: Callable[[], Result]) -> None:
+def fulfil(future: Future[Result], work: Callable[[], Result]) -> None:
+    """Do something, and give what comes of it, or its error, to a future."""
     try:
         future.set_result(work())
     except BaseException as error:
@@ -42,7 +43,7 @@ class FolderWork:
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
         """Have something done after all before."""
         future: Future[Result] = Future()
-        self._to_do.put(partial(_fulfil, future, work))
+        self._to_do.put(partial(fulfil, future, work))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
             self._thread.start()

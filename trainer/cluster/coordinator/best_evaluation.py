@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from foreload.trainer.checkpoints.best import Best, best_in
 from foreload.trainer.checkpoints.part import GRACE_SECONDS
 from foreload.trainer.cluster.coordinator.background_work import FolderWork
+from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.messages.facts import GoOnAfter, StopWanted
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.errors import CheckpointError
@@ -20,13 +20,13 @@ OVERDUE = f"it could not be begun within {GRACE_SECONDS:.0f} s, and training was
 
 @dataclass(slots=True)
 class HeldTraining:
-    """Training waits behind an evaluation, the best so far, until a copy is made for its checkpoint. term: in which; since: time.monotonic(); number:
-    of that checkpoint, once it is begun; until: time.monotonic() at which it goes on in any case, once training is to end.
+    """Training waits behind an evaluation, the best so far, until a copy is made for its checkpoint. term: in which; since: when it began to, by
+    the call's clock; number: of that checkpoint, once it is begun; until: when training goes on in any case, once it is to end.
     """
 
     term: int
     best: Best
-    since: float = field(default_factory=time.monotonic)
+    since: float
     number: int | None = None
     until: float | None = None
 
@@ -36,12 +36,11 @@ class BestEvaluation:
     it did so in all.
     """
 
-    def __init__(
-        self, folder: AnyFolder, run_id: str, metric: str | None, rendezvous: Rendezvous, folder_work: FolderWork
-    ) -> None:
-        """folder: of checkpoints; metric: as --keep-best names it."""
-        noted = best_in(folder, run_id)
-        self.noted = noted if noted is not None and noted.metric == metric else None
+    def __init__(self, call: TrainingCall, folder: AnyFolder, rendezvous: Rendezvous, folder_work: FolderWork) -> None:
+        """folder: of checkpoints."""
+        noted = best_in(folder, call.manifest.run_id)
+        self.noted = noted if noted is not None and noted.metric == call.job.keep_best else None
+        self._clock = call.clock
         self.held: HeldTraining | None = None
         self.seconds_waited = 0.0
         self._folder, self._rendezvous, self._folder_work = folder, rendezvous, folder_work
@@ -67,13 +66,13 @@ class BestEvaluation:
         held = self.held
         assert held is not None
         if held.until is None and (not goes_on or self._rendezvous.poll(StopWanted) is not None):
-            held.until = time.monotonic() + GRACE_SECONDS
-        return held.until is not None and time.monotonic() > held.until
+            held.until = self._clock() + GRACE_SECONDS
+        return held.until is not None and self._clock() > held.until
 
     def has_replica(self) -> float:
         """All that wait have made their copy, and go on; returns how long they waited, in seconds."""
         assert self.held is not None
-        waited = time.monotonic() - self.held.since
+        waited = self._clock() - self.held.since
         self.held = None
         self.seconds_waited += waited
         return waited

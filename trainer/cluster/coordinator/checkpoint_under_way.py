@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -35,15 +34,15 @@ class Opened:
 
 @dataclass(slots=True)
 class CheckpointUnderWay:
-    """The checkpoint under way. opening: gives None where there is one of its step already; since: time.monotonic() of its beginning; best: what the
+    """The checkpoint under way. opening: gives None where there is one of its step already; since: when it began, by the call's clock; best: what the
     evaluation was behind its step, where that was the best so far; seconds_waited: how long training waited until it could be begun.
     """
 
     number: int
     wanted: Wanted
+    since: float
     best: Best | None = None
     seconds_waited: float = 0.0
-    since: float = field(default_factory=time.monotonic)
     reports: dict[int, CheckpointReport] = field(default_factory=dict)
     opening: Future[Opened | None] | None = None
     opened: Opened | None = None

@@ -50,11 +50,11 @@ class Checkpointing:
         self._policy, self._bits, self._failures_a_day = job.checkpoint_policy, job.checkpoint_bits, job.failures_a_day
         self._most_bits = LEAST_BITS  # that --checkpoint-bits auto has chosen so far
         self._folder = place(job.checkpoint) if job.checkpoint is not None else call.run.path / CHECKPOINTS
-        self.wanted = WantedCheckpoints(job, self._folder, call.schedule.header)
+        self.wanted = WantedCheckpoints(job, self._folder, call.schedule.header, call.clock)
         self._rendezvous, self._report, self._plan, self._at_point = rendezvous, report, plan, call.observer.at_checkpoint
         self._saving: CheckpointUnderWay | None = None
         self._folder_work = FolderWork()
-        self._best = BestEvaluation(self._folder, call.manifest.run_id, self._metric, rendezvous, self._folder_work)
+        self._best = BestEvaluation(call, self._folder, rendezvous, self._folder_work)
         self._discarded: list[AnyDraft] = []
         self._count = 0
         self.saved = self.failed = 0
@@ -126,7 +126,7 @@ class Checkpointing:
 
     def _begin(self, wanted: Wanted, best: Best | None = None) -> None:
         self._count += 1
-        self._saving = CheckpointUnderWay(self._count, wanted, best)
+        self._saving = CheckpointUnderWay(self._count, wanted, self._call.clock(), best)
         self._report.keep_totals(None)
 
     def _see_held(self, held: HeldTraining, goes_on: bool) -> None:
@@ -159,7 +159,7 @@ class Checkpointing:
         )
         there = self._last_here == report.step
         if better and event.waits_in is not None and not there and not has_replica:
-            self._best.held = HeldTraining(event.waits_in, best)
+            self._best.held = HeldTraining(event.waits_in, best, self._call.clock())
             return
         if better and there:
             self._best.note(best)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from foreload.pipelines.schedule.format import Header
@@ -44,14 +44,15 @@ class Wanted:
 class WantedCheckpoints:
     """Which one of a call is next."""
 
-    def __init__(self, job: TrainJob, folder: AnyFolder, header: Header) -> None:
-        """folder: where they are to be, unless who asks for one says otherwise."""
+    def __init__(self, job: TrainJob, folder: AnyFolder, header: Header, clock: Callable[[], float]) -> None:
+        """folder: where they are to be, unless who asks for one says otherwise; clock: seconds."""
+        self._clock = clock
         self._every, self._folder = job.checkpoint_every, folder
         self._next_evaluated = header.next_evaluated if job.keep_best is not None else lambda step: None
         self._notice = min(_NOTICE_STEPS, min(header.eval_every or header.steps_per_epoch, header.steps_per_epoch) // 4)
         self._took_steps = 0  # how many steps were trained while a checkpoint was being saved, at most
         interval = None if self._every is None else self._every.seconds
-        self._due_at = time.monotonic() + (interval or 0.0)  # the next one is not begun before
+        self._due_at = self._clock() + (interval or 0.0)  # the next one is not begun before
         self._busy_since: float | None = None  # for how long others have saved where one was to be
         self._busy_until = 0.0
         self._asked: list[Asked] = []
@@ -83,7 +84,7 @@ class WantedCheckpoints:
 
     def _due(self, steps: tuple[int, ...], last: int) -> int | None:
         """Of how many steps a multiple is due; None: no one is, or it might not be over when the next evaluation comes."""
-        if self._every is None or time.monotonic() < self._due_at or not self.may_begin():
+        if self._every is None or self._clock() < self._due_at or not self.may_begin():
             return None
         every = self._every.steps or 1
         step = -(-(last + 2) // every) * every - 1
@@ -91,11 +92,11 @@ class WantedCheckpoints:
 
     def may_begin(self) -> bool:
         """Whether no other process was saving one in its folder a moment ago."""
-        return self._busy_since is None or time.monotonic() >= self._busy_until
+        return self._busy_since is None or self._clock() >= self._busy_until
 
     def waits(self) -> bool:
         """Another process saves one in its folder: whether that is waited for. If not, it has failed."""
-        now = time.monotonic()
+        now = self._clock()
         if self._busy_since is None:
             self._busy_since = now
         if now - self._busy_since > _BUSY_SECONDS:
@@ -139,7 +140,7 @@ class WantedCheckpoints:
             self._to_begin.insert(0, wanted.asked)
 
     def now_saved(self, wanted: Wanted, path: str, began: float, steps: int) -> None:
-        """It is there. began: time.monotonic() of its beginning; steps: how many were trained meanwhile."""
+        """It is there. began: when it began; steps: how many were trained meanwhile."""
         self._took_steps, self._busy_since = max(self._took_steps, steps), None
         if wanted.asked is not None:
             wanted.asked.progress = CheckpointProgress(True, path)
@@ -149,7 +150,7 @@ class WantedCheckpoints:
     def failed(self, wanted: Wanted, why: str) -> None:
         """There is none, though one was due or asked for."""
         if self._every is not None:
-            self._due_at = time.monotonic() + (self._every.seconds or _AFTER_FAILURE_SECONDS)
+            self._due_at = self._clock() + (self._every.seconds or _AFTER_FAILURE_SECONDS)
         if wanted.asked is not None:
             wanted.asked.progress = CheckpointProgress(True, failed=why)
 

@@ -1,0 +1,248 @@
+"""Checkpoints of a simulated job: the real rules of coordinator and trainers, and neither rows nor files.
+
+A draft, the folder that is not published yet, is an object. What trainers have in memory, and write, is which lanes they own and after which step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from foreload.trainer.cluster.coordinator.background_work import FolderWork, fulfil
+from foreload.trainer.cluster.coordinator.checkpoint_under_way import CheckpointUnderWay, Opened
+from foreload.trainer.cluster.coordinator.checkpointing import Checkpointing
+from foreload.trainer.cluster.coordinator.published_plan import PublishedPlan
+from foreload.trainer.cluster.coordinator.training_call import TrainingCall
+from foreload.trainer.cluster.member.trainer_checkpoints import TrainerCheckpoints
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous
+from foreload.trainer.cluster.messages.trainers import CheckpointPlan, CheckpointReport, CopyTaken, Plan, StepEnded
+from foreload.trainer.errors import CheckpointError, FolderBusy
+
+
+class Broken(AssertionError):
+    """What must never be was."""
+
+
+class LateWork(FolderWork):
+    """What is done in the folder of checkpoints, one thing after the other, when the simulation says so."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        """See FolderWork."""
+        future: Future[Any] = Future()
+        self._waiting.append(partial(fulfil, future, work))
+        return future
+
+    def do_one(self) -> None:
+        """Do what waits longest."""
+        if self._waiting:
+            self._waiting.popleft()()
+
+    def close(self) -> None:
+        """See FolderWork."""
+        while self._waiting:
+            self.do_one()
+
+
+@dataclass(eq=False)
+class Draft:
+    """The folder of a checkpoint. state: open, published or discarded; parts: by trainer, its lanes, and after which step they are."""
+
+    path: Path
+    state: str = "open"
+    parts: dict[int, tuple[frozenset[int], int]] = field(default_factory=dict)
+
+    def discard(self) -> None:
+        """As a draft's: what is published stays."""
+        if self.state == "published":
+            raise Broken(f"{self.path}: is discarded after it was published")
+        self.state = "discarded"
+
+
+class StepCounts:
+    """Instead of a run's report: the last step that all members reported, and whether the totals of a step are kept."""
+
+    def __init__(self, members: range, step: int) -> None:
+        self.last_step, self.totals = step, SimpleNamespace(steps=0, seconds=0.0)
+        self.kept_totals: int | None = None
+        self._kept: int | None = None
+        self._reported = dict.fromkeys(members, step)
+
+    def step(self, trainer: int, report: Any) -> None:
+        """See RunReport."""
+        self._reported[trainer] = max(report.step, self._reported[trainer])
+        self._count()
+
+    def on_term(self, members: tuple[int, ...], step: int) -> None:
+        """See RunReport: what trainers reported beyond a step was undone; who has left, or has joined, reports nothing up to it."""
+        self._reported = {member: min(self._reported.get(member, step), step) for member in members}
+        self.last_step = min(self.last_step, step)
+        self._count()
+
+    def _count(self) -> None:
+        self.last_step = max(self.last_step, min(self._reported.values()))
+        self._keep()
+
+    def keep_totals(self, step: int | None) -> None:
+        """See RunReport."""
+        if step != self._kept:
+            self._kept, self.kept_totals = step, None
+            self._keep()
+
+    def _keep(self) -> None:
+        if self.last_step == self._kept:
+            self.kept_totals = self._kept
+
+    def checkpoint(self, fields: object) -> None:
+        """See RunReport."""
+
+    def tick(self) -> None:
+        """See RunReport."""
+
+
+class CoordinatedCheckpoints(Checkpointing):
+    """The coordinator's side, whose folders are drafts in memory. published: the steps of those that are there."""
+
+    def __init__(self, call: TrainingCall, rendezvous: Rendezvous, plan: PublishedPlan, report: Any, draw: Random) -> None:
+        super().__init__(call, rendezvous, plan, report)
+        self.work, self.drafts, self.published = LateWork(), list[Draft](), list[int]()
+        self._folder_work, self._draw = self.work, draw
+
+    def _open(self, saving: CheckpointUnderWay) -> None:
+        outcome = self._draw.random()
+
+        def opened() -> Opened:
+            if outcome < 0.1:
+                raise FolderBusy("another process saves one there")
+            if outcome < 0.15:
+                raise CheckpointError("the disk is full")
+            draft = Draft(Path("/drafts") / str(len(self.drafts)))
+            self.drafts.append(draft)
+            return Opened(draft, 32, None)  # type: ignore[arg-type]
+
+        saving.opening = self.work.submit(opened)
+
+    def _publish(self, saving: CheckpointUnderWay) -> None:
+        assert saving.opened is not None
+        draft, step, totals = saving.opened.draft, saving.step, self._report.kept_totals
+
+        def published() -> Any:
+            assert isinstance(draft, Draft)
+            self._check_complete(draft, step, totals)
+            draft.state = "published"
+            self.published.append(step)
+            return SimpleNamespace(contents=SimpleNamespace(step=step, rows=(), row_count=0), bits=32, place="", own_bytes=0)
+
+        saving.publishing = self.work.submit(published)
+
+    def _check_complete(self, draft: Draft, step: int, totals: object) -> None:
+        """Every lane must be there once, all of one step, whose totals are kept."""
+        lanes = sorted(lane for of_trainer, _ in draft.parts.values() for lane in of_trainer)
+        steps = {of for _, of in draft.parts.values()}
+        whole = list(range(self._schedule.header.lanes))
+        if draft.state != "open" or lanes != whole or steps != {step} or totals != step:
+            raise Broken(f"{draft.path}: is {draft.state}, of step {step} and totals {totals}, and has {draft.parts}")
+
+    def _prune(self) -> None: ...
+
+    def check_over(self) -> None:
+        """Everything is over: no draft may be left."""
+        if left := [str(draft.path) for draft in self.drafts if draft.state == "open"]:
+            raise Broken(f"{left}: are neither published nor discarded")
+
+
+class MemberCheckpoints(TrainerCheckpoints):
+    """A trainer's side. The copy is which lanes it owns; the part is written when the simulation says so."""
+
+    def __init__(self, world: Any, trainer: Any, plan: int) -> None:
+        joined = SimpleNamespace(
+            rendezvous=world.board, events=SimpleNamespace(send=trainer.say), reach_point=lambda point: None, job=world.call.job
+        )
+        super().__init__(joined)  # type: ignore[arg-type]
+        self._world, self._trainer = world, trainer
+        self._plan: Plan = world.board.read(Plan, plan)
+
+    def look(self) -> None:
+        """Report what is written, and do what is planned, as `CoordinatorLink.tell` does."""
+        self.tell()
+        while (plan := self._world.board.poll(Plan, self._plan.version + 1)) is not None:
+            self._plan = plan
+        self.follow(self._plan.checkpoint)
+
+    def step_ended(self, step: int) -> None:
+        """Behind a training step."""
+        leads = self._trainer.term.leader == self._trainer.number
+        self.after_step(SimpleNamespace(session=SimpleNamespace(leads=leads), number=self._trainer.number), step)  # type: ignore[arg-type]
+
+    def _make_room(self, trainer: object) -> None: ...
+
+    def _take(self, wanted: CheckpointPlan, trainer: object, step: int) -> None:
+        owned = frozenset(self._trainer.owned)
+        if any(self._trainer.knows[lane] != step for lane in owned):
+            raise Broken(
+                f"trainer {self._trainer.number}: copies {sorted(owned)} after step {step}, and knows {self._trainer.knows}"
+            )
+        self._taken = mock.Mock(
+            snapshot=SimpleNamespace(step=step, owned=owned, abandon=lambda why: None, hurry=lambda: None), room={}
+        )
+        self._report = CheckpointReport(wanted.number, CopyTaken(step, 0.0, 0, "", dict.fromkeys(owned, ()), {}))
+        self._events.send(self._report)
+        self._begin_writing()
+
+    def _begin_writing(self) -> None:
+        plan, taken = None if self._wanted is None else self._wanted.part, self._taken
+        if plan is None or taken is None or self._part is not None:
+            return
+        snapshot = taken.snapshot
+        self._part = Part(plan.folder, snapshot.owned, snapshot.step)  # type: ignore[assignment, attr-defined]
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether something is in memory that is not written yet."""
+        return self._taken is not None
+
+    def write(self) -> None:
+        """The part that is being written is on the disk now, or cannot be."""
+        part: Any = self._part
+        if part is None or not part.alive:
+            return
+        part.alive = False
+        if self._world.draw.random() < 0.1:
+            part.failure = "the disk is full"
+            return
+        for draft in self._world.checkpoints.drafts:
+            if str(draft.path) == part.folder:
+                draft.parts[self._trainer.number] = part.lanes, part.step
+        part.result = SimpleNamespace(rows=(), seconds=0.0, dense=None)
+
+
+@dataclass
+class Part:
+    """A trainer's part of a checkpoint, under way."""
+
+    folder: str
+    lanes: frozenset[int]
+    step: int
+    alive: bool = True
+    result: Any = None
+    failure: str | None = None
+
+    def is_alive(self) -> bool:
+        """As a thread's."""
+        return self.alive
+
+
+def step_ended(step: int) -> StepEnded:
+    """A trainer's report of a step, with nothing else in it."""
+    report: Any = SimpleNamespace(step=step)
+    return StepEnded(report, 0.0)

@@ -14,17 +14,22 @@ from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.event_log import EventLog
 from foreload.trainer.run.manifest import Status
 
+EVALUATED = 6
+"""After how many steps of it there is an evaluation."""
+
 
 def small_call(run: Path, lanes: int = 4, step: int = -1, term: int = 1, **settings: Any) -> TrainingCall:
     """A call whose events are noted in a folder, after a step of a term. settings: of its job."""
     job = TrainJob.of({"schedule": "-", "run": str(run), "store": "local:1", **settings})
     placement = Placement.spread(job.store.count, *job.code(job.store.count))
+    header = mock.Mock(lanes=lanes, eval_every=EVALUATED, steps_per_epoch=1000, set_names=[""])
+    header.next_evaluated = lambda step: (step + 1) // EVALUATED * EVALUATED + EVALUATED - 1
     return TrainingCall(
         job=job,
         run=mock.Mock(path=run, placement=placement),
         manifest=mock.Mock(store_urls=(), run_id="a run"),
         start=Status("training", step, {str(lane): 0 for lane in range(lanes)}, term=term),
-        schedule=mock.Mock(header=mock.Mock(lanes=lanes, eval_every=None, steps_per_epoch=1000)),
+        schedule=mock.Mock(header=header),
         layouts=[],
         events=EventLog(run, step, term),
         observer=RunObserver(),

@@ -42,7 +42,8 @@ from foreload.trainer.cluster.messages.trainers import (
 from foreload.trainer.errors import LanesLost, TrainerError
 
 LANES = 4
-STAGES = ("can join", "forming", "ready", "behind the last step", "left", "next term", "ended")
+TRAINS = ("training", "evaluating")
+STAGES = ("can join", "forming", "ready", "evaluating", "behind the last step", "left", "next term", "ended")
 """At which a trainer may die."""
 PATIENT_LOOKS = 4000  # after the last fault, within which the trainers must train on: far more than there ever are
 
@@ -95,6 +96,7 @@ class Trainer:
     lease: int = 0
     agreement: StopAgreement | None = None
     plan: int = 0  # the version that it is started with
+    round: int = 0  # of those behind an evaluation
 
     def __post_init__(self) -> None:
         self.checkpoints = MemberCheckpoints(self.world, self, self.plan)
@@ -124,7 +126,7 @@ class Trainer:
 
     def act(self) -> bool:
         """Do one thing, if there is one to do."""
-        if self.stage in ("forming", "ready", "training", "behind the last step", "ended") and self._is_over():
+        if self.stage in ("forming", "ready", "training", "evaluating", "behind the last step", "ended") and self._is_over():
             return self._leave("the term is over")
         if self.stage == self.dies_at:
             self.alive = False
@@ -210,11 +212,48 @@ class Trainer:
             owners = [one.number for one in self.world.trainers if one.acts and one.term == self.term and lane in one.owned]
             if owners != [self.term.hosts[lane]] and self.world.trainers[self.term.hosts[lane]].acts:
                 raise Broken(f"lane {lane} in term {self.term.number}: is owned by {owners}, must be by {self.term.hosts[lane]}")
-        self.stage = "training"
         assert self.agreement is not None
         if self.agreement.reached(self.step):
             self.stage = "behind the last step"
+        else:
+            self._go_on_behind_step()
         return True
+
+    def _go_on_behind_step(self) -> None:
+        """Evaluate, where that is due, or train on."""
+        assert self.term is not None
+        is_due = (
+            self.world.call.job.keep_best is not None
+            and self.step >= 0
+            and self.world.evaluated_after(self.step - 1) == self.step
+        )
+        self.stage, self.round = "evaluating" if is_due else "training", 0
+        if is_due and self.term.leader == self.number:
+            self.say(self.checkpoints.enter_evaluation(self.term.number, self.step))
+
+    def _evaluating(self) -> bool:
+        """Behind an evaluation: who leads says, round by round, whether all wait, and all take part in each round."""
+        assert self.term is not None
+        others = [self.world.trainers[other] for other in self.term.members]
+        if any(not other.alive or other.left_early for other in others):
+            return self._leave("a trainer is gone")
+        said, place = self.world.said, (self.term.number, self.step, self.round)
+        if place not in said:
+            if self.term.leader != self.number or not all(other.has_come_to(*place) for other in others):
+                return False
+            said[place] = self.checkpoints.said_behind(self.step)
+        self.round += 1
+        if self.checkpoints.heed(said[place], self.step):
+            self.stage = "training"
+        return True
+
+    def has_come_to(self, term: int, step: int, turn: int) -> bool:
+        """Whether it takes part in a round behind an evaluation."""
+        return (
+            self.acts
+            and self.term is not None
+            and (self.term.number, self.stage, self.step, self.round) == (term, "evaluating", step, turn)
+        )
 
     def _training(self) -> bool:
         assert self.term is not None
@@ -228,6 +267,8 @@ class Trainer:
         # A step ends once all others take part in it.
         if any(other.term != self.term or other.step < self.step or not other.acts for other in others):
             return False
+        if any(other.stage == "evaluating" and other.step == self.step for other in others):
+            return False
         self.step += 1
         for lane in self.knows:
             self.knows[lane] = self.step
@@ -236,6 +277,8 @@ class Trainer:
         self.checkpoints.step_ended(self.step)
         if self.agreement.stop_after(self.step):
             self.stage = "behind the last step"
+        else:
+            self._go_on_behind_step()
         return True
 
     def _behind_the_last_step(self) -> bool:
@@ -245,7 +288,7 @@ class Trainer:
         others = [self.world.trainers[other] for other in self.term.members]
         if any(not other.alive or other.left_early for other in others):
             return self._leave("a trainer is gone")
-        if any(other.term == self.term and other.stage == "training" for other in others):
+        if any(other.term == self.term and other.stage in TRAINS for other in others):
             return False
         if self.agreement.goes_on():
             return self._leave(None)
@@ -364,6 +407,8 @@ class World:
         self.checkpoints = CoordinatedCheckpoints(self.call, self.board, self.coordinator._plan, report, self.draw)
         self.coordinator.checkpointing = self.checkpoints
         self._tickets: list[int] = []
+        self.said: dict[tuple[int, int, int], int] = {}  # by term, step and round, behind evaluations
+        self.evaluated_after = self.call.schedule.header.next_evaluated
         self.coordinator._linger = self.coordinator._take_events  # type: ignore[method-assign]
         self.coordinator.begin()
         term = self.coordinator.members.term
@@ -469,6 +514,7 @@ class World:
             one.stands_still = False
         members, begun, published = self.coordinator.members, None, len(self.checkpoints.published)
         due = int(self.call.job.checkpoint_every is not None)
+        further = 3 if self.call.job.keep_best is None else 9  # so that an evaluation is among them
         for _ in range(PATIENT_LOOKS):
             if self.is_over:
                 return
@@ -484,11 +530,11 @@ class World:
             self.checkpoints.work.do_one()
             self.look()
             trained = [self.trainers[trainer] for trainer in members.term.members]
-            if members.at_rest and all(one.stage == "training" for one in trained):
+            if members.at_rest and all(one.stage in TRAINS for one in trained):
                 step = min(one.step for one in trained)
                 begun = step if begun is None else begun
                 saved = len(self.checkpoints.published) - published
-                if step > begun + 3 and saved >= due and self._has_all_checkpoints():
+                if step > begun + further and saved >= due and self._has_all_checkpoints():
                     return
             else:
                 begun = None
@@ -508,6 +554,8 @@ class World:
         if self.failed is None and self.coordinator.all_ended:
             self.checkpoints.finish(self.coordinator.members.term.members, lambda future, at_most: self.checkpoints.work.close())
         self.checkpoints.close(at_rest=self.failed is None)
+        if self.failed is None and self.coordinator.all_ended:
+            self.checkpoints.check_best()
         self.checkpoints.check_over()
         if not self._has_all_checkpoints():
             raise Broken(f"who asked for a checkpoint is never told: {self._tickets}")

@@ -16,14 +16,23 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from foreload.trainer.checkpoints.best import Best
 from foreload.trainer.cluster.coordinator.background_work import FolderWork, fulfil
 from foreload.trainer.cluster.coordinator.checkpoint_under_way import CheckpointUnderWay, Opened
 from foreload.trainer.cluster.coordinator.checkpointing import Checkpointing
 from foreload.trainer.cluster.coordinator.published_plan import PublishedPlan
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall
-from foreload.trainer.cluster.member.trainer_checkpoints import TrainerCheckpoints
+from foreload.trainer.cluster.member.trainer_checkpoints import _GO_ON, _TAKE, TrainerCheckpoints
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous
-from foreload.trainer.cluster.messages.trainers import CheckpointPlan, CheckpointReport, CopyTaken, Plan, StepEnded
+from foreload.trainer.cluster.messages.trainers import (
+    CheckpointPlan,
+    CheckpointReport,
+    CopyTaken,
+    EvaluationEnded,
+    Plan,
+    StepEnded,
+)
+from foreload.trainer.compute.reports import EvaluationReport
 from foreload.trainer.errors import CheckpointError, FolderBusy
 
 
@@ -103,6 +112,9 @@ class StepCounts:
         if self.last_step == self._kept:
             self.kept_totals = self._kept
 
+    def evaluation(self, report: object) -> None:
+        """See RunReport."""
+
     def checkpoint(self, fields: object) -> None:
         """See RunReport."""
 
@@ -117,6 +129,31 @@ class CoordinatedCheckpoints(Checkpointing):
         super().__init__(call, rendezvous, plan, report)
         self.work, self.drafts, self.published = LateWork(), list[Draft](), list[int]()
         self._folder_work, self._draw = self.work, draw
+        self.evaluated_steps, self.missing = dict[int, float](), set[int]()
+        self._best.note = self._note_best  # type: ignore[method-assign]
+        self._best.tell_missing = lambda best, why: self.missing.add(best.step)  # type: ignore[method-assign]
+
+    def _note_best(self, best: Best) -> None:
+        if best.step not in self.published:
+            raise Broken(
+                f"the evaluation after step {best.step} is noted as the best, and its checkpoint is not there: {self.published}"
+            )
+        self._best.noted = best
+
+    def evaluated(self, event: EvaluationEnded) -> None:
+        """See Checkpointing."""
+        assert event.report.log_loss is not None
+        self.evaluated_steps[event.report.step] = event.report.log_loss
+        super().evaluated(event)
+
+    def check_best(self) -> None:
+        """Training is over: the best evaluation of all must have its checkpoint, or the user be told that it has none."""
+        if not self.evaluated_steps:
+            return
+        value, step = min((value, step) for step, value in self.evaluated_steps.items())
+        noted = self._best.noted
+        if (noted is None or noted.value > value) and step not in self.missing:
+            raise Broken(f"the evaluation after step {step} was the best, {noted} is noted, and nobody is told")
 
     def _open(self, saving: CheckpointUnderWay) -> None:
         outcome = self._draw.random()
@@ -169,6 +206,7 @@ class MemberCheckpoints(TrainerCheckpoints):
             rendezvous=world.board, events=SimpleNamespace(send=trainer.say), reach_point=lambda point: None, job=world.call.job
         )
         super().__init__(joined)  # type: ignore[arg-type]
+        self._keeps_best = world.call.job.keep_best is not None
         self._world, self._trainer = world, trainer
         self._plan: Plan = world.board.read(Plan, plan)
 
@@ -188,6 +226,8 @@ class MemberCheckpoints(TrainerCheckpoints):
 
     def _take(self, wanted: CheckpointPlan, trainer: object, step: int) -> None:
         owned = frozenset(self._trainer.owned)
+        if self._world.draw.random() < 0.05:
+            raise MemoryError
         if any(self._trainer.knows[lane] != step for lane in owned):
             raise Broken(
                 f"trainer {self._trainer.number}: copies {sorted(owned)} after step {step}, and knows {self._trainer.knows}"
@@ -205,6 +245,24 @@ class MemberCheckpoints(TrainerCheckpoints):
             return
         snapshot = taken.snapshot
         self._part = Part(plan.folder, snapshot.owned, snapshot.step)  # type: ignore[assignment, attr-defined]
+
+    def enter_evaluation(self, term: int, step: int) -> EvaluationEnded:
+        """The trainer that leads reports an evaluation, whose value depends on the step alone."""
+        report = EvaluationReport(step, 0, 1, Random(step).random(), None, None)
+        return EvaluationEnded(report, self.waits_in(term, step))
+
+    def said_behind(self, step: int) -> int:
+        """What the trainer that leads says to those that wait with it."""
+        return self._next_of_wait(self._waits_in, step)
+
+    def heed(self, said: int, step: int) -> bool:
+        """Do what was said, as `after_evaluation` does; returns whether training goes on."""
+        if said == _GO_ON:
+            return True
+        self.look()
+        if said == _TAKE and self._wanted is not None and self._wanted.behind == step:
+            self._take_if_room(self._wanted, None, step)  # type: ignore[arg-type]
+        return said == _TAKE
 
     @property
     def is_at_work(self) -> bool:

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from simulated_checkpoints import Broken
 from small_call import small_call
 
+from foreload.trainer.checkpoints.best import Best
 from foreload.trainer.cluster.coordinator import terms
+from foreload.trainer.cluster.coordinator.best_evaluation import BestEvaluation
 from foreload.trainer.cluster.coordinator.checkpoint_under_way import CheckpointUnderWay
 from foreload.trainer.cluster.coordinator.checkpointing import Checkpointing
 from foreload.trainer.cluster.coordinator.membership import Membership
@@ -26,32 +28,15 @@ from foreload.trainer.cluster.member.trainer_checkpoints import TrainerCheckpoin
 from foreload.trainer.cluster.messages.facts import Term
 from foreload.trainer.cluster.messages.trainers import CheckpointPlan, CheckpointReport, CopiesTold, Ready, TermLeft
 
-CHECKPOINTS = (None, "1", "4")
-"""After how many steps one is due."""
-FAULTS = st.lists(
-    st.tuples(
-        st.integers(0, 60),  # things that happen before it
-        st.sampled_from(
-            [
-                "kill",
-                "kill",
-                "stop",
-                "go on",
-                "leave",
-                "leave",
-                "scale",
-                "scale",
-                "wait",
-                "checkpoint",
-                "checkpoint",
-                "end",
-                *STAGES,
-            ]
-        ),
-        st.integers(0, 5),
-    ),
-    max_size=6,
-)
+BEST = "best"
+CHECKPOINTS = (None, "1", "4", BEST)
+"""After how many steps one is due, or where an evaluation is the best."""
+DISTURBANCES = ("kill", "kill", "stop", "go on", "leave", "leave", "scale", "scale", "wait", "end", *STAGES)
+
+
+def faults(*kinds: str) -> st.SearchStrategy[list[tuple[int, str, int]]]:
+    """Of each: how many things happen before it, what it is, and which trainer, or how many."""
+    return st.lists(st.tuples(st.integers(0, 60), st.sampled_from(kinds), st.integers(0, 5)), max_size=6)
 
 
 class _Events:
@@ -69,6 +54,8 @@ def calls(run: Path) -> dict[tuple[int, int, str | None], TrainingCall]:
     made = {}
     for trainers, copies, every in itertools.product(range(1, LANES + 1), (1, 2, 3), CHECKPOINTS):
         further: dict[str, Any] = {} if every is None else {"checkpoint_every": every}
+        if every == BEST:
+            further = {"keep_best": "log_loss"}
         made[trainers, copies, every] = small_call(run, LANES, trainers=trainers, copies=copies, **further)
         made[trainers, copies, every].events = _Events()  # type: ignore[assignment]
     return made
@@ -89,24 +76,27 @@ def lived(call: TrainingCall, drawn: int, killable: bool, faults: list[tuple[int
     return world
 
 
-def live_through(run: Path, histories: int, first: int = 0) -> None:
-    """Have so many jobs live, each with other faults; first: others than with another number. Raises Broken where something is wrong in one."""
-    made = calls(run)
+def live_through(run: Path, histories: int, first: int = 0, saved: bool = True) -> None:
+    """Have so many jobs live, each with other faults; first: others than with another number; saved: many of them save checkpoints. Raises Broken
+    where something is wrong in one.
+    """
+    made, due = calls(run), CHECKPOINTS if saved else (None,)
+    kinds = (*DISTURBANCES, "checkpoint", "checkpoint") if saved else DISTURBANCES
 
     @seed(first)
     @settings(max_examples=histories, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
     @given(
         st.integers(1, LANES),
         st.sampled_from((1, 2, 2, 2, 3)),
-        st.sampled_from(CHECKPOINTS),
+        st.sampled_from(due),
         st.integers(0, 2**32),
         st.booleans(),
-        FAULTS,
+        faults(*kinds),
     )
     def hold(
-        trainers: int, copies: int, every: str | None, drawn: int, killable: bool, faults: list[tuple[int, str, int]]
+        trainers: int, copies: int, every: str | None, drawn: int, killable: bool, happens: list[tuple[int, str, int]]
     ) -> None:
-        lived(made[trainers, copies, every], drawn, killable, faults)
+        lived(made[trainers, copies, every], drawn, killable, happens)
 
     hold()
 
@@ -177,19 +167,32 @@ RECEIVE, BEGIN_NEXT, POLL, LEFT_OF = Membership.receive, Membership._begin_next,
         (Membership, "all_ready", property(lambda members: bool(members.ready))),  # steps begin when the first can
         (terms, "_left_of", _all_complete),  # lanes go to trainers without a complete copy
         (Scaling, "poll", _all_that_leave),  # the last one is to leave, too
+    ],
+    ids=["greatest step", "any report", "not handed over", "asked once", "first ready", "no copy", "the last one"],
+)  # fmt: skip
+def test_a_rule_of_terms_left_out_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, instead: Any
+) -> None:
+    monkeypatch.setattr(where, name, instead)
+    with pytest.raises(Broken):
+        live_through(tmp_path, 5000, saved=False)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "instead"),
+    [
         (CheckpointUnderWay, "written", property(_written_by_one)),  # published once the first has written its part
         (Checkpointing, "receive", _any_checkpoint),  # reports of a checkpoint that was given up count for the next
         (Checkpointing, "on_term", lambda checkpointing: None),  # one goes on though lanes have gone to others
         (Checkpointing, "_discard", lambda checkpointing, saving: None),  # one that is given up leaves its files
         (WantedCheckpoints, "again", lambda wanted, one: None),  # what was asked for is forgotten where it gives way
         (TrainerCheckpoints, "_named", _named_at_once),  # its step is named before everyone looks for it
+        (BestEvaluation, "go_on", lambda best, missing: best.has_replica()),  # those that wait behind an evaluation are told nothing
+        (BestEvaluation, "so_far", lambda best, under_way: Best("", "", -1.0, 0)),  # no evaluation is ever better
     ],
-    ids=[
-        *("greatest step", "any report", "not handed over", "asked once", "first ready", "no copy", "the last one"),
-        *("first written", "any checkpoint", "over terms", "not discarded", "not again", "named at once"),
-    ],
+    ids=["first written", "any checkpoint", "over terms", "not discarded", "not again", "named at once", "waits on", "none better"],
 )  # fmt: skip
-def test_a_coordinator_with_a_rule_left_out_is_found_out(
+def test_a_rule_of_checkpoints_left_out_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, instead: Any
 ) -> None:
     monkeypatch.setattr(where, name, instead)

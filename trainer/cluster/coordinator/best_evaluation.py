@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +39,7 @@ class BestEvaluation:
         """folder: of checkpoints."""
         noted = best_in(folder, call.manifest.run_id)
         self.noted = noted if noted is not None and noted.metric == call.job.keep_best else None
-        self._clock = call.clock
+        self._say, self._clock = call.say, call.clock
         self.held: HeldTraining | None = None
         self.seconds_waited = 0.0
         self._folder, self._rendezvous, self._folder_work = folder, rendezvous, folder_work
@@ -53,7 +52,7 @@ class BestEvaluation:
             try:
                 best.write(self._folder)
             except (OSError, CheckpointError) as error:
-                sys.stderr.write(f"foreload: warning: {self._folder}: the best checkpoint cannot be noted: {error}\n")
+                self._say(f"foreload: warning: {self._folder}: the best checkpoint cannot be noted: {error}")
 
         self._folder_work.submit(note)
 
@@ -83,18 +82,17 @@ class BestEvaluation:
         assert held is not None
         self.has_replica()
         self._rendezvous.publish(GoOnAfter(), held.term, held.best.step)
-        tell_missing(held.best, missing)
+        self.tell_missing(held.best, missing)
+
+    def tell_missing(self, best: Best, why: str) -> None:
+        """Report that an evaluation was better than those whose checkpoints are there, and that there is no checkpoint of its step."""
+        self._say(
+            f"foreload: warning: the evaluation after step {best.step} was better than all whose checkpoints are there, but that of its "
+            f"own step is missing: {why}"
+        )
 
     def summary(self) -> dict[str, Any]:
         """What summary.json has of it."""
         noted = self.noted
         best = None if noted is None else {"step": noted.step, noted.metric: noted.value}
         return {"seconds_waited": self.seconds_waited, "best": best}
-
-
-def tell_missing(best: Best, why: str) -> None:
-    """Report that an evaluation was better than those whose checkpoints are there, and that there is no checkpoint of its step."""
-    sys.stderr.write(
-        f"foreload: warning: the evaluation after step {best.step} was better than all whose checkpoints are there, but that of its "
-        f"own step is missing: {why}\n"
-    )

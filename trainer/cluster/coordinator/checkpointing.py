@@ -17,7 +17,7 @@ from foreload.trainer.checkpoints.part import GRACE_SECONDS
 from foreload.trainer.checkpoints.policies import EXACT_BITS, LEAST_BITS
 from foreload.trainer.checkpoints.writable import folder_of
 from foreload.trainer.cluster.coordinator.background_work import FolderWork
-from foreload.trainer.cluster.coordinator.best_evaluation import OVERDUE, BestEvaluation, HeldTraining, tell_missing
+from foreload.trainer.cluster.coordinator.best_evaluation import OVERDUE, BestEvaluation, HeldTraining
 from foreload.trainer.cluster.coordinator.checkpoint_under_way import CheckpointUnderWay, Opened
 from foreload.trainer.cluster.coordinator.published_plan import PublishedPlan
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall
@@ -164,7 +164,7 @@ class Checkpointing:
         if better and there:
             self._best.note(best)
         elif better and not has_replica:
-            tell_missing(best, "the copy of it was given up")
+            self._best.tell_missing(best, "the copy of it was given up")
         if saving is not None and has_replica:
             saving.best = best if better else saving.best
             if saving.opening is None and better:
@@ -253,7 +253,7 @@ class Checkpointing:
         if saving is not None:
             self._discard(saving)
             if saving.best is not None:
-                tell_missing(saving.best, over)
+                self._best.tell_missing(saving.best, over)
             if saving.taken or saving.wanted.asked is not None:
                 self._failed(saving.wanted, over)
         for given_up in self._discarded:
@@ -271,7 +271,7 @@ class Checkpointing:
         if held is not None and held.number == saving.number:
             self._best.go_on(why)
         elif saving.best is not None and (not again or self._report.last_step > saving.best.step):
-            tell_missing(saving.best, why)  # otherwise it is reported again
+            self._best.tell_missing(saving.best, why)  # otherwise it is reported again
         if again:
             self.wanted.again(saving.wanted)
         else:

@@ -10,6 +10,16 @@ _Key = TypeVar("_Key")
 _Given = TypeVar("_Given")
 
 
+def results_of(given: Mapping[_Key, _Given | Exception]) -> dict[_Key, _Given]:
+    """What calls gave. Raises the first exception in order, where there is one."""
+    results: dict[_Key, _Given] = {}
+    for key, result in given.items():
+        if isinstance(result, Exception):
+            raise result
+        results[key] = result
+    return results
+
+
 def at_once(calls: Mapping[_Key, Callable[[], _Given]]) -> dict[_Key, _Given | Exception]:
     """What each call gives, or the exception that it raises, in order: as soon as all are over. Several run in a thread each.
 

@@ -23,7 +23,7 @@ from foreload.trainer.cluster.messages.control import AskRowCounts, RowCountsAns
 from foreload.trainer.errors import TrainerError
 from foreload.trainer.job.job_layouts import layouts_of
 from foreload.trainer.memory.row_timeline import RowTimeline, counts_of, row_counts, sizes_of
-from foreload.trainer.memory.seen_servers import ShardReport, ask_server, server_seen
+from foreload.trainer.memory.seen_servers import ShardReport, ask_servers, server_seen
 from foreload.trainer.memory.store_memory import ShardServer, Shortage, StoreMemory, hash_bytes, shortage_text
 from foreload.trainer.run import shard_loads
 from foreload.trainer.run.directory import STORES, Run
@@ -298,7 +298,7 @@ def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapp
             )
     else:
         urls = servers_of(asked_run, store)
-        shards = [ask_server(shard, urls[shard], manifest.namespace, manifest.lanes) for shard in live if urls[shard]]
+        shards = ask_servers({shard: urls[shard] for shard in live if urls[shard]}, manifest.namespace, manifest.lanes)
     for report in shards:
         # The servers may be up: what they hold is not all that they should.
         if report["shard"] in lost and report["state"] in ("up", "at rest"):

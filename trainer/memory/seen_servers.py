@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TypedDict
 
 import numpy as np
 
+from foreload.base.at_once import at_once, results_of
 from foreload.cache.client.store import Store, server_version
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import CacheError
@@ -57,7 +59,13 @@ class ShardReport(TypedDict, total=False):
     row_bytes: int | None
 
 
-def ask_server(shard: int, url: str, namespace: str, lanes: int) -> ShardReport:
+def ask_servers(urls: Mapping[int, str], namespace: str, lanes: int) -> list[ShardReport]:
+    """What each server says, and of the namespace's lanes there, in the order of their shards; all are asked at once."""
+    asked = at_once({shard: partial(_ask_server, shard, url, namespace, lanes) for shard, url in urls.items()})
+    return list(results_of(asked).values())
+
+
+def _ask_server(shard: int, url: str, namespace: str, lanes: int) -> ShardReport:
     """What a server says of itself and of the namespace's lanes there; "down", and why, where it cannot be asked."""
     try:
         with Store([url], _TIMEOUT, _CONNECT) as store:
@@ -115,7 +123,7 @@ def check_room(
     if manifest.local_stores is not None:
         return
     after = placement.completed()
-    reports = [ask_server(shard, urls[shard], manifest.namespace, manifest.lanes) for shard in after.live]
+    reports = ask_servers({shard: urls[shard] for shard in after.live}, manifest.namespace, manifest.lanes)
     limited = [(one, limit) for one in reports if (limit := one.get("limit_bytes"))]
     if not limited:
         return

@@ -6,7 +6,9 @@ import sys
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 
+from foreload.base.at_once import at_once, results_of
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import StoreUrl, parse_url
 
@@ -18,15 +20,18 @@ def reach(urls: Sequence[str | StoreUrl], silence: timedelta, patience: timedelt
 
     silence: for which a server that is connected may be silent; patience: for which one that cannot be reached is tried.
     """
-    for url in urls:
-        parsed = url if isinstance(url, StoreUrl) else parse_url(url)
+
+    def reached(url: StoreUrl) -> None:
         left_seconds = (patience + silence - SAID_AFTER).total_seconds()
-        words = f"store {parsed}: does not answer yet; it is waited for, {left_seconds:.0f} s more at most\n"
+        words = f"store {url}: does not answer yet; it is waited for, {left_seconds:.0f} s more at most\n"
         timer = threading.Timer(SAID_AFTER.total_seconds(), sys.stderr.write, [words])
         timer.daemon = True
         timer.start()
         try:
-            Store([parsed], silence, patience).close()
+            Store([url], silence, patience).close()
         finally:
             timer.cancel()
             timer.join()
+
+    parsed = [url if isinstance(url, StoreUrl) else parse_url(url) for url in urls]
+    results_of(at_once({place: partial(reached, url) for place, url in enumerate(parsed)}))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 
+from foreload.base.at_once import at_once, results_of
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_url
@@ -93,8 +95,9 @@ class NewServers:
     def leave(self, servers: Mapping[int, str]) -> set[str]:
         """Remove what a run has on the servers of removed shards, by number; returns the URLs of those where nothing is left."""
         emptied = set()
+        left = results_of(at_once({shard: partial(self._left, url) for shard, url in servers.items()}))
         for shard, url in servers.items():
-            if (why := self._left(url)) is None:
+            if (why := left[shard]) is None:
                 emptied.add(url)
             else:
                 sys.stderr.write(f"store shard {shard}: is removed, but not all of it: {why}\n")

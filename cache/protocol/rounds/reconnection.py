@@ -169,17 +169,21 @@ class Reconnection:
     def check_not_taken(self) -> None:
         """Raise NamespaceInUse where another run has the namespace by now: then that, and no loss, is why rows are gone."""
         identity, namespace, shards = self.ownership.identity, self.stored.namespace, self.stored.placement.live
-        for shard in shards if identity is not None else ():
-            try:
-                with Store([self.stored.shards.urls[shard]], RECONNECT, RECONNECT) as store:
-                    note = owner(store, namespace, 0)
-            except StoreError:
-                continue
-            if identity is not None and note is not None and not is_run(note, identity):
+        if identity is None:
+            return
+
+        def check(shard: int) -> None:
+            with Store([self.stored.shards.urls[shard]], RECONNECT, RECONNECT) as store:
+                note = owner(store, namespace, 0)
+            if note is not None and not is_run(note, identity):
                 raise NamespaceInUse(
                     f"store {store.urls[0]}: namespace {namespace} is another run's by now, which deleted this one's rows (--overwrite); this "
                     "one ends; give each run a --namespace of its own"
                 )
+
+        for error in at_once({shard: partial(check, shard) for shard in shards}).values():
+            if error is not None and (isinstance(error, NamespaceInUse) or not isinstance(error, StoreError)):
+                raise error
 
     def repeat(
         self,

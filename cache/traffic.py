@@ -46,11 +46,11 @@ class Traffic:
     """Serves lanes over one Store, which belongs to the thread from here until `close` or `abort`, and is not closed by it.
 
     lead_events, staging_rows: how far ahead of the trainer a lane's arrivals are staged; both are passed only for an event that the trainer
-    waits for. staging_rows also bounds a lane's rows that wait for their write-back: `write_back` blocks meanwhile. check_tags=False leaves
-    out the check of ids and tags (for tests of the tests). log: where the batches under way are held, needed with parity. on_action is called
-    by the thread at "data leaves", "fetch leaves", "data acknowledged", "rows staged", and with parity also "parity rows asked for", "parity
-    rows read", "batch logged", "parity leaves" and "parity acknowledged"; "rows decoded" and "rows rebuilt" where a shard is lost. on_shards is
-    called with what becomes of store shards, by the thread or one beside it. patience: with shards that do not answer.
+    waits for. staging_rows also bounds a lane's rows that wait for their write-back: `write_back` blocks meanwhile. log: where the batches under
+    way are held, needed with parity. on_action is called by the thread at "data leaves", "fetch leaves", "data acknowledged", "rows staged", and
+    with parity also "parity rows asked for", "parity rows read", "batch logged", "parity leaves" and "parity acknowledged"; "rows decoded" and
+    "rows rebuilt" where a shard is lost. on_shards is called with what becomes of store shards, by the thread or one beside it. patience: with
+    shards that do not answer.
 
     Whatever the thread fails with is raised by every later call.
     """
@@ -62,7 +62,6 @@ class Traffic:
         *,
         lead_events: int = 8,
         staging_rows: int = 1 << 18,
-        check_tags: bool = True,
         log: BatchLog | None = None,
         ownership: Ownership = UNFENCED,
         on_action: Callable[[str], None] | None = None,
@@ -86,7 +85,7 @@ class Traffic:
         self._background = Background(self._monitor)
         self.snapshots = Snapshots(stored, self._lanes, self._monitor)
         self._failover = Failover(stored, ownership, self._monitor, self._tell_shards, patience)
-        self._rounds = Rounds(stored, self._lanes, check_tags, self._on_action, self._note, self._failover, log)
+        self._rounds = Rounds(stored, self._lanes, self._on_action, self._note, self._failover, log)
         on_rows = partial(self._note_rows, "rows_migrated")
         self.migration = Migration(
             stored, self._lanes, self._rounds, self._monitor, ownership.term, self._on_action, on_rows, self._tell_shards

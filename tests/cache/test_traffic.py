@@ -29,7 +29,7 @@ from lane_program import (
 )
 from lane_runs import Recording, arriving, expected_rows, plan
 from lane_runs import ending as ending
-from serving import serving
+from serving import serving, take_wrong_rows
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
@@ -332,13 +332,13 @@ def test_a_resumed_lane_reads_what_the_first_run_wrote(store: Store) -> None:
                 truth.train(event.rows, event.step)
 
 
-def train_and_compare(recording: Recording, program: LaneProgram, check_tags: bool) -> bool:
-    """Whether, after training through a program, every stored row is the true one; rows used are compared only where tags are checked."""
+def train_and_compare(recording: Recording, program: LaneProgram, check: bool) -> bool:
+    """Whether, after training through a program, every stored row is the true one. check: the rows that are used, too."""
     stored = stored_rows(recording)
-    with serving(stored, [LanePlan(0, plan(program))], SEED, check_tags=check_tags) as traffic:
-        truth = run_lane(traffic, 0, program, check=check_tags)
+    with serving(stored, [LanePlan(0, plan(program))], SEED) as traffic:
+        truth = run_lane(traffic, 0, program, check=check)
     rows, names = expected_rows(0, program)
-    found = read_rows(stored, rows, check_tags=check_tags)
+    found = read_rows(stored, rows)
     return np.array_equal(np.concatenate([found.weights, found.state], axis=1), truth.of(names))
 
 
@@ -347,19 +347,22 @@ def test_a_dropped_write_back_stops_the_run_by_its_tag(recording: Recording, dro
     recording.drop = lambda number, name, times: number == dropped
     message = r"table .*, row id \d+ \(lane 0, ordinal \d+\) is .*tag must be \d+, found .*--overwrite"
     with pytest.raises(RowError, match=message):
-        train_and_compare(recording, make_program(3, 40), check_tags=True)
+        train_and_compare(recording, make_program(3, 40), check=True)
 
 
-def test_with_the_tag_check_off_a_dropped_write_back_changes_the_result(recording: Recording) -> None:
+def test_with_the_tag_check_off_a_dropped_write_back_changes_the_result(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_wrong_rows(monkeypatch)
     # A row that was written before: else it would be missing, which is never let pass.
     program = make_program(3, 40)
-    assert train_and_compare(recording, program, check_tags=False)
+    assert train_and_compare(recording, program, check=False)
     names = [int(name) for _, writes in recording.exchanges for write in writes for name in write.fields]
     twice = next(name for name in names if names.count(name) > 1)
     for shard in range(recording.shards):
         recording.command(shard, "FLUSHALL")
     recording.drop = lambda number, name, times: name == twice and times == names.count(twice) - 1
-    assert not train_and_compare(recording, program, check_tags=False)
+    assert not train_and_compare(recording, program, check=False)
 
 
 def write_one(store: Store, tag: int, id: int = 1000, number: int = 1) -> None:
@@ -378,7 +381,7 @@ def write_one(store: Store, tag: int, id: int = 1000, number: int = 1) -> None:
     ],
 )
 def test_a_row_with_another_tag_or_id_is_refused_and_taken_only_without_the_check(
-    store: Store, tag: int, id: int, message: str
+    store: Store, monkeypatch: pytest.MonkeyPatch, tag: int, id: int, message: str
 ) -> None:
     write_one(store, tag, id)
     wanted = arriving((1, 0, 1000, 5, -1))
@@ -386,17 +389,20 @@ def test_a_row_with_another_tag_or_id_is_refused_and_taken_only_without_the_chec
         traffic.take(0, 0)
     assert str(caught.value).startswith(message)
     assert f"tag must be 5, found {tag}" in str(caught.value)
-    with serving(stored_rows(store), [LanePlan(0, iter([(0, wanted)]), 1)], SEED, check_tags=False) as traffic:
+    take_wrong_rows(monkeypatch)
+    with serving(stored_rows(store), [LanePlan(0, iter([(0, wanted)]), 1)], SEED) as traffic:
         assert traffic.take(0, 0).weights[0, 0] == 1
 
 
-@pytest.mark.parametrize("check_tags", [True, False])
-def test_a_missing_row_is_refused_and_never_zeros(store: Store, check_tags: bool) -> None:
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_missing_row_is_refused_and_never_zeros(store: Store, monkeypatch: pytest.MonkeyPatch, checked: bool) -> None:
+    if not checked:
+        take_wrong_rows(monkeypatch)
     write_one(store, 5)
     wanted = arriving((1, 0, 1000, 5, -1), (1, 1, 1001, 5, -1))
     plans = [LanePlan(0, iter([(0, wanted)]), 1)]
     message = r"row id 1001 \(lane 0, ordinal 1\) is missing on store .*tag must be 5, found none"
-    with pytest.raises(RowError, match=message), serving(stored_rows(store), plans, SEED, check_tags=check_tags) as traffic:
+    with pytest.raises(RowError, match=message), serving(stored_rows(store), plans, SEED) as traffic:
         traffic.take(0, 0)
 
 

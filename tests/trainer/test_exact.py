@@ -13,6 +13,7 @@ import reference
 import reference_config
 import reference_data
 import torch
+from serving import take_wrong_rows
 from training import Trained, job_in_memory, train
 
 from foreload.cache.client.local import LocalStores
@@ -362,9 +363,10 @@ def test_a_lost_or_stale_row_stops_the_run_by_its_tag(
 
 
 def test_without_the_check_of_tags_a_stale_row_changes_the_digest(
-    log: Log, servers: LocalStores, expected: reference.ReferenceResult
+    log: Log, servers: LocalStores, expected: reference.ReferenceResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = _train(log, servers, _job(), 1, 3, "min", break_it=_write_a_stale_row, check_tags=False)
+    take_wrong_rows(monkeypatch)
+    broken = _train(log, servers, _job(), 1, 3, "min", break_it=_write_a_stale_row)
     assert broken.digest != expected.digest
 
 

@@ -138,14 +138,13 @@ def events_from(schedule: Schedule, segment: int, index: int) -> Iterator[Event]
 class StoreAccess:
     """The store that has a run's rows, as an owner of lanes comes to it.
 
-    log, check_tags, on_shards, on_action, patience: as Traffic has them, the log needed where there is parity; ownership: whose lanes are taken over.
+    log, on_shards, on_action, patience: as Traffic has them, the log needed where there is parity; ownership: whose lanes are taken over.
     """
 
     store: Store
     placement: Placement
     namespace: str
     log: BatchLog | None = None
-    check_tags: bool = True
     ownership: Ownership = UNFENCED
     on_shards: Callable[[ShardNews], None] | None = None
     on_action: Callable[[str], None] | None = None
@@ -205,7 +204,6 @@ def _with_traffic(parts: TrainerParts, access: StoreAccess, stored: StoredRows) 
         stored,
         parts.seed,
         staging_rows=staging_rows(max(parts.schedule.slots)),
-        check_tags=access.check_tags,
         log=access.log,
         ownership=access.ownership,
         on_shards=access.on_shards,

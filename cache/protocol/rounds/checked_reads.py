@@ -20,7 +20,7 @@ class CheckedReads:
     """Checks what the reads of an owner's rounds brought.
 
     A shard that lacks a row, or has another in its place, is lost; where parity does not cover one more loss, the row alone is decoded, and
-    repaired. Without parity that is a RowError. exchange: does further reads, and repairs; check_tags, on_action: as `Traffic` has them.
+    repaired. Without parity that is a RowError. exchange: does further reads, and repairs; on_action: as `Traffic` has it.
     """
 
     def __init__(
@@ -28,11 +28,10 @@ class CheckedReads:
         stored: StoredRows,
         failover: Failover,
         exchange: Exchange,
-        check_tags: bool,
         on_action: Callable[[str], None],
     ) -> None:
         self._stored, self._shards, self._failover = stored, stored.shards, failover
-        self._exchange, self._check_tags, self._on_action = exchange, check_tags, on_action
+        self._exchange, self._on_action = exchange, on_action
 
     def take_parity(self, reads: Sequence[tuple[LaneWrites, Read]]) -> None:
         """Decode the parity rows that are missing, and are to be updated. Raises RowError."""
@@ -52,7 +51,7 @@ class CheckedReads:
             for fetch, planned in left:
                 lane, shard = fetch.writes.lane, planned.read.shard
                 try:
-                    accept(self._stored, fetch.expected, planned, fetch.event.rows, fetch.places, self._check_tags)
+                    accept(self._stored, fetch.expected, planned, fetch.event.rows, fetch.places)
                 except RowError as error:
                     if planned.decoded and (planned.asked or not self._shards.readable(lane, shard)):
                         raise

@@ -61,7 +61,6 @@ class Rounds:
         self,
         stored: StoredRows,
         lanes: Lanes,
-        check_tags: bool,
         on_action: Callable[[str], None],
         on_stats: Callable[[RoundStats], None],
         failover: Failover,
@@ -71,7 +70,7 @@ class Rounds:
         self._on_action, self._on_stats, self._log = on_action, on_stats, log
         self._code = Code.of(stored.placement)  # None without parity
         self.failover = failover
-        self.checked = CheckedReads(stored, failover, self.exchange, check_tags, on_action)
+        self.checked = CheckedReads(stored, failover, self.exchange, on_action)
         self._size = AdaptiveSize(BATCH_ROWS, FEWEST_BATCH_ROWS, BATCH_ROWS, BATCH_SECONDS, MOST_BATCH_SECONDS)
         # Of each lane whose batch is in its parity phase: the markers that a shard may have.
         self._phase: dict[int, list[Marker]] = {}

@@ -203,12 +203,15 @@ def check_answer(stored: StoredRows, lane: int, write: Write) -> None:
         )
 
 
-def accept(
-    stored: StoredRows, expected: Expected, planned: PlannedRead, into: Rows, places: np.ndarray, check_tags: bool
-) -> None:
+def wrong_rows(wanted: Expected, ids: np.ndarray, tags: np.ndarray) -> np.ndarray:
+    """Which rows, by their ids (int64 [n]) and tags (int32 [n]), are not those that are wanted: bool [n]."""
+    return (ids != wanted.id) | ((tags < 1) | (tags > wanted.tag) if wanted.tag_at_most else tags != wanted.tag)
+
+
+def accept(stored: StoredRows, expected: Expected, planned: PlannedRead, into: Rows, places: np.ndarray) -> None:
     """Check the rows that a finished Read brought and copy them to `into` at `places` (int64 [n], for the rows of `expected`).
 
-    Raises RowError for a missing row and, with check_tags, for a wrong id or tag.
+    Raises RowError for a row that is missing or has another id or tag.
     """
     read = planned.read
     if read.missing is not None:
@@ -220,14 +223,11 @@ def accept(
     decode_rows(read.rows, width, state_width, weights, state, ids, tags)
     if expected.any_id:
         expected.id[planned.places] = ids
-    if check_tags:
-        wanted = expected.select(planned.places)
-        others = ids != wanted.id
-        wrong = others | ((tags < 1) | (tags > wanted.tag) if expected.tag_at_most else tags != wanted.tag)
-        if wrong.any():
-            first = int(np.flatnonzero(wrong)[0])
-            what = f"is not there, but id {ids[first]}" if others[first] else "is another version"
-            raise _row_error(stored, expected, planned, wrong, what, int(tags[first]))
+    wanted = expected.select(planned.places)
+    if (wrong := wrong_rows(wanted, ids, tags)).any():
+        first = int(np.flatnonzero(wrong)[0])
+        what = f"is not there, but id {ids[first]}" if ids[first] != wanted.id[first] else "is another version"
+        raise _row_error(stored, expected, planned, wrong, what, int(tags[first]))
     targets = places[planned.places]
     put_rows(weights, targets, into.weights)
     put_rows(state, targets, into.state)
@@ -248,7 +248,7 @@ def _row_error(
     )
 
 
-def read_rows(stored: StoredRows, expected: Expected, last_batch: int | None = None, check_tags: bool = True) -> Rows:
+def read_rows(stored: StoredRows, expected: Expected, last_batch: int | None = None) -> Rows:
     """Read rows of one lane, in the order of `expected`, 65,536 at a time; those on lost shards are decoded.
 
     A shard that is stale, or lacks a row, is lost from then on; where more are than parity covers, the row alone is decoded. last_batch: the
@@ -260,14 +260,12 @@ def read_rows(stored: StoredRows, expected: Expected, last_batch: int | None = N
     for start in range(0, count, READ_ROWS):
         part = expected.select(slice(start, start + READ_ROWS))
         places = np.arange(start, start + len(part))
-        while not _read_part(stored, part, rows, places, last_batch, check_tags):
+        while not _read_part(stored, part, rows, places, last_batch):
             pass
     return rows
 
 
-def _read_part(
-    stored: StoredRows, part: Expected, rows: Rows, places: np.ndarray, last_batch: int | None, check_tags: bool
-) -> bool:
+def _read_part(stored: StoredRows, part: Expected, rows: Rows, places: np.ndarray, last_batch: int | None) -> bool:
     """Read rows once, each from its shard or, where that is lost, from its stripe; False if a shard is lost since, and all must be read again."""
     planned_reads = plan_reads(stored, part)
     own = stored.shards.of(part.lane)
@@ -294,14 +292,14 @@ def _read_part(
         planned.read.rows[:] = decoding.decode()
     for planned in planned_reads:
         try:
-            accept(stored, part, planned, rows, places, check_tags)
+            accept(stored, part, planned, rows, places)
         except RowError as error:
             if not own.readable(planned.read.shard):
                 raise
             if stored.lose(planned.read.shard, str(error)):
                 return False
             _read_alone(stored, part, planned, error)
-            accept(stored, part, planned, rows, places, check_tags)
+            accept(stored, part, planned, rows, places)
     return True
 
 

@@ -47,7 +47,6 @@ def train(
     stop_after: Callable[[int], bool] = lambda step: False,
     break_it: Callable[[int, Trainer], None] = lambda number, trainer: None,
     on_step: Callable[[StepReport], None] = lambda report: None,
-    check_tags: bool = True,
     timeout: timedelta = timedelta(seconds=10),
 ) -> Trained:
     """Train a schedule to its end or to a stop, and return what the training left behind.
@@ -63,7 +62,7 @@ def train(
         stop_after: returns whether training stops after a step; must always answer alike.
         break_it: called with each trainer's number and its `Trainer` of each term, before the term's first step.
         on_step: called by the leader after each step.
-        check_tags, timeout: as in `StoreAccess` and `Store`.
+        timeout: as in `Store`.
 
     Raises:
         BaseException: the failure of the trainer that failed first.
@@ -71,7 +70,7 @@ def train(
     joining = [trainer for change in (changes or {}).values() for trainer in change.joining]
     with tempfile.TemporaryDirectory() as logs:
         training = Training(
-            job, schedule, urls, copies, Placement.spread(len(urls), *parity), Path(logs), check_tags, timeout,
+            job, schedule, urls, copies, Placement.spread(len(urls), *parity), Path(logs), timeout,
             stop_after, break_it, on_step, deaths=list(deaths),
         )  # fmt: skip
         training.begin(trainers, joining, resume, changes or {})
@@ -102,7 +101,6 @@ class Training:
     copies: int
     placement: Placement
     logs: Path
-    check_tags: bool
     timeout: timedelta
     stop_after: Callable[[int], bool]
     break_it: Callable[[int, Trainer], None]

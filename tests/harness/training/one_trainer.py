@@ -102,7 +102,7 @@ class OneTrainer:
         training, coordinator = self._training, self._coordinator
         parts = training.denses[self._number].parts(training.job, training.schedule)
         access = StoreAccess(
-            store, training.placement, training.job.run_namespace, FileLog(training.logs), training.check_tags,
+            store, training.placement, training.job.run_namespace, FileLog(training.logs),
             Ownership(self._term.number), on_action=self._reach_in_traffic,
         )  # fmt: skip
         trainer: Trainer | None = None

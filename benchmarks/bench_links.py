@@ -97,6 +97,11 @@ class Link:
             self.close()
             raise
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Descriptors of the near and the far namespace."""
+        return self._near, self._far
+
     @contextmanager
     def far(self) -> Iterator[None]:
         """What is started in here is at the other end."""

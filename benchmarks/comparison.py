@@ -45,6 +45,7 @@ MINUTES = {
     "follow": (3.0, 1.0),
     "locality": (2.0, 0.4),
     "exchange": (3.0, 0.7),
+    "messages": (3.0, 0.7),
     "memory": (5.0, 0.6),
     "cuda": (4.0, 1.0),
     "lost_trainer": (8.0, 2.0),

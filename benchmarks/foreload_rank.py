@@ -33,7 +33,7 @@ from foreload.trainer.cluster.coordinator.terms import first_term  # noqa: E402
 from foreload.trainer.compute.reports import StepReport  # noqa: E402
 from foreload.trainer.job.job import TrainJob  # noqa: E402
 from foreload.trainer.step.exchange import REPLICA  # noqa: E402
-from foreload.trainer.step.transport import GlooTransport  # noqa: E402
+from foreload.trainer.step.transport import LinkedTransport  # noqa: E402
 from interleaved import InterleavedRuns, ready  # noqa: E402
 from workload import PARITY, SHARDS, job, last_batches  # noqa: E402
 
@@ -76,7 +76,7 @@ def main() -> None:
     training = TrainJob.of(job(Path(spec.schedule), spec.model))
     dense = DenseModel.build(training, schedule)
     rendezvous = dist.TCPStore("127.0.0.1", spec.port, None, spec.rank == 0, SILENCE)
-    transport = GlooTransport(rendezvous, 0, spec.rank, range(spec.ranks), SILENCE)
+    transport = LinkedTransport(rendezvous, 0, spec.rank, range(spec.ranks), SILENCE)
     term = first_term(1, range(spec.ranks), schedule.header.lanes, spec.copies, schedule.header.first_step - 1)
     interleaved = InterleavedRuns()
 

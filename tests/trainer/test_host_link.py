@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from foreload.trainer.step import host_link
-from foreload.trainer.step.host_link import HostLink, LinkClosed
+from foreload.trainer.step.host_link import HostLink
+from foreload.trainer.step.link import LinkClosed
 
 PATIENCE = timedelta(seconds=20)
 MIB = 1 << 20
@@ -38,6 +39,11 @@ def deadline() -> float:
     return time.monotonic() + PATIENCE.total_seconds()
 
 
+def take(link: HostLink, kind: int, out: torch.Tensor) -> None:
+    """Receive the next message of a kind."""
+    link.receive(kind, link.expect(kind, out), deadline())
+
+
 def memory_of(link: HostLink) -> int:
     """Bytes of memory that messages from here have taken."""
     return 512 * os.fstat(link._own.descriptor).st_blocks
@@ -50,7 +56,7 @@ def test_memory_is_that_of_the_messages_on_their_way_at_once(ends: tuple[HostLin
         for kind in (1, 2, 3):
             first.send(kind, sent + number)
         for kind in (3, 1, 2):
-            second.receive(kind, second.expect(kind), received, deadline())
+            take(second, kind, received)
             assert torch.equal(received, sent + number)
     assert 3 * MIB <= memory_of(first) < 4 * MIB
     assert memory_of(second) == 0
@@ -62,16 +68,15 @@ def test_a_large_message_fits_beside_small_ones_that_nobody_has_received(ends: t
     sent = [torch.full((size,), number, dtype=torch.uint8) for number, size in enumerate(sizes)]
     for tensor in sent:
         first.send(0, tensor)
-    numbers = [second.expect(0) for _ in sent]
+    received = [torch.zeros_like(one) for one in sent]
+    numbers = [second.expect(0, out) for out in received]
     for place in (1, 0, 2):
-        received = torch.zeros(sizes[place], dtype=torch.uint8)
-        second.receive(0, numbers[place], received, deadline())
-        assert torch.equal(received, sent[place])
+        second.receive(0, numbers[place], deadline())
+        assert torch.equal(received[place], sent[place])
     first.send(1, sent[1])
     for place in (3, 4, 5):
-        received = torch.zeros(sizes[place], dtype=torch.uint8)
-        second.receive(0, numbers[place], received, deadline())
-        assert torch.equal(received, sent[place])
+        second.receive(0, numbers[place], deadline())
+        assert torch.equal(received[place], sent[place])
 
 
 def test_a_received_message_is_given_back_by_one_store_of_one_byte(
@@ -98,12 +103,11 @@ def test_a_received_message_is_given_back_by_one_store_of_one_byte(
     first.send(1, torch.zeros(1024, dtype=torch.uint8))
     first.send(3, torch.zeros(64, dtype=torch.uint8))
     monkeypatch.setattr(second._theirs, "memory", watched)
-    number = second.expect(1)
-    second.receive(1, number, torch.empty(1024, dtype=torch.uint8), deadline())
+    take(second, 1, torch.empty(1024, dtype=torch.uint8))
     monkeypatch.undo()
     assert [value for _, value in watched.stores] == [0]
     received = torch.zeros_like(following)
-    second.receive(2, second.expect(2), received, deadline())
+    take(second, 2, received)
     assert torch.equal(received, following)
 
 
@@ -115,7 +119,7 @@ def test_both_ends_may_send_more_than_the_socket_holds_before_they_receive(ends:
             link.send(5, torch.tensor([number]))
         received, got = torch.zeros(1, dtype=torch.int64), []
         for _ in range(count):
-            link.receive(5, link.expect(5), received, deadline())
+            take(link, 5, received)
             got.append(int(received))
         return got
 
@@ -128,17 +132,17 @@ def test_what_was_sent_before_the_other_end_left_is_received(ends: tuple[HostLin
     first.send(0, torch.tensor([1.5]))
     first.close()
     received = torch.zeros(1)
-    second.receive(0, second.expect(0), received, deadline())
+    take(second, 0, received)
     assert received.item() == 1.5
     with pytest.raises(LinkClosed, match="it has left"):
-        second.receive(0, second.expect(0), received, deadline())
+        take(second, 0, received)
 
 
 def test_a_message_of_another_size_is_refused(ends: tuple[HostLink, HostLink]) -> None:
     first, second = ends
     first.send(0, torch.zeros(3))
     with pytest.raises(ValueError, match="message of kind 0: must have 8 bytes, got 12"):
-        second.receive(0, second.expect(0), torch.zeros(2), deadline())
+        take(second, 0, torch.zeros(2))
 
 
 def test_where_nobody_listens_there_is_no_link() -> None:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from foreload.base.errors import SettingError
 from foreload.trainer.errors import PeerLost
-from foreload.trainer.step.nccl import NcclTransport, peers_lost
+from foreload.trainer.step.nccl import NcclTransport
 from foreload.trainer.step.staged import StagedTransport, share_devices
-from foreload.trainer.step.transport import GlooTransport, LocalHub, Transport
+from foreload.trainer.step.transport import LinkedTransport, LocalHub, Transport, peers_lost
 
 TIMEOUT = timedelta(seconds=20)
 SHORT = timedelta(seconds=0.3)
@@ -27,7 +27,7 @@ def local(world: int) -> list[Transport]:
     return list(LocalHub(range(world)).transports(TIMEOUT))
 
 
-def gloo(world: int) -> list[Transport]:
+def over_tcp(world: int) -> list[Transport]:
     """Over TCP: each at an address of its own, as on as many hosts."""
     return formed([f"127.0.0.{rank + 1}" for rank in range(world)])
 
@@ -47,7 +47,7 @@ def staged(world: int) -> list[Transport]:
     return formed(["127.0.0.1"] * world, partial(StagedTransport, torch.device("cpu")))
 
 
-def formed(addresses: Sequence[str], kind: Callable[..., Transport] = GlooTransport) -> list[Transport]:
+def formed(addresses: Sequence[str], kind: Callable[..., Transport] = LinkedTransport) -> list[Transport]:
     """A group of ranks at these addresses, each with a connection of its own to the rendezvous store, as in processes of their own."""
     world = len(addresses)
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=TIMEOUT)
@@ -68,7 +68,7 @@ def of_all(futures: Sequence[Future[Any]]) -> list[Any]:
     return [future.result() for future in futures]
 
 
-@pytest.fixture(params=[local, gloo, linked, mixed, staged], ids=["local", "gloo", "linked", "mixed", "staged"])
+@pytest.fixture(params=[local, over_tcp, linked, mixed, staged], ids=["local", "over tcp", "linked", "mixed", "staged"])
 def connect(request: pytest.FixtureRequest) -> Iterator[Callable[[int], list[Transport]]]:
     """Connects so many trainers by a kind of transport; all are closed in the end."""
     opened: list[Transport] = []
@@ -207,7 +207,7 @@ def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(
         SettingError, match=r"trainer 4: --address: must be an address of the machine that it is on; got 203.0.113.1 "
     ):
-        GlooTransport(dist.HashStore(), 0, 4, [4], TIMEOUT, "203.0.113.1")
+        LinkedTransport(dist.HashStore(), 0, 4, [4], TIMEOUT, "203.0.113.1")
 
 
 def test_errors_of_nccl_are_a_lost_peer_and_those_of_the_device_are_not() -> None:

@@ -22,6 +22,8 @@ from datetime import timedelta
 
 from torch import Tensor
 
+from foreload.trainer.step.link import Link, LinkClosed
+
 _FRAME = struct.Struct("=iqq")  # kind, bytes, where they begin in the sender's memory
 _HELLO = struct.Struct("=i")  # the sender's rank
 _ALIGNED = 64  # bytes; so many stand before those of a message, and the first of them is 1 until they have been received
@@ -41,15 +43,8 @@ def listen() -> tuple[str, socket.socket]:
     return name, listening
 
 
-class LinkClosed(Exception):
-    """The peer has left, or the link was interrupted."""
-
-
-class HostLink:
-    """One trainer's end. Both ends call `introduce`, and then `meet`; one thread uses it, but for `interrupt`.
-
-    Messages of a kind are received in the order in which they were sent. Both ends know their sizes.
-    """
+class HostLink(Link):
+    """Over shared memory. Both ends call `introduce`, and then `meet`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -63,6 +58,7 @@ class HostLink:
         self._arrived: dict[tuple[int, int], tuple[int, int]] = {}  # (kind, number) -> bytes, where they begin
         self._frames: Counter[int] = Counter()  # by kind, how many have come
         self._wanted: Counter[int] = Counter()  # by kind, how many messages were asked for
+        self._outs: dict[tuple[int, int], Tensor] = {}  # (kind, number) -> where it goes
         self._in_use: list[tuple[int, int]] = []  # where messages begin and end that may not be received yet, ascending
 
     def introduce(self, rank: int) -> None:
@@ -87,7 +83,7 @@ class HostLink:
         return int(rank)
 
     def send(self, kind: int, tensor: Tensor) -> None:
-        """Send the bytes of a contiguous tensor on the CPU, which may change at once. Raises LinkClosed."""
+        """See Link; the tensor may change at once."""
         size = tensor.nbytes
         place = self._room(size)
         self._own.memory[place] = 1
@@ -105,22 +101,23 @@ class HostLink:
             except OSError as error:
                 raise LinkClosed(str(error)) from error
 
-    def expect(self, kind: int) -> int:
-        """Ask for the next message of a kind: its number, for `receive`."""
+    def finish_sending(self, deadline: float) -> None:
+        """See Link."""
+
+    def expect(self, kind: int, out: Tensor) -> int:
+        """See Link."""
         self._wanted[kind] += 1
+        self._outs[kind, self._wanted[kind]] = out
         return self._wanted[kind]
 
-    def receive(self, kind: int, number: int, out: Tensor, deadline: float) -> None:
-        """Wait for a message, and copy it to a contiguous tensor on the CPU. deadline: by time.monotonic.
-
-        Raises LinkClosed, TimeoutError; ValueError for a message of another size.
-        """
+    def receive(self, kind: int, number: int, deadline: float) -> None:
+        """See Link."""
         while (kind, number) not in self._arrived:
             left = deadline - time.monotonic()
             if left <= 0 or not self._poll.poll(1000 * left):
                 raise TimeoutError("no message in time")
             self._read()
-        size, place = self._arrived.pop((kind, number))
+        out, (size, place) = self._outs.pop((kind, number)), self._arrived.pop((kind, number))
         if size != out.nbytes:
             raise ValueError(f"message of kind {kind}: must have {out.nbytes} bytes, got {size}")
         assert self._theirs is not None
@@ -130,18 +127,18 @@ class HostLink:
 
     @property
     def has_left(self) -> bool:
-        """Whether the other end has, whatever it sent before."""
+        """See Link."""
         return bool(self._ended.poll(0))
 
     def interrupt(self) -> None:
-        """From another thread: whoever waits at either end sees LinkClosed, and whoever does so later."""
+        """See Link."""
         try:
             self._connection.shutdown(socket.SHUT_RDWR)
         except OSError:
             return
 
     def close(self) -> None:
-        """Leave; the other end sees LinkClosed when it has what was sent before."""
+        """See Link."""
         self.interrupt()
         self._connection.close()
         self._own.close()
@@ -209,7 +206,7 @@ class _Region:
 
 
 def accept(listening: socket.socket) -> HostLink:
-    """A link to the next process of this user that connects. Raises OSError."""
+    """A link to the next process of this user that connects. Raises OSError, also TimeoutError where `listening` has a timeout."""
     while True:
         connection, _ = listening.accept()
         with contextlib.suppress(PermissionError):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from foreload.trainer.errors import PeerLost
-from foreload.trainer.step.transport import Transport, Work, as_bytes, first_line
+from foreload.trainer.step.transport import Transport, Work, as_bytes, peers_lost
 
 
 class NcclTransport(Transport):
@@ -55,7 +53,7 @@ class NcclTransport(Transport):
         return peers_lost(f"trainer {self.members[self.rank]}: lost a peer")
 
     def interrupt(self) -> None:
-        # Unlike gloo's, this frees who waits here, and by the closed connections who waits for this rank.
+        # This frees who waits here, and by the closed connections who waits for this rank.
         self._group.abort()
 
     def close(self) -> None:
@@ -72,14 +70,3 @@ class _NcclWork(Work):
         if self._work is not None:
             with self._transport.lost_if_nccl_fails():
                 self._work.wait()
-
-
-@contextlib.contextmanager
-def peers_lost(what: str) -> Iterator[None]:
-    """While entered, what torch.distributed raises becomes PeerLost, text after `what`; what the device raises (no memory, a failed kernel) stays."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except RuntimeError as error:
-        raise PeerLost(f"{what}: {first_line(error)}") from error

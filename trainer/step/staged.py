@@ -1,4 +1,4 @@
-"""The transport between trainers that share a CUDA device, which NCCL refuses: gloo's, with every message by way of host memory."""
+"""The transport between trainers that share a CUDA device, which NCCL refuses: links, with every message by way of host memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foreload.trainer.errors import PeerLost
-from foreload.trainer.step.transport import GlooTransport, Work, as_bytes, await_keys, first_line
+from foreload.trainer.step.transport import LinkedTransport, Work, as_bytes, await_keys, peers_lost
 
 
-class StagedTransport(GlooTransport):
+class StagedTransport(LinkedTransport):
     """For tensors on `device`. A post waits until what is sent is in host memory; what is received is on the device once it was waited for."""
 
     def __init__(self, device: torch.device, *further: Any) -> None:
-        """further: as GlooTransport takes it."""
+        """further: as LinkedTransport takes it."""
         self._device = device
         super().__init__(*further)
 
@@ -61,10 +61,8 @@ def share_devices(
     Raises PeerLost if one does not say it in time.
     """
     group, keys = dist.PrefixStore(f"term/{term}/devices", store), [str(member) for member in members]
-    try:
+    with peers_lost(f"trainer {trainer}: cannot form the group of term {term}"):
         group.set(str(trainer), str(torch.cuda.get_device_properties(device).uuid))
         if not await_keys(group, keys, patience, check):
             raise PeerLost(f"trainer {trainer}: cannot form the group of term {term}: not all of its {len(keys)} trainers came")
         return len({group.get(key) for key in keys}) < len(keys)
-    except RuntimeError as error:
-        raise PeerLost(f"trainer {trainer}: cannot form the group of term {term}: {first_line(error)}") from error

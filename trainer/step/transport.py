@@ -1,4 +1,4 @@
-"""The seam between trainers: messages of known size between ranks of one term, in process, or over gloo (`nccl`: between CUDA devices).
+"""The seam between trainers: messages of known size between ranks of one term, in process, or over links (`nccl`: between CUDA devices).
 
 A rank is only an address within a term; what a trainer does follows from the lane map, never from its rank.
 """
@@ -6,31 +6,30 @@ A rank is only an address within a term; what a trainer does follows from the la
 from __future__ import annotations
 
 import contextlib
-import select
+import queue
 import socket
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from foreload.base.errors import SettingError
+from foreload.base.job_token import HANDSHAKE, new_token
+from foreload.base.token_server import TokenServer, connected
 from foreload.trainer.errors import PeerLost
 from foreload.trainer.step import host_link
-from foreload.trainer.step.host_link import HostLink, LinkClosed
-from foreload.trainer.step.sockets import connections_at, listening_ports
+from foreload.trainer.step.host_link import HostLink
+from foreload.trainer.step.link import Link, LinkClosed
+from foreload.trainer.step.tcp_link import TcpLink
 
 BARRIER_KIND = (1 << 31) - 1
-_LINK_KIND = BARRIER_KIND - 1
+_PURPOSE = "trainer link"
 _PEERS_PAUSE = timedelta(milliseconds=2)  # between two looks whether all peers have come
-
-# torch's stubs leave out part of what these classes have.
-_Gloo: Any = dist.ProcessGroupGloo
 
 
 class Work(ABC):
@@ -113,10 +112,10 @@ class Transport(ABC):
         return tensor
 
 
-class GlooTransport(Transport):
-    """For tensors on the CPU: through shared memory with trainers of the same host and address (`host_link`), over TCP by gloo with the others.
+class LinkedTransport(Transport):
+    """For tensors on the CPU: through shared memory with trainers of the same host and address (`host_link`), over TCP with the others (`tcp_link`).
 
-    The group is formed from the rendezvous store, under the term's own prefix.
+    Whom to link with the rendezvous store says, under the term's own prefix.
     """
 
     def __init__(
@@ -129,172 +128,152 @@ class GlooTransport(Transport):
         address: str = "127.0.0.1",
         forming: timedelta | None = None,
         check: Callable[[], None] = lambda: None,
+        token: str | None = None,
     ) -> None:
         """store: the run's rendezvous store; address: of this trainer's own network interface; forming: how long peers may take to come, `timeout`
-        by default; check: called while they are waited for, raises where they are not to be waited for any more.
+        by default; check: called while they are waited for, raises where they are not to be waited for any more. token: the job's, which peers on
+        other hosts show each other; None: one of the term's, which is in the store.
 
         Raises PeerLost if a peer does not come, SettingError if the address is none of this machine.
         """
         super().__init__(trainer, members, timeout)
-        options = _Gloo._Options()
-        before = listening_ports()
-        try:
-            options._devices = [_Gloo.create_device(hostname=address)]
-        except RuntimeError as error:
-            raise SettingError(
-                f"trainer {trainer}: --address: must be an address of the machine that it is on; got {address} ({first_line(error)})"
-            ) from error
-        # The device listens at a port that is reported nowhere, but that was not there before.
-        listening = sorted(listening_ports() - before)
-        options._timeout = forming or timeout
-        group = dist.PrefixStore(f"term/{term}/gloo", store)
-        self.links: dict[int, HostLink] = {}
+        self.links: dict[int, Link] = {}
+        self._met: queue.SimpleQueue[tuple[int, TcpLink]] = queue.SimpleQueue()
+        self._server: TokenServer | None = None
+        deadline = time.monotonic() + (forming or timeout).total_seconds()
+        group = dist.PrefixStore(f"term/{term}/links", store)
         name, accepting = host_link.listen()
-        with accepting:
-            try:
-                group.set(f"links/{self.rank}", f"{address} {name}")
-                group.set(f"ports/{self.rank}", ",".join(map(str, listening)))
-                # gloo's own wait cannot be interrupted: begun only when all are there.
-                await_keys(group, [f"ports/{rank}" for rank in range(self.world)], forming or timeout, check)
-                self._group = _Gloo(group, self.rank, self.world, options)
-                ports, links = (
-                    [group.get(f"{what}/{rank}").decode() for rank in range(self.world)] for what in ("ports", "links")
-                )
-            except RuntimeError as error:
-                raise PeerLost(
-                    f"trainer {trainer}: cannot form the group of term {term} with {self.world} trainers: {first_line(error)}"
-                ) from error
-            self._connections = connections_at({int(port) for of_rank in ports for port in of_rank.split(",") if port})
-            self._closed = select.poll()
-            for connection in self._connections:
-                self._closed.register(connection, select.POLLRDHUP)
-            try:
-                here = [link.split(" ") for link in links]
-                self._link(accepting, [name if own == address else None for own, name in here], forming or timeout)
-            except PeerLost:
-                self.close()
-                raise
-
-    def _link(self, accepting: socket.socket, names: Sequence[str | None], patience: timedelta) -> None:
-        """Make links to the ranks of this host. names: at which each rank's socket listens, where it may be of this host. Raises PeerLost."""
-        for rank in range(self.rank):
-            if (name := names[rank]) is not None and (link := host_link.connect(name)) is not None:
-                self.links[rank] = link
-        # Who has been connected to can accept at once.
-        linked = {rank: torch.tensor([rank in self.links], dtype=torch.uint8) for rank in range(self.rank)}
-        links = {rank: torch.zeros(1, dtype=torch.uint8) for rank in range(self.rank + 1, self.world)}
-        _GlooWork(self, self._post_gloo(linked, links, _LINK_KIND), _LINK_KIND).wait(patience)
         try:
-            for link in self.links.values():
+            with accepting, peers_lost(f"trainer {trainer}: cannot form the group of term {term} with {self.world} trainers"):
+                token = token or group.compare_set("token", "", new_token()).decode()
+                self._server = server = self._listening(address, token)
+                group.set(str(self.rank), f"{address} {server.port} {name}")
+                if not await_keys(group, [str(rank) for rank in range(self.world)], forming or timeout, check):
+                    raise PeerLost(
+                        f"trainer {trainer}: cannot form the group of term {term}: not all of its {self.world} trainers came"
+                    )
+                for rank in range(self.rank):
+                    theirs, port, their_name = group.get(str(rank)).decode().split(" ")
+                    own_host = host_link.connect(their_name) if theirs == address else None
+                    self.links[rank] = own_host or self._connected((theirs, int(port)), token, deadline, check)
+                self._accept(accepting, deadline, check)
+        except BaseException:
+            self.close()
+            raise
+
+    def _listening(self, address: str, token: str) -> TokenServer:
+        try:
+            return TokenServer(address, 0, token, _PURPOSE, self._serve)
+        except OSError as error:
+            trainer = self.members[self.rank]
+            raise SettingError(
+                f"trainer {trainer}: --address: must be an address of the machine that it is on; got {address} ({error})"
+            ) from error
+
+    def _serve(self, connection: socket.socket, _: str) -> None:
+        """In a thread: what a peer of another host and its link have to say, until that is over."""
+        link = TcpLink(connection)
+        with contextlib.suppress(LinkClosed):
+            rank = link.meet(HANDSHAKE)
+            link.introduce(self.rank)
+            self._met.put((rank, link))
+            link.carry()
+
+    def _connected(self, place: tuple[str, int], token: str, deadline: float, check: Callable[[], None]) -> TcpLink:
+        """A link to a peer of another host, which listens at this address and port. Raises PeerLost."""
+        while True:
+            left = max(deadline - time.monotonic(), 0.001)
+            try:
+                connection = connected(*place, token, _PURPOSE, left)
+                break
+            except OSError as error:
+                # One that is asked by many at once closes some of the connections.
+                if isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline:
+                    raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer at {place[0]}: {error}") from error
+            check()
+            time.sleep(_PEERS_PAUSE.total_seconds())
+        link = TcpLink(connection)
+        try:
+            link.introduce(self.rank)
+            link.meet(timedelta(seconds=left))
+        except LinkClosed as error:
+            link.close()
+            raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer at {place[0]}: {error}") from error
+        threading.Thread(target=link.carry, name=_PURPOSE, daemon=True).start()
+        return link
+
+    def _accept(self, accepting: socket.socket, deadline: float, check: Callable[[], None]) -> None:
+        """Introduce this rank to those of this host, and wait until all higher ranks have come. Raises PeerLost."""
+        accepting.settimeout(_PEERS_PAUSE.total_seconds())
+        try:
+            of_host = [link for link in self.links.values() if isinstance(link, HostLink)]
+            for link in of_host:
                 link.introduce(self.rank)
-            for _ in range(sum(int(there) for there in links.values())):
-                link = host_link.accept(accepting)
-                try:
+            while len(self.links) < self.world - 1:
+                check()
+                if time.monotonic() > deadline:
+                    raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer: it has not connected")
+                with contextlib.suppress(TimeoutError):
+                    link = host_link.accept(accepting)
                     link.introduce(self.rank)
-                    self.links[link.meet(patience)] = link
-                except LinkClosed:
-                    link.close()
-                    raise
-            for rank in range(self.rank):
-                if rank in self.links:
-                    self.links[rank].meet(patience)
+                    self.links[link.meet(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))] = link
+                with contextlib.suppress(queue.Empty):
+                    rank, met = self._met.get_nowait()
+                    if self.rank < rank < self.world and rank not in self.links:
+                        self.links[rank] = met
+                    else:
+                        met.close()
+            for link in of_host:
+                link.meet(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except (LinkClosed, OSError) as error:
             raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer: {error}") from error
 
     def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
-        links = self.links
-        expected = [_Expected(peer, links[peer].expect(kind), tensor) for peer, tensor in incoming.items() if peer in links]
-        works = []
-        if len(links) < self.world - 1:
-            remote_incoming = {peer: tensor for peer, tensor in incoming.items() if peer not in links}
-            works = self._post_gloo(
-                {peer: tensor for peer, tensor in outgoing.items() if peer not in links}, remote_incoming, kind
-            )
+        expected = [(peer, self.links[peer].expect(kind, tensor)) for peer, tensor in incoming.items()]
         for peer, tensor in outgoing.items():
-            if peer in links:
-                try:
-                    links[peer].send(kind, tensor)
-                except LinkClosed as error:
-                    raise self.lost(peer, str(error)) from error
-        return _GlooWork(self, works, kind, expected)
-
-    def _post_gloo(
-        self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], kind: int
-    ) -> list[tuple[int, dist.Work]]:
-        """Start messages over TCP."""
-        try:
-            # Receives first: data that arrives goes straight into its tensor.
-            works = [(peer, self._group.recv([as_bytes(tensor)], peer, kind)) for peer, tensor in incoming.items()]
-            self._check_open()
-            works += [(peer, self._group.send([as_bytes(tensor)], peer, kind)) for peer, tensor in outgoing.items()]
-        except RuntimeError as error:
-            raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer: {first_line(error)}") from error
-        # Who has everyone's token of a barrier may leave.
-        if kind != BARRIER_KIND:
-            self._check_open()
-        return works
-
-    def _check_open(self) -> None:
-        """Raise PeerLost if a connection is closed: gloo may not note that for a message that was posted at the same moment, and wait for ever."""
-        if self._closed.poll(0):
-            raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer: its connection is closed")
+            with self.lost_if_closed(peer):
+                self.links[peer].send(kind, tensor)
+        return _LinkedWork(self, kind, expected, list(outgoing))
 
     def check_peers(self) -> None:
-        self._check_open()
         for peer, link in self.links.items():
             if link.has_left:
                 raise self.lost(peer, "it has left")
 
     def interrupt(self) -> None:
-        # gloo's own `abort` frees neither who waits here nor who waits for this rank, so the connections are cut below it.
-        for link in self.links.values():
+        for link in list(self.links.values()):
             link.interrupt()
-        for connection in self._connections:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self.interrupt()
-        self._group.abort()
-        del self._group
         for link in self.links.values():
             link.close()
-        for connection in self._connections:
-            connection.close()
+        if self._server is not None:
+            self._server.close()
+
+    @contextlib.contextmanager
+    def lost_if_closed(self, peer: int) -> Iterator[None]:
+        """While entered, a link that is closed, or silent for too long, is a lost peer. Raises PeerLost."""
+        try:
+            yield
+        except (LinkClosed, TimeoutError) as error:
+            raise self.lost(peer, str(error)) from error
 
 
-class _Expected(NamedTuple):
-    """A message that a link is to bring; out: where it goes."""
-
-    peer: int
-    number: int
-    out: torch.Tensor
-
-
-class _GlooWork(Work):
-    def __init__(
-        self, transport: GlooTransport, works: list[tuple[int, dist.Work]], kind: int, expected: Sequence[_Expected] = ()
-    ) -> None:
-        """works: over TCP, by peer; expected: of `kind`, by links."""
-        self._transport, self._works, self._kind, self._expected = transport, works, kind, expected
+class _LinkedWork(Work):
+    def __init__(self, transport: LinkedTransport, kind: int, expected: list[tuple[int, int]], sent_to: list[int]) -> None:
+        """expected: of each message its peer and its number."""
+        self._transport, self._kind, self._expected, self._sent_to = transport, kind, expected, sent_to
 
     def wait(self, timeout: timedelta | None = None) -> None:
         transport = self._transport
         deadline = time.monotonic() + (timeout or transport.timeout).total_seconds()
-        for peer, number, out in self._expected:
-            try:
-                transport.links[peer].receive(self._kind, number, out, deadline)
-            except (LinkClosed, TimeoutError) as error:
-                raise transport.lost(peer, str(error)) from error
-        self._expected = ()
-        for peer, work in self._works:
-            # Zero would mean gloo's default of no limit.
-            left = max(deadline - time.monotonic(), 0.001)
-            try:
-                work.wait(timedelta(seconds=left))
-            except RuntimeError as error:
-                raise transport.lost(peer, first_line(error)) from error
-        self._works = []
+        for peer, number in self._expected:
+            with transport.lost_if_closed(peer):
+                transport.links[peer].receive(self._kind, number, deadline)
+        for peer in self._sent_to:
+            with transport.lost_if_closed(peer):
+                transport.links[peer].finish_sending(deadline)
+        self._expected, self._sent_to = [], []
 
 
 class LocalHub:
@@ -315,7 +294,7 @@ class LocalHub:
 
 
 class LocalTransport(Transport):
-    """The in-memory twin of GlooTransport; made by LocalHub.transports."""
+    """The in-memory twin of LinkedTransport; made by LocalHub.transports."""
 
     def __init__(self, hub: LocalHub, trainer: int, timeout: timedelta) -> None:
         super().__init__(trainer, hub.members, timeout)
@@ -384,6 +363,17 @@ def await_keys(store: dist.Store, keys: list[str], patience: timedelta, check: C
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, uint8 [nbytes]: no back end then needs to know the dtype."""
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+@contextlib.contextmanager
+def peers_lost(what: str) -> Iterator[None]:
+    """While entered, what torch.distributed raises becomes PeerLost, text after `what`; what the device raises (no memory, a failed kernel) stays."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except RuntimeError as error:
+        raise PeerLost(f"{what}: {first_line(error)}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -29,7 +29,7 @@ from foreload.trainer.step.commits import Commits, TermPosition
 from foreload.trainer.step.nccl import NcclTransport
 from foreload.trainer.step.staged import StagedTransport, share_devices
 from foreload.trainer.step.term_session import TermSession
-from foreload.trainer.step.transport import GlooTransport, Transport
+from foreload.trainer.step.transport import LinkedTransport, Transport
 
 BOARD_PAUSE = timedelta(milliseconds=2)  # between two looks for a fact that is waited for
 PATIENCE = timedelta(hours=1)  # for a peer's message where losses are survived: whether it is gone, the coordinator knows
@@ -94,10 +94,11 @@ class TrainerTerms:
         transport: Transport
         forming = (FIRST_FORMING if number == self._first_term else FORMING) if self.survives else silence
         store, trainer, address, device = joined.store, self._trainer, joined.start.address, torch.device(joined.device)
+        token = None if joined.start.on_host is None else joined.start.on_host.token
         if job.device == "cpu":
-            transport = GlooTransport(store, number, trainer, members, silence, address, forming, self.check)
+            transport = LinkedTransport(store, number, trainer, members, silence, address, forming, self.check, token)
         elif share_devices(store, number, trainer, members, device, forming, self.check):
-            transport = StagedTransport(device, store, number, trainer, members, silence, address, forming, self.check)
+            transport = StagedTransport(device, store, number, trainer, members, silence, address, forming, self.check, token)
         else:
             transport = NcclTransport(store, number, trainer, members, silence, device)
         try:

@@ -166,7 +166,8 @@ class TcpLink(Link):
         finally:
             with self._lock:
                 self._waited_for = False
-                more = self._why is None and bool(self._outgoing or self._awaited)
+                large = any(view.nbytes > _SMALL for view in self._awaited.values())
+                more = self._why is None and (large or bool(self._outgoing))
             if more:
                 self._rouse()
 
@@ -195,6 +196,8 @@ class TcpLink(Link):
                 self._send_some()
             if events & ~select.POLLOUT:
                 self._reading.read()
+            if events & (select.POLLERR | select.POLLHUP) and not self._reading.goes_on:
+                self._why = "it has left"
         except (OSError, ValueError) as error:
             self._why = str(error)
             self._outgoing.clear()

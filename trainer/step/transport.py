@@ -30,6 +30,7 @@ from foreload.trainer.step.tcp_link import TcpLink
 BARRIER_KIND = (1 << 31) - 1
 _PURPOSE = "trainer link"
 _PEERS_PAUSE = timedelta(milliseconds=2)  # between two looks whether all peers have come
+_ATTEMPT = timedelta(seconds=2)  # to connect to one, before it is looked whether it is still wanted
 
 
 class Work(ABC):
@@ -173,18 +174,21 @@ class LinkedTransport(Transport):
     def _serve(self, connection: socket.socket, _: str) -> None:
         """In a thread: what a peer of another host and its link have to say, until that is over."""
         link = TcpLink(connection)
-        with contextlib.suppress(LinkClosed):
-            rank = link.meet(HANDSHAKE)
+        try:
             link.introduce(self.rank)
-            self._met.put((rank, link))
-            link.carry()
+            rank = link.meet(HANDSHAKE)
+        except LinkClosed:
+            link.close()
+            return
+        self._met.put((rank, link))
+        link.carry()
 
     def _connected(self, place: tuple[str, int], token: str, deadline: float, check: Callable[[], None]) -> TcpLink:
         """A link to a peer of another host, which listens at this address and port. Raises PeerLost."""
         while True:
             left = max(deadline - time.monotonic(), 0.001)
             try:
-                connection = connected(*place, token, _PURPOSE, left)
+                connection = connected(*place, token, _PURPOSE, min(left, _ATTEMPT.total_seconds()))
                 break
             except OSError as error:
                 # One that is asked by many at once closes some of the connections.
@@ -214,9 +218,7 @@ class LinkedTransport(Transport):
                 if time.monotonic() > deadline:
                     raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer: it has not connected")
                 with contextlib.suppress(TimeoutError):
-                    link = host_link.accept(accepting)
-                    link.introduce(self.rank)
-                    self.links[link.meet(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))] = link
+                    self._meet(host_link.accept(accepting), deadline)
                 with contextlib.suppress(queue.Empty):
                     rank, met = self._met.get_nowait()
                     if self.rank < rank < self.world and rank not in self.links:
@@ -227,6 +229,15 @@ class LinkedTransport(Transport):
                 link.meet(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except (LinkClosed, OSError) as error:
             raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer: {error}") from error
+
+    def _meet(self, link: HostLink, deadline: float) -> None:
+        """Take in a peer of this host that has connected. Raises LinkClosed."""
+        try:
+            link.introduce(self.rank)
+            self.links[link.meet(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))] = link
+        except LinkClosed:
+            link.close()
+            raise
 
     def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
         expected = [(peer, self.links[peer].expect(kind, tensor)) for peer, tensor in incoming.items()]
@@ -249,6 +260,9 @@ class LinkedTransport(Transport):
             link.close()
         if self._server is not None:
             self._server.close()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._met.get_nowait()[1].close()
 
     @contextlib.contextmanager
     def lost_if_closed(self, peer: int) -> Iterator[None]:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 
 import pytest
 import torch
+from trainer_links import MIB, PATIENCE, deadline, take
 
 from foreload.trainer.step import host_link
 from foreload.trainer.step.host_link import HostLink
 from foreload.trainer.step.link import LinkClosed
-
-PATIENCE = timedelta(seconds=20)
-MIB = 1 << 20
 
 
 @pytest.fixture
@@ -33,15 +29,6 @@ def ends() -> Iterator[tuple[HostLink, HostLink]]:
     yield first, second
     first.close()
     second.close()
-
-
-def deadline() -> float:
-    return time.monotonic() + PATIENCE.total_seconds()
-
-
-def take(link: HostLink, kind: int, out: torch.Tensor) -> None:
-    """Receive the next message of a kind."""
-    link.receive(kind, link.expect(kind, out), deadline())
 
 
 def memory_of(link: HostLink) -> int:

@@ -9,20 +9,17 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from trainer_links import MIB, PATIENCE, deadline, take
 
 from foreload.base.job_token import new_token
 from foreload.base.token_server import connected
 from foreload.trainer.step.link import LinkClosed
 from foreload.trainer.step.tcp_link import TcpLink
 from foreload.trainer.step.transport import LinkedTransport
-
-PATIENCE = timedelta(seconds=20)
-MIB = 1 << 20
 
 
 def carried(connection: socket.socket) -> TcpLink:
@@ -56,15 +53,6 @@ def stranger() -> Iterator[tuple[TcpLink, socket.socket]]:
     yield link, other
     other.close()
     link.close()
-
-
-def deadline() -> float:
-    return time.monotonic() + PATIENCE.total_seconds()
-
-
-def take(link: TcpLink, kind: int, out: torch.Tensor) -> None:
-    """Receive the next message of a kind."""
-    link.receive(kind, link.expect(kind, out), deadline())
 
 
 def test_both_ends_may_send_more_than_the_connection_holds_before_they_receive(ends: tuple[TcpLink, TcpLink]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 
@@ -45,3 +46,8 @@ class Link(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave; the other end sees LinkClosed when it has what was sent before."""
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, uint8 [nbytes]: no back end then needs to know the dtype."""
+    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from foreload.trainer.step.transport import Transport, Work, as_bytes, peers_lost
+from foreload.trainer.step.link import as_bytes
+from foreload.trainer.step.transport import Transport, Work, peers_lost
 
 
 class NcclTransport(Transport):

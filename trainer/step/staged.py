@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foreload.trainer.errors import PeerLost
-from foreload.trainer.step.transport import LinkedTransport, Work, as_bytes, await_keys, peers_lost
+from foreload.trainer.step.link import as_bytes
+from foreload.trainer.step.transport import LinkedTransport, Work, await_keys, peers_lost
 
 
 class StagedTransport(LinkedTransport):

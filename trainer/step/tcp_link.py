@@ -17,10 +17,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from datetime import timedelta
 
-import torch
 from torch import Tensor
 
-from foreload.trainer.step.link import Link, LinkClosed
+from foreload.trainer.step.link import Link, LinkClosed, as_bytes
 
 _FRAME = struct.Struct("=iq")  # kind, bytes
 _HELLO = struct.Struct("=i")  # the sender's rank
@@ -71,7 +70,7 @@ class TcpLink(Link):
 
     def send(self, kind: int, tensor: Tensor) -> None:
         """See Link."""
-        body = _view(tensor)
+        body = as_bytes(tensor).numpy().data  # which keeps the tensor
         with self._lock:
             self._check_open()
             self._outgoing.extend((memoryview(_FRAME.pack(kind, body.nbytes)), body))
@@ -86,7 +85,7 @@ class TcpLink(Link):
 
     def expect(self, kind: int, out: Tensor) -> int:
         """See Link."""
-        view = _view(out)
+        view = as_bytes(out).numpy().data
         with self._lock:
             self._asked[kind] += 1
             number = self._asked[kind]
@@ -123,12 +122,18 @@ class TcpLink(Link):
     def carry(self) -> None:
         """In a thread of its own: send and receive while nobody waits, until the link is closed, or its other end."""
         assert self._over is not None
+        try:
+            self._carry_on()
+        finally:
+            self._over.set()
+
+    def _carry_on(self) -> None:
         ready = select.poll()
         ready.register(self._roused, select.POLLIN)
         while True:
             with self._lock:
                 if self._why is not None:
-                    break
+                    return
                 wanted = 0 if self._waited_for else self._wanted
             if wanted:
                 ready.register(self._connection, wanted)
@@ -143,7 +148,6 @@ class TcpLink(Link):
                     # Who waits would not see by its own poll what is received here.
                     if not self._waited_for:
                         self._carry(came)
-        self._over.set()
 
     def _wait(self, satisfied: Callable[[], bool], deadline: float) -> None:
         """Send and receive until something is so. Raises LinkClosed, TimeoutError."""
@@ -258,8 +262,3 @@ class _Reading:
                 del self._awaited[self._message]
                 self._message, self._placed = None, False
             self._left = self._head
-
-
-def _view(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, which the view keeps."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

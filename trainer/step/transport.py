@@ -24,7 +24,7 @@ from foreload.base.token_server import TokenServer, connected
 from foreload.trainer.errors import PeerLost
 from foreload.trainer.step import host_link
 from foreload.trainer.step.host_link import HostLink
-from foreload.trainer.step.link import Link, LinkClosed
+from foreload.trainer.step.link import Link, LinkClosed, as_bytes
 from foreload.trainer.step.tcp_link import TcpLink
 
 BARRIER_KIND = (1 << 31) - 1
@@ -186,9 +186,8 @@ class LinkedTransport(Transport):
     def _connected(self, place: tuple[str, int], token: str, deadline: float, check: Callable[[], None]) -> TcpLink:
         """A link to a peer of another host, which listens at this address and port. Raises PeerLost."""
         while True:
-            left = max(deadline - time.monotonic(), 0.001)
             try:
-                connection = connected(*place, token, _PURPOSE, min(left, _ATTEMPT.total_seconds()))
+                connection = connected(*place, token, _PURPOSE, min(_left(deadline), _ATTEMPT).total_seconds())
                 break
             except OSError as error:
                 # One that is asked by many at once closes some of the connections.
@@ -199,7 +198,7 @@ class LinkedTransport(Transport):
         link = TcpLink(connection)
         try:
             link.introduce(self.rank)
-            link.meet(timedelta(seconds=left))
+            link.meet(_left(deadline))
         except LinkClosed as error:
             link.close()
             raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer at {place[0]}: {error}") from error
@@ -226,7 +225,7 @@ class LinkedTransport(Transport):
                     else:
                         met.close()
             for link in of_host:
-                link.meet(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+                link.meet(_left(deadline))
         except (LinkClosed, OSError) as error:
             raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer: {error}") from error
 
@@ -234,7 +233,7 @@ class LinkedTransport(Transport):
         """Take in a peer of this host that has connected. Raises LinkClosed."""
         try:
             link.introduce(self.rank)
-            self.links[link.meet(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))] = link
+            self.links[link.meet(_left(deadline))] = link
         except LinkClosed:
             link.close()
             raise
@@ -242,8 +241,10 @@ class LinkedTransport(Transport):
     def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
         expected = [(peer, self.links[peer].expect(kind, tensor)) for peer, tensor in incoming.items()]
         for peer, tensor in outgoing.items():
-            with self.lost_if_closed(peer):
+            try:
                 self.links[peer].send(kind, tensor)
+            except LinkClosed as error:
+                raise self.lost(peer, str(error)) from error
         return _LinkedWork(self, kind, expected, list(outgoing))
 
     def check_peers(self) -> None:
@@ -264,14 +265,6 @@ class LinkedTransport(Transport):
             while True:
                 self._met.get_nowait()[1].close()
 
-    @contextlib.contextmanager
-    def lost_if_closed(self, peer: int) -> Iterator[None]:
-        """While entered, a link that is closed, or silent for too long, is a lost peer. Raises PeerLost."""
-        try:
-            yield
-        except (LinkClosed, TimeoutError) as error:
-            raise self.lost(peer, str(error)) from error
-
 
 class _LinkedWork(Work):
     def __init__(self, transport: LinkedTransport, kind: int, expected: list[tuple[int, int]], sent_to: list[int]) -> None:
@@ -281,12 +274,13 @@ class _LinkedWork(Work):
     def wait(self, timeout: timedelta | None = None) -> None:
         transport = self._transport
         deadline = time.monotonic() + (timeout or transport.timeout).total_seconds()
-        for peer, number in self._expected:
-            with transport.lost_if_closed(peer):
+        try:
+            for peer, number in self._expected:
                 transport.links[peer].receive(self._kind, number, deadline)
-        for peer in self._sent_to:
-            with transport.lost_if_closed(peer):
+            for peer in self._sent_to:
                 transport.links[peer].finish_sending(deadline)
+        except (LinkClosed, TimeoutError) as error:
+            raise transport.lost(peer, str(error)) from error
         self._expected, self._sent_to = [], []
 
 
@@ -365,6 +359,11 @@ class _LocalWork(Work):
         self._expected = []
 
 
+def _left(deadline: float) -> timedelta:
+    """How long until then, by time.monotonic, but never nothing."""
+    return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+
+
 def await_keys(store: dist.Store, keys: list[str], patience: timedelta, check: Callable[[], None]) -> bool:
     """Wait until the store has all keys, at most for `patience`: whether it has. check: called meanwhile, raises where nobody is to wait any more."""
     deadline = time.monotonic() + patience.total_seconds()
@@ -372,11 +371,6 @@ def await_keys(store: dist.Store, keys: list[str], patience: timedelta, check: C
         check()
         time.sleep(_PEERS_PAUSE.total_seconds())
     return there
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, uint8 [nbytes]: no back end then needs to know the dtype."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 @contextlib.contextmanager

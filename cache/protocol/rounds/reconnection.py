@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 
-from foreload.base.at_once import at_once
+from foreload.base.at_once import at_once, results_of
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import (
     Fenced,
@@ -173,17 +173,18 @@ class Reconnection:
             return
 
         def check(shard: int) -> None:
-            with Store([self.stored.shards.urls[shard]], RECONNECT, RECONNECT) as store:
-                note = owner(store, namespace, 0)
+            try:
+                with Store([self.stored.shards.urls[shard]], RECONNECT, RECONNECT) as store:
+                    note = owner(store, namespace, 0)
+            except StoreError:
+                return
             if note is not None and not is_run(note, identity):
                 raise NamespaceInUse(
                     f"store {store.urls[0]}: namespace {namespace} is another run's by now, which deleted this one's rows (--overwrite); this "
                     "one ends; give each run a --namespace of its own"
                 )
 
-        for error in at_once({shard: partial(check, shard) for shard in shards}).values():
-            if error is not None and (isinstance(error, NamespaceInUse) or not isinstance(error, StoreError)):
-                raise error
+        results_of(at_once({shard: partial(check, shard) for shard in shards}))
 
     def repeat(
         self,

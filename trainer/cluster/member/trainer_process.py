@@ -80,8 +80,8 @@ class TrainerProcess:
     def run(self) -> None:
         """Train to the end of the schedule, or to an agreed stop. Raises the package's errors."""
         joined, spec, job = self._joined, self._spec, self._job
-        numerics.set_up(job.threads, self._joined.device, job.cpu_capability)
-        self._terms.check_fingerprint(numerics.fingerprint(self._joined.device), spec.fingerprint)
+        numerics.set_up(job.threads, joined.device, job.cpu_capability)
+        self._terms.check_fingerprint(numerics.fingerprint(joined.device), spec.fingerprint)
         self._schedule = schedule = Schedule(job.schedule, follow=job.follow)
         self._folder = folder = open_folder(joined)
         folder.check_schedule(schedule, spec.resumes)

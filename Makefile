@@ -37,7 +37,7 @@ test-matrix: venv
 	$(BIN)/python tests/matrix.py --workers $(WORKERS)
 
 # The store's tests on every server that can be had, or on those named: make test-stores SERVERS=redis-server
-SERVERS ?= $(shell $(BIN)/python -c 'from foreload.cache.client.servers import available; print(*available())')
+SERVERS ?= $(shell $(BIN)/python -c 'from foreload.cache.client.local_server import available; print(*available())')
 STORE_TESTS := tests/cache tests/test_bad_store.py tests/trainer/test_lost_shards.py tests/trainer/test_scrub_command.py
 
 test-stores: venv

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from foreload.base.memory import zeros_in_huge_pages
-from foreload.cache.rows.initial import initial_weights
+from foreload.cache.rows.row_bytes import initial_weights
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel
 from foreload.trainer.models.spec import Embeddings

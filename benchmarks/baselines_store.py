@@ -16,10 +16,9 @@ from baselines import EPSILON, Rows, Setting, adagrad, sum_by_row
 from caches import LruCache
 from foreload.cache.client.store import COMMAND_ROWS, Read, Store, Write
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.places import shards_of
+from foreload.cache.parity.stripes import shards_of
 from foreload.cache.protocol.shards.namespace import lane_key
-from foreload.cache.rows.fields import fields
-from foreload.cache.rows.row_bytes import decode_rows, encode_rows
+from foreload.cache.rows.row_bytes import decode_rows, encode_rows, fields
 from workload import BATCH, DIM, LR, NAMESPACE, SHARDS
 
 _KEYS_A_COMMAND = 2048

@@ -21,11 +21,10 @@ from comparison import Cell, Claim, Results, Series, Table, arguments, save, tel
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints import writer
 from foreload.trainer.checkpoints.changed_rows import increment_sizes
-from foreload.trainer.checkpoints.contents import Contents
-from foreload.trainer.checkpoints.format import Checkpoint
-from foreload.trainer.checkpoints.policies import BITS
-from foreload.trainer.checkpoints.reader import mapped_rows
+from foreload.trainer.checkpoints.contents import Checkpoint, Contents
+from foreload.trainer.checkpoints.files import BITS
 from foreload.trainer.checkpoints.row_files import CheckpointRows, write_rows
+from foreload.trainer.checkpoints.saved_checkpoint import mapped_rows
 from foreload.trainer.job.job_values import POLICIES
 from foreload.trainer.run.directory import Run
 from saved_runs import stopped_after

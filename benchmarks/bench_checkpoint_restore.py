@@ -23,12 +23,12 @@ from foreload.cache.protocol.ownership.ownership import Ownership
 from foreload.cache.protocol.shards.namespace import claim
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints import writer
-from foreload.trainer.checkpoints.chain import compact
 from foreload.trainer.checkpoints.changed_rows import increment_sizes
-from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.checkpoints.contents import Checkpoint
+from foreload.trainer.checkpoints.files import EXACT_BITS
 from foreload.trainer.checkpoints.lineage import next_increment, of_run
-from foreload.trainer.checkpoints.policies import EXACT_BITS
 from foreload.trainer.checkpoints.restoring import restore_rows
+from foreload.trainer.checkpoints.row_files import compact
 from saved_runs import stopped_after
 from workload import BATCH, DIM, prepare_first_steps
 

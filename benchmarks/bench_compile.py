@@ -24,8 +24,7 @@ from foreload.pipelines.compiler.row_table import RowTable, direct_rows
 from foreload.pipelines.compiler.serial_pass import SerialPass
 from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.features import FeatureSpec
-from foreload.pipelines.samples.piece_order import PieceOrder, PieceSource
-from foreload.pipelines.samples.pieces import batches, write_piece
+from foreload.pipelines.samples.pieces import PieceOrder, PieceSource, batches, write_piece
 from foreload.pipelines.schedule.format import mask_dtype
 from foreload.pipelines.sources import Source, plan_splits, read_records
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from comparison import Cell, Claim, Results, Series, Table, arguments, save, tell
 from foreload.cache.client.local import LocalStores
-from foreload.cache.client.servers import available, version_of
+from foreload.cache.client.local_server import available, version_of
 from foreload.cache.client.store import Store
 from foreload.cache.errors import StoreError
 from foreload.cache.parity.placement import Placement
@@ -35,13 +35,12 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.faults import RunObserver
 from foreload.trainer.cluster.messages.trainers import StepEnded, TrainerEvent
 from foreload.trainer.commands.train import train
-from foreload.trainer.job.job import TrainJob
-from foreload.trainer.job.job_layouts import layouts_of
+from foreload.trainer.job.job import TrainJob, layouts_of
 from foreload.trainer.memory.row_timeline import RowTimeline
 from foreload.trainer.memory.store_memory import StoreMemory
 from foreload.trainer.resources.features import step_counts
+from foreload.trainer.resources.job_memory import LaneLoad, TrainerMemory
 from foreload.trainer.resources.step_model import setup_of
-from foreload.trainer.resources.trainer_memory import LaneLoad, TrainerMemory
 from foreload.trainer.run import history
 
 PARTS = 100

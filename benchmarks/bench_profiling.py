@@ -16,7 +16,7 @@ from comparison import Cell, Claim, Ratio, Results, Table, arguments, save, tell
 from foreload.trainer.assembly.job_shape import machine
 from foreload.trainer.compute.reports import COLUMNS
 from foreload.trainer.run import history
-from foreload.trainer.step.clock import Clock
+from foreload.trainer.step.term_session import Clock
 from step_configurations import Configuration, schedule_of, trainers
 
 CONFIGURATION = Configuration(trainers=2, shards=3, parity="2+1", slots=30_000, model="small", batch_size=1024)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from foreload.trainer.checkpoints.policies import baseline_is_due, deletable
+from foreload.trainer.checkpoints.files import baseline_is_due, deletable
 from foreload.trainer.job.job_values import Policy
 
 KEPT = 2

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from foreload.cache.client.servers import find_executable, version_of
+from foreload.cache.client.local_server import find_executable, version_of
 from foreload.trainer.compute.numerics import environment
 
 Result = TypeVar("Result", float, Mapping[str, float])

@@ -35,7 +35,7 @@ from foreload.trainer.assembly.assembly import DenseModel, StoreAccess, begin_te
 from foreload.trainer.assembly.start import Start  # noqa: E402
 from foreload.trainer.compute.reports import StepReport  # noqa: E402
 from foreload.trainer.job.job import TrainJob  # noqa: E402
-from foreload.trainer.step.nccl import NcclTransport  # noqa: E402
+from foreload.trainer.step.cuda_transport import NcclTransport  # noqa: E402
 from foreload.trainer.step.transport import LocalHub, Transport  # noqa: E402
 from interleaved import InterleavedRuns, Ranks, ready  # noqa: E402
 from workload import PARITY, ROOT, job, last_batches  # noqa: E402

@@ -9,7 +9,7 @@ import numpy as np
 
 from comparison import tell
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.pipelines.schedule.replay import state_after
+from foreload.pipelines.schedule.walk import state_after
 from foreload.trainer.compute.layouts import model_spec
 from workload import BATCH, DIM, Size, Workload, events_of
 

@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreload.cache.rows.initial import initial_weights
+from foreload.cache.rows.row_bytes import initial_weights
 from foreload.pipelines.schedule.format import Arrivals, Event, LaneEvent
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.sources.synthetic import Generator
 from foreload.trainer.assembly.assembly import DenseModel
 from foreload.trainer.checkpoints.quantisation import decode, encode
 from foreload.trainer.compute import dense_optimizers
-from foreload.trainer.compute.metrics import EvaluationSamples
+from foreload.trainer.compute.training_loss import EvaluationSamples
 from foreload.trainer.job.job import TrainJob
-from foreload.trainer.saved.digest import Digest
 from foreload.trainer.saved.model_rows import ModelRows
+from foreload.trainer.saved.saved_model import Digest
 from foreload.trainer.step import slices
 from foreload.trainer.step.slices import LocalRows
 

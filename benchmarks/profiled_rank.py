@@ -33,7 +33,7 @@ from foreload.trainer.assembly.start import Start  # noqa: E402
 from foreload.trainer.cluster.coordinator.terms import first_term  # noqa: E402
 from foreload.trainer.compute.reports import StepReport  # noqa: E402
 from foreload.trainer.job.job import TrainJob  # noqa: E402
-from foreload.trainer.step import clock  # noqa: E402
+from foreload.trainer.step import term_session  # noqa: E402
 from foreload.trainer.step.transport import LinkedTransport  # noqa: E402
 from interleaved import InterleavedRuns, ready  # noqa: E402
 
@@ -81,7 +81,7 @@ def main() -> None:
         before = interleaved.left
         interleaved.step(report.loss, {name: getattr(report, name) for name in TOLD})
         if spec.in_turn and interleaved.left >= before:
-            vars(clock)["time"] = without if vars(clock)["time"] is time else time
+            vars(term_session)["time"] = without if vars(term_session)["time"] is time else time
 
     with Store(list(spec.urls), timedelta(seconds=60)) as store:
         parts = dense.parts(training, schedule)

@@ -35,7 +35,7 @@ from foreload.pipelines import prepare  # noqa: E402
 from foreload.pipelines.samples.features import CRITEO_CATEGORICAL, CRITEO_DENSE, KAGGLE_ROWS  # noqa: E402
 from foreload.pipelines.schedule.reader import Schedule  # noqa: E402
 from foreload.pipelines.sources.synthetic import Generator  # noqa: E402
-from foreload.trainer.checkpoints.policies import EXACT_BITS, WIDTHS, bits_for  # noqa: E402
+from foreload.trainer.checkpoints.files import EXACT_BITS, WIDTHS, bits_for  # noqa: E402
 from foreload.trainer.job.job import TrainJob  # noqa: E402
 from memory_training import Kept, MemoryTraining, batches  # noqa: E402
 from workload import BATCH, SEED, job  # noqa: E402

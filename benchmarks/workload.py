@@ -35,17 +35,14 @@ from foreload.cache.client.store import (
     Write,
 )
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.places import shards_of
-from foreload.cache.parity.stripes import LaneStripes
+from foreload.cache.parity.stripes import LaneStripes, shards_of
 from foreload.cache.protocol.shards.marker import Marker
 from foreload.cache.protocol.shards.namespace import claim, lane_key
-from foreload.cache.rows.fields import PARITY_BIT, fields
-from foreload.cache.rows.initial import initial_weights
 from foreload.cache.rows.layout import RowLayout
-from foreload.cache.rows.row_bytes import encode_rows
+from foreload.cache.rows.row_bytes import PARITY_BIT, encode_rows, fields, initial_weights
 from foreload.pipelines.schedule.format import Event
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.pipelines.schedule.replay import state_after
+from foreload.pipelines.schedule.walk import state_after
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH = 2048

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -22,20 +22,84 @@ from foreload.cache.errors import CacheError, RowsLost
 from foreload.cache.protocol.handover.migration import Migration
 from foreload.cache.protocol.ownership.batch_log import BatchLog
 from foreload.cache.protocol.ownership.ownership import UNFENCED, Ownership
-from foreload.cache.protocol.rounds.background import Background
-from foreload.cache.protocol.rounds.counters import Counters
+from foreload.cache.protocol.rounds.background import Background, Task
 from foreload.cache.protocol.rounds.failover import Failover, counted
-from foreload.cache.protocol.rounds.keep_alive import KeepAlive
 from foreload.cache.protocol.rounds.lanes import Ahead, Boundary, LanePlan, Lanes, LaneTraffic, Plan, PlannedFetch, Unwritten
 from foreload.cache.protocol.rounds.monitor import Answer, Monitor
 from foreload.cache.protocol.rounds.rounds import Rounds, RoundStats
 from foreload.cache.protocol.rounds.snapshot import Snapshots
-from foreload.cache.protocol.shards.patience import PATIENCE, Patience
 from foreload.cache.protocol.shards.reading import StoredRows
-from foreload.cache.protocol.shards.shard_status import ShardNews, ShardSnapshot
+from foreload.cache.protocol.shards.shard_status import PATIENCE, Patience, ShardNews, ShardSnapshot
 from foreload.cache.repair.inspection import Inspection
 from foreload.cache.repair.rebuild import Rebuild
 from foreload.cache.rows.staging import EndedRows, EventStaging, Staged
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the traffic did so far, all lanes together.
+
+    rows_written is without the rows written beyond the schedule, which are rows_written_at_stop; parity rows are counted apart. rounds: exchanges
+    of rounds, two a round with parity and a batch; batches: acknowledged ones, of all lanes. stalled_rows: arrivals whose fetch was
+    not yet allowed to leave when the trainer took their event. rows_decoded: fetched rows that their stripes gave. rows_rebuilt,
+    rows_migrated: with parity rows.
+    """
+
+    rows_initial: int = 0
+    rows_fetched: int = 0
+    rows_written: int = 0
+    rows_written_at_stop: int = 0
+    parity_rows_read: int = 0
+    parity_rows_written: int = 0
+    rows_decoded: int = 0
+    rows_rebuilt: int = 0
+    rows_migrated: int = 0
+    bytes_fetched: int = 0
+    bytes_written: int = 0
+    rounds: int = 0
+    batches: int = 0
+    stalled_rows: int = 0
+    waited: timedelta = timedelta()
+
+    def count(self, stats: RoundStats, rows_at_stop: int) -> None:
+        """Count an exchange of a round in, of whose rows so many were written beyond the schedule."""
+        self.rounds += 1
+        self.batches += len(stats.written)
+        self.parity_rows_read += stats.parity_rows_read
+        self.parity_rows_written += stats.parity_rows_written
+        self.rows_decoded += stats.rows_decoded
+        self.bytes_fetched += stats.bytes_read
+        self.bytes_written += stats.bytes_written
+        self.rows_fetched += sum(len(fetch.places) for fetch in stats.fetched)
+        self.rows_written += sum(batch.rows for _, batch in stats.written) - rows_at_stop
+        self.rows_written_at_stop += rows_at_stop
+
+
+EVERY = timedelta(seconds=30)
+
+
+class KeepAlive(Task):
+    """Has every store shard asked something every 30 s. ask: asks each once."""
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        super().__init__()
+        self._ask = ask
+        self._at = time.monotonic()
+
+    @property
+    def wanted(self) -> bool:
+        """Always."""
+        return True
+
+    def delay(self) -> float:
+        """Seconds until it is time."""
+        return max(self._at + EVERY.total_seconds() - time.monotonic(), 0.0)
+
+    def chunk(self) -> None:
+        """Ask. Raises as the rounds do."""
+        self._ask()
+        self._at = time.monotonic()
+
 
 NICENESS = 10  # of the thread
 PLAN_POLL = timedelta(milliseconds=100)  # how often a plan is asked for an event that it did not know yet

@@ -20,10 +20,8 @@ from foreload.base.progress import Progress
 from foreload.pipelines.compiler.other_slots import fewest_arrivals
 from foreload.pipelines.errors import ScheduleError, disk_error
 from foreload.pipelines.planning import work_folder
-from foreload.pipelines.planning.command_line import parser, read
 from foreload.pipelines.planning.data_summary import data_lines, data_summary
-from foreload.pipelines.planning.disk import check_disk, estimate_rows, is_counted
-from foreload.pipelines.planning.options import PrepareOptions
+from foreload.pipelines.planning.options import PrepareOptions, parser, read
 from foreload.pipelines.planning.plan import (
     EVALUATION,
     PROGRESS,
@@ -32,11 +30,12 @@ from foreload.pipelines.planning.plan import (
     make_plan,
 )
 from foreload.pipelines.planning.sizing import Shape, schedule_bytes
+from foreload.pipelines.planning.work_folder import check_disk, estimate_rows, is_counted
 from foreload.pipelines.samples import encoding_state
 from foreload.pipelines.samples.column_counts import ColumnCounts
+from foreload.pipelines.samples.convert import Rejected
 from foreload.pipelines.samples.features import ENCODING_FOLDER, FeatureSpec
-from foreload.pipelines.samples.piece_order import held_out
-from foreload.pipelines.samples.rejects import Rejected
+from foreload.pipelines.samples.pieces import held_out
 from foreload.pipelines.schedule.at_work import at_work
 from foreload.pipelines.schedule.format import (
     FAILED,
@@ -67,9 +66,7 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
     """Prepare a schedule from options and Beam's flags; see `run`."""
     started = time.monotonic()
     with heeded_afterwards(), quiet_import():
-        from foreload.pipelines.beam import (
-            run as beam_run,  # takes seconds, so that mistakes above are reported first, and the help page is quick
-        )
+        from foreload.pipelines.beam import pipeline as beam_run
         from foreload.pipelines.beam.again import compile_again
     beam_run.check_flags(flags)
     if options.again and not beam_run.runs_locally(flags):

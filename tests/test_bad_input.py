@@ -17,7 +17,7 @@ from held import Hold
 from injection import CallFault
 
 from foreload.cache.client.local import LocalStores
-from foreload.pipelines.beam import run as beam_run
+from foreload.pipelines.beam import pipeline as beam_run
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.reader import Schedule
 
@@ -187,7 +187,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_read(small_disk:
     assert [path.name for path in (small_disk / "out").iterdir()] == ["failed.json"]
 
 
-STAGES = {"pieces": "foreload.pipelines.beam.read:write_piece", "compile": "foreload.pipelines.compiler.output:write_segment"}
+STAGES = {"pieces": "foreload.pipelines.beam.read:write_piece", "compile": "foreload.pipelines.compiler.segments:write_segment"}
 """Of `prepare`, the function that it is about to call the first time: samples that were read, and a segment that was compiled, are written."""
 
 

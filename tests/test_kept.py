@@ -22,7 +22,7 @@ from foreload.pipelines.schedule.kept import (
     ordinals_after,
 )
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.pipelines.schedule.replay import state_after
+from foreload.pipelines.schedule.walk import state_after
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from command_line import done
 from served_model import model_of
 from torch import Tensor
 
-from foreload.trainer.models.tiles import TILE, in_tiles
+from foreload.trainer.models.inference import TILE, in_tiles
 
 HERE = Path(__file__).parent / "trainer"
 FEATURES = """

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import foreload
-from foreload.base import exit_status
-from foreload.base.entry import use_utf8, working_directory
+from foreload.base import process
 from foreload.base.errors import ForeloadError, OutputLost
 from foreload.base.files import is_full
 from foreload.base.interrupts import Interrupts, heeded_afterwards
 from foreload.base.output import results_written
+from foreload.base.process import use_utf8, working_directory
 from foreload.trainer.cluster.processes.starting import ChildProcess, StartProcess
 from foreload.trainer.command_line.shared import Command, Parser, check_json
-from foreload.trainer.run.own_exit import exits_reported
+from foreload.trainer.run.model_code import exits_reported
 
 if TYPE_CHECKING:
     from foreload.trainer.cluster.messages.faults import RunObserver
@@ -52,7 +52,7 @@ def main(
     """
     if arguments is None:
         use_utf8()
-    return exit_status.note(_run(arguments, start_process, observer))
+    return process.note_exit_status(_run(arguments, start_process, observer))
 
 
 def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer: RunObserver | None) -> int:

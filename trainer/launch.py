@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from foreload.base.entry import use_utf8
+from foreload.base.process import use_utf8
 from foreload.trainer.cli import main
 
 if __name__ == "__main__":

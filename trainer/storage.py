@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from foreload.base import exit_status
+from foreload.base import process
 from foreload.base.files import write_atomically
 from foreload.cache.client.url import hidden
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
@@ -249,7 +249,7 @@ def _leave() -> None:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
-        os._exit(exit_status.noted())
+        os._exit(process.noted_exit_status())
 
 
 def _waited_for(ask: Callable[[], Answer]) -> Answer:

@@ -2,7 +2,7 @@
 
 Requests are rows of an int64 table, connections rows of another; the columns are named here. So one call does a whole exchange, without
 Python's lock: the thread that trains does not notice it. Whatever is not a row of the expected length, a marker of 8 bytes, nil for it, or a
-number is left to `foreload.cache.client.resp`, and whatever a socket refuses to `foreload.cache.client.channel`.
+number is left to `foreload.cache.client.resp`, and whatever a socket refuses to `foreload.cache.client.connections`.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from foreload.base.codec import FormError, filled, of_json, parse_json
 from foreload.base.files import replacing
 from foreload.base.interrupts import heeded_afterwards
 from foreload.cache.client.backoff import pauses
-from foreload.cache.client.local_server import READY_TIMEOUT, LocalServer
-from foreload.cache.client.servers import SERVER_VARIABLE, find_executable, saved_by, version_of
+from foreload.cache.client.local_server import READY_TIMEOUT, SERVER_VARIABLE, LocalServer, find_executable, saved_by, version_of
 from foreload.cache.errors import StoreError, StoreFull, StoreUnavailable
 
 _SOCKET_PATH_BYTES = 100  # sun_path holds 108 on Linux, 104 elsewhere, with the closing zero

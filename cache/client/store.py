@@ -13,8 +13,7 @@ from typing import Self
 import numpy as np
 
 from foreload.base.at_once import at_once
-from foreload.cache.client.channel import Channel
-from foreload.cache.client.connections import Connections
+from foreload.cache.client.connections import Channel, Connections
 from foreload.cache.client.load import ShardLoad
 from foreload.cache.client.resp import HmgetReply, NumberReply, PlainReply, Request, hmget, hset, plain
 from foreload.cache.client.url import NEVER_EVICTS, StoreUrl, parse_url

@@ -15,8 +15,7 @@ import numpy as np
 
 from foreload.base.compiled import nb
 from foreload.cache.errors import CacheError
-from foreload.cache.parity.limits import MOST_ROWS
-from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.placement import MOST_ROWS, Placement
 
 _POLYNOMIAL = 0x11D
 _LOW7, _LOW1 = np.uint32(0x7F7F7F7F), np.uint32(0x01010101)

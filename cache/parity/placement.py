@@ -13,7 +13,11 @@ import numpy as np
 from foreload.base.codec import Count, Natural, between, of_json, parse_json
 from foreload.base.files import replacing
 from foreload.cache.errors import CacheError
-from foreload.cache.parity.limits import GROUPS, MOST_SHARDS
+
+GROUPS = 4096  # of a placement
+MOST_ROWS = 256  # of a stripe: the elements of the field of the erasure code
+MOST_SHARDS = 1 << 16
+
 
 FORMAT, MIGRATED_FORMAT = 1, 2  # of a placement as a run began with, and of one whose groups have moved, or move
 

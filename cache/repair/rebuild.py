@@ -12,8 +12,7 @@ import numpy as np
 
 from foreload.cache.client.store import COMMAND_ROWS, NO_ROWS, Read
 from foreload.cache.parity.decoding import Survivors
-from foreload.cache.protocol.handover.migration import Migration
-from foreload.cache.protocol.handover.refill import Chunk, Refill
+from foreload.cache.protocol.handover.migration import Chunk, Migration, Refill
 from foreload.cache.protocol.rounds.lanes import Lanes, LaneWrites
 from foreload.cache.protocol.rounds.rounds import Rounds
 from foreload.cache.protocol.shards.marker import Marker

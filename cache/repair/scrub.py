@@ -13,13 +13,13 @@ from itertools import pairwise
 import numpy as np
 
 from foreload.cache.client.store import COMMAND_ROWS, Read, Write
+from foreload.cache.parity.decoding import Verdict, locate_errors
 from foreload.cache.parity.erasure import Code
-from foreload.cache.parity.locate_errors import Verdict, locate_errors
 from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.shards.marker import Marker
 from foreload.cache.protocol.shards.reading import StoredRows, check_answer, check_marker
 from foreload.cache.repair.findings import NAMED, Finding, Findings
-from foreload.cache.rows.fields import PARITY_BIT, fields
+from foreload.cache.rows.row_bytes import PARITY_BIT, fields
 from foreload.pipelines.planning.sizing import TRAILER_BYTES
 
 CHUNK_STRIPES = 8192  # that are read at once

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from foreload.base.compiled import nb
+from foreload.base.intrinsics import prefetch
 from foreload.base.memory import HUGE_BYTES, zeros_in_huge_pages
-from foreload.base.prefetch import prefetch
 from foreload.cache.errors import CacheError
 from foreload.cache.rows.staging import (
     EndedRows,

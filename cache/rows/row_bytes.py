@@ -1,10 +1,15 @@
-"""Rows as bytes: written as they are stored, and taken apart (`layout` says how they look)."""
+"""Compiled: rows as entries of the store's hashes, with their field and their bytes; and the initial value of a row.
+
+A row's field is table << 48 | ordinal; a parity row's has the top bit as well, and its stripe's number. Fields are sent as 8 bytes, big-endian.
+Cursors over stripes (by table, then number) are packed in the same way.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from foreload.base.compiled import nb
+from foreload.base.hashing import key, mix
 
 
 # The kernels move 4-byte words, as int32, so that no bit changes on the way; an id is two of them, ids[i, 0] and ids[i, 1].
@@ -86,3 +91,65 @@ def decode_rows(
     ids int64 [n], tags int32 [n]. The last axis of each is contiguous.
     """
     _decode(rows.view(np.int32), W, S, weights.view(np.int32), state.view(np.int32), ids.view(np.int32).reshape(-1, 2), tags)
+
+
+NUMBER_BITS = 48  # the 15 above are the table's
+PARITY_BIT = np.uint64(1 << 63)  # of the field of a parity row: above the table's bits
+_SHIFT, _NUMBER = np.uint64(NUMBER_BITS), np.uint64((1 << NUMBER_BITS) - 1)
+
+
+@nb.njit(nogil=True, cache=True)
+def pack(table, number):  # type: ignore[no-untyped-def]
+    """table << 48 | number, uint64, for kernels: the field of a row (number: its ordinal), or the name of a stripe (number: the stripe's)."""
+    return (np.uint64(table) << _SHIFT) | np.uint64(number)
+
+
+def fields(table: np.ndarray | int, number: np.ndarray) -> np.ndarray:
+    """The fields of rows: uint64 [n].
+
+    table: integers [n], or one for all, 0 .. 2^15 - 1; number: int64 [n], their ordinals, 0 .. 2^48 - 1.
+    """
+    tables = np.asarray(table).astype(np.uint64)
+    packed: np.ndarray = (tables << _SHIFT) | number.astype(np.uint64)
+    return packed
+
+
+def unpack(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tables int16 [n], and numbers int64 [n]: ordinals of rows, or stripes of parity rows, of fields uint64 [n]."""
+    return ((packed & ~PARITY_BIT) >> _SHIFT).astype(np.int16), (packed & _NUMBER).astype(np.int64)
+
+
+def words(packed: np.ndarray) -> list[bytes]:
+    """Fields (uint64 [n]) as the store has them, for commands made in Python: 8 bytes each, big-endian."""
+    swapped = packed.astype(">u8").tobytes()
+    return [swapped[first : first + 8] for first in range(0, len(swapped), 8)]
+
+
+_TWO23 = np.float32(2.0**23)
+_INVERSE23 = np.float32(2.0**-23)
+_S16, _S40, _MASK24 = np.uint64(16), np.uint64(40), np.uint64(0xFFFFFF)
+
+
+@nb.njit(nogil=True, cache=True)
+def _initial(prefix, ids, scale, out, D):  # type: ignore[no-untyped-def]
+    for i in range(ids.shape[0]):
+        h = mix(prefix ^ np.uint64(ids[i]))
+        for pair in range((D + 1) // 2):
+            b = mix(h ^ np.uint64(pair))  # two draws: bits 40 to 63 for the even column, 16 to 39 for the odd one
+            # A 24-bit integer, its difference to 2^23 and the division by 2^23 are all exact: one rounding, in the last product.
+            even = np.float32(np.int64(b >> _S40)) - _TWO23
+            out[i, 2 * pair] = (even * _INVERSE23) * scale
+            if 2 * pair + 1 < D:
+                odd = np.float32(np.int64((b >> _S16) & _MASK24)) - _TWO23
+                out[i, 2 * pair + 1] = (odd * _INVERSE23) * scale
+        for j in range(D, out.shape[1]):
+            out[i, j] = np.float32(0.0)
+
+
+def initial_weights(seed: int, table: int, ids: np.ndarray, scale: np.float32, out: np.ndarray, D: int) -> None:
+    """Write the initial weights of rows of one table.
+
+    ids: int64 [n]; scale: float32(1 / sqrt(rows of the table)); out: float32 [n, >= D], columns below D drawn uniformly from
+    [-scale, scale), the others set to 0.
+    """
+    _initial(np.uint64(key(seed, table)), ids, np.float32(scale), out, D)

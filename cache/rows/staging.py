@@ -10,10 +10,10 @@ from itertools import pairwise
 import numpy as np
 
 from foreload.base.compiled import nb
-from foreload.base.prefetch import prefetch
+from foreload.base.intrinsics import prefetch
 from foreload.cache.errors import CacheError
-from foreload.cache.rows.initial import initial_weights
 from foreload.cache.rows.layout import RowLayout
+from foreload.cache.rows.row_bytes import initial_weights
 from foreload.pipelines.planning.sizing import stored_bytes
 from foreload.pipelines.schedule.format import Arrivals, Occupants
 

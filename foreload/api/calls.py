@@ -16,10 +16,10 @@ from typing import Any
 
 from foreload.base.codec import to_stored
 from foreload.base.errors import ForeloadError
-from foreload.base.forking import replace_environment
 from foreload.base.interrupts import Interrupts
+from foreload.base.process import replace_environment
 from foreload.base.socket_messages import send
-from foreload.trainer.run.own_exit import exits_reported
+from foreload.trainer.run.model_code import exits_reported
 
 Leave = Callable[[], None]
 Part = tuple[Mapping[str, object], bytes]

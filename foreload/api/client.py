@@ -20,10 +20,9 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foreload.base.entry import UTF8, working_directory
 from foreload.base.errors import SettingError, error_of
-from foreload.base.forking import THREADLESS
 from foreload.base.own_process import command_of
+from foreload.base.process import THREADLESS, UTF8, working_directory
 from foreload.base.socket_messages import Message, receive, send
 from foreload.trainer.compute.numerics import environment
 

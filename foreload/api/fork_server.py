@@ -15,7 +15,7 @@ import socket
 import sys
 
 from foreload.api import client
-from foreload.base.forking import fork
+from foreload.base.process import fork
 from foreload.base.socket_messages import Message, receive, send
 
 # Imported at the first call that needs torch. None of them starts a thread, owing to the variables of the numerics and THREADLESS.

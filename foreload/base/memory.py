@@ -1,9 +1,11 @@
-"""Memory of a process: how much it may still take, and taking it in huge pages."""
+"""Memory and processor time of a process: how much memory it may still take, taking it in huge pages, and what it has used."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -63,3 +65,16 @@ def total_bytes() -> int:
         with contextlib.suppress(OSError, ValueError):
             limits.append(int((Path("/sys/fs/cgroup") / limit).read_text()))
     return min(limits, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUse:
+    """What a process has used so far: peak_bytes: the most memory that it had at once; processor_seconds: of all its threads."""
+
+    peak_bytes: int = 0
+    processor_seconds: float = 0.0
+
+    @classmethod
+    def now(cls) -> ProcessUse:
+        """Of this process."""
+        return cls(peak_bytes(), time.process_time())

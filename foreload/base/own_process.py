@@ -30,12 +30,12 @@ def _main() -> int:
     sys.modules["foreload"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["foreload"])
     del sys.argv[0]
-    from foreload.base import exit_status
+    from foreload.base import process
     from foreload.base.output import guard_messages
 
     guard_messages(results=False)
 
-    return exit_status.note(importlib.import_module(sys.argv[0]).main())
+    return process.note_exit_status(importlib.import_module(sys.argv[0]).main())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Progress of a long run on stderr: how it is shown, and what prepare has to show.
+"""Show the progress of long work on stderr.
 
 Prepare's is read from the work folder: whatever the runner, workers only write files there.
 """
@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
+
+from tqdm import tqdm
 
 POLL_SECONDS = 0.5  # between two looks at the work folder, and two changes of a terminal's line
 LINE_SECONDS = 10.0  # between two lines where stderr is not a terminal
@@ -112,3 +114,8 @@ class Progress:
 
     def _files(self) -> list[Path]:
         return [path for path in self._compiled.glob("*") if not path.name.endswith(".tmp")]
+
+
+def progress_bar(total: int, unit: str) -> tqdm[Any]:
+    """A bar of so many units, to be entered; `update` counts them."""
+    return tqdm(total=total, unit=unit, unit_scale=True, disable=None, file=sys.stderr, dynamic_ncols=True)

@@ -19,14 +19,13 @@ import pyarrow as pa
 from foreload.base.errors import ForeloadError
 from foreload.pipelines.beam.local import compile_here
 from foreload.pipelines.beam.order import CollectShuffled, CutShuffle, ShuffleBucket, SortRuns, load_orders, save_cut, source_of
-from foreload.pipelines.compiler.kept_slices import KeptSlices
+from foreload.pipelines.compiler.serial_reader import KeptSlices
 from foreload.pipelines.planning.plan import TRAINING, Plan, piece_name
 from foreload.pipelines.samples.column_counts import ColumnCounts
-from foreload.pipelines.samples.piece_order import PieceOrder, gather
-from foreload.pipelines.samples.pieces import Samples, write_piece
-from foreload.pipelines.samples.rejects import Rejected
-from foreload.pipelines.schedule.occupants import empty_slots, local_rows, rows_used
+from foreload.pipelines.samples.convert import Rejected
+from foreload.pipelines.samples.pieces import PieceOrder, Samples, gather, write_piece
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.schedule.walk import empty_slots, local_rows, rows_used
 
 _BUFFERED_PIECES = 16  # of samples that are put into pieces together
 

@@ -17,10 +17,17 @@ import pyarrow as pa
 from foreload.pipelines.beam.stages import GroupStage, Stage
 from foreload.pipelines.errors import SourceError
 from foreload.pipelines.planning.plan import EVALUATION, TRAINING, TRAINING_ROWS, Plan, piece_name
-from foreload.pipelines.samples.external_sort import buckets, stable_order
-from foreload.pipelines.samples.order_keys import ShuffledKeys, shuffle_keys
-from foreload.pipelines.samples.piece_order import PieceOrder, PieceRuns, PieceSource, gather, held_out, read_order
-from foreload.pipelines.samples.pieces import read_piece, write_piece
+from foreload.pipelines.samples.external_sort import ShuffledKeys, buckets, shuffle_keys, stable_order
+from foreload.pipelines.samples.pieces import (
+    PieceOrder,
+    PieceRuns,
+    PieceSource,
+    gather,
+    held_out,
+    read_order,
+    read_piece,
+    write_piece,
+)
 
 
 def load_orders(plan: Plan, name: str) -> dict[str, PieceOrder]:

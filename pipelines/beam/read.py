@@ -32,14 +32,7 @@ from foreload.pipelines.errors import RecordError, SourceError
 from foreload.pipelines.planning.plan import EVALUATION, REJECTS, TRAINING, TRAINING_ROWS, Plan, ReadTask, names_of, piece_of
 from foreload.pipelines.samples import encoding_state
 from foreload.pipelines.samples.column_counts import ColumnCounts
-from foreload.pipelines.samples.dense import DenseStatistics, Scale
-from foreload.pipelines.samples.encode import Encoder
-from foreload.pipelines.samples.external_sort import first_rows, stable_order
-from foreload.pipelines.samples.order_keys import order_keys
-from foreload.pipelines.samples.piece_order import PieceOrder, PieceRuns, held_out
-from foreload.pipelines.samples.pieces import Samples, write_piece
-from foreload.pipelines.samples.records import Cause, RejectedRecord
-from foreload.pipelines.samples.rejects import (
+from foreload.pipelines.samples.convert import (
     Rejected,
     TaskRejects,
     add_causes,
@@ -47,6 +40,11 @@ from foreload.pipelines.samples.rejects import (
     remedy,
     summed_up,
 )
+from foreload.pipelines.samples.dense import DenseStatistics, Scale
+from foreload.pipelines.samples.encode import Encoder
+from foreload.pipelines.samples.external_sort import first_rows, order_keys, stable_order
+from foreload.pipelines.samples.pieces import PieceOrder, PieceRuns, Samples, held_out, write_piece
+from foreload.pipelines.samples.records import Cause, RejectedRecord
 from foreload.pipelines.samples.vocabulary import (
     COUNTS,
     Vocabulary,

@@ -22,7 +22,7 @@ from apache_beam.typehints import with_output_types
 
 from foreload.base.errors import ForeloadError
 from foreload.base.files import write_atomically
-from foreload.base.malloc import keep_freed
+from foreload.base.process import keep_freed
 from foreload.pipelines.errors import disk_error
 from foreload.pipelines.planning.plan import PROGRESS, Plan
 

@@ -18,14 +18,14 @@ from foreload.base.files import write_json
 from foreload.pipelines.compiler import exact
 from foreload.pipelines.compiler.exact import LanePlan, Program
 from foreload.pipelines.compiler.locality import assign_samples
-from foreload.pipelines.compiler.output import Progress, SlotsWanted, counted
 from foreload.pipelines.compiler.row_table import RowTable, direct_rows
+from foreload.pipelines.compiler.segments import Progress, SlotsWanted, counted
 from foreload.pipelines.compiler.serial_pass import SerialPass
 from foreload.pipelines.compiler.serial_reader import SerialReader
 from foreload.pipelines.compiler.windowed import WindowedCompiler
 from foreload.pipelines.errors import ScheduleError, disk_error
 from foreload.pipelines.samples.features import FeatureSpec
-from foreload.pipelines.samples.piece_order import Abandoned, OrderedSource
+from foreload.pipelines.samples.pieces import Abandoned, OrderedSource
 from foreload.pipelines.schedule.format import FAILED, Header, SampleAssignment, ScheduleManifest
 from foreload.pipelines.schedule.reader import Schedule
 

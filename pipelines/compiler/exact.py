@@ -19,8 +19,7 @@ import numpy as np
 from foreload.pipelines.compiler.lane_planner import LanePart, LanePlanner, too_few_slots
 from foreload.pipelines.compiler.next_uses import LaneAccesses, access_writers
 from foreload.pipelines.compiler.oracle import NEVER
-from foreload.pipelines.compiler.output import ScheduleOutput, SlotsWanted, counted
-from foreload.pipelines.compiler.segments import EntryShare, SampleFiles, write_row_table
+from foreload.pipelines.compiler.segments import EntryShare, SampleFiles, ScheduleOutput, SlotsWanted, counted, write_row_table
 from foreload.pipelines.compiler.serial_reader import SerialReader
 from foreload.pipelines.schedule.format import Header, RowTableEntry, ScheduleManifest, mask_dtype
 

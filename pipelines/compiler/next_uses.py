@@ -16,7 +16,7 @@ from typing import BinaryIO
 import numpy as np
 
 from foreload.base.compiled import nb
-from foreload.base.prefetch import prefetch
+from foreload.base.intrinsics import prefetch
 from foreload.pipelines.compiler.numbering import LANE_ROW
 from foreload.pipelines.compiler.oracle import NEVER, Accesses
 from foreload.pipelines.compiler.row_table import AHEAD

@@ -13,7 +13,7 @@ import numpy as np
 
 from foreload.base.compiled import nb
 from foreload.base.hashing import mix
-from foreload.base.prefetch import prefetch
+from foreload.base.intrinsics import prefetch
 from foreload.pipelines.compiler.row_table import (
     ACCESS_BITS,
     ACCESS_MASK,

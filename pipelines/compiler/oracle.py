@@ -2,7 +2,7 @@
 
 Pure kernels over the arrays of one lane; lanes know nothing of each other. A lane's rows have numbers, in the order in which the schedule comes to
 them. Of each access the oracle has the row's number and the step of its next use: from all accesses of the schedule (`next_uses`), or from as many
-as a window holds (`window`). Rows of one step all sit in slots; among the others the one whose next use is furthest leaves (Belady 1966), one with
+as a window holds (`windowed`). Rows of one step all sit in slots; among the others the one whose next use is furthest leaves (Belady 1966), one with
 no known next use first, oldest first. Slots stand in stacks, one per step of next use, linked from slot to slot, and a bitmap in two levels says
 which stacks hold any: a decision costs O(1), nothing is sorted, and what it takes of memory follows rows, slots and steps, not accesses.
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from foreload.base.compiled import nb
-from foreload.base.prefetch import prefetch
+from foreload.base.intrinsics import prefetch
 from foreload.pipelines.compiler.row_table import AHEAD
 
 NEVER = np.int32(2**31 - 1)  # no next use, or none that is known

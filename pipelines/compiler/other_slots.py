@@ -1,7 +1,7 @@
-"""The counting pass: how many rows would arrive, and leave, at every step of a schedule if its lanes had another number of slots.
+"""Count the rows that would arrive with any number of slots, by the oracle and by an LRU cache.
 
-Who uses which rows when does not depend on slots, so it is read from a schedule with any number of them; planning that anew (`next_uses`, `oracle`)
-gives the counts which `prepare` would come to, without a --window.
+An LRU cache of more slots holds all that one of fewer holds. So one pass over the uses shows for each of them from how many slots on it is a hit
+(Mattson et al. 1970, Evaluation techniques for storage hierarchies).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from foreload.base.compiled import nb
 from foreload.base.memory import available_bytes
 from foreload.pipelines.compiler import oracle
 from foreload.pipelines.compiler.lane_planner import MoveBuffer
@@ -132,3 +133,59 @@ def _with_room(array: np.ndarray, size: int) -> np.ndarray:
     grown = np.full(max(size, 2 * len(array)), -1, np.int32)
     grown[: len(array)] = array
     return grown
+
+
+NEVER = int(np.iinfo(np.int32).max)
+"""The depth of a row's first use: it arrives, however many slots there are."""
+
+
+def lru_depths(uses: LaneUses) -> np.ndarray:
+    """Of each use, how many rows were used later than this one before the step began: int32 [accesses]. With more slots it is a hit.
+
+    Rows of one step count as used in the order in which the schedule has them; all of a step are in slots at once. 12 bytes a use, while it works.
+    """
+    depths = np.empty(len(uses.rows), np.int32)
+    _depths(uses.rows, uses.starts, np.full(len(uses.new), -1, np.int32), np.zeros(len(uses.rows) + 1, np.int32), depths)
+    return depths
+
+
+def lru_arrivals(uses: LaneUses, depths: np.ndarray, slots: int) -> np.ndarray:
+    """How many rows arrive at each step in an LRU cache that begins empty: int64 [steps]. depths: of `lru_depths`; slots: at least
+    those of the largest step.
+    """
+    before = np.concatenate([[0], np.cumsum(depths >= slots)])
+    return np.asarray(before[uses.starts[1:]] - before[uses.starts[:-1]], np.int64)
+
+
+@nb.njit(nogil=True, cache=True)
+def _depths(rows: np.ndarray, starts: np.ndarray, last: np.ndarray, tree: np.ndarray, depths: np.ndarray) -> None:
+    """Fill depths. last: int32 [rows], -1: the place of each row's last use; tree: int32 [accesses + 1], zeros: a Fenwick tree over places, of which
+    those that are the last use of a row count.
+    """
+    size, distinct = len(rows), 0
+    for step in range(len(starts) - 1):
+        for k in range(starts[step], starts[step + 1]):
+            before = last[rows[k]]
+            if before < 0:
+                depths[k] = NEVER
+                continue
+            # Up to this place, itself included; all others were used later.
+            place, earlier = before + 1, 0
+            while place > 0:
+                earlier += tree[place]
+                place -= place & -place
+            depths[k] = distinct - earlier
+        for k in range(starts[step], starts[step + 1]):
+            before = last[rows[k]]
+            if before < 0:
+                distinct += 1
+            else:
+                place = before + 1
+                while place <= size:
+                    tree[place] -= 1
+                    place += place & -place
+            last[rows[k]] = k
+            place = k + 1
+            while place <= size:
+                tree[place] += 1
+                place += place & -place

@@ -21,8 +21,8 @@ import numpy as np
 
 from foreload.base.compiled import nb
 from foreload.base.hashing import mix
+from foreload.base.intrinsics import prefetch
 from foreload.base.memory import available_bytes, zeros_in_huge_pages
-from foreload.base.prefetch import prefetch
 from foreload.pipelines.samples.features import FeatureSpec
 
 ORDINAL, OWNER, NUMBER, TAG = range(4)

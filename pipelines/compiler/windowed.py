@@ -1,6 +1,9 @@
 """Compile as the data is read: the serial pass runs ahead of the lanes' oracles by a window, and segments are published as they are complete.
 
 What a trainer follows (`train --follow`) is compiled so. Next uses beyond the window are not known, so that more rows may arrive than must.
+
+The window is a lane's accesses between the serial pass and the oracle: the next use of an access is known once the row's next access is in it. It is a
+ring that grows to what the settings allow: access number n stands at place n modulo the ring's size.
 """
 
 from __future__ import annotations
@@ -10,18 +13,92 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count, islice, repeat
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from foreload.pipelines.compiler import oracle, window
+from foreload.base.compiled import nb
+from foreload.base.intrinsics import prefetch
+from foreload.pipelines.compiler import oracle
 from foreload.pipelines.compiler.lane_planner import LanePlanner, TooFewSlots, too_few_slots
 from foreload.pipelines.compiler.next_uses import LaneAccesses, access_writers
 from foreload.pipelines.compiler.numbering import LANE_ROW
-from foreload.pipelines.compiler.output import Progress, ScheduleOutput
-from foreload.pipelines.compiler.segments import EntryShare, SampleFiles, write_row_table
+from foreload.pipelines.compiler.oracle import FURTHEST, NEVER, SLOT, Accesses, Lane, leave_queue, push
+from foreload.pipelines.compiler.row_table import AHEAD
+from foreload.pipelines.compiler.segments import EntryShare, Progress, SampleFiles, ScheduleOutput, write_row_table
 from foreload.pipelines.compiler.serial_pass import LaneStep
 from foreload.pipelines.compiler.serial_reader import SerialReader
 from foreload.pipelines.schedule.format import Header, ScheduleManifest, mask_dtype
+
+
+class Window(NamedTuple):
+    """A lane's accesses that the oracle has not planned yet: TAIL .. FRONT - 1."""
+
+    bounds: np.ndarray  # int64 [2]: the number of the oldest access kept, and of the next one to come
+    accesses: Accesses
+    lasts: np.ndarray  # int64 [rows]: by number: the row's last access, -1 none
+
+
+TAIL, FRONT = range(2)  # places in Window.bounds
+
+
+def empty_window(ring: int, mask: np.dtype) -> Window:
+    """Room for `ring` accesses, a power of two; mask: an unsigned type with a bit for every lane."""
+    accesses = Accesses(np.full(ring, -1, np.int32), np.full(ring, NEVER, np.int32), np.full(ring, 0, mask), np.uint64(ring - 1))
+    return Window(np.zeros(2, np.int64), accesses, np.zeros(0, np.int64))
+
+
+def with_room(window: Window, more: int) -> Window:
+    """The same window with room for so many accesses more."""
+    need = int(window.bounds[FRONT] - window.bounds[TAIL]) + more
+    if need <= len(window.accesses.numbers):
+        return window
+    wider = empty_window(1 << (need - 1).bit_length(), window.accesses.next_users.dtype)
+    kept = np.arange(window.bounds[TAIL], window.bounds[FRONT])
+    old, new = kept & int(window.accesses.ring), kept & int(wider.accesses.ring)
+    for source, grown in zip(window.accesses[:3], wider.accesses[:3], strict=True):
+        grown[new] = source[old]
+    return window._replace(accesses=wider.accesses)
+
+
+def with_rows(window: Window, more: int) -> Window:
+    """The same window for so many rows more."""
+    return window._replace(lasts=np.concatenate([window.lasts, np.full(more, -1, np.int64)]))
+
+
+@nb.njit(nogil=True, cache=True)
+def link(lane: Lane, window: Window, step: int, previous: int, numbers: np.ndarray, users: np.ndarray) -> None:
+    """Append the accesses of a training step, for which there is room, and link each row's last access to this one.
+
+    step: counted from the schedule's first; previous: the number of the first access of the step before; numbers int32 [rows], users unsigned [rows]:
+    the lane's rows used, and by whom. After: a row's last access, if kept, says when the row is used next; a row that sat in a slot with no use known
+    was taken out of the queue, and its slot stands in this step's stack. So the slots of all of this step's rows get there, now or when the access
+    before is planned.
+    """
+    tail, front = window.bounds[TAIL], window.bounds[FRONT]
+    accesses, lasts, ring = window.accesses, window.lasts, window.accesses.ring
+    end = np.uint64(numbers.size)
+    for k in range(end):
+        i = np.uint64(k)
+        near = np.int64(numbers[min(i + np.uint64(AHEAD), end - np.uint64(1))])
+        prefetch(lasts, near)
+        prefetch(lane.rows, near * 2)
+        number = np.uint64(numbers[i])
+        last = lasts[number]
+        if last >= tail:
+            accesses.nexts[np.uint64(last) & ring] = step
+            if last >= previous:
+                accesses.next_users[np.uint64(last) & ring] = users[i]
+        elif lane.rows[number, SLOT] >= 0:
+            slot = np.uint64(lane.rows[number, SLOT])
+            leave_queue(lane, slot)
+            push(lane, slot, np.uint64(step))
+            lane.scalars[FURTHEST] = step
+        at = np.uint64(front + np.int64(i)) & ring
+        accesses.numbers[at], accesses.nexts[at], accesses.next_users[at] = numbers[i], NEVER, 0
+        lasts[number] = front + np.int64(i)
+    window.bounds[FRONT] = front + numbers.size
+
 
 CHUNK_STEPS = 16  # steps that the oracles plan between two looks at the front
 RATE_STEPS = 32  # steps over which a lane's arrivals are averaged
@@ -38,7 +115,7 @@ class WindowedLane:
 
     def __init__(self, out: Path, header: Header, lane: int, ordinals: np.ndarray) -> None:
         self.planner = LanePlanner(out, header, lane, ordinals, np.empty(0, LANE_ROW))
-        self.window = window.empty_window(_FIRST_RING, mask_dtype(header.lanes))
+        self.window = empty_window(_FIRST_RING, mask_dtype(header.lanes))
         self.lookahead_ratio = float("inf")
         self._known = 0  # rows; the arrays have room for more
         self._starts = deque([0, 0])  # of each step that is not planned, and of the one before and after them: its first access
@@ -48,7 +125,7 @@ class WindowedLane:
     @property
     def pending(self) -> int:
         """Accesses between the serial pass and the oracle."""
-        return int(self.window.bounds[window.FRONT] - self.window.bounds[window.TAIL])
+        return int(self.window.bounds[FRONT] - self.window.bounds[TAIL])
 
     def add_rows(self, newcomers: np.ndarray) -> None:
         """Take in rows that get their numbers; newcomers LANE_ROW."""
@@ -57,7 +134,7 @@ class WindowedLane:
             more = np.zeros(max(need, 2 * len(planner.rows), 1 << 10) - len(planner.rows), LANE_ROW)
             planner.rows = np.concatenate([planner.rows, more])
             planner.state = oracle.with_rows(planner.state, more["tag"])
-            self.window = window.with_rows(self.window, len(more))
+            self.window = with_rows(self.window, len(more))
         planner.rows[self._known : need] = newcomers
         planner.state.rows[self._known : need, oracle.LAST] = newcomers["tag"]
         self._known = need
@@ -65,9 +142,9 @@ class WindowedLane:
     def link(self, step: int, of_lane: LaneStep) -> None:
         """Append a training step, counted from the schedule's first."""
         self.add_rows(of_lane.newcomers)
-        self.window = window.with_room(self.window, len(of_lane.numbers))
-        window.link(self.planner.state, self.window, step, self._starts[-2], of_lane.numbers, of_lane.users)
-        self._starts.append(int(self.window.bounds[window.FRONT]))
+        self.window = with_room(self.window, len(of_lane.numbers))
+        link(self.planner.state, self.window, step, self._starts[-2], of_lane.numbers, of_lane.users)
+        self._starts.append(int(self.window.bounds[FRONT]))
 
     def plan(self, first: int, count: int, front: int, at_end: bool) -> None:
         """Plan `count` steps from `first` on, while the serial pass stands at step `front`; at_end: which is the end. Raises TooFewSlots."""
@@ -75,7 +152,7 @@ class WindowedLane:
         counts = self.planner.plan(first, self.window.accesses, starts, (0, int(oracle.NEVER)))
         for _ in range(count):
             self._starts.popleft()
-        self.window.bounds[window.TAIL] = starts[-1]
+        self.window.bounds[TAIL] = starts[-1]
         for step, (_, ends, arrivals, _) in enumerate(counts.tolist(), first):
             if len(self._recent) == RATE_STEPS:
                 self._sum -= self._recent[0]

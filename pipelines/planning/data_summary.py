@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from foreload.pipelines.samples.column_counts import ColumnCounts
+from foreload.pipelines.samples.convert import remedy, summed_up
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.records import Cause
-from foreload.pipelines.samples.rejects import remedy, summed_up
 from foreload.pipelines.schedule.reader import Schedule
 
 _SHOWN_COLUMNS = 5

@@ -1,11 +1,12 @@
-"""What is to be done: the plan that every worker knows, and the splits to read. Knows no Beam."""
+"""The plan of one `prepare`, which every worker knows: the settings, the sources and their splits, and the evaluation sets. Knows no Beam."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -14,7 +15,6 @@ from foreload.base.errors import ForeloadError, SettingError, error_of
 from foreload.base.files import read_json, write_json
 from foreload.pipelines.compiler.compile import CompileSettings
 from foreload.pipelines.errors import ScheduleError, SourceError
-from foreload.pipelines.planning.evaluation_sets import evaluation_sets
 from foreload.pipelines.planning.options import PrepareOptions, feature_spec
 from foreload.pipelines.planning.sizing import (
     DEFAULT_DIMENSION,
@@ -26,7 +26,7 @@ from foreload.pipelines.planning.sizing import (
 )
 from foreload.pipelines.samples import encoding_state
 from foreload.pipelines.samples.features import ENCODING_FOLDER, FeatureSpec
-from foreload.pipelines.schedule.format import WORK
+from foreload.pipelines.schedule.format import SET_NAME, WORK
 from foreload.pipelines.schedule.kept import POSITION
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.sources import (
@@ -35,7 +35,49 @@ from foreload.pipelines.sources import (
     Split,
     plan_splits,
 )
+from foreload.pipelines.sources.files import match_files
 from foreload.pipelines.sources.splits import Format
+
+_FLAG = "--eval-source"
+
+
+def evaluation_sets(sources: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The sources of each set by its name, in the order of first mention; of a set without a name they are under "". Looks for files, where
+    a path may have a = itself.
+
+    Raises SettingError where a source can be meant in two ways, and where some have a name and others none.
+    """
+    of_sets: dict[str, tuple[str, ...]] = {}
+    for source in sources:
+        name, path = split_name(source)
+        of_sets[name] = (*of_sets.get(name, ()), path)
+    if "" in of_sets and len(of_sets) > 1:
+        raise SettingError(
+            f"{_FLAG}: must have a name each, NAME=SOURCE, or none; {of_sets[''][0]} has none, but set {next(filter(None, of_sets))} has; "
+            "name all, or none"
+        )
+    return of_sets
+
+
+def split_name(source: str) -> tuple[str, str]:
+    """The set's name, "" for none, and the path or glob. Raises SettingError where files are there for the text with, and without, the name."""
+    match = re.fullmatch(rf"({SET_NAME})=(.+)", source, re.DOTALL)
+    if match is None or not _is_there(source):
+        return ("", source) if match is None else (match[1], match[2])
+    if _is_there(match[2]):
+        raise SettingError(
+            f"{_FLAG}: must be clear; {source} is a file's own name, and {match[2]} of set {match[1]} is there, too; give ./{source} for the "
+            f"former, {match[1]}=./{match[2]} for the latter"
+        )
+    return "", source
+
+
+def _is_there(pattern: str) -> bool:
+    try:
+        return bool(match_files([pattern]))
+    except SourceError:
+        return False
+
 
 FAILURES, ORDER_FILES, PIECES, REJECTS, WRITTEN = "failures", "orders", "pieces", "rejects", "schedule"
 PROGRESS = "progress"

@@ -1,4 +1,4 @@
-"""The folder in a schedule's in which one call of `prepare` and its workers work, and what the call takes from there into the schedule.
+"""The folder inside a schedule's in which one call of `prepare` and its workers write, and the disk space that they will take.
 
 Workers write there alone. Whatever one does that was given up (of a call that was stopped or killed, on a host that was cut off) is in the folder of
 its own call, which is gone, and no other call reads it.
@@ -9,11 +9,23 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from foreload.pipelines.errors import DiskError
 from foreload.pipelines.planning.plan import FOLDERS, RESERVE, RESERVE_BYTES, Plan
 from foreload.pipelines.samples.features import ENCODING_FOLDER
 from foreload.pipelines.schedule.format import FAILED, LOCK, REJECTS_FILE, WORK
+from foreload.pipelines.sources.files import (
+    match_files,
+    open_file,
+    open_stream,
+    reading,
+)
+from foreload.pipelines.sources.splits import Split
 
 
 def make(plan: Plan) -> None:
@@ -63,3 +75,44 @@ def _linked(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
+
+
+_HEAD_BYTES = 1 << 18  # of a text file, by whose lines the others are reckoned
+_COMPRESSED = 4  # a compressed log holds about this many bytes per byte
+
+
+def is_counted(split: Split) -> bool:
+    """Whether its source says how many rows there are."""
+    return split.kind in ("synthetic", "parquet")
+
+
+def estimate_rows(splits: Sequence[Split]) -> int:
+    """Rows of all splits, about: exact where a source says it (`is_counted`), by the length of the first lines for text."""
+    total = sum(split.end - split.start for split in splits if split.kind == "synthetic")
+    files = dict.fromkeys((split.path, split.kind) for split in splits if split.kind != "synthetic")
+    line_bytes = 0.0
+    for path, kind in files:
+        if kind == "parquet":
+            with (
+                reading(path),
+                open_file(path) as file,
+                contextlib.suppress(pa.ArrowException),
+            ):  # reading it will say what is wrong
+                total += pq.read_metadata(file).num_rows
+            continue
+        with open_stream(path) as stream, reading(path):
+            head = stream.read(_HEAD_BYTES)
+        if head.count(b"\n"):  # else its lines are taken for as long as those of the file before
+            line_bytes = len(head) / head.count(b"\n")
+        size = match_files([path])[0].size_bytes * (_COMPRESSED if path.endswith((".gz", ".zst")) else 1)
+        total += int(size / line_bytes) if line_bytes else 1
+    return total
+
+
+def check_disk(out: Path, needed_bytes: int) -> None:
+    """Raise DiskError where the folder's disk has less room than that."""
+    free = shutil.disk_usage(out).free
+    if needed_bytes > free:
+        raise DiskError(
+            f"--out {out}: about {needed_bytes / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB are free; free space or choose another disk"
+        )

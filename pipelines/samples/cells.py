@@ -1,15 +1,20 @@
-"""Columns of a source as Arrow arrays, whatever their types: text and numbers in few forms, missing values as nulls."""
+"""Columns of a source as Arrow arrays, whatever their types; and rule 2 of encoding, whole numbers that are written with a point."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import SupportsInt
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from foreload.base.compiled import nb
 from foreload.pipelines.errors import SourceError
+from foreload.pipelines.samples.features import whole_text
+from foreload.pipelines.samples.vocabulary import text_buffers
 
 
 def plain(column: pa.Array, missing: Sequence[str], path: str, name: str) -> pa.Array:
@@ -90,3 +95,113 @@ def is_text(kind: pa.DataType) -> bool:
 def is_list(kind: pa.DataType) -> bool:
     """Whether it holds lists."""
     return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+_DECIMAL = re.compile(r"-?(0|[1-9][0-9]*)([.][0-9]+)?")
+_MINUS, _POINT, _ZERO, _NINE = (np.uint8(ord(c)) for c in "-.09")
+
+
+def whole_texts(column: pa.Array) -> pa.Array:
+    """`whole_text` of each: string or large_string [n], nulls stay. Where nothing changes, the column itself."""
+    data, offsets = text_buffers(column)
+    bounds = np.empty((len(column) if has_points(data, offsets) else 0, 2), np.int64)
+    if not _whole_parts(data, offsets, bounds):
+        return column
+    lengths = bounds[:, 1] - bounds[:, 0]
+    ends = np.zeros(len(column) + 1, offsets.dtype)
+    np.cumsum(lengths, out=ends[1:])
+    kept = np.empty(ends[-1], np.uint8)
+    _copy(data, bounds, ends, kept)
+    valid = None if not column.null_count else pa.py_buffer(np.packbits(np.asarray(column.is_valid()), bitorder="little"))
+    return pa.Array.from_buffers(column.type, len(column), [valid, pa.py_buffer(ends), pa.py_buffer(kept)])
+
+
+def without_missing(column: pa.Array, missing: Sequence[str]) -> pa.Array:
+    """A column, not of lists, with nulls also where the text of a value means a missing one; `cells.plain` knows those that are written so.
+
+    A number means what a text does that says it in decimal, of a fraction to the nearest value of the column's type.
+    """
+    if is_text(column.type):
+        numbers = {
+            text for text in map(whole_text, missing) if _DECIMAL.fullmatch(text)
+        }  # of others, all are known that mean them
+        if not numbers:
+            return column
+        is_missing = pc.is_in(whole_texts(column), pa.array(sorted(numbers), column.type))
+    else:
+        wanted, values = _numbers(missing, column.type), column
+        if not len(wanted):
+            return column
+        if pa.types.is_floating(column.type):
+            wanted, values = wanted.cast(pa.float64()), pc.add(column.cast(pa.float64()), 0.0)  # -0.0 becomes 0.0
+        is_missing = pc.is_in(values, wanted)
+    return pc.if_else(is_missing, pa.scalar(None, column.type), column)
+
+
+def _numbers(texts: Sequence[str], kind: pa.DataType) -> pa.Array:
+    """The numbers that texts say in decimal, as values of a type: those that it has, and of fractions the nearest."""
+    wanted: list[pa.Array] = [pa.array([], kind)]
+    for number in (Decimal(text) for text in texts if _DECIMAL.fullmatch(text)):
+        is_whole = number == number.to_integral_value()
+        try:
+            if pa.types.is_floating(kind):
+                value = pa.array([float(number) + 0.0]).cast(kind, safe=False)
+                if is_whole and Decimal(value[0].cast(pa.float64()).as_py()) != number:
+                    continue
+            elif pa.types.is_integer(kind) and is_whole:
+                value = pa.array([int(number)], kind)
+            elif pa.types.is_decimal(kind):
+                value = pa.array([number], kind)
+            else:
+                continue
+        except (pa.ArrowInvalid, OverflowError):  # beyond the type
+            continue
+        wanted.append(value)
+    return pa.concat_arrays(wanted)
+
+
+def has_points(data: np.ndarray, offsets: np.ndarray) -> bool:
+    """Whether any text has a point; most columns have none, and a search shows that faster than looking at each."""
+    return b"." in data[offsets[0] : offsets[-1]].tobytes()
+
+
+@nb.njit(nogil=True, cache=True)
+def whole_part(data: np.ndarray, start: int, end: int) -> tuple[int, int]:
+    """Where the text at start .. end - 1 has its `whole_text`."""
+    point = end - 1
+    while point > start and data[point] == _ZERO:
+        point -= 1
+    first = start + 1 if end > start and data[start] == _MINUS else start
+    if point == end - 1 or point <= first or data[point] != _POINT:
+        return start, end
+    if data[first] == _ZERO:
+        return (first, point) if point == first + 1 else (start, end)
+    for i in range(first, point):
+        if not is_digit(data[i]):
+            return start, end
+    return start, point
+
+
+@nb.njit(nogil=True, cache=True)
+def _whole_parts(data: np.ndarray, offsets: np.ndarray, bounds: np.ndarray) -> bool:
+    """Fill bounds, int64 [n, 2]; whether any text changes."""
+    changed = False
+    for i in range(len(bounds)):
+        start, end = np.int64(offsets[i]), np.int64(offsets[i + 1])
+        bounds[i, 0], bounds[i, 1] = whole_part(data, start, end)
+        changed |= bounds[i, 0] != start or bounds[i, 1] != end
+    return changed
+
+
+@nb.njit(nogil=True, cache=True)
+def _copy(data: np.ndarray, bounds: np.ndarray, offsets: np.ndarray, out: np.ndarray) -> None:
+    for i in range(len(bounds)):
+        to = offsets[i]
+        for j in range(bounds[i, 1] - bounds[i, 0]):
+            out[to + j] = data[bounds[i, 0] + j]
+
+
+@nb.njit(nogil=True, cache=True)
+def is_digit(character: np.uint8) -> bool:
+    """Whether a byte is one of 0 to 9."""
+    return bool(_ZERO <= character <= _NINE)

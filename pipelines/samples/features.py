@@ -1,12 +1,18 @@
-"""What a sample consists of: labels, dense values, categorical features and the tables that they look up."""
+"""What a sample consists of: labels, dense values, categorical features and their tables; read from a feature file (docs/features.md).
+
+A `FeatureSpec` checks its own rules. Reading a file checks what a spec cannot hold: unknown entries, entries of another kind, and tables that no feature
+names.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from foreload.base.codec import Count, JsonForm, LeftOut, Natural, of_json, to_stored
@@ -369,3 +375,167 @@ def _one_of(where: str, key: str, value: Any, allowed: tuple[str, ...]) -> None:
 def _positive(where: str, key: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise FeatureError(f"{where}: {key} must be a whole number of at least 1, not {value!r}")
+
+
+RULE: Literal[1, 2] = 2
+"""Of encoding, by which the values of what is prepared with a feature file are read."""
+
+
+def load_features(path: str | Path) -> FeatureSpec:
+    """Read a feature file (TOML, docs/features.md); FeatureError names the file, the entry, the rule and the value."""
+    try:
+        with open(path, "rb") as file:
+            document = tomllib.load(file)
+    except OSError as error:
+        raise FeatureError(f"{path}: cannot read the feature file ({error.strerror}); check --features") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise FeatureError(f"{path}: not valid TOML ({error})") from error
+    try:
+        return parse(document)
+    except FeatureError as error:
+        raise FeatureError(f"{path}: {error}") from error
+
+
+def parse(document: Mapping[str, Any]) -> FeatureSpec:
+    """A feature file's contents, as TOML gives them, as a spec. Raises FeatureError."""
+    known = {
+        "label",
+        "label_at_least",
+        "label_kind",
+        "weight",
+        "group",
+        "order_by",
+        "order_type",
+        "text",
+        "table",
+        "feature",
+        "dense",
+    }
+    _refuse_unknown(document, known, "the feature file")
+    tables = [_table(name, entry) for name, entry in _mapping(document, "table").items()]
+    places = {table.name: k for k, table in enumerate(tables)}
+    features = []
+    for entry in _entries(document, "feature"):
+        features.append(_feature(entry, tables, places))
+    dense = [_dense(entry) for entry in _entries(document, "dense")]
+    return FeatureSpec(
+        labels=_labels(document),
+        dense=tuple(dense),
+        features=tuple(features),
+        tables=tuple(tables),
+        order_by=_optional(document, "order_by", "the feature file"),
+        order_type=document.get("order_type"),
+        text=_text_format(_mapping(document, "text")),
+        weight=_optional(document, "weight", "the feature file"),
+        group=_optional(document, "group", "the feature file"),
+        rule=RULE,
+    )
+
+
+def _labels(document: Mapping[str, Any]) -> tuple[Label, ...]:
+    """The labels, be it one in a line of its own or each as [[label]]."""
+    of_line = {"kind": "label_kind", "at_least": "label_at_least"}
+    if not isinstance(document.get("label"), list | Mapping):
+        column = _text(document, "label", "the feature file")
+        return (Label(column, column, **{key: document[name] for key, name in of_line.items() if name in document}),)
+    for key, name in of_line.items():
+        if name in document:
+            raise FeatureError(f'the feature file: {name} goes with label = "..."; among [[label]] say {key} where it is meant')
+    entries = _entries(document, "label")
+    if not entries:
+        raise FeatureError('label: at least one is needed; add label = "..." or a [[label]]')
+    return tuple(_label(entry) for entry in entries)
+
+
+def _label(entry: Mapping[str, Any]) -> Label:
+    name = _text(entry, "name", "[[label]]")
+    where = f"label {name}"
+    _refuse_unknown(entry, {"name", "column", "kind", "at_least"}, where)
+    return Label(name, _optional(entry, "column", where) or name, entry.get("kind", "click"), entry.get("at_least"))
+
+
+def _table(name: str, entry: Any) -> Table:
+    where = f"[table.{name}]"
+    if not isinstance(entry, Mapping):
+        raise FeatureError(f"{where}: must be a table of rows and dimension, not {entry!r}")
+    _refuse_unknown(entry, {"rows", "dimension"}, where)
+    return Table(name, entry.get("rows"), entry.get("dimension"))
+
+
+def _feature(entry: Mapping[str, Any], tables: list[Table], places: dict[str, int]) -> Feature:
+    """Reads one [[feature]]; a feature that names no table gets one of its own, appended to tables and places."""
+    name = _text(entry, "name", "[[feature]]")
+    where = f"feature {name}"
+    known = {"name", "column", "table", "encoding", "pooling", "min_count", "separator", "rows", "dimension"}
+    _refuse_unknown(entry, known, where)
+    table = _optional(entry, "table", where) or name
+    if ("rows" in entry or "dimension" in entry) and (table in places or table != name):
+        raise FeatureError(f"{where}: rows and dimension of a shared table stand in one place; write them under [table.{table}]")
+    if table not in places:
+        if table != name:
+            raise FeatureError(f"{where}: table must be one of the [table.NAME] of the file, not {table!r}; add [table.{table}]")
+        places[table] = len(tables)
+        tables.append(Table(table, entry.get("rows"), entry.get("dimension")))
+    return Feature(
+        name=name,
+        table=places[table],
+        column=_optional(entry, "column", where) or name,
+        encoding=entry.get("encoding", "hash"),
+        pooling=entry.get("pooling", "single"),
+        min_count=entry.get("min_count", 1),
+        separator=entry.get("separator", "|"),
+    )
+
+
+def _dense(entry: Mapping[str, Any]) -> Dense:
+    name = _text(entry, "name", "[[dense]]")
+    _refuse_unknown(entry, {"name", "column", "transform"}, f"dense {name}")
+    return Dense(name, _optional(entry, "column", f"dense {name}") or name, entry.get("transform", "log"))
+
+
+def _text_format(entry: Mapping[str, Any]) -> TextFormat:
+    _refuse_unknown(entry, {"delimiter", "columns", "quoting", "missing", "newlines_in_values"}, "[text]")
+    for key in ("columns", "missing"):
+        value = entry.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
+            raise FeatureError(f"[text]: {key} must be a list of texts, not {value!r}")
+    return TextFormat(
+        delimiter=entry.get("delimiter"),
+        columns=tuple(entry.get("columns", [])),
+        quoting=entry.get("quoting", True),
+        missing=tuple(entry.get("missing", [])),
+        newlines_in_values=entry.get("newlines_in_values", False),
+    )
+
+
+def _entries(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    entries = document.get(key, [])
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise FeatureError(f"{key}: write each as [[{key}]], not {key} = {entries!r}")
+    return entries
+
+
+def _mapping(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    entry = document.get(key, {})
+    if not isinstance(entry, Mapping):
+        raise FeatureError(f"{key}: must be a TOML table, not {entry!r}")
+    return entry
+
+
+def _text(entry: Mapping[str, Any], key: str, where: str) -> str:
+    value = entry.get(key)
+    if not isinstance(value, str) or not value:
+        raise FeatureError(
+            f'{where}: {key} must be a text; add {key} = "..."' + ("" if value is None else f" instead of {value!r}")
+        )
+    return value
+
+
+def _optional(entry: Mapping[str, Any], key: str, where: str) -> str | None:
+    return _text(entry, key, where) if key in entry else None
+
+
+def _refuse_unknown(entry: Mapping[str, Any], known: set[str], where: str) -> None:
+    for key in entry:
+        if key not in known:
+            raise FeatureError(f"{where}: unknown entry {key!r}; known are {', '.join(sorted(known))}")

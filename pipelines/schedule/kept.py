@@ -21,7 +21,7 @@ from foreload.pipelines.samples.features import ENCODING_FOLDER
 from foreload.pipelines.schedule.arrow_files import MappedLists, write_lists
 from foreload.pipelines.schedule.format import HEADER, MANIFEST, PROVENANCE, ROW_TABLE, FileEntry, Segment, segment_name
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.pipelines.schedule.replay import state_after
+from foreload.pipelines.schedule.walk import state_after
 
 POSITION = "position.json"
 """In such a folder: after which step training stopped, and what follows from that (docs/schedule.md, What a run keeps)."""

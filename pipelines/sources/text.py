@@ -25,7 +25,7 @@ from foreload.pipelines.samples.records import (
     Records,
     RejectedRecord,
 )
-from foreload.pipelines.sources.fields import Fields
+from foreload.pipelines.sources.fields import Bounds, Fields
 from foreload.pipelines.sources.files import (
     File,
     compression,
@@ -41,7 +41,6 @@ from foreload.pipelines.sources.heads import (
     order_type_of,
     read_header,
 )
-from foreload.pipelines.sources.quoting import Bounds
 from foreload.pipelines.sources.splits import PIECE_ROWS, Split
 
 SPLIT_BYTES = 16 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foreload.cache.protocol.rounds.adaptive_size import AdaptiveSize
+from foreload.cache.protocol.rounds.background import AdaptiveSize
 
 FEWEST, MOST = 32, 2048
 

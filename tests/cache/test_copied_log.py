@@ -17,8 +17,7 @@ from lane_program import make_program
 from foreload.base.job_token import new_token
 from foreload.cache.client.store import Store
 from foreload.cache.errors import CacheError, CopyLost
-from foreload.cache.protocol.ownership.batch_log import LoggedBatch
-from foreload.cache.protocol.ownership.copied_log import CopiedLog, HeldRecords, Holders, LogService
+from foreload.cache.protocol.ownership.batch_log import CopiedLog, HeldRecords, Holders, LoggedBatch, LogService
 from foreload.cache.protocol.ownership.ownership import Ownership
 from foreload.cache.protocol.shards.marker import first_number
 

@@ -40,8 +40,7 @@ from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import CacheError, Fenced, StoreError
 from foreload.cache.parity.erasure import Code
-from foreload.cache.parity.limits import GROUPS
-from foreload.cache.parity.placement import Placement
+from foreload.cache.parity.placement import GROUPS, Placement
 from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.ownership.batch_log import FileLog, LoggedBatch
 from foreload.cache.protocol.ownership.ownership import Ownership
@@ -51,8 +50,8 @@ from foreload.cache.protocol.shards.marker import Marker
 from foreload.cache.protocol.shards.namespace import claim, lane_key
 from foreload.cache.protocol.shards.reading import Expected, StoredRows, read_rows
 from foreload.cache.repair.scrub import MUST, TableRows, scrub_table
-from foreload.cache.rows.fields import NUMBER_BITS, PARITY_BIT, unpack
 from foreload.cache.rows.partition import Partition
+from foreload.cache.rows.row_bytes import NUMBER_BITS, PARITY_BIT, unpack
 from foreload.cache.traffic import Traffic
 
 LANES = (0, 3)

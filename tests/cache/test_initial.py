@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreload.base.hashing import key
-from foreload.cache.rows.initial import initial_weights
+from foreload.cache.rows.row_bytes import initial_weights
 
 MASK = (1 << 64) - 1
 

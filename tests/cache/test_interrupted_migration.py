@@ -10,8 +10,7 @@ from foreload.cache.errors import StoreError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.ownership.verdict import agreed, halfway
 from foreload.cache.protocol.shards.fence import Found
-from foreload.cache.protocol.shards.marker import Marker
-from foreload.cache.protocol.shards.migrated import Migrated
+from foreload.cache.protocol.shards.marker import Marker, Migrated
 
 NUMBER, C1, C2 = 7, 100, 200
 BEFORE = Migrated(1, 1, 50, C1, False, NUMBER, 30, (2,))

@@ -28,7 +28,7 @@ from foreload.cache.protocol.rounds.rounds import Rounds
 from foreload.cache.protocol.shards.namespace import claim
 from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.repair.findings import Findings
-from foreload.cache.rows.fields import PARITY_BIT, fields
+from foreload.cache.rows.row_bytes import PARITY_BIT, fields
 from foreload.cache.traffic import Traffic
 
 LANES = (0, 3)

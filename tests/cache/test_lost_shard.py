@@ -28,8 +28,8 @@ from foreload.cache.protocol.rounds.lanes import LanePlan
 from foreload.cache.protocol.rounds.monitor import Monitor
 from foreload.cache.protocol.shards.marker import Marker
 from foreload.cache.protocol.shards.namespace import claim, lane_key, remove
-from foreload.cache.protocol.shards.patience import Patience
 from foreload.cache.protocol.shards.reading import StoredRows
+from foreload.cache.protocol.shards.shard_status import Patience
 
 # An action of the thread, and the n-th time of it: in the midst of the training.
 MOMENTS = [

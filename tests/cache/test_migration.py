@@ -24,15 +24,15 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER, MIGRATED
 from foreload.cache.client.store import Command, Read, Store, Write
 from foreload.cache.errors import StoreError
-from foreload.cache.parity import decoding, erasure, selecting
+from foreload.cache.parity import decoding, erasure, shard_contents
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.handover import migration
-from foreload.cache.protocol.handover.warm_up import warm_up_migration
+from foreload.cache.protocol.handover.takeover import warm_up_migration
 from foreload.cache.protocol.ownership.ownership import Ownership
-from foreload.cache.protocol.rounds.server_probe import PROBE_PAUSE
-from foreload.cache.protocol.shards import migrated
+from foreload.cache.protocol.rounds.failover import PROBE_PAUSE
+from foreload.cache.protocol.shards import marker
 from foreload.cache.protocol.shards.namespace import claim, lane_key
-from foreload.cache.rows.fields import PARITY_BIT
+from foreload.cache.rows.row_bytes import PARITY_BIT
 
 LANES = (0, 3)
 STEPS = 30
@@ -57,7 +57,7 @@ def stores(tmp_path: Path) -> Iterator[LocalStores]:
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks are small, so that many lie between the steps."""
     monkeypatch.setattr(migration, "COMMAND_ROWS", 7)
-    monkeypatch.setattr(migrated, "COMMAND_ROWS", 7)
+    monkeypatch.setattr(marker, "COMMAND_ROWS", 7)
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_what_is_decoded_only_to_be_faster_is_read_where_others_have_it_wrong(
 def test_a_move_compiles_nothing_that_was_not_rehearsed(
     stores: LocalStores, histories: Mapping[int, History], tmp_path: Path, case: Case
 ) -> None:
-    compiled: list[Any] = [selecting._select, *([decoding._sources, erasure._accumulate] if case.r else [])]
+    compiled: list[Any] = [shard_contents._select, *([decoding._sources, erasure._accumulate] if case.r else [])]
     warm_up_migration(case.before)
     rehearsed = [list(function.signatures) for function in compiled]
     assert all(rehearsed)
@@ -384,7 +384,7 @@ def test_a_shard_that_dies_once_its_rows_have_left_it_is_not_looked_for(
                 if connected.is_set():
                     over.set()
 
-        monkeypatch.setattr("foreload.cache.protocol.rounds.server_probe.Store", HeldStore)
+        monkeypatch.setattr("foreload.cache.protocol.rounds.failover.Store", HeldStore)
         assert stores.restart(1)
         assert connected.wait(TIMEOUT.total_seconds())
         owner.traffic.migration.complete(settled)

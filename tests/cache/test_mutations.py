@@ -22,13 +22,12 @@ from foreload.cache.errors import CacheError
 from foreload.cache.parity import decoding
 from foreload.cache.parity.erasure import Code
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.selecting import Selected, select_rows
+from foreload.cache.parity.shard_contents import Selected, select_rows
 from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.protocol.ownership.batch_log import FileLog
 from foreload.cache.protocol.ownership.ownership import Ownership
-from foreload.cache.protocol.rounds import batches
-from foreload.cache.protocol.rounds.batches import WriteBackBatch
-from foreload.cache.protocol.rounds.lanes import LanePlan
+from foreload.cache.protocol.rounds import lanes
+from foreload.cache.protocol.rounds.lanes import LanePlan, WriteBackBatch
 from foreload.cache.protocol.rounds.reconnection import Reconnection
 from foreload.cache.protocol.rounds.rounds import Rounds
 from foreload.cache.protocol.shards.marker import Marker
@@ -128,7 +127,7 @@ def a_range_is_left_out_of_the_rebuild(patch: pytest.MonkeyPatch) -> None:
         left = {name: getattr(rows, name)[2:] for name in ("fields", "stripe", "place", "source", "target")}
         return replace(rows, **left)
 
-    patch.setattr("foreload.cache.protocol.handover.refill.select_rows", fewer)
+    patch.setattr("foreload.cache.protocol.handover.migration.select_rows", fewer)
 
 
 def sums_are_of_floats(patch: pytest.MonkeyPatch) -> None:
@@ -154,8 +153,8 @@ def sums_are_of_floats(patch: pytest.MonkeyPatch) -> None:
             with np.errstate(all="ignore"):
                 target.view(np.float32)[to] = rows[np.argmax(np.abs(rows).sum(axis=1))] * 2 - rows.sum(axis=0)
 
-    patch.setattr(batches, "difference", difference)
-    patch.setattr(batches, "accumulate", into_parity)
+    patch.setattr(lanes, "difference", difference)
+    patch.setattr(lanes, "accumulate", into_parity)
     patch.setattr(decoding, "accumulate", out_of_parity)
 
 

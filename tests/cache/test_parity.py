@@ -23,12 +23,12 @@ from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import CacheError
 from foreload.cache.parity.erasure import Code
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.places import shards_of
+from foreload.cache.parity.stripes import shards_of
 from foreload.cache.protocol.ownership.batch_log import FileLog, LoggedBatch
 from foreload.cache.protocol.rounds.lanes import LanePlan
 from foreload.cache.protocol.shards.marker import Marker
 from foreload.cache.protocol.shards.reading import StoredRows, read_rows
-from foreload.cache.rows.fields import PARITY_BIT, fields
+from foreload.cache.rows.row_bytes import PARITY_BIT, fields
 
 CODES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (3, 2)]
 

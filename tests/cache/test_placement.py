@@ -10,9 +10,8 @@ import pytest
 
 from foreload.base.hashing import key
 from foreload.cache.errors import CacheError
-from foreload.cache.parity.limits import GROUPS
-from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.places import shards_of
+from foreload.cache.parity.placement import GROUPS, Placement
+from foreload.cache.parity.stripes import shards_of
 
 
 @pytest.mark.parametrize(("shards", "k", "r"), [(1, 1, 0), (3, 1, 0), (5, 1, 0), (3, 2, 1), (7, 4, 2), (6, 4, 2)])

@@ -29,7 +29,7 @@ from foreload.cache.protocol.ownership.recovery import recover
 from foreload.cache.protocol.rounds.lanes import LanePlan
 from foreload.cache.protocol.shards.marker import Marker
 from foreload.cache.protocol.shards.reading import StoredRows
-from foreload.cache.rows.fields import PARITY_BIT
+from foreload.cache.rows.row_bytes import PARITY_BIT
 
 OWNER = Ownership()
 

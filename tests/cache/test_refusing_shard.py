@@ -16,7 +16,7 @@ import redis
 from lost_shards import PATIENCE, Disturber, asked, check_lost, check_rebuilt, run
 
 from foreload.cache.client import frames
-from foreload.cache.client.channel import Channel
+from foreload.cache.client.connections import Channel
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.errors import CacheError, ShardsRefuse, StoreError

@@ -15,13 +15,13 @@ from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.row_counts import count_rows
+from foreload.cache.parity.shard_contents import count_rows
 from foreload.cache.parity.stripes import ALL_STRIPES, LaneStripes
 from foreload.cache.protocol.ownership.batch_log import FileLog
 from foreload.cache.protocol.rounds.lanes import LanePlan
 from foreload.cache.protocol.shards.marker import Marker
 from foreload.cache.protocol.shards.reading import StoredRows
-from foreload.cache.rows.fields import pack
+from foreload.cache.rows.row_bytes import pack
 
 
 @pytest.mark.parametrize(("k", "r"), [(1, 0), (2, 1), (1, 2)])

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreload.cache.errors import CacheError
-from foreload.cache.rows.fields import PARITY_BIT, fields, unpack
 from foreload.cache.rows.layout import RowLayout
-from foreload.cache.rows.row_bytes import decode_rows, encode_rows
+from foreload.cache.rows.row_bytes import PARITY_BIT, decode_rows, encode_rows, fields, unpack
 
 PARTS = (("weights", 16), ("linear", 1))
 

@@ -24,7 +24,7 @@ from foreload.cache.protocol.rounds.lanes import LanePlan
 from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.repair.findings import Findings
 from foreload.cache.repair.scrub import MAY, MUST, TableRows, scrub_table
-from foreload.cache.rows.fields import PARITY_BIT, fields
+from foreload.cache.rows.row_bytes import PARITY_BIT, fields
 
 LANE, TABLE, STRIPE = 3, 0, 2  # where a test puts something wrong
 # Store shards, k and r.

@@ -21,8 +21,8 @@ import redis
 from delay_proxy import narrow
 from tls import TlsServer
 
-from foreload.cache.client import channel, frames
-from foreload.cache.client.channel import reply_error
+from foreload.cache.client import connections, frames
+from foreload.cache.client.connections import reply_error
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import COMMAND_ROWS, Read, Store, Write
 from foreload.cache.client.url import PASSWORD_VARIABLE, StoreUrl, parse_url
@@ -36,7 +36,7 @@ from foreload.cache.errors import (
     StoreTls,
     StoreUnavailable,
 )
-from foreload.cache.rows.fields import fields
+from foreload.cache.rows.row_bytes import fields
 
 SHORT = timedelta(seconds=0.3)  # for what must come to its end
 LONG = timedelta(seconds=20)  # for what must not
@@ -76,13 +76,13 @@ def test_a_store_that_is_down_is_unavailable(tmp_path: Path) -> None:
 def test_a_store_that_is_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stores = LocalStores(1, tmp_path)
     url = f"unix://{tmp_path}/shard-0.sock"
-    tried, connect_error = threading.Event(), channel._connect_error
+    tried, connect_error = threading.Event(), connections._connect_error
 
     def noted(url: StoreUrl, error: Exception) -> StoreError:
         tried.set()
         return connect_error(url, error)
 
-    monkeypatch.setattr(channel, "_connect_error", noted)
+    monkeypatch.setattr(connections, "_connect_error", noted)
     made: list[Store] = []
     thread = threading.Thread(target=lambda: made.append(Store([url], connect_timeout=LONG)))
     thread.start()
@@ -369,7 +369,7 @@ def test_a_client_that_was_itself_stopped_calls_no_store_silent_over_tls(
 
     # It looks often, so that next to nothing of the lapse is time that it had asked for.
     monkeypatch.setattr("foreload.cache.client.connections._PAUSE_NS", 1_000_000)
-    for module in ("foreload.cache.client.connections", "foreload.cache.client.channel"):
+    for module in ("foreload.cache.client.connections", "foreload.cache.client.connections"):
         monkeypatch.setattr(f"{module}.now_ns", lambda: time.monotonic_ns() + sum(lapse))
     with Store([tls_server.url], LONG) as store:
         monkeypatch.setattr(selectors, "DefaultSelector", Stopped)

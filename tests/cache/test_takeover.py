@@ -20,7 +20,7 @@ from foreload.cache.errors import CacheError, Fenced, RowsLost, StoreError
 from foreload.cache.protocol.ownership.ownership import Ownership
 from foreload.cache.protocol.shards.marker import Marker
 from foreload.cache.protocol.shards.namespace import claim
-from foreload.cache.rows.fields import fields
+from foreload.cache.rows.row_bytes import fields
 from foreload.cache.rows.staging import EndedRows
 
 LANES = (0, 3)

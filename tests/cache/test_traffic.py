@@ -43,8 +43,8 @@ from foreload.cache.errors import (
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.rounds.lanes import LanePlan
 from foreload.cache.protocol.shards.reading import Expected, StoredRows, read_rows
-from foreload.cache.rows.fields import fields
 from foreload.cache.rows.partition import Partition
+from foreload.cache.rows.row_bytes import fields
 from foreload.cache.rows.staging import EndedRows
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.format import Arrivals

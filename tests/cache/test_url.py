@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreload.cache.client.connection import new_connection
+from foreload.cache.client.connections import new_connection
 from foreload.cache.client.url import PASSWORD_VARIABLE, parse_url, parse_urls
 from foreload.cache.errors import StoreError, StoreTls
 

@@ -19,8 +19,7 @@ from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.ownership.batch_log import LoggedBatch
 from foreload.cache.protocol.ownership.verdict import Expect, judge
 from foreload.cache.protocol.shards.fence import Found
-from foreload.cache.protocol.shards.marker import Marker, first_number
-from foreload.cache.protocol.shards.migrated import ALL, Migrated
+from foreload.cache.protocol.shards.marker import ALL, Marker, Migrated, first_number
 
 N = first_number(2) + 7
 NO_ROWS = np.empty((0, 4), np.uint8)

@@ -10,7 +10,7 @@ from typing import Any
 from golden import pinned
 
 from foreload.base.errors import ForeloadError
-from foreload.pipelines.planning import command_line
+from foreload.pipelines.planning import options
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.trainer import cli
 from foreload.trainer.job.job import TrainJob
@@ -31,7 +31,7 @@ def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
         yield parser
     for action in below:
         for name, one in action.choices.items():
-            yield from commands(command_line.parser() if (parser.prog, name) == ("foreload", "prepare") else one)
+            yield from commands(options.parser() if (parser.prog, name) == ("foreload", "prepare") else one)
 
 
 def arguments_of(command: argparse.ArgumentParser) -> dict[str, Any]:

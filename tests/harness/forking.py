@@ -27,7 +27,7 @@ from typing import IO, Any
 import psutil
 from injection import STARTED, AnyFault, Injector, slow_steps, to_json
 
-from foreload.base.forking import THREADLESS, fork, replace_environment
+from foreload.base.process import THREADLESS, fork, replace_environment
 from foreload.base.socket_messages import Message, receive, send
 from foreload.trainer.cluster.processes.preforked import ForkedProcess, Preforked
 from foreload.trainer.cluster.processes.starting import (

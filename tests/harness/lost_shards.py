@@ -21,14 +21,12 @@ from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.ownership.batch_log import FileLog
 from foreload.cache.protocol.ownership.ownership import Ownership
-from foreload.cache.protocol.rounds.counters import Counters
 from foreload.cache.protocol.rounds.lanes import LanePlan
 from foreload.cache.protocol.shards.marker import Marker
 from foreload.cache.protocol.shards.namespace import claim
-from foreload.cache.protocol.shards.patience import Patience
 from foreload.cache.protocol.shards.reading import StoredRows
-from foreload.cache.protocol.shards.shard_status import LOST, ShardNews, ShardSnapshot
-from foreload.cache.traffic import Traffic
+from foreload.cache.protocol.shards.shard_status import LOST, Patience, ShardNews, ShardSnapshot
+from foreload.cache.traffic import Counters, Traffic
 
 LANES = (0, 3)
 IDENTITY = Ownership(0, {"run": "x"})

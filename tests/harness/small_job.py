@@ -13,7 +13,7 @@ from held import HeldRun
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.shards.fence import read_epochs
 from foreload.cache.protocol.shards.namespace import lane_key
-from foreload.cache.rows.fields import PARITY_BIT
+from foreload.cache.rows.row_bytes import PARITY_BIT
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.reports import StepReport

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from foreload.cache.rows.initial import initial_weights
 from foreload.cache.rows.layout import RowLayout
 from foreload.cache.rows.partition import Partition
+from foreload.cache.rows.row_bytes import initial_weights
 from foreload.pipelines.schedule.format import Arrivals
 
 # Tables of one width and of others, with each kind of optimizer state.

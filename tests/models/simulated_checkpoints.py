@@ -16,12 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from foreload.trainer.checkpoints.best import Best
+from foreload.trainer.checkpoints.lineage import Best
 from foreload.trainer.cluster.coordinator.background_work import FolderWork, fulfil
-from foreload.trainer.cluster.coordinator.checkpoint_under_way import CheckpointUnderWay, Opened
-from foreload.trainer.cluster.coordinator.checkpointing import Checkpointing
-from foreload.trainer.cluster.coordinator.published_plan import PublishedPlan
-from foreload.trainer.cluster.coordinator.training_call import TrainingCall
+from foreload.trainer.cluster.coordinator.checkpointing import Checkpointing, CheckpointUnderWay, Opened
+from foreload.trainer.cluster.coordinator.training_call import PublishedPlan, TrainingCall
 from foreload.trainer.cluster.member.trainer_checkpoints import _GO_ON, _TAKE, TrainerCheckpoints
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import (

@@ -17,6 +17,13 @@ import pytest
 from foreload.pipelines import prepare
 from foreload.pipelines.errors import RecordError
 from foreload.pipelines.planning.data_summary import data_lines
+from foreload.pipelines.samples.convert import (
+    MOST_CAUSES,
+    add_causes,
+    by_frequency,
+    remedy,
+    summed_up,
+)
 from foreload.pipelines.samples.features import (
     Dense,
     Feature,
@@ -26,13 +33,6 @@ from foreload.pipelines.samples.features import (
     TextFormat,
 )
 from foreload.pipelines.samples.records import Cause
-from foreload.pipelines.samples.rejects import (
-    MOST_CAUSES,
-    add_causes,
-    by_frequency,
-    remedy,
-    summed_up,
-)
 
 FEATURES = """
 label = "clicked"

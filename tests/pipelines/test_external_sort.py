@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from foreload.base.codec import of_json, to_stored
 from foreload.base.hashing import key
-from foreload.pipelines.samples import external_sort, order_keys, piece_order
+from foreload.pipelines.samples import external_sort, pieces
 from foreload.pipelines.samples.pieces import Samples, write_piece
 
 INT64 = st.integers(-(2**63), 2**63 - 1) | st.sampled_from([2**53, 2**53 + 1, 2**63 - 1, -(2**63), -(2**53) - 1, 0])
 
 
 def sorted_by_key(column: pa.Array) -> list[object]:
-    order = external_sort.stable_order(order_keys.order_keys(column))
+    order = external_sort.stable_order(external_sort.order_keys(column))
     return column.take(pa.array(order)).to_pylist()
 
 
@@ -39,15 +39,17 @@ def test_unsigned_integers_sort_by_value(values: list[int]) -> None:
 @given(st.lists(st.integers(0, 2**63 - 1)))
 def test_an_integer_has_one_key_whatever_its_type(values: list[int]) -> None:
     signed, unsigned = (
-        order_keys.order_keys(pa.array(values, pa.int64())),
-        order_keys.order_keys(pa.array(values, pa.uint64())),
+        external_sort.order_keys(pa.array(values, pa.int64())),
+        external_sort.order_keys(pa.array(values, pa.uint64())),
     )
     assert signed.to_pylist() == unsigned.to_pylist()
 
 
 @given(st.lists(st.floats(allow_nan=False) | INT64))
 def test_integers_and_floats_of_two_sources_sort_together_by_value(values: list[float]) -> None:
-    keys = [order_keys.order_keys(pa.array([v], pa.int64() if isinstance(v, int) else pa.float64()))[0].as_py() for v in values]
+    keys = [
+        external_sort.order_keys(pa.array([v], pa.int64() if isinstance(v, int) else pa.float64()))[0].as_py() for v in values
+    ]
     by_key = sorted(range(len(values)), key=lambda i: keys[i])
     assert [values[i] for i in by_key] == sorted(values)
 
@@ -79,7 +81,7 @@ def test_decimals_sort_by_value_among_integers_and_floats(values: list[Fraction]
                     decimal = Decimal(int(value * 10**scale)).scaleb(-scale)
                 # A slice: its values do not begin where its buffers do.
                 columns.append(pa.array([None, decimal, decimal], pa.decimal256(76, scale)).slice(1))
-        found = {order_keys.order_keys(column)[0].as_py() for column in columns}
+        found = {external_sort.order_keys(column)[0].as_py() for column in columns}
         assert len(found) == 1, value
         keys.append(found.pop())
     assert [values[i] for i in sorted(range(len(values)), key=lambda i: keys[i])] == sorted(values)
@@ -98,13 +100,13 @@ def test_texts_sort_by_their_bytes_after_missing_ones(values: list[str | None]) 
 
 def test_times_and_booleans_sort_by_value() -> None:
     stamps = pa.array([5, None, -3, 2**62], pa.timestamp("ns"))
-    assert external_sort.stable_order(order_keys.order_keys(stamps)).tolist() == [1, 2, 0, 3]
-    assert external_sort.stable_order(order_keys.order_keys(pa.array([True, False]))).tolist() == [1, 0]
+    assert external_sort.stable_order(external_sort.order_keys(stamps)).tolist() == [1, 2, 0, 3]
+    assert external_sort.stable_order(external_sort.order_keys(pa.array([True, False]))).tolist() == [1, 0]
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 9), st.lists(st.integers(0, 2**62), max_size=20))
 def test_shuffle_keys_are_the_documented_chain(seed: int, epoch: int, numbers: list[int]) -> None:
-    found = order_keys.shuffle_keys(seed, epoch, np.array(numbers, np.int64))
+    found = external_sort.shuffle_keys(seed, epoch, np.array(numbers, np.int64))
     assert found.tolist() == [key(seed, epoch, n) for n in numbers]
 
 
@@ -146,24 +148,24 @@ def test_stable_order_keeps_ties_as_they_stood() -> None:
 
 @given(st.lists(st.integers(0, 7), max_size=8), st.integers(0, 60), st.integers(0, 60))
 def test_slices_of_an_order_are_slices_of_its_samples(rows: list[int], first: int, last: int) -> None:
-    order = piece_order.PieceOrder.whole([(str(i), n) for i, n in enumerate(rows)])
+    order = pieces.PieceOrder.whole([(str(i), n) for i, n in enumerate(rows)])
     last = max(first, last)
 
-    def samples(o: piece_order.PieceOrder) -> list[tuple[str, int]]:
+    def samples(o: pieces.PieceOrder) -> list[tuple[str, int]]:
         return [(name, row) for name, a, b in zip(o.names, o.starts, o.ends, strict=True) for row in range(a, b)]
 
     cut = order.slice(first, last)
     assert samples(cut) == samples(order)[first:last]
     assert samples(cut.slice(1, 3)) == samples(order)[first:last][1:3]
-    assert of_json(to_stored(cut), piece_order.PieceOrder).rows == cut.rows
+    assert of_json(to_stored(cut), pieces.PieceOrder).rows == cut.rows
 
 
 def test_a_source_of_pieces_counts_numbers_through_pieces(tmp_path: Path) -> None:
     for name, rows in (("a", 3), ("b", 4)):
         labels = np.arange(rows, dtype=np.float32).reshape(rows, 1)
         write_piece(tmp_path / name, Samples(labels, np.zeros((rows, 1), np.float32), np.arange(rows), None), None, {})
-    order = piece_order.PieceOrder.whole([("a", 3), ("b", 4)])
-    source = piece_order.PieceSource(tmp_path, order.slice(0, 5), order.slice(5, 7))
+    order = pieces.PieceOrder.whole([("a", 3), ("b", 4)])
+    source = pieces.PieceSource(tmp_path, order.slice(0, 5), order.slice(5, 7))
     chunks = list(source.training(0))
     assert np.concatenate([n for _, n in chunks]).tolist() == [0, 1, 2, 3, 4]
     assert np.concatenate([s.labels for s, _ in chunks]).tolist() == [[0], [1], [2], [0], [1]]
@@ -173,4 +175,4 @@ def test_a_source_of_pieces_counts_numbers_through_pieces(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("fraction", "rows", "held"), [(0.1, 100_000, 10_000), (0.1, 19, 1), (0.5, 1, 0), (0.0, 7, 0)])
 def test_the_tail_held_out_is_rounded_down(fraction: float, rows: int, held: int) -> None:
-    assert piece_order.held_out(rows, fraction) == held
+    assert pieces.held_out(rows, fraction) == held

@@ -9,7 +9,6 @@ import pytest
 
 from foreload.base.codec import FormError
 from foreload.pipelines.errors import FeatureError
-from foreload.pipelines.samples.feature_file import load_features
 from foreload.pipelines.samples.features import (
     KAGGLE_ROWS,
     Dense,
@@ -20,6 +19,7 @@ from foreload.pipelines.samples.features import (
     TextFormat,
     features_of,
     features_stored,
+    load_features,
 )
 
 FILE = """

@@ -15,15 +15,14 @@ import pytest
 from test_portable import contents
 
 from foreload.pipelines import prepare
-from foreload.pipelines.beam.growing import GrowingSource
+from foreload.pipelines.beam.local import GrowingSource
 from foreload.pipelines.beam.read import Encode
 from foreload.pipelines.beam.stages import Stage
 from foreload.pipelines.planning import work_folder
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.pipelines.planning.plan import Plan, ReadTask, make_plan, names_of, piece_of
-from foreload.pipelines.samples.feature_file import load_features
-from foreload.pipelines.samples.piece_order import Abandoned, PieceOrder, held_out
-from foreload.pipelines.samples.pieces import Samples, write_piece
+from foreload.pipelines.samples.features import load_features
+from foreload.pipelines.samples.pieces import Abandoned, PieceOrder, Samples, held_out, write_piece
 from foreload.pipelines.schedule.format import WORK
 from foreload.pipelines.sources import Source, plan_splits
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreload.pipelines.compiler.lru import lru_arrivals, lru_depths
-from foreload.pipelines.compiler.other_slots import LaneUses, count_moves
+from foreload.pipelines.compiler.other_slots import LaneUses, count_moves, lru_arrivals, lru_depths
 
 
 def lane(steps: list[list[int]], rows: int) -> LaneUses:

@@ -23,7 +23,7 @@ from foreload.pipelines.errors import SlotsError
 from foreload.pipelines.samples.features import Feature, FeatureSpec, Label, Table
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.pipelines.schedule.replay import state_after
+from foreload.pipelines.schedule.walk import state_after
 
 EVERYTHING = 1 << 40  # accesses: more than any schedule has
 SLOTS: tuple[int | str, ...] = ("min", "all", 3, 6, 14)

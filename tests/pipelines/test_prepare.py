@@ -23,13 +23,11 @@ from foreload.pipelines import prepare
 from foreload.pipelines.beam.read import CollectPieces
 from foreload.pipelines.compiler.compile import Compilation
 from foreload.pipelines.errors import DiskError, RecordError, ScheduleError, SlotsError, SourceError
-from foreload.pipelines.planning import command_line
-from foreload.pipelines.planning.disk import estimate_rows
+from foreload.pipelines.planning import options
 from foreload.pipelines.planning.options import PrepareOptions
-from foreload.pipelines.samples.feature_file import load_features
-from foreload.pipelines.samples.features import FeatureSpec
-from foreload.pipelines.samples.piece_order import OrderedSource
-from foreload.pipelines.samples.pieces import Samples
+from foreload.pipelines.planning.work_folder import estimate_rows
+from foreload.pipelines.samples.features import FeatureSpec, load_features
+from foreload.pipelines.samples.pieces import OrderedSource, Samples
 from foreload.pipelines.schedule.at_work import Watch, at_work
 from foreload.pipelines.schedule.format import ScheduleManifest
 from foreload.pipelines.schedule.reader import Schedule
@@ -383,7 +381,7 @@ def test_more_data_continues_numbers_steps_and_encoding(tmp_path: Path) -> None:
 
 
 def test_flags_of_beam_pass_through_with_and_without_an_equals_sign() -> None:
-    own, flags = command_line.split_flags(
+    own, flags = options.split_flags(
         [
             "a.csv",
             "--runner",

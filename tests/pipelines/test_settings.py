@@ -10,8 +10,7 @@ import pytest
 
 from foreload.base.errors import SettingError
 from foreload.base.settings import integer, key_values, number, settings_of, size_bytes
-from foreload.pipelines.planning.command_line import read
-from foreload.pipelines.planning.options import LaneSize, PrepareOptions
+from foreload.pipelines.planning.options import LaneSize, PrepareOptions, read
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_values import Parity
 

@@ -34,8 +34,7 @@ from foreload.pipelines.planning.sizing import (
     stored_bytes,
 )
 from foreload.pipelines.samples.features import Feature, FeatureSpec, Label, Table
-from foreload.trainer.job.job import TrainJob
-from foreload.trainer.job.job_layouts import layouts_of
+from foreload.trainer.job.job import TrainJob, layouts_of
 from foreload.trainer.models.built_in import MODELS
 
 

@@ -19,6 +19,7 @@ import pytest
 from memory_source import read_split
 
 from foreload.pipelines.errors import SourceError
+from foreload.pipelines.samples.external_sort import order_keys
 from foreload.pipelines.samples.features import (
     Dense,
     Feature,
@@ -27,7 +28,6 @@ from foreload.pipelines.samples.features import (
     Table,
     TextFormat,
 )
-from foreload.pipelines.samples.order_keys import order_keys
 from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.sources import (
     Source,

@@ -19,7 +19,7 @@ import pytest
 from test_portable import contents, worker_environment
 
 from foreload.pipelines import prepare
-from foreload.pipelines.beam import run
+from foreload.pipelines.beam import pipeline
 from foreload.pipelines.beam.read import Encode
 from foreload.pipelines.beam.stages import GroupStage, Stage
 from foreload.pipelines.schedule.format import WORK
@@ -133,7 +133,7 @@ def planned_by_workers(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     """Whether lanes are planned by workers, as on a cluster, rather than by the command."""
     elsewhere: bool = request.param
     if elsewhere:
-        monkeypatch.setattr(run, "runs_locally", lambda flags: False)
+        monkeypatch.setattr(pipeline, "runs_locally", lambda flags: False)
     return elsewhere
 
 

@@ -13,11 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from foreload.base import job_token, token_server
+from foreload.base import job_token
 from foreload.base.errors import SettingError
-from foreload.base.job_token import WrongToken, given_token, introduce, new_token, write_token
+from foreload.base.job_token import (
+    MOST_OF_ONE,
+    TokenServer,
+    WrongToken,
+    connected,
+    given_token,
+    introduce,
+    new_token,
+    write_token,
+)
 from foreload.base.socket_messages import packed_head, receive, send
-from foreload.base.token_server import MOST_OF_ONE, TokenServer, connected
 
 TOKEN = new_token()
 
@@ -133,7 +141,7 @@ def test_slow_strangers_do_not_stay(server: TokenServer, monkeypatch: pytest.Mon
 
 
 def test_no_more_than_so_many_are_served(server: TokenServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_server, "MOST_PEERS", 1)
+    monkeypatch.setattr(job_token, "MOST_PEERS", 1)
     with connected("127.0.0.1", server.port, TOKEN, "echo", 30), pytest.raises(OSError, match=r"closed|reset"):
         asked(server)
 

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from foreload.cache.client.local import LocalStores
-from foreload.cache.client.servers import available
+from foreload.cache.client.local_server import available
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import StoreUnavailable

@@ -13,7 +13,7 @@ from small_job import arguments, summary, synthetic_schedule
 from test_early_stopping import stops_at, told
 
 from foreload.trainer.cluster.messages.faults import TrainerFault
-from foreload.trainer.job.early_stopping import StopEarly
+from foreload.trainer.job.metric_choice import StopEarly
 from foreload.trainer.run.directory import CHECKPOINTS
 
 EVERY, PATIENCE = 3, 2  # steps between evaluations, fewer than a checkpoint takes to be asked for

@@ -16,9 +16,8 @@ from small_job import summary
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.at_work import at_work
-from foreload.trainer.checkpoints.contents import MANIFEST
-from foreload.trainer.checkpoints.format import Checkpoint
-from foreload.trainer.checkpoints.writable import LOCK
+from foreload.trainer.checkpoints.contents import MANIFEST, Checkpoint
+from foreload.trainer.checkpoints.draft import LOCK
 from foreload.trainer.cluster.messages.faults import Fault, TrainerFault
 from foreload.trainer.run.directory import CHECKPOINTS
 

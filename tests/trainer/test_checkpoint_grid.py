@@ -17,7 +17,7 @@ from training import Trained, job_in_memory, train
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.checkpoints.contents import Checkpoint
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import Run
 

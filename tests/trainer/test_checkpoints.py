@@ -32,19 +32,18 @@ from foreload.pipelines.schedule.at_work import at_work
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.start import Start
 from foreload.trainer.checkpoints import row_files
-from foreload.trainer.checkpoints.contents import DENSE, MANIFEST
+from foreload.trainer.checkpoints.contents import DENSE, MANIFEST, Checkpoint
+from foreload.trainer.checkpoints.draft import LOCK
 from foreload.trainer.checkpoints.files import RowFile
-from foreload.trainer.checkpoints.format import Checkpoint
-from foreload.trainer.checkpoints.reader import dense_of
 from foreload.trainer.checkpoints.restoring import restore_rows
 from foreload.trainer.checkpoints.row_files import OpenRows
-from foreload.trainer.checkpoints.writable import LOCK
+from foreload.trainer.checkpoints.saved_checkpoint import dense_of
 from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.run.directory import CHECKPOINTS, STORES, Run
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.saved.at_rest import find_at_rest
-from foreload.trainer.saved.digest import Digest
 from foreload.trainer.saved.model_rows import model_rows
+from foreload.trainer.saved.saved_model import Digest
 
 STOPPED_AT = 40
 
@@ -349,7 +348,7 @@ def test_a_restore_that_is_interrupted_leaves_nothing(case: Case, tmp_path: Path
         os.kill(os.getpid(), signal.SIGINT)
         return OpenRows(data, file, layout)
 
-    monkeypatch.setattr("foreload.trainer.checkpoints.chain.OpenRows", interrupted)
+    monkeypatch.setattr("foreload.trainer.checkpoints.row_files.OpenRows", interrupted)
     with LocalStores(3, tmp_path / "servers") as servers:
         assert run_here(*call, ",".join(servers.urls))[0] == 130
         assert Run.open(run).status is None

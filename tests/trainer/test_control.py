@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from foreload.cache.protocol.shards.shard_status import ShardSnapshot, ShardStatus
-from foreload.trainer.cluster.coordinator.control_socket import ControlSocket
-from foreload.trainer.cluster.coordinator.request_queue import RequestQueue
+from foreload.trainer.cluster.coordinator.control_socket import ControlSocket, RequestQueue
 from foreload.trainer.cluster.messages.control import (
     Answer,
     AskRowCounts,

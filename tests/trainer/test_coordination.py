@@ -15,15 +15,13 @@ from hypothesis import strategies as st
 from simulated_checkpoints import Broken
 from small_call import small_call
 
-from foreload.trainer.checkpoints.best import Best
+from foreload.trainer.checkpoints.lineage import Best
 from foreload.trainer.cluster.coordinator import terms
-from foreload.trainer.cluster.coordinator.best_evaluation import BestEvaluation
-from foreload.trainer.cluster.coordinator.checkpoint_under_way import CheckpointUnderWay
-from foreload.trainer.cluster.coordinator.checkpointing import Checkpointing
+from foreload.trainer.cluster.coordinator.checkpointing import Checkpointing, CheckpointUnderWay
 from foreload.trainer.cluster.coordinator.membership import Membership
 from foreload.trainer.cluster.coordinator.scaling import Scaling
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall
-from foreload.trainer.cluster.coordinator.wanted_checkpoints import WantedCheckpoints
+from foreload.trainer.cluster.coordinator.wanted_checkpoints import BestEvaluation, WantedCheckpoints
 from foreload.trainer.cluster.member.trainer_checkpoints import TrainerCheckpoints
 from foreload.trainer.cluster.messages.facts import Term
 from foreload.trainer.cluster.messages.trainers import CheckpointPlan, CheckpointReport, CopiesTold, Ready, TermLeft

@@ -14,7 +14,7 @@ from training import train
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.coordinator.checkpoint_under_way import CheckpointUnderWay
+from foreload.trainer.cluster.coordinator.checkpointing import CheckpointUnderWay
 from foreload.trainer.cluster.coordinator.wanted_checkpoints import Wanted
 from foreload.trainer.cluster.messages.trainers import CheckpointReport, CopyTaken
 from foreload.trainer.compute.reports import StepReport

@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 
-from foreload.trainer.saved.digest import Digest
+from foreload.trainer.saved.saved_model import Digest
 
 PARAMETERS = {"b.weight": np.array([[1.0, 2.0, 3.0]], np.float32), "a.bias": np.array([0.5], np.float32)}
 STATE = {

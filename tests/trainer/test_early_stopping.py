@@ -20,11 +20,10 @@ from foreload.base.errors import SettingError
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.member.stopping_early import EarlyStopping
+from foreload.trainer.cluster.member.trainer_end import EarlyStopping
 from foreload.trainer.cluster.messages.faults import TrainerFault
-from foreload.trainer.job.early_stopping import StopEarly, Watched, after_evaluation
 from foreload.trainer.job.job import TrainJob
-from foreload.trainer.job.metric_choice import MetricValue
+from foreload.trainer.job.metric_choice import MetricValue, StopEarly, Watched, after_evaluation
 from foreload.trainer.step.program import Trainer
 
 HIGHER = {"auc"}

@@ -16,7 +16,7 @@ from foreload.base.codec import to_stored
 from foreload.base.errors import SettingError
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
-from foreload.pipelines.planning.evaluation_sets import evaluation_sets
+from foreload.pipelines.planning.plan import evaluation_sets
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.reports import EvaluationReport
 from foreload.trainer.job.metric_choice import check_metric, metric_of

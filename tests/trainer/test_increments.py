@@ -22,14 +22,12 @@ from foreload.pipelines.schedule.at_work import at_work
 from foreload.pipelines.schedule.format import MANIFEST as SCHEDULE
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.checkpoints import row_files
-from foreload.trainer.checkpoints.chain import newest_rows
 from foreload.trainer.checkpoints.changed_rows import changed_rows, increment_sizes
-from foreload.trainer.checkpoints.contents import DENSE, MANIFEST, Contents
-from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.checkpoints.contents import DENSE, MANIFEST, Checkpoint, Contents
+from foreload.trainer.checkpoints.draft import LOCK
 from foreload.trainer.checkpoints.lineage import Increment
-from foreload.trainer.checkpoints.reader import digest_of
-from foreload.trainer.checkpoints.row_files import CheckpointRows, write_file, write_rows
-from foreload.trainer.checkpoints.writable import LOCK
+from foreload.trainer.checkpoints.row_files import CheckpointRows, newest_rows, write_file, write_rows
+from foreload.trainer.checkpoints.saved_checkpoint import digest_of
 from foreload.trainer.checkpoints.writer import save
 from foreload.trainer.run.directory import Run
 from foreload.trainer.saved.stopped_run import open_stopped

@@ -16,8 +16,7 @@ from foreload.pipelines.samples.features import (
     Table,
 )
 from foreload.trainer.compute.layouts import MEAN, SINGLE, BlockLayout, UpdateRules, model_spec
-from foreload.trainer.compute.row_layouts import layouts
-from foreload.trainer.compute.row_optimizers import RowOptimizer
+from foreload.trainer.compute.row_optimizers import RowOptimizer, layouts
 from foreload.trainer.models.dlrm import DLRM
 from foreload.trainer.models.spec import further_columns
 from foreload.trainer.models.wide_deep import WideDeep

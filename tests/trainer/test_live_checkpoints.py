@@ -217,7 +217,7 @@ def test_who_asks_for_one_is_told_of_it_though_the_launcher_does_not_say_that_it
     process = standing(begun, run, 1)
     # It stands when the launcher has answered that the checkpoint is begun.
     asked = launched(
-        "checkpoint", "save", run, "--to", to, faults=[CallFault("foreload.trainer.commands.live_checkpoint:AskCheckpointed")]
+        "checkpoint", "save", run, "--to", to, faults=[CallFault("foreload.trainer.commands.save_checkpoint:AskCheckpointed")]
     )
     asked.stand()
     process.resume()

@@ -12,7 +12,7 @@ from training import Death, Trained, train
 
 from foreload.cache.client import frames, resp
 from foreload.cache.client.local import LocalStores
-from foreload.cache.protocol.handover.warm_up import warm_up_takeover
+from foreload.cache.protocol.handover.takeover import warm_up_takeover
 from foreload.cache.protocol.ownership import batch_log
 from foreload.cache.rows import row_bytes
 from foreload.pipelines.schedule.reader import Schedule

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from foreload.trainer.compute.metrics import CALIBRATION_BINS, EvaluationSamples, auc, calibration, grouped_auc
 from foreload.trainer.compute.reports import LabelMetrics
+from foreload.trainer.compute.training_loss import CALIBRATION_BINS, EvaluationSamples, auc, calibration, grouped_auc
 
 
 def measured(logits: np.ndarray, labels: np.ndarray, pieces: int = 1, groups: np.ndarray | None = None) -> LabelMetrics:

@@ -16,7 +16,7 @@ from foreload.trainer.errors import ModelError
 from foreload.trainer.models.building import build_model, load_model
 from foreload.trainer.models.built_in import MODELS
 from foreload.trainer.models.checking import check_uses
-from foreload.trainer.models.mixing import check_apart, mixes_samples
+from foreload.trainer.models.diagnosis import check_apart, mixes_samples
 from foreload.trainer.models.spec import Embeddings, ModelSpec
 
 HERE = Path(__file__).parent

@@ -17,7 +17,7 @@ from command_line import done, refused, run_here
 
 import foreload
 from foreload.trainer.errors import ModelError, RunError
-from foreload.trainer.models.own_files import own_files
+from foreload.trainer.models.own_code import own_files
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import read_events
 

@@ -12,7 +12,7 @@ from command_line import Command, done, refused
 
 from foreload.trainer.cluster.ending import ended_how
 from foreload.trainer.errors import ModelError
-from foreload.trainer.run.own_exit import exits_reported
+from foreload.trainer.run.model_code import exits_reported
 
 MODEL = """
 import ctypes, os, sys

@@ -15,7 +15,7 @@ from foreload.trainer.compute.own_loss import check_loss, load_loss
 from foreload.trainer.compute.training_loss import OwnLoss
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.building import build_model, load_model
-from foreload.trainer.models.hidden_state import checksum, first_change, hidden_state
+from foreload.trainer.models.diagnosis import checksum, first_change, hidden_state
 from foreload.trainer.models.layers import takes_step
 from foreload.trainer.models.spec import Embeddings, ModelSpec
 

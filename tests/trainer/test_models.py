@@ -18,7 +18,7 @@ from foreload.trainer.errors import ModelError
 from foreload.trainer.models.building import build_model, load_model
 from foreload.trainer.models.built_in import MODELS, further_columns_of
 from foreload.trainer.models.checking import ignored_inputs
-from foreload.trainer.models.pairwise import (
+from foreload.trainer.models.dlrm import (
     SMALL,
     PairwiseDots,
     TorchPairwiseDots,

@@ -15,8 +15,7 @@ from object_store import BUCKET, KEYS, Done, ObjectStore
 from small_job import summary, synthetic_schedule
 
 from foreload.cache.client.local import LocalStores
-from foreload.trainer.checkpoints.contents import MANIFEST
-from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.checkpoints.contents import MANIFEST, Checkpoint
 from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
 from foreload.trainer.run.directory import STORES

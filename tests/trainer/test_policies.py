@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint_policies import bases, kept, planned_to_keep_least, written
-from foreload.trainer.checkpoints.policies import (
+from foreload.trainer.checkpoints.files import (
     baseline_is_due,
     baseline_is_planned,
     bits_for,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from foreload.trainer.checkpoints.policies import WIDTHS
+from foreload.trainer.checkpoints.files import WIDTHS
 from foreload.trainer.checkpoints.quantisation import BINS, MOST_CUT, decode, encode, packed_bytes
 
 SEARCHED = [bits for bits in WIDTHS if bits <= 4]

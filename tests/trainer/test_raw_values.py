@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreload.base.hashing import hash_strings
-from foreload.cache.rows.initial import initial_weights
+from foreload.cache.rows.row_bytes import initial_weights
 from foreload.pipelines.errors import SourceError
 from foreload.pipelines.samples.convert import convert
 from foreload.pipelines.samples.dense import Scale
 from foreload.pipelines.samples.encode import Encoder
-from foreload.pipelines.samples.feature_file import parse
+from foreload.pipelines.samples.features import parse
 from foreload.pipelines.samples.vocabulary import Vocabulary, text_buffers
 from foreload.trainer.serving import raw_values
 from foreload.trainer.serving.torch_folder import encoding_of

@@ -14,7 +14,7 @@ from test_changed_terms import until_done
 from test_membership import Coordinator
 
 from foreload.trainer.cluster.coordinator.membership import Membership
-from foreload.trainer.cluster.coordinator.rebalancing import GAIN, WINDOW, WINDOWS, Rebalancing, better_hosts
+from foreload.trainer.cluster.coordinator.scaling import GAIN, WINDOW, WINDOWS, Rebalancing, better_hosts
 from foreload.trainer.cluster.coordinator.terms import Change, first_term
 from foreload.trainer.compute.reports import StepReport
 from foreload.trainer.run.event_log import read_events

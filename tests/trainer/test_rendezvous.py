@@ -14,9 +14,16 @@ import torch.distributed as dist
 from small_job import step_report
 
 from foreload.trainer.cluster.coordinator.terms import first_term
-from foreload.trainer.cluster.messages.events import EventReceiver, EventSender
 from foreload.trainer.cluster.messages.facts import DenseAtEnd, RunSaved, StopAfter, StopWanted, Term, contiguous_lanes
-from foreload.trainer.cluster.messages.rendezvous import PART_BYTES, Rendezvous, StopAgreement, host_store, join_store
+from foreload.trainer.cluster.messages.rendezvous import (
+    PART_BYTES,
+    EventReceiver,
+    EventSender,
+    Rendezvous,
+    StopAgreement,
+    host_store,
+    join_store,
+)
 from foreload.trainer.cluster.messages.trainers import Ended, RequestReport, StepEnded
 from foreload.trainer.errors import MessageError, PeerLost
 from foreload.trainer.step.transport import LocalHub, Transport

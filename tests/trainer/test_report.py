@@ -23,7 +23,7 @@ from foreload.trainer.pages.run_page import run_page
 from foreload.trainer.pages.run_story import story_of
 from foreload.trainer.pages.step_figures import MOST_POINTS, read_steps
 from foreload.trainer.run.directory import METRICS, REPORT, STATUS, SUMMARY, Run
-from foreload.trainer.run.reported import reported_step
+from foreload.trainer.run.report import reported_step
 
 _EMPTY = {"meta"}  # elements without an end
 

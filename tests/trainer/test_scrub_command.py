@@ -22,7 +22,7 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.control import AskScrub, AskScrubbed, Refused, ScrubBegun, ScrubProgress, ask
 from foreload.trainer.command_line.stores import DAMAGED
 from foreload.trainer.run.directory import SCRUB, STORES
-from foreload.trainer.saved.expected_rows import write_expected_rows
+from foreload.trainer.saved.model_rows import write_expected_rows
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from foreload.base.files import write_sealed
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.pipelines.schedule.at_work import at_work
-from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.checkpoints.contents import Checkpoint
 from foreload.trainer.errors import ExportError
 from foreload.trainer.run.directory import CHECKPOINTS
 from foreload.trainer.serving import folder, redis_keys, standalone

@@ -9,7 +9,7 @@ from delay_proxy import delayed
 
 from foreload.cache.client.load import ShardLoad, slower, together
 from foreload.cache.client.store import Store, Write
-from foreload.cache.rows.fields import fields
+from foreload.cache.rows.row_bytes import fields
 from foreload.trainer.run import shard_loads
 
 EXCHANGES = 60

@@ -15,7 +15,7 @@ import pytest
 from foreload.cache.parity.placement import Placement
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.servers import store_setting
-from foreload.trainer.run.shard_program import ShardProgram, Step
+from foreload.trainer.run.shard_change import ShardProgram, Step
 
 BEGIN: tuple[str, ...] = ("redis://a:1", "redis://b:1", "redis://c:1")
 

@@ -11,7 +11,7 @@ from small_call import small_call
 
 from foreload.cache.protocol.shards.shard_status import ShardSnapshot, ShardStatus
 from foreload.trainer.cluster.coordinator.control_socket import ControlSocket
-from foreload.trainer.cluster.coordinator.lane_replicas import LaneReplicas
+from foreload.trainer.cluster.coordinator.membership import LaneReplicas
 from foreload.trainer.cluster.messages.control import CopyStatus, RunStatus
 from foreload.trainer.cluster.messages.facts import Term
 from foreload.trainer.cluster.messages.trainers import CopiesTold, SeededCopy

@@ -16,8 +16,7 @@ from foreload.pipelines.errors import SlotsError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.facts import contiguous_lanes
 from foreload.trainer.resources.features import lane_map, step_counts, with_slots
-from foreload.trainer.resources.least_squares import non_negative_fit
-from foreload.trainer.resources.step_model import Load, Observation, Setup, StepModel, loads_of
+from foreload.trainer.resources.step_model import Load, Observation, Setup, StepModel, loads_of, non_negative_fit
 
 
 def test_counts_are_those_that_the_schedule_states(clicks: Clicks) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foreload.cache.protocol.rounds.background import SHARE
-from foreload.trainer.cluster.member.step_pace import LEAST_SHARE, StepPace
+from foreload.trainer.cluster.member.trainer_checkpoints import LEAST_SHARE, StepPace
 
 
 class Steps:

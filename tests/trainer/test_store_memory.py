@@ -13,16 +13,16 @@ from small_job import arguments, synthetic_schedule, train_undisturbed
 from small_job import summary as summary_of
 
 from foreload.cache.client.local import LocalStores
-from foreload.cache.client.servers import available
+from foreload.cache.client.local_server import available
 from foreload.cache.client.store import Store, Write
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.shards.fence import fence_all
 from foreload.cache.protocol.shards.namespace import lane_key
-from foreload.cache.rows.fields import fields
 from foreload.cache.rows.layout import RowLayout
+from foreload.cache.rows.row_bytes import fields
 from foreload.pipelines.schedule.kept import ordinals_after
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.pipelines.schedule.replay import state_after
+from foreload.pipelines.schedule.walk import state_after
 from foreload.trainer.cluster.coordinator.store_watch import StoreWatch
 from foreload.trainer.command_line.training import FULL
 from foreload.trainer.job.job import TrainJob

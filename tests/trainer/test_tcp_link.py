@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from trainer_links import MIB, PATIENCE, deadline, take
 
-from foreload.base.job_token import new_token
-from foreload.base.token_server import connected
+from foreload.base.job_token import connected, new_token
 from foreload.trainer.step.link import LinkClosed
 from foreload.trainer.step.tcp_link import TcpLink
 from foreload.trainer.step.transport import LinkedTransport

@@ -28,14 +28,12 @@ from torch import Tensor
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.samples.convert import convert
 from foreload.pipelines.samples.encode import Encoder
-from foreload.pipelines.samples.feature_file import parse
-from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.features import FeatureSpec, parse
 from foreload.trainer.commands import export_torch
 from foreload.trainer.commands.predict import _local, _rows
 from foreload.trainer.compute.layouts import BlockLayout, model_spec
 from foreload.trainer.errors import ExportError
-from foreload.trainer.job.job import TrainJob
-from foreload.trainer.job.job_layouts import layouts_of
+from foreload.trainer.job.job import TrainJob, layouts_of
 from foreload.trainer.models.building import build_model, load_model
 from foreload.trainer.saved.model_rows import ModelRows
 from foreload.trainer.saved.saved_model import initial_rows

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from foreload.trainer.compute.reports import COLUMNS
+from foreload.trainer.resources.job_memory import BASE_BYTES, LaneLoad, TrainerMemory
 from foreload.trainer.resources.step_model import Setup, setup_of
-from foreload.trainer.resources.trainer_memory import BASE_BYTES, LaneLoad, TrainerMemory
 from foreload.trainer.run.history import Profile, of_steps
 
 MEMORY = TrainerMemory(columns=33, evaluation_slots=100, batch_size=256, mapped_bytes=1 << 20)

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from foreload.base.errors import SettingError
 from foreload.trainer.errors import PeerLost
-from foreload.trainer.step.nccl import NcclTransport
-from foreload.trainer.step.staged import StagedTransport, share_devices
+from foreload.trainer.step.cuda_transport import NcclTransport, StagedTransport, share_devices
 from foreload.trainer.step.transport import LinkedTransport, LocalHub, Transport, peers_lost
 
 TIMEOUT = timedelta(seconds=20)

@@ -14,8 +14,7 @@ from command_line import ROOT, Command, free_port
 from held import HeldRun, Hold
 from small_job import arguments, check_end, summary, synthetic_schedule, train_undisturbed
 
-from foreload.base.job_token import new_token
-from foreload.base.token_server import connected
+from foreload.base.job_token import connected, new_token
 from foreload.cache.errors import CopyLost
 from foreload.trainer.cluster.coordinator.failures import Failures, guests_to_blame
 from foreload.trainer.cluster.messages.host_messages import PURPOSE, AskJoin, program_version, tell_host

@@ -1,4 +1,4 @@
-"""Putting a trainer together: the parts that outlive terms, the lanes that it opens, and the term that it joins.
+"""Put a trainer together: the loss, the parts that outlive terms, the lanes that it opens, and the term that it joins.
 
 `foreload.trainer.step.program.Trainer` runs what comes of it.
 """
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from foreload.base.errors import SettingError
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.ownership.batch_log import BatchLog
@@ -21,35 +22,46 @@ from foreload.cache.protocol.ownership.ownership import (
     take_over,
 )
 from foreload.cache.protocol.rounds.lanes import LanePlan
-from foreload.cache.protocol.shards.patience import PATIENCE, Patience
 from foreload.cache.protocol.shards.reading import Expected, StoredRows, read_rows
-from foreload.cache.protocol.shards.shard_status import ShardNews
+from foreload.cache.protocol.shards.shard_status import PATIENCE, Patience, ShardNews
 from foreload.cache.rows.layout import RowLayout
 from foreload.cache.rows.partition import Partition
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.planning.sizing import staging_rows
+from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.schedule.format import Arrivals, Event
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.pipelines.schedule.replay import Position, state_after
+from foreload.pipelines.schedule.walk import Position, state_after
 from foreload.trainer.assembly.start import Start, written_stripes
 from foreload.trainer.compute.choose_kernels import kernels_for
 from foreload.trainer.compute.dense_optimizers import build_dense_optimizer
 from foreload.trainer.compute.layouts import BlockLayout, UpdateRules, model_spec
+from foreload.trainer.compute.own_loss import checked_loss
 from foreload.trainer.compute.rates import Rates
 from foreload.trainer.compute.training_loss import TrainingLoss
-from foreload.trainer.job.job import TrainJob
-from foreload.trainer.job.job_layouts import layouts_of
-from foreload.trainer.job.job_loss import training_loss
+from foreload.trainer.job.job import TrainJob, layouts_of
 from foreload.trainer.models.building import build_model, load_model
 from foreload.trainer.models.layers import takes_step
 from foreload.trainer.step.commits import Commits
-from foreload.trainer.step.hosted_lanes import HostedLanes
-from foreload.trainer.step.parts import TrainerParts
+from foreload.trainer.step.hosted_lanes import HostedLanes, LaneReplica
 from foreload.trainer.step.program import Trainer
-from foreload.trainer.step.replicas import LaneReplica
-from foreload.trainer.step.term_session import TermSession
+from foreload.trainer.step.term_session import TermSession, TrainerParts
 from foreload.trainer.step.transport import Transport
+
+
+def training_loss(job: TrainJob, features: FeatureSpec) -> TrainingLoss:
+    """Tried, where it is the user's own. Raises SettingError for weights of labels that are not there, and ModelError."""
+    names, weights = [label.name for label in features.labels], job.label_weights
+    if unknown := sorted(set(weights) - set(names)):
+        raise SettingError(f"--label-weights: must name labels of the schedule, {', '.join(names)}; got {unknown[0]}")
+    if weights and len(names) == 1:
+        raise SettingError(f"--label-weights: is for several labels, and the schedule has one, {names[0]}; leave it out")
+    kinds = tuple(label.kind for label in features.labels)
+    if job.loss is None:
+        return TrainingLoss(kinds, tuple(weights.get(name, 1.0) for name in names))
+    own = checked_loss(job.loss, job.model_folder, model_spec(features, job.dim))
+    return TrainingLoss(kinds, (1.0,) * len(names), own)
 
 
 @dataclass(frozen=True, slots=True)

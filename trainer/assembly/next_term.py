@@ -1,21 +1,28 @@
-"""Going on in a further term: a trainer that stands at the last committed step takes lanes over from its copies."""
+"""Go on in a further term: as a trainer that stands at the last committed step, or as one that joins and gets the others' state."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from foreload.base.codec import of_json, to_stored
 from foreload.cache.protocol.handover.takeover import CopiedLane, take_over_lost
 from foreload.pipelines.schedule.format import Event, Occupants
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import StoreAccess, arrivals_from, events_from, free_partitions
+from foreload.trainer.assembly.dense_file import dense_bytes, load_dense_bytes
+from foreload.trainer.compute.reports import Totals
+from foreload.trainer.job.metric_choice import Watched
 from foreload.trainer.step.commits import Commits
-from foreload.trainer.step.hosted_lanes import HostedLanes
-from foreload.trainer.step.parts import TrainerParts
+from foreload.trainer.step.exchange import STATE
+from foreload.trainer.step.hosted_lanes import HostedLanes, LaneReplica
 from foreload.trainer.step.program import Trainer
-from foreload.trainer.step.replicas import LaneReplica
-from foreload.trainer.step.term_session import TermSession
+from foreload.trainer.step.term_session import TermSession, TrainerParts
+from foreload.trainer.step.transport import Transport
 
 
 def place_after(schedule: Schedule, step: int) -> tuple[int, int]:
@@ -133,3 +140,35 @@ def continue_term(
         Commits(parts, hosted, session, held, step, seeded, seeds_first=False, stopping=stopping) if session.has_copies else None
     )
     return Trainer(parts, hosted, session, step, commits), events_from(schedule, segment, index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """What was counted so far."""
+
+    totals: Totals
+    watched: Watched | None
+
+
+def send_state(
+    transport: Transport, ranks: Sequence[int], parts: TrainerParts, step: int, totals: Totals, watched: Watched | None = None
+) -> None:
+    """Send trainers of the term the dense part as it is after `step`, totals, and what evaluations have been. Raises PeerLost."""
+    head, data = json.dumps(to_stored(_Counted(totals, watched))).encode(), dense_bytes(parts.module, parts.optimizer, step)
+    sizes = torch.tensor([len(head), len(data)], dtype=torch.int64, device=transport.device)
+    message = torch.frombuffer(bytearray(head + data), dtype=torch.uint8).to(transport.device)
+    transport.post(dict.fromkeys(ranks, sizes), {}, STATE).wait()
+    transport.post(dict.fromkeys(ranks, message), {}, STATE).wait()
+
+
+def receive_state(transport: Transport, rank: int, parts: TrainerParts) -> tuple[Totals, Watched | None]:
+    """The other side of `send_state`; puts the dense part in its place. Raises PeerLost, after which nothing has changed."""
+    sizes = torch.zeros(2, dtype=torch.int64, device=transport.device)
+    transport.post({}, {rank: sizes}, STATE).wait()
+    head, data = sizes.tolist()
+    message = torch.empty(head + data, dtype=torch.uint8, device=transport.device)
+    transport.post({}, {rank: message}, STATE).wait()
+    received = message.cpu().numpy().tobytes()
+    load_dense_bytes(received[head:], parts.module, parts.optimizer)
+    counted = of_json(json.loads(received[:head]), _Counted)
+    return counted.totals, counted.watched

@@ -9,9 +9,8 @@ import numpy as np
 
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.pipelines.schedule.replay import LaneState, state_after
-from foreload.pipelines.schedule.walk import LaneMoves, walk
-from foreload.trainer.checkpoints.policies import baseline_is_planned
+from foreload.pipelines.schedule.walk import LaneMoves, LaneState, state_after, walk
+from foreload.trainer.checkpoints.files import baseline_is_planned
 
 
 class _LaneChanges:

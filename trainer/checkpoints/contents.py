@@ -1,26 +1,30 @@
-"""What the manifest of a checkpoint says (docs/checkpoints.md, The format). Knows no torch."""
+"""A checkpoint on disk (docs/checkpoints.md, The format): its manifest, and what can be asked of it.
+
+Knows no torch, since `train` reads its settings from a checkpoint before it imports torch.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from foreload.base.codec import MOST, Amount, Count, JsonForm, Name, Step, between, of_json, to_stored
-from foreload.base.files import sealed
+from foreload.base.codec import MOST, Amount, Count, FormError, JsonForm, Name, Step, between, of_json, to_stored
+from foreload.base.files import sealed, unsealed, within
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.samples.features import FeatureSpec, StoredFeatures
-from foreload.trainer.checkpoints.files import FileEntry, RowFile
-from foreload.trainer.checkpoints.policies import EXACT_BITS
-from foreload.trainer.errors import CheckpointError
+from foreload.trainer.checkpoints.files import EXACT_BITS, FileEntry, RowFile
+from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
+from foreload.trainer.run.directory import CODE
 from foreload.trainer.run.manifest import Inexact, Manifest
-from foreload.trainer.storage import AnyFolder, write_whole
-
-if TYPE_CHECKING:
-    from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.storage import AnyFolder, ObjectPath, chunks, holds, place, write_whole
 
 FORMAT: Literal[1] = 1
 MANIFEST, DENSE = "checkpoint.json", "dense.safetensors"
@@ -144,3 +148,234 @@ class Contents:
             sizes=() if base is None else (*sizes, size),
             inexact=inexact,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that is whole as far as its manifest shows: its folder, what that says, its SHA-256; base: that of which it is an increment."""
+
+    place: AnyFolder
+    contents: Contents
+    sha256: str
+    base: Checkpoint | None
+
+    @classmethod
+    def open(cls, path: AnyFolder | str, known: Mapping[str, Checkpoint] | None = None) -> Checkpoint:
+        """The checkpoint in a folder, with those that it needs.
+
+        known: some that were opened a moment ago, by the SHA-256 of their manifests, which are not read again. Raises CheckpointError.
+        """
+        folder, opened = place(path), None
+        read = [(folder, *_contents(folder))]
+        while (base := read[-1][1].base) is not None:
+            # Beside this one, whatever name that was given by.
+            folder = read[-1][0].resolve().parent / base.name
+            opened = (known or {}).get(base.sha256)
+            if opened is not None and opened.place.resolve() == folder:
+                break
+            opened = None
+            needed = f"checkpoint {read[-1][0]}: needs {folder}, of which it is an increment"
+            if not (folder / MANIFEST).is_file():
+                raise CheckpointError(f"{needed}, and which is not there; put it back, or use another checkpoint")
+            contents, sha256 = _contents(folder)
+            if sha256 != base.sha256:
+                raise CheckpointError(
+                    f"{needed}, and which is another one now; put the right one there, or use another checkpoint"
+                )
+            if contents.tables != read[-1][1].tables or contents.run.lanes != read[-1][1].run.lanes:
+                raise CheckpointError(f"{needed}, and which has other tables or lanes; use another checkpoint")
+            read.append((folder, contents, sha256))
+        checkpoint = opened
+        for one in reversed(read):
+            checkpoint = cls(*one, checkpoint)
+        assert checkpoint is not None
+        return checkpoint
+
+    @property
+    def path(self) -> Path:
+        """Its folder, of one that is local."""
+        assert isinstance(self.place, Path), self.place
+        return self.place
+
+    @property
+    def chain(self) -> tuple[Checkpoint, ...]:
+        """This one, its base, and so on to the one that has all rows."""
+        chain = [self]
+        while (base := chain[-1].base) is not None:
+            chain.append(base)
+        return tuple(chain)
+
+    @property
+    def files(self) -> tuple[FileEntry, ...]:
+        """Every file of its own but the manifest."""
+        return self.contents.files
+
+    def at(self, file: FileEntry) -> AnyFolder:
+        """Where a file of its own is. Raises CheckpointError if that is a link out of its folder."""
+        if isinstance(self.place, ObjectPath):
+            return self.place / file.name
+        try:
+            return within(self.place, file.name)
+        except FormError as error:
+            raise damaged(self.place, MANIFEST, str(error)) from error
+
+    @property
+    def bits(self) -> int:
+        """The fewest bits that a weight has, in it or in what it needs."""
+        return min([file.bits for one in self.chain for file in one.contents.rows], default=EXACT_BITS)
+
+    @property
+    def row_count(self) -> int:
+        """How many rows the model has, of all tables."""
+        return self.contents.row_count
+
+    @property
+    def rows_here(self) -> int:
+        """How many rows are in its own files."""
+        return sum(file.rows for file in self.contents.rows)
+
+    @property
+    def own_bytes(self) -> int:
+        """How much its own files take, but for the manifest."""
+        return sum(file.bytes for file in self.files)
+
+    @property
+    def total_bytes(self) -> int:
+        """How much it takes together with what it needs."""
+        return sum(one.own_bytes for one in self.chain)
+
+    def verify(self, on_bytes: Callable[[int], object] = lambda count: None) -> None:
+        """Read every file, also of what it needs, and compare its size and checksum with the manifest's. on_bytes: called with how many more were
+        read, of `total_bytes`.
+
+        Raises CheckpointError that names the damaged files.
+        """
+        wrong = [(one, file.name, why) for one in self.chain for file in one.files if (why := one._why_damaged(file, on_bytes))]
+        if wrong:
+            first, name, why = wrong[0]
+            more = ", ".join(name if one is first else f"{one.place.name}/{name}" for one, name, _ in wrong[1:6])
+            raise damaged(first.place, name, f"{why}, and {len(wrong) - 1} more: {more}" if more else why)
+
+    def _why_damaged(self, file: FileEntry, on_bytes: Callable[[int], object]) -> str:
+        """What is wrong with a file; "" where it is as it was written."""
+        checksum, size = hashlib.sha256(), 0
+        try:
+            for chunk in chunks(self.at(file)):
+                checksum.update(chunk)
+                size += len(chunk)
+                on_bytes(len(chunk))
+        except OSError as error:
+            return error.strerror or str(error)
+        if size != file.bytes:
+            return f"has {size} bytes instead of {file.bytes}"
+        return "" if checksum.hexdigest() == file.sha256 else "its checksum is not the manifest's"
+
+    @property
+    def files_there(self) -> bool:
+        """Whether every file that it needs is there, with its size; nothing is read."""
+        return all(holds(one.place, {file.name: file.bytes for file in one.files}) for one in self.chain)
+
+    def read(self, file: FileEntry) -> bytes:
+        """The contents of a file of its own, compared with the manifest. Raises CheckpointError."""
+        try:
+            data = self.at(file).read_bytes()
+        except OSError as error:
+            raise damaged(self.place, file.name, error.strerror or str(error)) from error
+        if hashlib.sha256(data).hexdigest() != file.sha256:
+            raise damaged(self.place, file.name, "its checksum is not the manifest's")
+        return data
+
+    @property
+    def code_copy(self) -> str:
+        """Where a copy of the model's code is, for messages: in files of its own, or, in an object store, in the manifest."""
+        return str(self.place / (CODE if self.is_local else MANIFEST))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its files are in a local folder, so that they need not be fetched to be read."""
+        return isinstance(self.place, Path)
+
+    @contextlib.contextmanager
+    def local_dense(self) -> Iterator[Path]:
+        """The file of its dense part, while the context lasts; of a checkpoint in an object store, a copy that was compared with the manifest.
+
+        Raises CheckpointError.
+        """
+        if isinstance(self.place, Path):
+            yield Path(str(self.at(self.contents.dense)))
+            return
+        with tempfile.NamedTemporaryFile(prefix="foreload-") as copy:
+            copy.write(self.read(self.contents.dense))
+            copy.flush()
+            yield Path(copy.name)
+
+    @property
+    def is_mappable(self) -> bool:
+        """Whether its files can be mapped: they are local, and it has all rows, none of them rounded."""
+        return (
+            self.is_local
+            and all(file.name.endswith(".arrow") for one in self.chain for file in one.contents.rows)
+            and self.base is None
+        )
+
+
+def _manifest(path: AnyFolder) -> tuple[dict[str, Any], str]:
+    """What a checkpoint's manifest says, and its SHA-256. Raises CheckpointError."""
+    try:
+        stored, sha256 = unsealed((path / MANIFEST).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(
+            f"checkpoint {path}: has no {MANIFEST}, so it is none, or was never finished; give a folder that `foreload checkpoint save` wrote"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path}: cannot read {MANIFEST}: {error.strerror}; make it readable") from error
+    except ValueError as error:
+        raise damaged(path, MANIFEST, str(error)) from error
+    if stored.get("format") != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {path}: its format must be {FORMAT}; got {stored.get('format')!r:.100}; use the foreload that wrote it"
+        )
+    return stored, sha256
+
+
+def _contents(path: AnyFolder) -> tuple[Contents, str]:
+    stored, sha256 = _manifest(path)
+    try:
+        return of_json(stored, Contents), sha256
+    except FormError as error:
+        raise damaged(path, MANIFEST, str(error)) from error
+
+
+def bases_in(folder: AnyFolder) -> dict[str, str | None]:
+    """Name -> name of the base, of the checkpoints in a folder, by step; those whose manifests cannot be read are left out. Raises OSError."""
+    bases: dict[str, str | None] = {}
+    for path in checkpoints_in(folder):
+        try:
+            base = _manifest(path)[0]["base"]
+            bases[path.name] = None if base is None else str(base["name"])
+        except CheckpointUnreachable:
+            raise
+        except (CheckpointError, KeyError, TypeError):
+            continue
+    return bases
+
+
+def run_of(path: AnyFolder) -> str | None:
+    """The id of the run that a checkpoint is of; None where its manifest is damaged. Raises CheckpointUnreachable."""
+    try:
+        return _contents(path)[0].run.run_id
+    except CheckpointUnreachable:
+        raise
+    except CheckpointError:
+        return None
+
+
+def checkpoints_in(folder: AnyFolder) -> Iterator[AnyFolder]:
+    """The folders in a folder that have a checkpoint's manifest, by the number of the step, then by name. Raises OSError."""
+    paths = [path for path in folder.iterdir() if not path.name.startswith(".") and (path / MANIFEST).is_file()]
+    yield from sorted(paths, key=lambda path: (len(path.name), path.name))
+
+
+def damaged(path: AnyFolder, name: str, why: str) -> CheckpointError:
+    """The error for a damaged file of a checkpoint. path: of the checkpoint; name: of the file."""
+    return CheckpointError(f"checkpoint {path}: {name} is damaged: {why}; use another checkpoint, or a copy of this one")

@@ -1,4 +1,4 @@
-"""The checkpoints of a run in a folder: of which one the next is an increment, which ones go, and that none goes that others need."""
+"""The checkpoints of a run in a folder: which one the next increment builds on, which ones may be deleted, and which had the best evaluation."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from foreload.trainer.checkpoints.contents import MANIFEST
-from foreload.trainer.checkpoints.format import Checkpoint, bases_in, checkpoints_in, run_of
-from foreload.trainer.checkpoints.policies import LEAST_BITS, baseline_is_due, bits_for_job, deletable, dependents
-from foreload.trainer.checkpoints.writable import holding, removed
+from foreload.base.codec import Count, FormError, finite, of_json, parse_json, to_stored
+from foreload.base.files import canonical
+from foreload.trainer.checkpoints.contents import MANIFEST, Checkpoint, bases_in, checkpoints_in, run_of
+from foreload.trainer.checkpoints.draft import folder_of, holding, removed
+from foreload.trainer.checkpoints.files import LEAST_BITS, baseline_is_due, bits_for_job, deletable, dependents
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
 from foreload.trainer.job.job_values import Policy
 from foreload.trainer.run.manifest import Manifest
-from foreload.trainer.storage import AnyFolder, place
+from foreload.trainer.storage import AnyFolder, place, write_whole
 
 if TYPE_CHECKING:
     from foreload.trainer.checkpoints.changed_rows import Plan
@@ -227,3 +228,55 @@ def check_there(path: AnyFolder) -> None:
     """Raise CheckpointError where a folder is no checkpoint; a damaged one is one."""
     if not (path / MANIFEST).is_file():
         Checkpoint.open(path)  # says that it is none
+
+
+BEST = "best.json"  # in the folder of checkpoints
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best evaluation of a run so far: metric and value, after a training step. run: the run's id."""
+
+    run: str
+    metric: str
+    value: Annotated[float, finite]
+    step: Count
+
+    def write(self, folder: AnyFolder) -> None:
+        """Note it in a folder of checkpoints, where there is one of its step, durably. Raises OSError and CheckpointUnreachable."""
+        write_whole(folder / BEST, canonical(to_stored(self)))
+
+
+def best_in(folder: AnyFolder, run_id: str | None = None) -> Best | None:
+    """Return what is noted in a folder of checkpoints, of a run if one is named.
+
+    Returns None if nothing is, if what it names is not there, or if the file is damaged: the next best evaluation then replaces it.
+    """
+    try:
+        best = _read(folder)
+    except (OSError, FormError):
+        return None
+    return best if run_id in (None, best.run) and (folder / folder_of(best.step) / MANIFEST).is_file() else None
+
+
+def _read(folder: AnyFolder) -> Best:
+    """Raises OSError and FormError."""
+    return of_json(parse_json((folder / BEST).read_bytes()), Best)
+
+
+def best_checkpoint(folder: AnyFolder) -> AnyFolder:
+    """The folder of the best checkpoint in a folder of checkpoints. Raises CheckpointError where none is noted, or the note is damaged."""
+    try:
+        _read(folder)
+    except OSError:
+        pass
+    except FormError as error:
+        raise CheckpointError(
+            f"--best: {folder / BEST} is damaged: {error}; name a checkpoint, or delete the file: training with --keep-best writes it anew"
+        ) from error
+    best = best_in(folder)
+    if best is None:
+        raise CheckpointError(
+            f"--best: no best checkpoint is noted in {folder}; train with --keep-best METRIC, on a schedule with evaluation"
+        )
+    return folder / folder_of(best.step)

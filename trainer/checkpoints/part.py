@@ -14,8 +14,7 @@ from foreload.base.errors import ForeloadError
 from foreload.cache.protocol.rounds import snapshot
 from foreload.cache.protocol.rounds.snapshot import Snapshot, TakenRows
 from foreload.cache.rows.layout import RowLayout
-from foreload.trainer.checkpoints.files import PartFiles
-from foreload.trainer.checkpoints.policies import EXACT_BITS
+from foreload.trainer.checkpoints.files import EXACT_BITS, PartFiles
 from foreload.trainer.checkpoints.quantisation import encode
 from foreload.trainer.checkpoints.row_files import CheckpointRows, RowSink, write_file
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreload.base.compiled import nb
-from foreload.trainer.checkpoints.policies import WIDTHS
+from foreload.trainer.checkpoints.files import WIDTHS
 
 """Bits a weight can have, besides the 32 that are exact."""
 

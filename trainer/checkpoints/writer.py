@@ -10,15 +10,13 @@ from foreload.cache.repair.scrub import TableRows
 from foreload.pipelines.schedule.format import RowColumns
 from foreload.pipelines.schedule.kept import POSITION
 from foreload.trainer.checkpoints.changed_rows import changed_rows
-from foreload.trainer.checkpoints.contents import DENSE, Contents
+from foreload.trainer.checkpoints.contents import DENSE, Checkpoint, Contents
 from foreload.trainer.checkpoints.draft import published
-from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.checkpoints.files import EXACT_BITS
 from foreload.trainer.checkpoints.lineage import Increment
-from foreload.trainer.checkpoints.policies import EXACT_BITS
 from foreload.trainer.checkpoints.row_files import CheckpointRows, RowSink, rows_of_a_file, write_file
 from foreload.trainer.errors import CheckpointError
-from foreload.trainer.saved.expected_rows import given_ordinals, table_rows
-from foreload.trainer.saved.model_rows import lane_rows
+from foreload.trainer.saved.model_rows import given_ordinals, lane_rows, table_rows
 from foreload.trainer.saved.stopped_run import StoppedRun
 from foreload.trainer.storage import AnyFolder
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from foreload.base.codec import of_json, parse_json
 from foreload.base.errors import ForeloadError
+from foreload.base.memory import ProcessUse
 from foreload.cache.client.load import together
 from foreload.cache.client.local import LocalStores
 from foreload.cache.errors import CacheError
@@ -24,7 +25,6 @@ from foreload.cache.traffic import Traffic
 from foreload.pipelines.planning.sizing import lane_bytes
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.host_messages import HOST_GONE
-from foreload.trainer.cluster.messages.process_use import ProcessUse
 from foreload.trainer.cluster.messages.trainers import Departed, TrainerEnd
 from foreload.trainer.compute.reports import Totals
 from foreload.trainer.errors import after_step
@@ -32,7 +32,7 @@ from foreload.trainer.run import shard_loads
 from foreload.trainer.run.directory import CONTROL, STORES, SUMMARY, Run
 from foreload.trainer.run.event_log import CallBegan, CallEnded, EventLog, TrainerLost, read_events
 from foreload.trainer.run.manifest import Manifest, Stage, Status
-from foreload.trainer.run.step_lines import rows_of_steps
+from foreload.trainer.run.report import rows_of_steps
 from foreload.trainer.saved.kept import keep_schedule
 from foreload.trainer.saved.kept_lanes import write_kept_lanes
 

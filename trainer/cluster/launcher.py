@@ -1,4 +1,4 @@
-"""`foreload train`: claims the run and its place on the store, starts trainers, follows them, and leaves everything whole.
+"""`foreload train`: claim the run and the store, start the trainers, follow them to their end, and note the profile in the history.
 
 Where RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, a scheduler has started one such process per trainer: rank 0 then coordinates, and
 only its own trainer is a child of it.
@@ -7,43 +7,47 @@ only its own trainer is a child of it.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from foreload.base.errors import ForeloadError, SettingError
 from foreload.base.files import write_json
 from foreload.base.interrupts import Interrupts
+from foreload.base.memory import ProcessUse
+from foreload.base.progress import progress_bar
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_urls
+from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel
-from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.assembly.job_shape import machine, settings_of_job
+from foreload.trainer.checkpoints.contents import Checkpoint
 from foreload.trainer.checkpoints.restoring import check_restorable, restored_manifest
-from foreload.trainer.cluster.claimed import claimed
 from foreload.trainer.cluster.coordinator.failures import GuestsRefused
-from foreload.trainer.cluster.coordinator.hosts import Hosts
-from foreload.trainer.cluster.coordinator.spares import check_spares
-from foreload.trainer.cluster.coordinator.store_shards import StoreShards
+from foreload.trainer.cluster.coordinator.spawned_trainers import Hosts
+from foreload.trainer.cluster.coordinator.store_shards import StoreShards, check_spares
 from foreload.trainer.cluster.coordinator.store_watch import StoreWatch, warn_of_machine
 from foreload.trainer.cluster.coordinator.trainer_group import TrainerGroup
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.ending import Ending, ending_before
-from foreload.trainer.cluster.kept_run import at_rest_again, rest_at_end
 from foreload.trainer.cluster.member.joined_trainer import JOIN_TIMEOUT
 from foreload.trainer.cluster.member.worker import work
 from foreload.trainer.cluster.messages.faults import RunObserver
 from foreload.trainer.cluster.processes.starting import ChildProcess, StartProcess, TrainerStart
-from foreload.trainer.cluster.profiling import Profiling
-from foreload.trainer.cluster.restored_run import restore
+from foreload.trainer.cluster.restored_run import at_rest_again, claimed, rest_at_end, restore
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.layouts import model_spec
-from foreload.trainer.errors import CheckpointError, ShardsLost, TrainerError
+from foreload.trainer.compute.reports import values_of
+from foreload.trainer.errors import CheckpointError, HistoryError, ShardsLost, TrainerError
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_values import AUTO
 from foreload.trainer.job.memory_check import check_fit
@@ -51,12 +55,12 @@ from foreload.trainer.job.metric_choice import check_metric
 from foreload.trainer.job.scheduler import FAILED, NO_STEPS, Meeting, meet, under_scheduler
 from foreload.trainer.job.succession import ONE_MACHINE
 from foreload.trainer.models.checking import check_apart_later, doubts, ignored_inputs
-from foreload.trainer.models.mixing import mixes_samples
-from foreload.trainer.run.directory import STORES, SUMMARY, Run, check_free, locked
+from foreload.trainer.models.diagnosis import mixes_samples
+from foreload.trainer.run import history
+from foreload.trainer.run.directory import METRICS, STORES, SUMMARY, Run, check_free, locked
 from foreload.trainer.run.event_log import CallBegan, EventLog
 from foreload.trainer.run.manifest import Manifest, Status, new_manifest, rates_text
 from foreload.trainer.run.model_code import check_code, code_of, note_code
-from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_trainable, resumed, why_ended
 from foreload.trainer.run.servers import asked, open_stores, servers_of, with_named
@@ -64,6 +68,102 @@ from foreload.trainer.saved.kept import keep_schedule, open_schedule
 from foreload.trainer.saved.rebuild import rebuild_at_end
 from foreload.trainer.saved.run_rows import delete_replaced
 from foreload.trainer.saved.stopped_run import stopped_run_at
+
+_PATIENCE = timedelta(seconds=1)  # with servers that trainers have just used
+
+
+class Profiling:
+    """What a call will leave: `begin` notes how things stand before its first step, `leave` writes the profile; neither fails."""
+
+    def __init__(self, job: TrainJob, schedule: Schedule, model: DenseModel) -> None:
+        self._path = history.history_path(job.history)
+        self._job = job
+        self._settings = settings_of_job(job, schedule, model) if self._path is not None else {}
+
+    def begin(self, run: Run, start: Status, urls: Sequence[str]) -> None:
+        """Training is about to begin. start: how far the run is; urls: of its store shards, with passwords."""
+        if self._path is None:
+            return
+        self._metrics, self._term = run.path / METRICS, start.term
+        self._start_bytes = os.path.getsize(self._metrics) if self._metrics.exists() else 0
+        self._urls, self._servers = list(urls), self._used_by(urls)
+
+    def leave(self, ending: Ending, status: Status, urls: Sequence[str]) -> None:
+        """The call has come to rest: append its profile to the history. Where that cannot be, it says so in a line."""
+        if self._path is None:
+            return
+        lines = _steps_of(self._metrics, self._start_bytes)
+        if not lines:
+            return
+        steps, stride = history.of_steps(lines)
+        before = self._servers
+        servers = [
+            {
+                **used,
+                "processor_seconds": max(used["processor_seconds"] - before.get(shard, {}).get("processor_seconds", 0.0), 0.0),
+            }
+            for shard, used in self._used_by(urls).items()
+        ]
+        processes = [_of_process("trainer", use) for use in ending.uses]
+        processes += [_of_process("launcher", ProcessUse.now()), *servers]
+        # In further terms, or with other servers, what it ran on changed on the way, so its steps are not all alike.
+        call_fields = {
+            "state": status.state,
+            "steps": len(lines),
+            "terms": status.term - self._term + 1,
+            "same_servers": list(urls) == self._urls,
+        }
+        settings = {**self._settings, **call_fields}
+        try:
+            history.add(self._path, history.Profile(settings, machine(), processes, steps, stride))
+        except HistoryError as error:
+            sys.stderr.write(f"foreload: warning: {error}; this run leaves no profile\n")
+
+    def _used_by(self, urls: Sequence[str]) -> dict[int, dict[str, Any]]:
+        """What each shard's server says that it used; those that do not say are missing."""
+        used: dict[int, dict[str, Any]] = {}
+        try:
+            with Store.connect(asked(urls), self._job.store_silence, self._settings["r"], _PATIENCE) as store:
+                for shard in range(store.shards):
+                    try:
+                        used[shard] = _of_server(shard, store.info(shard))
+                    except (CacheError, KeyError, ValueError):
+                        continue
+        except (CacheError, OSError):
+            pass
+        return used
+
+
+def _of_process(kind: str, use: ProcessUse) -> dict[str, Any]:
+    return {"kind": kind, "peak_bytes": use.peak_bytes, "processor_seconds": use.processor_seconds}
+
+
+def _of_server(shard: int, info: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "kind": "store",
+        "shard": shard,
+        "peak_bytes": int(info["used_memory_peak"]),
+        "used_bytes": int(info["used_memory"]),
+        "processor_seconds": float(info["used_cpu_user"]) + float(info["used_cpu_sys"]),
+    }
+
+
+def _steps_of(metrics: Path, start_bytes: int) -> list[list[float]]:
+    """COLUMNS of the steps that metrics.jsonl has from a place on; lines that are not whole are left out."""
+    lines: list[list[float]] = []
+    try:
+        with open(metrics, "rb") as file:
+            file.seek(start_bytes)
+            for line in file:
+                try:
+                    entry = json.loads(line)
+                    if entry["kind"] == "step":
+                        lines.append([float(value) for value in values_of(entry)])
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    continue
+    except OSError:
+        return []
+    return lines
 
 
 def train(

@@ -1,36 +1,84 @@
-"""Runs made of a checkpoint: new ones, and those that were broken off, which go on from their newest one."""
+"""Runs that training cannot simply go on with: new ones made of a checkpoint, crashed ones, and those whose trainers kept rows the servers lacked."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
+from typing import Literal
 
+from foreload.base.progress import progress_bar
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_urls
-from foreload.cache.errors import StoreFull
+from foreload.cache.errors import CacheError, RowsLost, StoreFull
 from foreload.cache.protocol.ownership.ownership import Ownership
-from foreload.cache.protocol.shards.namespace import FolderId, claim, foreign_note, owner
+from foreload.cache.protocol.shards.namespace import FolderId, claim, foreign_note, owner, remove
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel
-from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.checkpoints.contents import Checkpoint
 from foreload.trainer.checkpoints.lineage import newest_of_run, unusable
 from foreload.trainer.checkpoints.restoring import check_restorable, restore_dense, restore_rows, restored_manifest
-from foreload.trainer.cluster.claimed import claimed
-from foreload.trainer.errors import CheckpointError, CheckpointUnreachable, RunError, after_step
+from foreload.trainer.cluster.coordinator.store_shards import StoreShards
+from foreload.trainer.cluster.coordinator.trainer_group import TrainerGroup
+from foreload.trainer.cluster.member.run_folder import rows_stay
+from foreload.trainer.errors import (
+    CheckpointError,
+    CheckpointUnreachable,
+    RunError,
+    RunRefused,
+    ShardsLost,
+    TrainerError,
+    after_step,
+)
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import LOG, METRICS, PLACEMENT, STORES, Run
-from foreload.trainer.run.manifest import Status
-from foreload.trainer.run.progress_bar import progress_bar
+from foreload.trainer.run.event_log import CallEnded, EventLog, RowsKept
+from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.reach import reach
-from foreload.trainer.run.reported import reported_step
+from foreload.trainer.run.report import reported_step
 from foreload.trainer.run.resume import check_code_of_run, check_place
 from foreload.trainer.run.servers import asked, servers_of, with_named
-from foreload.trainer.saved.at_rest import log_of
-from foreload.trainer.saved.row_check import check_rows
-from foreload.trainer.saved.run_rows import own_rows
+from foreload.trainer.saved.at_rest import check_rows, log_of
+from foreload.trainer.saved.kept_lanes import folder_of, forget_kept_lanes, kept_lanes
+from foreload.trainer.saved.kept_rows import put_back, put_kept_back
+from foreload.trainer.saved.run_rows import check_not_training, own_rows
+
+
+@contextlib.contextmanager
+def claimed(job: TrainJob, run: Run, manifest: Manifest, start: Status, urls: Sequence[str]) -> Iterator[None]:
+    """While entered, the run's namespace on the servers is this run's; on --resume its rows were found to be those of its last clean stop."""
+    # A run that goes on may do so without the shards whose rows parity has.
+    goes_on = job.resume and any(start.batches.values())
+    spared = run.placement.r if goes_on else 0
+    with Store.connect(asked(urls), job.store_silence, spared, job.patience.time) as store:
+        mode: Literal["new", "resume", "overwrite"] = "resume" if goes_on else "overwrite" if job.overwrite else "new"
+        own_rows(run, store, job.folder_moved)
+        if mode == "overwrite":
+            check_not_training(manifest.namespace, store, FolderId.of(run.path))
+        claim(store, manifest.namespace, manifest.identity, mode, spared, FolderId.of(run.path))
+        if job.resume:
+            before = run.saved_status()
+            check_rows(run, store, before)
+            if before.state == "training":
+                # The log's batches are later than the rows, so replaying them would be wrong.
+                shutil.rmtree(run.path / LOG, ignore_errors=True)
+                where = "from the beginning" if before.step < manifest.stages[0].first_step else after_step(before.step)
+                sys.stderr.write(
+                    f"resumed {where}: the run was broken off since, and the rows are those of its last clean stop\n"
+                )
+    try:
+        yield
+    except BaseException:
+        # A call that failed before it began leaves the name free, so that the next one needs no --overwrite.
+        if run.status is None:
+            with contextlib.suppress(Exception), Store(asked(urls), job.store_silence, timedelta(seconds=1)) as store:
+                remove(store, manifest.namespace)
+        raise
 
 
 def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedule, model: DenseModel) -> TrainJob:
@@ -164,3 +212,54 @@ def restore(job: TrainJob, run: Run, checkpoint: Checkpoint, start: Status, loca
         f"resumed from checkpoint {checkpoint.place}, {after_step(contents.step)}, with {checkpoint.row_count:,} rows\n"
     )
     return replace(job, from_checkpoint=None, resume=True, overwrite=False)
+
+
+def at_rest_again(job: TrainJob, run: Run, before: Status, schedule: Schedule, model: DenseModel, events: EventLog) -> TrainJob:
+    """Have a run that did not come to rest be at rest: as it ended, where it keeps what that takes, or as its newest checkpoint has it, if it can.
+
+    Returns the job with which it goes on. Raises RunError, CacheError.
+    """
+    check_place(run, job)
+    try:
+        status = put_kept_back(run, job, schedule)
+    except CacheError as error:
+        if rows_stay(error):
+            raise
+        newest = run.newest_checkpoint(job.checkpoint)
+        raise RunRefused(
+            f"{error}; without these rows, what is kept in {folder_of(run.path)} is of no use: delete that folder, and --resume goes on from "
+            f"{'the last clean stop, if it can' if newest is None else f'checkpoint {newest}'}"
+        ) from error
+    if status is None:
+        return restore_broken_off(job, run, before, schedule, model)
+    events.step, events.term = status.step, status.term
+    sys.stderr.write(f"run {run.path}: the rows that it kept are on its servers again; it goes on {after_step(status.step)}\n")
+    return job
+
+
+def rest_at_end(job: TrainJob, group: TrainerGroup, shards: StoreShards, schedule: Schedule, events: EventLog) -> None:
+    """Have a run come to rest that keeps rows which its servers lacked when it ended, if they answer by now. Raises TrainerError and ShardsLost where
+    they do not.
+    """
+    run, why = Run.open(job.run), group.failure
+    kept = kept_lanes(run.path)
+    assert kept is not None
+    events.step, events.term = kept.status.step, kept.status.term
+    events.note(RowsKept(cause=why))
+    gone = [] if shards.local is None else [shard for shard in run.placement.live if shards.local.pids[shard] is None]
+    if len(gone) > run.placement.r:
+        # Nobody else has what they had, so what is kept is of no use.
+        forget_kept_lanes(run.path)
+        raise ShardsLost(str(RowsLost(gone, run.placement.r, why="their servers have died")), gone)
+    # They were waited for already.
+    impatient = replace(job, store_patience=0.0, store_timeout=min(job.store_silence.total_seconds(), 1.0))
+    try:
+        status = put_back(run, impatient, schedule, kept, shards.urls)
+    except CacheError as error:
+        raise TrainerError(
+            f"{why}; training ended {after_step(kept.status.step)}, and what its servers lack is kept in {run.path}: once they answer, go on with "
+            "--resume"
+        ) from error
+    group.status, group.at_rest = status, True
+    events.note(CallEnded(state=status.state, cause=why))
+    group.failure = f"{why} (training stopped {after_step(status.step)}, with everything saved)"

@@ -7,7 +7,7 @@ from typing import Any
 
 from foreload.base.errors import SettingError
 from foreload.base.settings import add_arguments, given
-from foreload.trainer.checkpoints.policies import BITS
+from foreload.trainer.checkpoints.files import BITS
 from foreload.trainer.command_line.shared import add_command, add_group, add_json, add_plain, tell
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_values import POLICIES

@@ -41,7 +41,7 @@ def add_to(commands: Any, top: argparse.ArgumentParser) -> None:
 def _completion(top: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     import shtab
 
-    from foreload.pipelines.planning.command_line import parser
+    from foreload.pipelines.planning.options import parser
 
     for action in _actions(top):
         if isinstance(action, argparse._SubParsersAction) and "prepare" in action.choices:

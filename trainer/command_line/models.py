@@ -8,10 +8,10 @@ from typing import Any
 from foreload.base.errors import SettingError
 from foreload.base.settings import add_arguments, given, settings_of
 from foreload.trainer.command_line.shared import a_path, add_accept_model, add_command, add_json, add_plain, add_schedule, tell
+from foreload.trainer.compute.reports import metric_lines
 from foreload.trainer.errors import after_step
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.manifest import inexact_text
-from foreload.trainer.run.metric_text import metric_lines
 
 _OF_MODELS = ("model_folder", "dim", "model_options", "seed", "loss", "drop_weights")
 """The settings of `foreload train` that say what a model is built with, and trained by."""

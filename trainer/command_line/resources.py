@@ -115,7 +115,7 @@ def _plan(parsed: argparse.Namespace) -> int:
     budget = None if parsed.budget is None else _positive("--budget", parsed.budget)
     price = _positive("--gb-price", parsed.gb_price, zero=True)
     cores, memory, stores = _pool(parsed.pool)
-    from foreload.trainer.commands import plan, plan_text
+    from foreload.trainer.commands import plan
 
     plan.check_writable(parsed.plot)
     values = {name: value for name, value in given(parsed, TrainJob).items() if name in _OF_THE_JOB}
@@ -125,8 +125,8 @@ def _plan(parsed: argparse.Namespace) -> int:
     )  # fmt: skip
     planned = plan.run(request, lambda line: print(f"plan: {line}", file=sys.stderr, flush=True))
     if parsed.plot is not None:
-        plan_text.draw(planned, parsed.plot)
-    return tell(parsed, planned, plan_text.text(planned))
+        plan.draw(planned, parsed.plot)
+    return tell(parsed, planned, plan.text(planned))
 
 
 def _seconds(text: str) -> float:

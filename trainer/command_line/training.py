@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from foreload.base.errors import ForeloadError
 from foreload.base.settings import add_arguments, given, path
 from foreload.trainer.command_line.shared import a_path, add_group, add_json, add_plain, check_json, tell
+from foreload.trainer.compute.reports import metric_lines
 from foreload.trainer.errors import after_step
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_values import AUTO
 from foreload.trainer.run import shard_loads
 from foreload.trainer.run.manifest import caveat_lines
-from foreload.trainer.run.metric_text import metric_lines
 
 if TYPE_CHECKING:
     from foreload.trainer.commands.drill import Drill

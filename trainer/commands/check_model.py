@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreload.base.codec import LeftOut
-from foreload.pipelines.samples.feature_file import load_features
+from foreload.pipelines.samples.features import load_features
 from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.compute.own_loss import checked_loss
 from foreload.trainer.models.building import build_model, load_model
 from foreload.trainer.models.checking import check_uses, doubts, equal_samples_tie
-from foreload.trainer.models.mixing import mixes_samples
+from foreload.trainer.models.diagnosis import mixes_samples
 from foreload.trainer.models.wrapping import Wrapped
 
 

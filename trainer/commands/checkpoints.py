@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Self
 
 from foreload.base.codec import LeftOut, to_stored
-from foreload.trainer.checkpoints.format import Checkpoint, checkpoints_in
+from foreload.base.progress import progress_bar
+from foreload.trainer.checkpoints.contents import Checkpoint, checkpoints_in
+from foreload.trainer.checkpoints.files import EXACT_BITS
 from foreload.trainer.checkpoints.lineage import (
     check_there,
     delete,
 )
-from foreload.trainer.checkpoints.policies import EXACT_BITS
 from foreload.trainer.errors import CheckpointError, after_step
 from foreload.trainer.run.directory import MANIFEST, Run
 from foreload.trainer.run.manifest import Inexact, inexact_text
-from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.storage import AnyFolder, place
 
 

@@ -14,18 +14,18 @@ from torch import Tensor
 from foreload.base.codec import to_stored
 from foreload.pipelines.schedule.format import LaneEvent
 from foreload.pipelines.schedule.kept import last_evaluation, last_occupants
-from foreload.pipelines.schedule.occupants import empty_slots, local_rows, rows_used
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.schedule.walk import empty_slots, local_rows, rows_used
+from foreload.trainer.assembly.assembly import training_loss
 from foreload.trainer.checkpoints.saved_checkpoint import open_model
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.reports import without_calibration
 from foreload.trainer.errors import LossNotFinite, RunError
-from foreload.trainer.job.job_loss import training_loss
 from foreload.trainer.run.report import metrics_of_set
 from foreload.trainer.saved.saved_model import SavedModel, check_fitting
 from foreload.trainer.saved.trained_model import DenseForward
 from foreload.trainer.saved.unknown_values import UnknownValues
-from foreload.trainer.step.evaluation import EvaluationPass
+from foreload.trainer.step.program import EvaluationPass
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from foreload.base.files import write_json
 from foreload.base.settings import settings_of
 from foreload.pipelines.samples.features import FeatureSpec
-from foreload.trainer.checkpoints.best import best_checkpoint, best_in
+from foreload.trainer.checkpoints.lineage import best_checkpoint, best_in
 from foreload.trainer.checkpoints.saved_checkpoint import names_checkpoint, open_model
 from foreload.trainer.compute.dense_average import beside_served, to_serve
 from foreload.trainer.errors import ExportError, ModelError
 from foreload.trainer.job.job import TrainJob
-from foreload.trainer.models.mixing import mixes_samples
+from foreload.trainer.models.diagnosis import mixes_samples
 from foreload.trainer.run.directory import MANIFEST as RUN
 from foreload.trainer.run.directory import Run
 from foreload.trainer.saved.model_rows import RowsByTable

@@ -8,20 +8,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
+from foreload.base.progress import progress_bar
 from foreload.cache.client.local import clear_removed
 from foreload.cache.client.store import Store
 from foreload.cache.parity.placement import Placement
 from foreload.trainer.cluster.messages.control import AskMove, Refused, ask
 from foreload.trainer.errors import RunError
-from foreload.trainer.job.job_layouts import layouts_of
+from foreload.trainer.job.job import layouts_of
 from foreload.trainer.memory.seen_servers import check_room
 from foreload.trainer.run.directory import STORES, Run, locked
 from foreload.trainer.run.event_log import EventLog, RowsMove, RowsMoved
 from foreload.trainer.run.manifest import Status
-from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.servers import plain
-from foreload.trainer.run.shard_change import ShardChange
-from foreload.trainer.run.shard_program import ShardProgram, Step
+from foreload.trainer.run.shard_change import ShardChange, ShardProgram, Step
 from foreload.trainer.saved.at_rest import ServersAtRest, opened_rows, servers_at_rest
 from foreload.trainer.saved.kept import schedule_of
 from foreload.trainer.saved.migration import NewServers, check_whole
@@ -94,7 +93,7 @@ def _move_at_rest(moved: Run, store: str | None, change: ShardChange, folder_mov
 
 
 class _Driver:
-    """Does the steps of a change of store shards (`shard_program`) of a run that does not train. servers: of its shards, which run."""
+    """Does the steps of a change of store shards (`shard_change`) of a run that does not train. servers: of its shards, which run."""
 
     def __init__(self, moved: Run, status: Status, servers: ServersAtRest) -> None:
         self._run, self._status, self._urls = moved, status, servers.urls

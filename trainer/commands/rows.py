@@ -8,8 +8,7 @@ from pathlib import Path
 
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_urls
-from foreload.cache.protocol.shards.holdings import Holding, all_holdings, holding_of
-from foreload.cache.protocol.shards.namespace import check_name, remove
+from foreload.cache.protocol.shards.namespace import Holding, all_holdings, check_name, holding_of, remove
 from foreload.trainer.cluster.messages.control import training_status
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import Run, locked

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from foreload.base.progress import progress_bar
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.ownership.recovery import recover
@@ -32,11 +33,10 @@ from foreload.trainer.cluster.messages.control import (
 )
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import SCRUB, STORES, Run, locked
-from foreload.trainer.run.progress_bar import progress_bar
 from foreload.trainer.run.servers import asked, servers_of
 from foreload.trainer.saved.at_rest import log_of, next_owner, stored_rows
-from foreload.trainer.saved.expected_rows import given_ordinals, table_rows, write_expected_rows
 from foreload.trainer.saved.kept import schedule_of
+from foreload.trainer.saved.model_rows import given_ordinals, table_rows, write_expected_rows
 from foreload.trainer.saved.run_rows import own_rows
 from foreload.trainer.saved.stopped_run import open_stopped
 

@@ -13,7 +13,7 @@ from foreload.base.errors import SettingError
 from foreload.cache.client.load import together
 from foreload.cache.client.local import LocalStores
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.row_counts import RowCounts
+from foreload.cache.parity.shard_contents import RowCounts
 from foreload.cache.protocol.shards.marker import Marker
 from foreload.cache.protocol.shards.shard_status import REBUILDING, Lag, ShardSnapshot, ShardStatus
 from foreload.cache.rows.layout import RowLayout
@@ -21,7 +21,7 @@ from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.control import AskRowCounts, RowCountsAnswer, ask, training_status
 from foreload.trainer.errors import TrainerError
-from foreload.trainer.job.job_layouts import layouts_of
+from foreload.trainer.job.job import layouts_of
 from foreload.trainer.memory.row_timeline import RowTimeline, counts_of, row_counts, sizes_of
 from foreload.trainer.memory.seen_servers import ShardReport, ask_servers, server_seen
 from foreload.trainer.memory.store_memory import ShardServer, Shortage, StoreMemory, hash_bytes, shortage_text
@@ -30,8 +30,8 @@ from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.servers import servers_of
 from foreload.trainer.run.shard_loads import LoadReport
-from foreload.trainer.saved.expected_rows import given_ordinals
 from foreload.trainer.saved.kept import schedule_of
+from foreload.trainer.saved.model_rows import given_ordinals
 
 Counted = Literal["rows", "parity_rows", "row_bytes"]
 COUNTED: tuple[Counted, ...] = get_args(Counted)

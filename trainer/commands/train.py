@@ -11,7 +11,7 @@ from foreload.base.errors import ForeloadError, SettingError
 from foreload.base.interrupts import heeded_afterwards
 from foreload.base.settings import named, names_by_resume, read_job_file, settings_of
 from foreload.cache.errors import CacheError
-from foreload.trainer.checkpoints.format import Checkpoint
+from foreload.trainer.checkpoints.contents import Checkpoint
 from foreload.trainer.checkpoints.lineage import named_or_newest
 from foreload.trainer.cluster.processes.starting import ChildProcess, StartProcess
 from foreload.trainer.compute import numerics

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from foreload.cache.rows.layout import ROW_OPTIMIZERS, RowLayout
 from foreload.pipelines.samples.features import FeatureSpec
-from foreload.trainer.compute.row_layouts import dimensions
-from foreload.trainer.compute.row_optimizers import RowOptimizer, rule_arrays
+from foreload.trainer.compute.row_optimizers import RowOptimizer, dimensions, rule_arrays
 from foreload.trainer.models.spec import Embeddings, ModelSpec
 
 # How a bag's rows become one entry of the block, as numbers that the kernels switch on; SINGLE: a feature with one value a sample.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from foreload.base.errors import SettingError
-from foreload.base.malloc import KEEPS_FREED
+from foreload.base.process import KEEPS_FREED
 from foreload.trainer.errors import FingerprintError
 
 LINEAR = "FORELOAD_LINEAR"  # variable: whose products layers are; torch's own choice where it is not set

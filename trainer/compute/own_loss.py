@@ -7,8 +7,8 @@ from torch import Tensor
 
 from foreload.trainer.compute.training_loss import LossFunction, OwnLoss
 from foreload.trainer.errors import ModelError
+from foreload.trainer.models.diagnosis import first_change, hidden_state
 from foreload.trainer.models.generators import seed_torch, states_beside_torch
-from foreload.trainer.models.hidden_state import first_change, hidden_state
 from foreload.trainer.models.importing import load_named
 from foreload.trainer.models.spec import ModelSpec
 

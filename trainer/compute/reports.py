@@ -1,4 +1,4 @@
-"""The figures of a step, of all steps and of an evaluation pass; apart from the step itself, so that they can be read without torch and numpy."""
+"""The figures of a step, of all steps and of an evaluation pass, and metrics in words. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -231,8 +231,9 @@ class LabelMetrics:
     """The metrics of a label. None: it has no such metric; nan: it is not defined for these samples.
 
     Of clicks: log_loss: nats a sample; auc: the area under the ROC curve, ties counted half; normalized_entropy: log_loss over the entropy of the
-    samples' click rate (He et al. 2014, Practical lessons from predicting clicks on ads at Facebook); calibration: as `metrics.calibration` gives it;
-    grouped_auc: where there is a group column, the mean of the groups' AUC, weighted by their samples (Zhou et al. 2018, Deep interest network).
+    samples' click rate (He et al. 2014, Practical lessons from predicting clicks on ads at Facebook); calibration: as
+    `training_loss.calibration` gives it; grouped_auc: where there is a group column, the mean of the groups' AUC, weighted by their
+    samples (Zhou et al. 2018, Deep interest network).
     Of numbers: rmse, mae: root of the mean square, and mean absolute value, of the error.
     Of both: predicted_over_observed: the sum of what is predicted, of clicks their probabilities, over the sum of what was observed.
     """
@@ -287,3 +288,40 @@ class EvaluationReport:
         first = {item.name: getattr(next(iter(labels.values())), item.name) for item in fields(LabelMetrics)}
         of_labels = dict(labels) if len(labels) > 1 else {}
         return cls(step=step, epoch=epoch, samples=samples, loss=loss, labels=of_labels, set=name, **first)
+
+
+_OF_CLICKS = ("log_loss", "auc", "normalized_entropy")
+_WORDS = {
+    "log_loss": ("log loss", ".5f"),
+    "auc": ("AUC", ".4f"),
+    "normalized_entropy": ("normalised entropy", ".4f"),
+    "grouped_auc": ("grouped AUC", ".4f"),
+    "rmse": ("RMSE", ".5f"),
+    "mae": ("MAE", ".5f"),
+    "loss": ("loss", ".5f"),
+}
+
+
+def metric_lines(metrics: Mapping[str, Any], between: str) -> list[str]:
+    """A line for each label, of several with its name, and of evaluation sets with theirs; and for the trained loss where
+    that is not the log loss of one.
+
+    metrics: as a line of metrics.jsonl or summary.json has it; between: what stands between two metrics.
+    """
+    if sets := metrics.get("sets"):
+        return [f"{name}: {line}" for name, of_set in sets.items() for line in metric_lines(of_set, between)]
+    loss = [_word(metrics, "loss")] if metrics.get("loss") is not None else []
+    if labels := metrics.get("labels"):
+        return [*(f"{name}: {between.join(_of_label(of_label))}" for name, of_label in labels.items()), *loss]
+    return [between.join([*_of_label(metrics), *loss])]
+
+
+def _of_label(metrics: Mapping[str, Any]) -> list[str]:
+    of_clicks = [*_OF_CLICKS, *(["grouped_auc"] if "grouped_auc" in metrics else [])]
+    return [_word(metrics, name) for name in (("rmse", "mae") if "rmse" in metrics else of_clicks)]
+
+
+def _word(metrics: Mapping[str, Any], name: str) -> str:
+    word, form = _WORDS[name]
+    value = metrics.get(name)
+    return f"{word} {'-' if value is None else format(value, form)}"

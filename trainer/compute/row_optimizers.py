@@ -1,4 +1,4 @@
-"""Settings of the row optimizers. What they keep per row is in cache/rows/layout.py, the updates are among the kernels."""
+"""The row optimizers' settings, and the row layouts that follow from them, the features and the model. The updates are kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from foreload.base.errors import SettingError
-from foreload.cache.rows.layout import ROW_OPTIMIZERS
+from foreload.cache.rows.layout import ROW_OPTIMIZERS, RowLayout
+from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.rate_schedules import power
 
 # UpdateRules.kinds, on which the kernels switch: places in ROW_OPTIMIZERS.
@@ -125,3 +126,29 @@ def check_options(where: str, name: str, options: Mapping[str, Any]) -> None:
             raise SettingError(f"{where}: {name} has no option {key}; {has}")
         if not known[key].allows(value):
             raise SettingError(f"{where}: {key} of {name} must be {known[key].rule}; got {value:g}")
+
+
+def dimensions(features: FeatureSpec, dim: int) -> list[int]:
+    """Columns of an embedding, D, by table: the table's own `dimension`, or else `dim`. Raises SettingError unless all are positive."""
+    by_table = [table.dimension or dim for table in features.tables]
+    if min(by_table, default=1) < 1:
+        raise SettingError(f"dim: must be at least 1; got {dim}")
+    return by_table
+
+
+def layouts(
+    features: FeatureSpec, further: Sequence[tuple[str, int]], dim: int, optimizers: Sequence[RowOptimizer]
+) -> list[RowLayout]:
+    """The layout of every table's rows, in the order of the tables; further: the columns of a row besides the embedding, as its model
+    declares them; optimizers: of each table, whose state the rows have.
+
+    Raises SettingError.
+    """
+    row_layouts = []
+    for number, (table, dimension, optimizer) in enumerate(
+        zip(features.tables, dimensions(features, dim), optimizers, strict=True)
+    ):
+        if table.rows is None:
+            raise SettingError(f"table {table.name}: its number of rows is not known; use the features of a prepared schedule")
+        row_layouts.append(RowLayout(number, table.name, table.rows, (("weights", dimension), *further), optimizer.name))
+    return row_layouts

@@ -12,7 +12,7 @@ import numpy as np
 
 from foreload.base.errors import SettingError
 from foreload.base.settings import Parse, choice, key_values, number, size_bytes, spelled, text
-from foreload.cache.parity.limits import MOST_ROWS
+from foreload.cache.parity.placement import MOST_ROWS
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
 from foreload.trainer import storage
 from foreload.trainer.errors import CheckpointError

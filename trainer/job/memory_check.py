@@ -7,8 +7,7 @@ from foreload.base.memory import available_bytes
 from foreload.cache.rows.layout import slot_columns
 from foreload.pipelines.planning.sizing import lane_bytes, slot_bytes, slots_of_size, staging_rows, stored_bytes
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.job.job import TrainJob
-from foreload.trainer.job.job_layouts import layouts_of
+from foreload.trainer.job.job import TrainJob, layouts_of
 
 _KEPT_ROW_BYTES = 34  # table, ordinal, id, tag, stored tag and boundary
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from foreload.cache.client.store import Store, Write, server_version
 from foreload.cache.errors import CacheError
-from foreload.cache.rows.fields import fields
+from foreload.cache.rows.row_bytes import fields
 
 KEY_BYTES = 400  # of a hash without entries: its key, value and table heads, about
 _SCRATCH_ROWS = 2800  # where neither Redis' tables nor Valkey's are on their way to a larger one

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.row_counts import RowCounts, count_rows
+from foreload.cache.parity.shard_contents import RowCounts, count_rows
 from foreload.cache.parity.stripes import LaneStripes
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.schedule.reader import Schedule

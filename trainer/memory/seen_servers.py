@@ -26,7 +26,7 @@ from foreload.trainer.memory.hash_memory import HashMemory
 from foreload.trainer.memory.row_timeline import counts_of, sizes_of
 from foreload.trainer.memory.store_memory import ShardServer, counted_bytes, hash_bytes
 from foreload.trainer.run.manifest import Manifest
-from foreload.trainer.saved.expected_rows import given_ordinals
+from foreload.trainer.saved.model_rows import given_ordinals
 
 _TIMEOUT, _CONNECT = timedelta(seconds=5), timedelta(seconds=1)
 _SAMPLES = 200  # values of a hash that Redis looks at to estimate its size

@@ -9,8 +9,8 @@ MODELS = {
     "wide_deep": "foreload.trainer.models.wide_deep:WideDeep",
     "dcn": "foreload.trainer.models.dcn:DCN",
     "deepfm": "foreload.trainer.models.deepfm:DeepFM",
-    "shared_bottom": "foreload.trainer.models.shared_bottom:SharedBottom",
-    "mmoe": "foreload.trainer.models.mmoe:MMoE",
+    "shared_bottom": "foreload.trainer.models.multi_task:SharedBottom",
+    "mmoe": "foreload.trainer.models.multi_task:MMoE",
 }
 LINEAR = {"linear": 1}
 """The further columns of a model with a linear part."""

@@ -9,16 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from foreload.trainer.errors import ModelError
-from foreload.trainer.models.diagnosis import check_outputs, first_not_finite, not_finite_gradient, raised_at
+from foreload.trainer.models.diagnosis import (
+    check_apart,
+    check_outputs,
+    first_change,
+    first_not_finite,
+    hidden_state,
+    mixes_samples,
+    not_finite_gradient,
+    raised_at,
+)
 from foreload.trainer.models.dlrm import little_to_interact
 from foreload.trainer.models.fitting import model_name
 from foreload.trainer.models.generators import seed_torch, states_beside_torch
-from foreload.trainer.models.hidden_state import first_change, hidden_state
+from foreload.trainer.models.inference import TILE, modes_kept
 from foreload.trainer.models.layers import takes_step
-from foreload.trainer.models.mixing import check_apart, mixes_samples
-from foreload.trainer.models.modes import modes_kept
 from foreload.trainer.models.spec import Embeddings, ModelSpec, further_columns
-from foreload.trainer.models.tiles import TILE
 
 _FEW, _OTHERS = 3, 2  # synthetic samples that a model is tried on, and others between them
 _SEVERAL = 5  # with which it is tried what they do to each other

@@ -13,7 +13,7 @@ from typing import Any
 from foreload.base.settings import local
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.generators import seeded
-from foreload.trainer.models.search import extend_path, found_file, search_folders
+from foreload.trainer.models.own_code import extend_path, found_file, search_folders
 
 
 def load_named(setting: str, name: str, path: str, folder: str) -> Any:

@@ -15,15 +15,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreload.base.arguments import checked
 from foreload.trainer.errors import ModelError
-from foreload.trainer.models.arguments import Arguments, Columns, DenseValues
 from foreload.trainer.models.diagnosis import raised_at
 from foreload.trainer.models.feature_text import FeatureFile, WrappedFeature
-from foreload.trainer.models.given_weights import Drawn
 from foreload.trainer.models.ids import Path
+from foreload.trainer.models.inference import modes_kept
 from foreload.trainer.models.layers import FeatureLayer
-from foreload.trainer.models.lookups import Collection, Lookup, WrappedRows, feature_name, keys_of, replace_layers
-from foreload.trainer.models.modes import modes_kept
-from foreload.trainer.models.tables import TorchTable, collection_tables, is_collection, torch_table
+from foreload.trainer.models.lookups import (
+    Arguments,
+    Collection,
+    Columns,
+    DenseValues,
+    Lookup,
+    WrappedRows,
+    feature_name,
+    keys_of,
+    replace_layers,
+)
+from foreload.trainer.models.tables import Drawn, TorchTable, collection_tables, is_collection, torch_table
 
 _OTHER_SEEDS = 3  # under which a module is built at most, to know what it draws from what it was given
 _SAMPLES = (97, 101, 103, 107, 109, 113)

@@ -12,8 +12,7 @@ import numpy as np
 
 from foreload.base.codec import FormError, parse_json
 from foreload.base.memory import available_bytes
-from foreload.pipelines.compiler.lru import lru_arrivals, lru_depths
-from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, count_moves, lane_uses
+from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, count_moves, lane_uses, lru_arrivals, lru_depths
 from foreload.pipelines.errors import PipelineError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import RunError

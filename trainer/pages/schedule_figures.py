@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from foreload.base.memory import available_bytes
-from foreload.pipelines.compiler.lru import lru_arrivals, lru_depths
-from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, LaneUses, count_moves, lane_uses
+from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, LaneUses, count_moves, lane_uses, lru_arrivals, lru_depths
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.walk import walk
 from foreload.trainer.pages.step_figures import MOST_POINTS

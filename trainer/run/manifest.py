@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 from foreload.base.codec import Amount, Count, LeftOut, Name, Natural, RelativePath, Step, between, filled, to_stored
 from foreload.base.errors import SettingError
 from foreload.base.settings import names_by_resume, settings_of, spelled
-from foreload.cache.parity.limits import MOST_SHARDS
+from foreload.cache.parity.placement import MOST_SHARDS
 from foreload.pipelines.schedule.format import MOST_LANES
 from foreload.trainer.compute.numerics import mixed_text
-from foreload.trainer.job.early_stopping import Watched
 from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.metric_choice import Watched
 
 if TYPE_CHECKING:
     from foreload.pipelines.schedule.reader import Schedule

@@ -1,15 +1,19 @@
-"""The code of the user's model: what a run records of it, and how that is compared with the code that a call finds."""
+"""The code of the user's model: what a run records of it, how a later call compares it, and code that ends the process."""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import os
 import socket
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 
 from foreload.trainer.errors import ModelError
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.models.built_in import MODELS
-from foreload.trainer.models.own_files import own_files
+from foreload.trainer.models.own_code import own_files
 from foreload.trainer.run.event_log import CodeAccepted, EventLog
 from foreload.trainer.run.manifest import CodeFile, Manifest, code_sums
 
@@ -76,3 +80,47 @@ def note_code(events: EventLog | None, what: str, manifest: Manifest, code: tupl
         sys.stderr.write(f"foreload: warning: {what}: the code of its model is not what it was trained with: {change}\n")
         if events is not None:
             events.note(CodeAccepted(cause=change))
+
+
+class _Exit(SystemExit):
+    """os._exit was called."""
+
+
+@contextlib.contextmanager
+def exits_reported(who: str) -> Iterator[None]:
+    """Raise ModelError where code calls sys.exit or os._exit while this is entered: foreload's own does not, so it is the model's, or a library's.
+
+    A crash of native code, which ends the process by a signal, leaves the line of Python that it was in on stderr.
+
+    Args:
+        who: the process, for the message.
+    """
+    really, process = os._exit, os.getpid()
+
+    def report_exit(status: int) -> None:
+        # Not in another thread, which has nobody to report to, and not in a fork.
+        if os.getpid() != process or threading.current_thread() is not threading.main_thread():
+            really(status)
+        raise _Exit(status)
+
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)
+    os._exit = report_exit  # type: ignore[assignment]
+    try:
+        yield
+    except SystemExit as error:
+        raise exit_error(who, error) from error
+    finally:
+        os._exit = really
+
+
+def exit_error(who: str, error: SystemExit) -> ModelError:
+    """The error for a call that would end the process."""
+    from foreload.trainer.models.diagnosis import raised_at  # which needs torch
+
+    call = "os._exit" if isinstance(error, _Exit) else "sys.exit"
+    given = "" if error.code is None else repr(error.code)
+    return ModelError(
+        f"{who}: the model's code, or a library, called {call}({given}){raised_at(error)}, which would end the process without a word; raise an "
+        "exception there that says what is wrong"
+    )

@@ -1,10 +1,12 @@
-"""What a training reports to its user: metrics.jsonl, TensorBoard scalars, progress on stderr, summary.json."""
+"""Report a training to its user: metrics.jsonl (also that of earlier calls), TensorBoard scalars, progress on stderr, summary.json."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,13 +15,66 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
-from foreload.base.codec import to_stored
+from foreload.base.codec import parse_json, to_stored
 from foreload.base.files import is_full, write_json
 from foreload.base.progress import Display
-from foreload.trainer.compute.reports import SUMMED, EvaluationReport, StepReport, Totals, merged, without_calibration
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.compute.reports import (
+    SUMMED,
+    EvaluationReport,
+    StepReport,
+    Totals,
+    merged,
+    metric_lines,
+    moved_rows,
+    without_calibration,
+)
 from foreload.trainer.run.directory import METRICS, SUMMARY, TENSORBOARD
-from foreload.trainer.run.metric_text import metric_lines
-from foreload.trainer.run.reported import evaluations_reported
+
+_TAIL_BYTES = 1 << 16  # in which the last steps stand
+_NUMBER, _EVALUATION = re.compile(rb'\{"kind": "step", "step": (\d+),'), b'{"kind": "evaluation", "step": %d,'  # as lines begin
+
+
+def evaluations_reported(path: Path, step: int) -> set[str]:
+    """Lines of metrics.jsonl about evaluations after a step, of which the run did not go back behind that step since. A last line that its writer was
+    killed in is cut off, so that the next one begins a line.
+    """
+    lines: set[str] = set()
+    last, whole = -1, 0
+    if not path.exists():
+        return lines
+    with open(path, "rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                os.truncate(path, whole)
+                break
+            whole += len(line)
+            number = _NUMBER.match(line)
+            if number is not None:
+                before, last = last, int(number[1])
+                if last <= min(before, step):
+                    lines.clear()
+            elif line.startswith(_EVALUATION % step):
+                lines.add(line.decode())
+    return lines
+
+
+def reported_step(path: Path) -> int | None:
+    """The last training step that metrics.jsonl reports; None if there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return None
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+            entry = parse_json(line)
+            # A checkpoint is reported long after its step.
+            if entry["kind"] == "step":
+                return int(entry["step"])
+    return None
+
 
 LINE_SECONDS = 60.0  # between two lines where stderr is not a terminal; a line covers as long a time at most
 TENSORBOARD_STEPS = 50  # of which TensorBoard has the mean
@@ -68,7 +123,7 @@ class RunReport:
     """Takes the trainers' reports and shows them to the user; one thread of the coordinator uses it.
 
     steps: of the whole schedule, None while it grows; members: numbers of the trainers, each of which reports every step; rows_of: as
-    `step_lines.rows_of_steps`, for steps that a lost trainer did not report; settings: what TensorBoard shows of the job; clock: seconds;
+    `rows_of_steps`, for steps that a lost trainer did not report; settings: what TensorBoard shows of the job; clock: seconds;
     is_amid: whether an evaluation after a step is amid its epoch.
     """
 
@@ -301,3 +356,25 @@ def _finite(line: Mapping[str, Any]) -> dict[str, Any]:
         else value
         for name, value in line.items()
     }
+
+
+def rows_of_steps(schedule: Schedule, first: int, last: int) -> dict[int, dict[str, int]]:
+    """Return, by step, what the rows of all trainers' reports add up to. Raises ScheduleError.
+
+    Args:
+        schedule: The schedule, whose steps `first` to `last` are published.
+        first: The first training step.
+        last: The last one.
+    """
+    figures = {}
+    for segment in schedule.segments():
+        if segment.kind != "train":
+            continue
+        steps = range(max(first, segment.first), min(last + 1, segment.first + len(segment.samples)))
+        lanes = [schedule.moves(segment.index, lane) for lane in range(schedule.header.lanes if steps else 0)]
+        for step in steps:
+            names, place = ("slots", "arrival_tag", "ends"), step - segment.first
+            figures[step] = moved_rows([[moves.column(name, place) for name in names] for moves in lanes])
+        if segment.first + len(segment.samples) > last:
+            break
+    return figures

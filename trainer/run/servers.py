@@ -1,4 +1,4 @@
-"""Which servers a run has: the URL of each store shard by its number, and how that is written down where shards are added, removed or moved.
+"""The servers of a run: the URL of each store shard by its number, and how that is stored while shards are added, removed or moved.
 
 A shard keeps its number, and that of one that was removed is not used again: its URL is "" then. `--store` lists those that there are, in the order
 of their numbers.

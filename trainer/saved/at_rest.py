@@ -1,4 +1,4 @@
-"""A stopped run: its servers, its rows there, and an owner of all its lanes for commands that change rows.
+"""A stopped run: its servers, a check of its rows there, and an owner of all its lanes for commands that change rows.
 
 Every command that works on a stopped run goes through here: it opens the servers (`servers_at_rest`, `opened_rows`), finds the rows as a reader
 (`find_at_rest`), or owns the lanes in a further term (`next_owner`; with traffic, `owned_at_rest`).
@@ -12,21 +12,62 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
+
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.cache.errors import StoreError
 from foreload.cache.protocol.ownership.batch_log import BatchLog, FileLog
-from foreload.cache.protocol.ownership.ownership import Ownership, find_rows
+from foreload.cache.protocol.ownership.ownership import Ownership, find_rows, stale_shards
 from foreload.cache.protocol.shards.namespace import claim
 from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.start import Start, written_stripes
-from foreload.trainer.job.job_layouts import layouts_of
-from foreload.trainer.run.directory import LOG, Run
+from foreload.trainer.errors import RunRefused
+from foreload.trainer.job.job import layouts_of
+from foreload.trainer.run.directory import LOG, METRICS, STORES, Run
 from foreload.trainer.run.manifest import Status
+from foreload.trainer.run.report import reported_step
 from foreload.trainer.run.servers import asked, open_stores, servers_of
-from foreload.trainer.saved.expected_rows import given_ordinals
-from foreload.trainer.saved.row_check import check_rows
+from foreload.trainer.saved.model_rows import given_ordinals
+
+
+def check_rows(run: Run, store: Store, status: Status) -> None:
+    """Raise RunError unless the rows on an open store are those of the last clean stop, wherever trainers died since.
+
+    They are where no trainer wrote any back, and where local stores were started again from what they saved then.
+    """
+    if status.state != "training":
+        return
+    manifest, placement = run.manifest, run.placement
+    stale = stale_shards(store, manifest.namespace, status.last_batches)
+    gone = np.isin(placement.members, stale).sum(axis=1).max(initial=0) if stale else 0
+    if gone > placement.r:
+        raise RunRefused(_broken_off(run, status, stale))
+
+
+def _broken_off(run: Run, status: Status, stale: Sequence[int]) -> str:
+    first = run.manifest.stages[0].first_step
+    anew = status.step < first
+    of = "of no step, for it never stopped cleanly" if anew else f"of step {status.step}, where it last stopped cleanly"
+    reported = reported_step(run.path / METRICS)
+    to = "" if reported is None else f" (steps up to {reported} were reported)"
+    message = (
+        f"run {run.path}: was broken off: its dense part is {of}, but rows on store shard {', '.join(map(str, stale))} are of later steps{to}, "
+        "and the dense part of those is nowhere; "
+    )
+    local = LocalStores.find(run.path / STORES)
+    # What local stores have saved is of the last clean stop, and goes before an older checkpoint.
+    if (newest := run.newest_checkpoint(after=-1 if local is None else status.step)) is not None:
+        return message + f"--resume goes on from checkpoint {newest}"
+    running = [str(pid) for pid in local.pids if pid] if local is not None else []
+    if not running:
+        return (
+            message
+            + f"the rows stay where they are, in namespace {run.manifest.namespace}; --overwrite would delete them and train anew"
+        )
+    then = "begins again" if anew else f"goes on from step {status.step}, of which the rows are saved"
+    return message + f"the rows are in servers that still run ({', '.join(running)}): once these are ended, --resume {then}"
 
 
 @dataclass(slots=True)

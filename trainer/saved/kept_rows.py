@@ -16,8 +16,7 @@ from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.traffic import Traffic
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.dense_file import write_dense
-from foreload.trainer.job.job import TrainJob
-from foreload.trainer.job.job_layouts import layouts_of
+from foreload.trainer.job.job import TrainJob, layouts_of
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.servers import asked, servers_of

@@ -13,8 +13,7 @@ from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import CacheError, StoreError
 from foreload.cache.parity.placement import Placement
-from foreload.cache.protocol.shards.namespace import is_run, join, owner, remove
-from foreload.cache.protocol.shards.spare import check_spare
+from foreload.cache.protocol.shards.namespace import check_spare, is_run, join, owner, remove
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.shard_change import LOCAL

@@ -18,8 +18,8 @@ from foreload.cache.traffic import Traffic
 from foreload.trainer.assembly.start import written_stripes
 from foreload.trainer.run.directory import Run
 from foreload.trainer.saved.at_rest import log_of, next_owner, stored_rows
-from foreload.trainer.saved.expected_rows import given_ordinals
 from foreload.trainer.saved.kept import schedule_of
+from foreload.trainer.saved.model_rows import given_ordinals
 
 PATIENCE = timedelta(milliseconds=100)  # between two looks at how far the work is
 

@@ -20,8 +20,17 @@ from foreload.base.at_once import at_once
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import StoreUrl
 from foreload.cache.errors import CacheError, StoreError, StoreUnavailable
-from foreload.cache.protocol.shards.holdings import Claim, Holding, claims, holding_of
-from foreload.cache.protocol.shards.namespace import FolderId, is_run, name_folder, owner, remove
+from foreload.cache.protocol.shards.namespace import (
+    Claim,
+    FolderId,
+    Holding,
+    claims,
+    holding_of,
+    is_run,
+    name_folder,
+    owner,
+    remove,
+)
 from foreload.trainer.errors import RunError, RunRefused
 from foreload.trainer.run.directory import LOCK, MANIFEST, Run
 from foreload.trainer.run.manifest import Manifest

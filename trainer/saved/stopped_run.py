@@ -1,4 +1,4 @@
-"""Opening a saved run, one that does not train: its schedule, its dense part, and its rows on the store."""
+"""Open a stopped run as a model: its schedule, its dense part, and its rows on the store, by table and id."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreload.cache.client.store import Store
-from foreload.cache.protocol.shards.reading import StoredRows
+from foreload.cache.protocol.shards.reading import Expected, StoredRows, read_rows
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.samples.features import FeatureSpec
-from foreload.pipelines.schedule.reader import Schedule
+from foreload.pipelines.schedule.kept import ordinals_after
+from foreload.pipelines.schedule.reader import RowIndex, Schedule
 from foreload.trainer.assembly.saved_dense import read_dense
 from foreload.trainer.assembly.start import Start
 from foreload.trainer.errors import RunError
@@ -23,12 +24,43 @@ from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.model_code import check_code, code_of, note_code
 from foreload.trainer.run.reach import reach
 from foreload.trainer.saved.at_rest import find_at_rest, opened_rows, servers_at_rest, stored_rows
-from foreload.trainer.saved.digest import Digest
-from foreload.trainer.saved.expected_rows import given_ordinals
 from foreload.trainer.saved.kept import schedule_of
-from foreload.trainer.saved.model_rows import ModelRows, model_rows
-from foreload.trainer.saved.rows_at_rest import StoreRowReader
+from foreload.trainer.saved.model_rows import ModelRows, given_ordinals, model_rows
 from foreload.trainer.saved.run_rows import check_current
+from foreload.trainer.saved.saved_model import Digest, SavedModel, initial_rows
+
+
+class StoreRowReader:
+    """The rows of a saved run's tables, also those that were never trained: a RowSource. stored, last_batches: its rows on the store, and per lane
+    the number of its last write-back batch.
+    """
+
+    def __init__(self, model: SavedModel, stored: StoredRows, last_batches: Sequence[int]) -> None:
+        self._model, self._stored, self._last_batches = model, stored, last_batches
+        schedule = model.schedule
+        self._index = RowIndex(schedule)
+        self._ordinals = None
+        if model.step < schedule.header.end_step - 1:
+            self._ordinals = ordinals_after(schedule, model.step)
+
+    def read(self, table: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See RowSource."""
+        weights = initial_rows(self._model, table, ids)
+        trained = np.zeros(len(ids), bool)
+        located = self._index.find(table, ids)
+        reached = np.ones(len(located.places), bool)
+        if self._ordinals is not None:
+            reached = located.ordinal < self._ordinals[located.lane, table]
+        for lane in np.unique(located.lane[reached]):
+            chosen = np.flatnonzero(reached & (located.lane == lane))
+            tags = np.minimum(located.tag[chosen], self._model.step + 1)
+            # The last change of a row that changes after the run's step is not known, so any tag up to that is taken.
+            tables = np.full(len(chosen), table, np.int16)
+            expected = Expected(tables, located.ordinal[chosen], located.id[chosen], tags, int(lane), tag_at_most=True)
+            read = read_rows(self._stored, expected, self._last_batches[lane]).weights
+            weights[located.places[chosen]] = read[:, : weights.shape[1]]
+            trained[located.places[chosen]] = True
+        return weights, trained
 
 
 @dataclass(frozen=True, slots=True)

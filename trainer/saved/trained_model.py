@@ -13,9 +13,9 @@ from foreload.trainer.compute.choose_kernels import kernels_for
 from foreload.trainer.compute.dense_average import to_serve
 from foreload.trainer.compute.layouts import BlockLayout, Lookups, model_spec
 from foreload.trainer.models.building import build_model, load_model
+from foreload.trainer.models.diagnosis import mixes_samples
+from foreload.trainer.models.inference import in_tiles
 from foreload.trainer.models.layers import takes_step
-from foreload.trainer.models.mixing import mixes_samples
-from foreload.trainer.models.tiles import in_tiles
 from foreload.trainer.saved.saved_model import SavedModel
 
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from foreload.trainer.compute.layouts import BlockLayout
 from foreload.trainer.errors import ExportError
+from foreload.trainer.models.diagnosis import check_apart
 from foreload.trainer.models.generators import seed_torch
 from foreload.trainer.models.layers import takes_step
-from foreload.trainer.models.mixing import check_apart
 from foreload.trainer.serving.plain_files import read_program
 
 _TRACED, _TRIED = 5, (1, 3, 64)  # made-up samples that are traced, and with which what was written is tried

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from foreload.trainer.models.tiles import in_tiles
+from foreload.trainer.models.inference import in_tiles
 from foreload.trainer.serving.own_module import OwnModule
 from foreload.trainer.serving.plain_files import RowLines, opened_text, read_program, read_safetensors
 from foreload.trainer.serving.raw_values import Encoder, columns_of, initial_rows

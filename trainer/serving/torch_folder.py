@@ -22,9 +22,9 @@ from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.layouts import BlockLayout, model_spec
 from foreload.trainer.errors import ExportError, after_step
-from foreload.trainer.models import generators, tiles
+from foreload.trainer.models import generators, inference
 from foreload.trainer.models.building import load_model
-from foreload.trainer.models.mixing import mixes_samples
+from foreload.trainer.models.diagnosis import mixes_samples
 from foreload.trainer.run.manifest import inexact_text
 from foreload.trainer.saved.model_rows import ModelRows, RowsByTable
 from foreload.trainer.saved.saved_model import SavedModel, encoder_of
@@ -36,7 +36,7 @@ from foreload.trainer.serving.plain_files import weights_of
 
 PROGRAM, ONNX, WEIGHTS, CODE, README = "dense.pt2", "dense.onnx", "dense.safetensors", "model.py", "README.md"
 TRIED = "tried.safetensors"
-_PARTS = (raw_values, plain_files, generators, tiles, own_module, standalone)
+_PARTS = (raw_values, plain_files, generators, inference, own_module, standalone)
 _TRIED = 3  # made-up samples whose logits stand beside weights
 
 

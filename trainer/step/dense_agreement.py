@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from foreload.trainer.errors import DenseDiverged, after_step
-from foreload.trainer.models.hidden_state import checksum
-from foreload.trainer.step.parts import TrainerParts
-from foreload.trainer.step.term_session import TermSession
+from foreload.trainer.models.diagnosis import checksum
+from foreload.trainer.step.term_session import TermSession, TrainerParts
 
 
 def dense_checksums(parts: TrainerParts) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A trainer within a term: it runs the events of the schedule, training and evaluation steps, over the lanes that it hosts."""
+"""A trainer within a term: it runs the schedule's events, training and evaluation steps, over the lanes that it hosts."""
 
 from __future__ import annotations
 
@@ -6,23 +6,43 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
-from foreload.pipelines.schedule.format import Event
+from foreload.pipelines.schedule.format import Event, Header, LaneEvent
 from foreload.trainer.compute import dense_average
 from foreload.trainer.compute.reports import EvaluationReport, StepReport
+from foreload.trainer.compute.training_loss import EvaluationSamples, TrainingLoss
 from foreload.trainer.errors import LossNotFinite
 from foreload.trainer.step import slices
-from foreload.trainer.step.clock import Clock
 from foreload.trainer.step.commits import Commits
 from foreload.trainer.step.dense_agreement import check_agreement
-from foreload.trainer.step.evaluation import EvaluationPass
-from foreload.trainer.step.exchange import ExchangePlan
-from foreload.trainer.step.gradient_bucket import GradientBucket
+from foreload.trainer.step.exchange import ExchangePlan, GradientBucket
 from foreload.trainer.step.hosted_lanes import HostedLanes
-from foreload.trainer.step.parts import TrainerParts
 from foreload.trainer.step.slices import LocalRows
 from foreload.trainer.step.step import TrainingStep
-from foreload.trainer.step.term_session import TermSession
+from foreload.trainer.step.term_session import Clock, TermSession, TrainerParts
+
+
+class EvaluationPass:
+    """Collects the slices of a pass until its reports are asked for. header: of the schedule; loss: what was trained."""
+
+    def __init__(self, header: Header, loss: TrainingLoss) -> None:
+        self._header, self._loss = header, loss
+        self._sets = {name: EvaluationSamples(loss.kinds) for name in header.set_names}
+
+    def add(self, step: int, moves: LaneEvent, outputs: Tensor) -> None:
+        """A slice of an evaluation step, by its number. outputs: float32 [b] or [b, labels], as forward gave them."""
+        if len(moves.labels):
+            losses = self._loss.of_evaluation(outputs, moves.labels, moves.weights)
+            self._sets[self._header.set_of(step)].add(outputs.cpu().numpy(), moves.labels, moves.groups, losses)
+
+    def reports(self, step: int, epoch: int) -> list[EvaluationReport]:
+        """The metrics of all slices added, of each set in order. step, epoch: those before the pass."""
+        labels, reports = [label.name for label in self._header.features.labels], []
+        for name, samples in self._sets.items():
+            of_labels = dict(zip(labels, samples.metrics(), strict=True))
+            reports.append(EvaluationReport.of(step, epoch, samples.samples, of_labels, samples.mean_loss(), name))
+        return reports
 
 
 class Trainer:

@@ -12,11 +12,11 @@ from torch import Tensor
 from foreload.base.hashing import key
 from foreload.pipelines.schedule.format import Event, LaneEvent
 from foreload.trainer.compute.layouts import Lookups
+from foreload.trainer.models.diagnosis import check_apart, mixes_samples
 from foreload.trainer.models.fitting import model_name
 from foreload.trainer.models.generators import seed_torch
-from foreload.trainer.models.mixing import check_apart, mixes_samples
-from foreload.trainer.models.tiles import in_tiles
-from foreload.trainer.step.parts import TrainerParts
+from foreload.trainer.models.inference import in_tiles
+from foreload.trainer.step.term_session import TrainerParts
 
 
 @dataclass(frozen=True, slots=True)

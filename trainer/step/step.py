@@ -14,14 +14,11 @@ from foreload.trainer.compute.rates import clip
 from foreload.trainer.compute.reports import StepReport, moved_rows
 from foreload.trainer.errors import LossNotFinite
 from foreload.trainer.step import slices
-from foreload.trainer.step.clock import Clock
 from foreload.trainer.step.commits import Commits
-from foreload.trainer.step.exchange import DenseSum, ExchangePlan
-from foreload.trainer.step.gradient_bucket import GradientBucket
+from foreload.trainer.step.exchange import DenseSum, ExchangePlan, GradientBucket
 from foreload.trainer.step.hosted_lanes import HostedLanes
-from foreload.trainer.step.parts import TrainerParts
 from foreload.trainer.step.slices import LocalRows, SliceGradients
-from foreload.trainer.step.term_session import TermSession
+from foreload.trainer.step.term_session import Clock, TermSession, TrainerParts
 
 
 class TrainingStep:

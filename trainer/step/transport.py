@@ -1,4 +1,4 @@
-"""The seam between trainers: messages of known size between ranks of one term, in process, or over links (`nccl`: between CUDA devices).
+"""The seam between trainers: messages of known size between ranks of one term, in process, or over links (`cuda_transport`: between CUDA devices).
 
 A rank is only an address within a term; what a trainer does follows from the lane map, never from its rank.
 """
@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from foreload.base.errors import SettingError
-from foreload.base.job_token import HANDSHAKE, new_token
-from foreload.base.token_server import TokenServer, connected
+from foreload.base.job_token import HANDSHAKE, TokenServer, connected, new_token
 from foreload.trainer.errors import PeerLost
 from foreload.trainer.step import host_link
 from foreload.trainer.step.host_link import HostLink

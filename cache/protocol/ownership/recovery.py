@@ -12,13 +12,12 @@ from foreload.cache.errors import CacheError, StoreAuth, StoreFull
 from foreload.cache.parity.erasure import Code, accumulate
 from foreload.cache.parity.stripes import ALL_STRIPES, Arrangement
 from foreload.cache.protocol.ownership.batch_log import BatchLog, LoggedBatch
-from foreload.cache.protocol.ownership.interrupted_migration import finish_migration
-from foreload.cache.protocol.ownership.ownership import Ownership, fence_lanes, lose, lose_absent
+from foreload.cache.protocol.ownership.ownership import Ownership, fence_lanes, finish_migration, lose, lose_absent
 from foreload.cache.protocol.ownership.verdict import Expect, Verdict, judge
 from foreload.cache.protocol.shards.fence import Found
 from foreload.cache.protocol.shards.marker import Marker
 from foreload.cache.protocol.shards.reading import StoredRows
-from foreload.cache.rows.fields import unpack
+from foreload.cache.rows.row_bytes import unpack
 
 Exchange = Callable[[Sequence[Read], Sequence[Write]], object]
 

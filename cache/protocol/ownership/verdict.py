@@ -15,8 +15,7 @@ from foreload.cache.errors import StoreError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.ownership.batch_log import LoggedBatch
 from foreload.cache.protocol.shards.fence import Found
-from foreload.cache.protocol.shards.marker import Marker
-from foreload.cache.protocol.shards.migrated import ALL, Migrated
+from foreload.cache.protocol.shards.marker import ALL, Marker, Migrated
 
 
 @dataclass(frozen=True, slots=True)

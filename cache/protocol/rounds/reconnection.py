@@ -29,9 +29,8 @@ from foreload.cache.protocol.ownership.ownership import Ownership
 from foreload.cache.protocol.shards.fence import Found, fence_all
 from foreload.cache.protocol.shards.marker import Marker
 from foreload.cache.protocol.shards.namespace import is_run, owner
-from foreload.cache.protocol.shards.patience import Patience
 from foreload.cache.protocol.shards.reading import StoredRows
-from foreload.cache.protocol.shards.shard_status import ShardsAwaited
+from foreload.cache.protocol.shards.shard_status import Patience, ShardsAwaited
 
 RECONNECT = timedelta(milliseconds=200)  # for a connection that broke, of which nothing more is known
 _LONGEST_LOOK = timedelta(seconds=1)  # at a server that has been silent

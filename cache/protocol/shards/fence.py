@@ -15,8 +15,7 @@ from foreload.cache.client.resp import MARKER, MIGRATED, WRONG_TYPE, plain_of_an
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import StoreUrl
 from foreload.cache.errors import Fenced, ForeignKey, StoreError
-from foreload.cache.protocol.shards.marker import Marker
-from foreload.cache.protocol.shards.migrated import Migrated
+from foreload.cache.protocol.shards.marker import Marker, Migrated
 from foreload.cache.protocol.shards.namespace import epoch_key, highest_epoch, lane_key, parse_epoch
 
 _ATTEMPTS = 10

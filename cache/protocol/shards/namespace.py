@@ -1,4 +1,4 @@
-"""A namespace per run: two jobs share a store without touching each other's rows, and a run left over is never taken for a new one."""
+"""A namespace per run on each store shard: claiming it, listing all that are there, and checking a server that is to take a shard's place."""
 
 from __future__ import annotations
 
@@ -7,15 +7,25 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 from foreload.base.codec import Count, FormError, Natural, of_json, parse_json, to_json
-from foreload.cache.client.resp import WRONG_TYPE, Request, plain_of_any
+from foreload.cache.client.resp import MARKER, MIGRATED, WRONG_TYPE, Request, plain_of_any
 from foreload.cache.client.store import Store
-from foreload.cache.errors import ForeignKey, NamespaceInUse, RowsLost, StoreError
+from foreload.cache.client.url import PASSWORD_VARIABLE, StoreUrl, parse_url
+from foreload.cache.errors import (
+    CommandRefused,
+    ForeignKey,
+    NamespaceInUse,
+    RowsLost,
+    StoreAuth,
+    StoreError,
+    StoreUnavailable,
+)
 
 FORMAT = 1
 NAME = "[A-Za-z0-9_.-]{1,100}"
@@ -334,3 +344,130 @@ def remove(store: Store, namespace: str) -> int:
         # Last: while lanes are left, the namespace is still taken.
         store.command(shard, "UNLINK", run_key(namespace))
     return removed
+
+
+_LANE = re.compile(rb"\{(%b):(\d+)\}:\d+" % NAME.encode())
+_NOTE = re.compile(rb"(%b):run" % NAME.encode())
+_SAMPLES = 200  # values of a hash that Redis looks at to estimate its size
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a store shard holds of a namespace.
+
+    note: what `claim` left there, None where that is gone. lanes: that have a hash; rows: with parity rows; bytes: as the server says, None where it
+    may not be asked.
+    """
+
+    namespace: str
+    note: Note | None
+    lanes: int
+    rows: int
+    bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Who owns a run's rows by what a store shard says: the highest term in which its lanes were owned, and the run's folder, if it names one."""
+
+    term: int
+    folder: FolderId | None
+
+
+def claims(store: Store, namespace: str, identity: Mapping[str, Any], lanes: int) -> list[Claim]:
+    """What the store shards that answer, and have rows of the run with this identity, say of its owner. Raises StoreError."""
+    found = []
+    for shard in store.used:
+        note = None
+        with contextlib.suppress(ForeignKey):
+            note = None if shard in store.down else owner(store, namespace, shard)
+        if note is not None and is_run(note, identity):
+            stored = store.commands_at_once(shard, [plain_of_any("GET", epoch_key(namespace, lane)) for lane in range(lanes)])
+            terms = [known[1] for known in map(parse_epoch, stored) if known is not None]
+            found.append(Claim(max(terms, default=0), note.folder))
+    return found
+
+
+def all_holdings(store: Store, shard: int) -> list[Holding]:
+    """What a store shard holds of every namespace, in order of their names. Goes through all keys, some at a time. Raises StoreError."""
+    keys_of: dict[str, set[bytes]] = {}
+    for keys in scan(store, shard):
+        for key in keys:
+            if lane := _LANE.fullmatch(key):
+                keys_of.setdefault(lane[1].decode(), set()).add(key)
+            elif note := _NOTE.fullmatch(key):
+                keys_of.setdefault(note[1].decode(), set())
+    held = [_holding(store, shard, namespace, keys) for namespace, keys in sorted(keys_of.items())]
+    # Other programs' keys may look alike.
+    return [holding for holding in held if holding.note is not None or holding.lanes]
+
+
+def holding_of(store: Store, shard: int, namespace: str) -> Holding:
+    """What a store shard holds of one namespace: no lanes and no rows where that is not there. Raises StoreError."""
+    keys = {key for page in lane_keys(store, shard, namespace) for key in page if _LANE.fullmatch(key)}
+    return _holding(store, shard, namespace, keys)
+
+
+def _holding(store: Store, shard: int, namespace: str, keys: set[bytes]) -> Holding:
+    ordered = sorted(keys)
+    # At the epochs before, a string stands in the place of each hash.
+    kinds = store.commands_at_once(shard, [("TYPE", key) for key in ordered])
+    hashes = [key for key, kind in zip(ordered, kinds, strict=True) if kind == "hash"]
+    marked = store.commands_at_once(shard, [("HEXISTS", key, MARKER) for key in hashes])
+    hashes = [key for key, there in zip(hashes, marked, strict=True) if there]
+    fields = store.commands_at_once(shard, [("HLEN", key) for key in hashes])
+    moved = store.commands_at_once(shard, [("HEXISTS", key, MIGRATED) for key in hashes])
+    rows = sum(int(str(count)) - 1 for count in fields) - sum(int(str(there)) for there in moved)
+    try:
+        sizes = store.commands_at_once(shard, [("MEMORY", "USAGE", key, "SAMPLES", _SAMPLES) for key in hashes])
+        used: int | None = sum(size for size in sizes if isinstance(size, int))
+    except (StoreAuth, CommandRefused):
+        used = None
+    try:
+        note = owner(store, namespace, shard)
+    except ForeignKey:
+        note = None
+    except StoreUnavailable:
+        raise
+    except StoreError:  # of another version of this program
+        note = None
+    return Holding(namespace, note, len(hashes), rows, used)
+
+
+_CONNECT = timedelta(seconds=1)
+_PROBE_EPOCH = -1  # no hash of a lane is ever of this one
+_PROBE_MILLISECONDS = 1000  # after which a probe is gone, whatever became of who wrote it
+
+
+def check_spare(
+    url: StoreUrl,
+    in_use: Iterable[tuple[int, StoreUrl]],
+    namespace: str,
+    lanes: int,
+    timeout: timedelta,
+    identity: Mapping[str, Any] | None = None,
+) -> None:
+    """Raise StoreError unless a server can take a store shard's place: none of those in use, it answers, takes writes, and has no run of that name.
+
+    Trainers reach it with the password of the environment, and so does this. Other runs may have rows there. in_use: the run's servers, with the
+    numbers of their shards. lanes: of the run. timeout: for the server's silence. identity: of this run, whose namespace may be there already.
+    """
+    url = parse_url(url.plain)
+    for shard, used in in_use:
+        if used.place == url.place:
+            raise StoreError(f"store {url}: is the server of store shard {shard} already; name another one")
+    try:
+        reached = Store([url], timeout, _CONNECT)
+    except StoreAuth as error:
+        raise StoreAuth(f"{error}; here only the one in {PASSWORD_VARIABLE} is used, as trainers were given it") from error
+    with reached as store:
+        note = owner(store, namespace, 0)
+        if note is not None and (identity is None or not is_run(note, identity)):
+            raise NamespaceInUse(
+                f"store {url}: namespace {namespace} belongs to a run there; name another server, or remove its rows first"
+            )
+        for lane in range(lanes):
+            # In the slots that the lanes' hashes will have, should it be part of a cluster.
+            probe = lane_key(namespace, lane, _PROBE_EPOCH)
+            store.command(0, "SET", probe, "", "PX", _PROBE_MILLISECONDS)
+            store.command(0, "UNLINK", probe)

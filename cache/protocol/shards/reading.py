@@ -17,17 +17,14 @@ from foreload.cache.client.store import (
 from foreload.cache.errors import RowError, StoreError
 from foreload.cache.parity.decoding import Decoding, StripePlaces, plan_alone, plan_decoding
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.places import shards_of
-from foreload.cache.parity.row_counts import count_rows
-from foreload.cache.parity.stripes import LaneStripes, Written
+from foreload.cache.parity.shard_contents import count_rows
+from foreload.cache.parity.stripes import LaneStripes, Written, shards_of
 from foreload.cache.protocol.shards.fence import judge_wrong_type
-from foreload.cache.protocol.shards.marker import Marker
-from foreload.cache.protocol.shards.migrated import Migrated
+from foreload.cache.protocol.shards.marker import Marker, Migrated
 from foreload.cache.protocol.shards.namespace import lane_key
 from foreload.cache.protocol.shards.shard_table import ShardTable
-from foreload.cache.rows.fields import PARITY_BIT, fields, unpack
 from foreload.cache.rows.layout import RowLayout
-from foreload.cache.rows.row_bytes import decode_rows
+from foreload.cache.rows.row_bytes import PARITY_BIT, decode_rows, fields, unpack
 from foreload.cache.rows.staging import Rows, RowShapes, put_rows
 from foreload.pipelines.schedule.format import RowColumns
 

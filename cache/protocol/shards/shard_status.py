@@ -1,9 +1,10 @@
-"""How the store shards of a run are, as their owners report it."""
+"""The status of a run's store shards, as their owners report it, and how long shards are waited for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import zip_longest
 from typing import Literal
 
@@ -112,3 +113,16 @@ class ServerUnreachable:
 ShardNews = ShardSnapshot | ServerUnreachable | ShardsAwaited
 """What the owner of lanes reports of store shards: how all are from now on, each time that the state of one changes; a server that is not there; that
 more are waited for than parity covers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long shards are waited for that do not answer, where parity does not cover them. volatile: none is that cannot be reached, for then it has
+    died, and its rows with it.
+    """
+
+    time: timedelta = timedelta(seconds=10)
+    volatile: bool = False
+
+
+PATIENCE = Patience()

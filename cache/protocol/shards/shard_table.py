@@ -15,11 +15,10 @@ from foreload.cache.client.url import StoreUrl
 from foreload.cache.errors import RowsLost
 from foreload.cache.parity.decoding import Survivors
 from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.places import NOT_MIGRATED, Places
-from foreload.cache.parity.stripes import ALL_STRIPES
-from foreload.cache.protocol.shards.migrated import Migrated
+from foreload.cache.parity.stripes import ALL_STRIPES, NOT_MIGRATED, Places
+from foreload.cache.protocol.shards.marker import Migrated
 from foreload.cache.protocol.shards.shard_status import LOST, REBUILDING, REMOVED, ShardSnapshot, ShardStatus
-from foreload.cache.rows.fields import NUMBER_BITS
+from foreload.cache.rows.row_bytes import NUMBER_BITS
 
 
 def cursor_at(table: int, stripe: int) -> int:

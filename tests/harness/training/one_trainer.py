@@ -15,8 +15,7 @@ from foreload.cache.protocol.ownership.ownership import Ownership
 from foreload.cache.rows.partition import Partition
 from foreload.pipelines.schedule.format import Event
 from foreload.trainer.assembly.assembly import StoreAccess, begin_term, join_term, open_no_lanes
-from foreload.trainer.assembly.next_term import continue_term
-from foreload.trainer.assembly.state_transfer import receive_state, send_state
+from foreload.trainer.assembly.next_term import continue_term, receive_state, send_state
 from foreload.trainer.cluster.messages.faults import STEP_POINTS, TRAINER_POINTS
 from foreload.trainer.cluster.messages.trainers import TermLeft
 from foreload.trainer.compute.reports import EvaluationReport, StepReport, Totals

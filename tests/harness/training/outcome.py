@@ -18,8 +18,8 @@ from foreload.trainer.compute.dense_optimizers import optimizer_state
 from foreload.trainer.compute.reports import EvaluationReport, StepReport
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.saved.at_rest import find_at_rest
-from foreload.trainer.saved.digest import Digest
 from foreload.trainer.saved.model_rows import model_rows
+from foreload.trainer.saved.saved_model import Digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,18 +13,15 @@ from typing import Any, Literal, assert_never
 from foreload.base.errors import ForeloadError
 from foreload.cache.protocol.shards.shard_status import ServerUnreachable
 from foreload.trainer.cluster.coordinator.checkpointing import Checkpointing
+from foreload.trainer.cluster.coordinator.control_socket import RequestQueue, RunRequests
 from foreload.trainer.cluster.coordinator.failures import Failures, GuestsRefused
-from foreload.trainer.cluster.coordinator.lane_replicas import LaneReplicas
-from foreload.trainer.cluster.coordinator.membership import SILENT, Membership
-from foreload.trainer.cluster.coordinator.published_plan import PublishedPlan
-from foreload.trainer.cluster.coordinator.request_queue import RequestQueue
+from foreload.trainer.cluster.coordinator.membership import SILENT, LaneReplicas, Membership
 from foreload.trainer.cluster.coordinator.row_migration import RowMigration
-from foreload.trainer.cluster.coordinator.run_requests import RunRequests
 from foreload.trainer.cluster.coordinator.scaling import Scaling
 from foreload.trainer.cluster.coordinator.spawned_trainers import SpawnedTrainers
 from foreload.trainer.cluster.coordinator.store_shards import StoreShards
 from foreload.trainer.cluster.coordinator.terms import first_term
-from foreload.trainer.cluster.coordinator.training_call import TrainingCall
+from foreload.trainer.cluster.coordinator.training_call import PublishedPlan, TrainingCall
 from foreload.trainer.cluster.messages.control import (
     Answer,
     AskCheckpoint,
@@ -44,9 +41,8 @@ from foreload.trainer.cluster.messages.control import (
     RunStatus,
     Stopping,
 )
-from foreload.trainer.cluster.messages.events import EventReceiver
 from foreload.trainer.cluster.messages.facts import Go, StopWanted, Term
-from foreload.trainer.cluster.messages.rendezvous import Rendezvous
+from foreload.trainer.cluster.messages.rendezvous import EventReceiver, Rendezvous
 from foreload.trainer.cluster.messages.trainers import (
     CanJoin,
     CheckpointReport,

@@ -17,15 +17,13 @@ from typing import Any
 
 from foreload.cache.parity.placement import Placement
 from foreload.trainer.cluster.coordinator.background_work import in_background
-from foreload.trainer.cluster.coordinator.published_plan import PublishedPlan
 from foreload.trainer.cluster.coordinator.store_shards import SHOWN_STEP, StoreShards
-from foreload.trainer.cluster.coordinator.training_call import TrainingCall
+from foreload.trainer.cluster.coordinator.training_call import PublishedPlan, TrainingCall
 from foreload.trainer.cluster.messages.control import Answer, AskMove, MoveBegun, Refused
 from foreload.trainer.errors import RunError
 from foreload.trainer.memory.seen_servers import check_room
 from foreload.trainer.run.event_log import RowsMove, RowsMoved
-from foreload.trainer.run.shard_change import ShardChange
-from foreload.trainer.run.shard_program import ShardProgram, Step
+from foreload.trainer.run.shard_change import ShardChange, ShardProgram, Step
 from foreload.trainer.saved.migration import NewServers, check_whole
 
 

@@ -5,21 +5,48 @@ servers that the user names take the place of others.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
+from foreload.base.errors import SettingError
 from foreload.cache.client.local import LocalStores
-from foreload.cache.client.url import parse_url, parse_urls
+from foreload.cache.client.url import StoreUrl, parse_url, parse_urls
+from foreload.cache.errors import StoreError
+from foreload.cache.parity.placement import Placement
+from foreload.cache.protocol.shards.namespace import check_spare
 from foreload.cache.protocol.shards.shard_status import LOST, OK, REBUILDING, REMOVED, ServerUnreachable, ShardSnapshot
 from foreload.trainer.cluster.coordinator.background_work import in_background
-from foreload.trainer.cluster.coordinator.spares import spare_check
 from foreload.trainer.cluster.coordinator.store_watch import StoreWatch
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.messages.control import Answer, AskReplace, Refused, Replacing
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.event_log import ShardLost, ShardRebuilt, ShardReplaced
+from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.servers import plain
 from foreload.trainer.run.shard_change import shard_named
+
+
+def check_spares(job: TrainJob, manifest: Manifest, urls: Sequence[StoreUrl | str], placement: Placement) -> None:
+    """Raise SettingError for what is wrong with them before anything is started or deleted. urls: of the run's shards, by number."""
+    if job.spare is None:
+        return
+    if not placement.r:
+        raise SettingError("--spare: needs parity, for a shard's rows are nowhere else without; give --parity, or leave it out")
+    in_use = [(shard, parse_url(url) if isinstance(url, str) else url) for shard, url in enumerate(urls) if url]
+    for url in parse_urls(job.spare):
+        try:
+            # One that had a shard before may have it again.
+            spare_check(job, manifest)(url, in_use, identity=manifest.identity)
+        except StoreError as error:
+            raise SettingError(f"--spare: {error}") from error
+
+
+def spare_check(job: TrainJob, manifest: Manifest) -> Callable[..., None]:
+    """`check_spare` for a run: called with a server and those in use, it raises StoreError where the server cannot take a shard."""
+    return partial(check_spare, namespace=manifest.namespace, lanes=manifest.lanes, timeout=job.store_silence)
+
 
 SHOWN_STEP = 0.1  # the share of a rebuild after which the user gets the next report
 

@@ -25,7 +25,7 @@ from foreload.trainer.memory.row_timeline import RowTimeline
 from foreload.trainer.memory.store_memory import ShardServer, Shortage, StoreMemory, counted_bytes, remedy, shortage_text
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.servers import asked
-from foreload.trainer.saved.expected_rows import given_ordinals
+from foreload.trainer.saved.model_rows import given_ordinals
 
 _LOOK = timedelta(seconds=2)  # between two looks at the servers
 _LOOKS = 3  # of which the least counts: what is on its way comes and goes

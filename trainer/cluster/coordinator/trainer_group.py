@@ -1,4 +1,4 @@
-"""The trainers of one call of `foreload train`: started, followed to their end, and what they come to."""
+"""The trainers of one call of `foreload train`: they are started with the job's facts and followed to their end."""
 
 from __future__ import annotations
 
@@ -7,27 +7,55 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from foreload.base.codec import FormError, of_json
 from foreload.cache.rows.layout import slot_columns
-from foreload.trainer.cluster.coordinator.control_socket import ControlSocket
+from foreload.trainer.cluster.coordinator.control_socket import ControlSocket, RequestQueue
 from foreload.trainer.cluster.coordinator.coordinator import Coordinator
-from foreload.trainer.cluster.coordinator.hosts import Hosts
-from foreload.trainer.cluster.coordinator.launch_spec import launch_spec
-from foreload.trainer.cluster.coordinator.request_queue import RequestQueue
-from foreload.trainer.cluster.coordinator.spawned_trainers import SpawnedTrainers
+from foreload.trainer.cluster.coordinator.spawned_trainers import Hosts, SpawnedTrainers
 from foreload.trainer.cluster.coordinator.store_shards import StoreShards
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.ending import Ending, call_figures, early_stop, first_of, keep_run, manifest_of, status_of
-from foreload.trainer.cluster.folder_over_hosts import publish_dense, save_over_hosts
+from foreload.trainer.cluster.folder_over_hosts import publish_dense, run_facts, save_over_hosts
 from foreload.trainer.cluster.messages.facts import RunSaved
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import Departed, LaunchSpec, TrainerEnd
 from foreload.trainer.cluster.processes.rendezvous_host import RendezvousHost
 from foreload.trainer.cluster.processes.starting import StartProcess
+from foreload.trainer.compute.reports import Totals
+from foreload.trainer.errors import RunError
 from foreload.trainer.job.scheduler import Meeting
+from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import CallEnded
-from foreload.trainer.run.report import RunReport
-from foreload.trainer.run.step_lines import rows_of_steps
+from foreload.trainer.run.manifest import Status, code_sums
+from foreload.trainer.run.report import RunReport, rows_of_steps
 from foreload.trainer.saved.kept import keep_schedule
+
+
+def launch_spec(call: TrainingCall, servers_return: bool) -> LaunchSpec:
+    """What trainers are told of a call, as it begins. servers_return: as LaunchSpec has it."""
+    job, run, manifest, start = call.job, call.run, call.manifest, call.start
+    return LaunchSpec(
+        # Other hosts' trainers bring their own credentials, and their own address; those of this call never reach the rendezvous store.
+        job=job.to_dict() | {"store": manifest.job["store"], "spare": None, "address": None},
+        first_term=start.term,
+        start_step=start.step,
+        last_batches=tuple(int(start.batches[str(lane)]) for lane in range(manifest.lanes)),
+        fingerprint=None if job.accept_numerics else manifest.fingerprint,
+        resumes=start.step >= manifest.stages[0].first_step,
+        servers_return=servers_return,
+        faults=tuple(call.observer.faults),
+        totals=_totals(run, start),
+        hosts=run_facts(run, manifest) if job.coordinator is not None else None,
+        watched=manifest.watched,
+        code=code_sums(manifest.code),
+    )
+
+
+def _totals(run: Run, start: Status) -> Totals:
+    try:
+        return of_json(start.totals, Totals)
+    except FormError as error:
+        raise RunError(f"run {run.path}: status.json is damaged ({error}); restore the folder from a copy") from error
 
 
 class TrainerGroup:

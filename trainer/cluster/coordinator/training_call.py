@@ -1,4 +1,4 @@
-"""What one call of `foreload train` is about, for the parts of its coordinator."""
+"""One call of `foreload train`, for the parts of its coordinator: the job, the run, the events, and the plan that is published."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from foreload.base.interrupts import Interrupts
+from foreload.cache.parity.placement import Placement
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.faults import RunObserver
+from foreload.trainer.cluster.messages.rendezvous import Rendezvous
+from foreload.trainer.cluster.messages.trainers import PlacementText, Plan
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import EventLog
@@ -49,3 +53,30 @@ class TrainingCall:
         """Note a term's number in the run before anyone owns lanes in it."""
         self.start = replace(self.start, term=term)
         self.run.raise_term(term)
+
+
+class PublishedPlan:
+    """now: the newest version."""
+
+    def __init__(self, rendezvous: Rendezvous, placement: Placement, servers: Sequence[str], stop_by: int | None) -> None:
+        self._rendezvous, self._placement = rendezvous, placement
+        self.now = Plan(0, 0, tuple(servers), stop_by=stop_by)
+
+    def begin(self) -> None:
+        """Publish the first version."""
+        self._rendezvous.publish(PlacementText(self._placement.text), self.now.placement)
+        self._rendezvous.publish(self.now, self.now.version)
+
+    def change(self, **fields: Any) -> None:
+        """Publish a version in which these fields of a Plan are others, if they are. When this returns, whoever asks sees it."""
+        changed = replace(self.now, **fields)
+        if changed == self.now:
+            return
+        self.now = replace(changed, version=self.now.version + 1)
+        self._rendezvous.publish(self.now, self.now.version)
+
+    def move_rows(self, placement: Placement, servers: Sequence[str]) -> None:
+        """Rows are, or move, where another placement has them, on these servers."""
+        number = self.now.placement + 1
+        self._rendezvous.publish(PlacementText(placement.text), number)
+        self.change(placement=number, servers=tuple(servers))

@@ -1,4 +1,4 @@
-"""Between steps: what a trainer reports to its coordinator about store shards and run requests, and what it does by its plan."""
+"""Between two steps: report store shards and requests to the coordinator, and do what its plan says."""
 
 from __future__ import annotations
 
@@ -8,26 +8,79 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
+from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.shards.shard_status import LOST, ServerUnreachable, ShardNews, ShardsAwaited, ShardSnapshot
 from foreload.cache.rows.layout import RowLayout
 from foreload.trainer.cluster.member.joined_trainer import JoinedTrainer
 from foreload.trainer.cluster.member.trainer_checkpoints import TrainerCheckpoints
-from foreload.trainer.cluster.member.trainer_requests import TrainerRequests
 from foreload.trainer.cluster.messages.facts import ShardsLooked, StopWanted, Term
 from foreload.trainer.cluster.messages.faults import Fault, TrainerFault
 from foreload.trainer.cluster.messages.trainers import (
     CopiesTold,
     FaultInjected,
+    HeldRows,
     PlacementText,
     Plan,
+    RequestReport,
     SeededCopy,
     ShardsTold,
 )
-from foreload.trainer.run.directory import STORES
+from foreload.trainer.run.directory import SCRUB, STORES
 from foreload.trainer.run.servers import asked, numbered
-from foreload.trainer.step.hosted_lanes import HostedLanes
-from foreload.trainer.step.replicas import LaneReplica
+from foreload.trainer.saved.model_rows import MappedRows
+from foreload.trainer.step.hosted_lanes import HostedLanes, LaneReplica
+
+
+class TrainerRequests:
+    """A trainer's side; its main thread uses it."""
+
+    def __init__(self, joined: JoinedTrainer, lanes: HostedLanes, layouts: Sequence[RowLayout], counted: int) -> None:
+        """counted: the number of the last count that is not for this trainer."""
+        self._joined, self._lanes, self._traffic, self._layouts = joined, lanes, lanes.traffic, layouts
+        self._scrubbed, self._counted = 0, counted  # the numbers of those that were begun last
+        self._scrub: int | None = None
+        self._row_counts: int | None = None
+
+    def follow(self, plan: Plan) -> None:
+        """Begin what is planned."""
+        if plan.count > self._counted:
+            self._row_counts = self._counted = plan.count
+            self._traffic.inspection.begin_row_counts()
+        scrub = plan.scrub
+        if scrub is not None and scrub.number > self._scrubbed:
+            self._scrubbed = scrub.number
+            try:
+                self._traffic.inspection.begin_scrub(MappedRows(self._joined.run / SCRUB / scrub.rows, list(self._lanes.numbers)))
+                self._scrub = scrub.number
+            except (OSError, ValueError, CacheError) as error:
+                self._joined.events.send(RequestReport(scrub.number, failed=str(error)))
+
+    def tell(self) -> None:
+        """Report how far the requests are."""
+        counted = self._traffic.inspection.row_counts()
+        if self._row_counts is not None and counted is not None:
+            held = HeldRows(
+                rows=tuple(counted.rows.sum(axis=0).tolist()),
+                parity_rows=tuple(counted.parity_rows.sum(axis=0).tolist()),
+                row_bytes=tuple(counted.row_bytes(self._layouts).tolist()),
+                lag=self._traffic.inspection.lag(),
+                loads=self._lanes.stored.store.loads,
+            )
+            self._joined.events.send(RequestReport(self._row_counts, held=held))
+            self._row_counts = None
+        progress = self._traffic.inspection.scrubbed()
+        if self._scrub is not None and progress is not None:
+            self._joined.events.send(RequestReport(self._scrub, progress))
+            if progress.done:
+                self._scrub = None
+
+    def finish(self) -> None:
+        """Finish what was begun, and report it."""
+        if self._scrub is not None:
+            self._traffic.inspection.scrubbed(finish=True)
+        self.tell()
+
 
 RETURN_TIMEOUT = timedelta(seconds=30)  # for a server that is to take the place of one that is gone, once training is over
 SHARDS_PAUSE = timedelta(milliseconds=100)  # between two looks at the plan and at what is rebuilt

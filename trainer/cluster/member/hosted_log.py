@@ -7,8 +7,15 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from foreload.base.errors import SettingError
-from foreload.cache.protocol.ownership.batch_log import BatchLog, FileLog, LoggedBatch
-from foreload.cache.protocol.ownership.copied_log import CopiedLog, HeldRecords, Holders, LogService
+from foreload.cache.protocol.ownership.batch_log import (
+    BatchLog,
+    CopiedLog,
+    FileLog,
+    HeldRecords,
+    Holders,
+    LoggedBatch,
+    LogService,
+)
 from foreload.trainer.cluster.member.joined_trainer import JoinedTrainer
 from foreload.trainer.cluster.messages.facts import Term, TrainerPlace
 from foreload.trainer.cluster.processes.starting import OnHost

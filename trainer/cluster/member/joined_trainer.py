@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from foreload.base.interrupts import Interrupts
-from foreload.trainer.cluster.messages.events import EventSender
-from foreload.trainer.cluster.messages.rendezvous import Rendezvous, join_store
+from foreload.trainer.cluster.messages.rendezvous import EventSender, Rendezvous, join_store
 from foreload.trainer.cluster.messages.trainers import LaunchSpec
 from foreload.trainer.cluster.processes.starting import TrainerStart
 from foreload.trainer.job.job import TrainJob

@@ -8,16 +8,19 @@ end that without seeing the name, if it looks behind every step from then on.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from foreload.cache.protocol.rounds.background import SHARE
 from foreload.cache.protocol.rounds.snapshot import Snapshot, warm_up
 from foreload.cache.rows.layout import RowLayout
 from foreload.cache.rows.slot_copy import SlotCopy
@@ -25,23 +28,55 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.dense_file import dense_tensors, encode_dense
 from foreload.trainer.checkpoints.changed_rows import changed_rows
 from foreload.trainer.checkpoints.contents import DENSE
+from foreload.trainer.checkpoints.files import LEAST_BITS
 from foreload.trainer.checkpoints.part import GRACE_SECONDS, PartWriter
 from foreload.trainer.checkpoints.part import warm_up as rehearse_part
-from foreload.trainer.checkpoints.policies import LEAST_BITS
 from foreload.trainer.checkpoints.row_files import RowSink
 from foreload.trainer.cluster.member.joined_trainer import JoinedTrainer
-from foreload.trainer.cluster.member.step_pace import StepPace
 from foreload.trainer.cluster.messages.facts import CheckpointAt, GoOnAfter, Orphaned, StopWanted
 from foreload.trainer.cluster.messages.trainers import (
     CheckpointPlan,
     CheckpointReport,
     CopyTaken,
 )
-from foreload.trainer.job.early_stopping import Watched
+from foreload.trainer.job.metric_choice import Watched
 from foreload.trainer.step.dense_agreement import dense_checksums
-from foreload.trainer.step.parts import TrainerParts
 from foreload.trainer.step.program import Trainer
+from foreload.trainer.step.term_session import TrainerParts
 from foreload.trainer.storage import place
+
+LEAST_SHARE = 0.1  # so that a checkpoint comes to its end
+_STEPS = 16  # that are looked at together
+_TOO_SLOW, _HARDLY_SLOWER = 1.06, 1.03  # of a step, against one without a checkpoint
+
+
+class StepPace:
+    """Of one trainer. Its steps are reported one after the other; medians of some are compared, so that single slow ones do not count."""
+
+    def __init__(self) -> None:
+        self._before: deque[float] = deque(maxlen=8 * _STEPS)
+        self._meanwhile: list[float] = []
+        self._last: float | None = None
+        self.share = SHARE
+
+    def step(self, now: float, beside: bool) -> None:
+        """A step has ended. now: in seconds; beside: a checkpoint was being saved."""
+        last, self._last = self._last, now
+        if last is None:
+            return
+        if not beside:
+            self._before.append(now - last)
+            return
+        self._meanwhile.append(now - last)
+        if len(self._meanwhile) < _STEPS:
+            return
+        slower = median(self._meanwhile) / median(self._before) if len(self._before) >= _STEPS else 1.0
+        self._meanwhile.clear()
+        if slower > _TOO_SLOW:
+            self.share = max(self.share / 1.5, LEAST_SHARE)
+        elif slower < _HARDLY_SLOWER:
+            self.share = min(self.share * 1.2, SHARE)
+
 
 _PAUSE_SECONDS = 0.02  # between two looks whether a part is written, or training goes on
 _GO_ON, _TAKE, _WAIT = 0, 1, 2  # what the trainer that leads says behind an evaluation

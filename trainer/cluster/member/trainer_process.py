@@ -8,29 +8,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from foreload.base.memory import ProcessUse
 from foreload.cache.client.store import Store
 from foreload.cache.errors import CacheError, CopyLost
-from foreload.cache.protocol.handover.warm_up import warm_up
+from foreload.cache.protocol.handover.takeover import warm_up
 from foreload.cache.protocol.ownership.ownership import Ownership
 from foreload.pipelines.schedule.format import Event
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel, StoreAccess, begin_term, join_term, open_no_lanes
-from foreload.trainer.assembly.next_term import continue_term, segment_after
+from foreload.trainer.assembly.next_term import continue_term, receive_state, segment_after, send_state
 from foreload.trainer.assembly.start import Start
-from foreload.trainer.assembly.state_transfer import receive_state, send_state
 from foreload.trainer.cluster.ending import counters_of
 from foreload.trainer.cluster.member.coordinator_link import CoordinatorLink
 from foreload.trainer.cluster.member.hosted_log import open_log
 from foreload.trainer.cluster.member.joined_trainer import JoinedTrainer
-from foreload.trainer.cluster.member.keeping import CannotGoOn, cannot_go_on, keep
-from foreload.trainer.cluster.member.run_folder import open_folder
+from foreload.trainer.cluster.member.run_folder import CannotGoOn, cannot_go_on, keep, open_folder
 from foreload.trainer.cluster.member.segment_gate import SegmentGate, StoppedAtSegment
-from foreload.trainer.cluster.member.stopping_early import EarlyStopping
 from foreload.trainer.cluster.member.trainer_checkpoints import TrainerCheckpoints
-from foreload.trainer.cluster.member.trainer_end import await_saved
+from foreload.trainer.cluster.member.trainer_end import EarlyStopping, await_saved
 from foreload.trainer.cluster.member.trainer_terms import TrainerTerms
 from foreload.trainer.cluster.messages.faults import FaultPoints, TrainerFault
-from foreload.trainer.cluster.messages.process_use import ProcessUse
 from foreload.trainer.cluster.messages.rendezvous import StopAgreement
 from foreload.trainer.cluster.messages.trainers import (
     Departed,
@@ -49,9 +46,8 @@ from foreload.trainer.run.servers import asked
 from foreload.trainer.saved.kept_manifest import KeptFile
 from foreload.trainer.step.commits import TermPosition
 from foreload.trainer.step.hosted_lanes import HostedLanes
-from foreload.trainer.step.parts import TrainerParts
 from foreload.trainer.step.program import Trainer
-from foreload.trainer.step.term_session import TermSession
+from foreload.trainer.step.term_session import TermSession, TrainerParts
 
 
 class TrainerProcess:

@@ -22,13 +22,12 @@ from foreload.base.interrupts import Interrupts
 from foreload.cache.errors import RowsLost
 from foreload.trainer.cluster.member.joined_trainer import JOIN_TIMEOUT, JoinedTrainer
 from foreload.trainer.cluster.member.trainer_process import TrainerProcess
-from foreload.trainer.cluster.messages.events import EventSender
-from foreload.trainer.cluster.messages.rendezvous import Rendezvous, join_store
+from foreload.trainer.cluster.messages.rendezvous import EventSender, Rendezvous, join_store
 from foreload.trainer.cluster.messages.trainers import Failed, LaunchSpec, LostRows
 from foreload.trainer.cluster.processes.starting import TrainerStart
 from foreload.trainer.errors import PeerLost, TrainerError
 from foreload.trainer.job.job import TrainJob
-from foreload.trainer.run.own_exit import exits_reported
+from foreload.trainer.run.model_code import exits_reported
 
 LAUNCHER_PAUSE = timedelta(milliseconds=200)  # between two looks whether the launcher lives, before training begins
 

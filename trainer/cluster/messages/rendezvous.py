@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import socket
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from foreload.trainer.cluster.messages.codec import decode, encode
 from foreload.trainer.cluster.messages.facts import Bytes, StopAfter, StopWanted, Term
+from foreload.trainer.cluster.messages.trainers import Events, StepEnded, TrainerEvent
 from foreload.trainer.errors import MessageError, PeerLost
 
 _Fact = TypeVar("_Fact")
@@ -169,3 +171,56 @@ def _reachable() -> Iterator[None]:
     except RuntimeError as error:
         line = str(error).strip().splitlines()[0]
         raise PeerLost(f"coordinator: the rendezvous store does not answer ({line}); is the launcher still there?") from error
+
+
+FLUSH_SECONDS = 0.1
+
+
+class EventSender:
+    """A trainer's reports to the coordinator."""
+
+    def __init__(self, rendezvous: Rendezvous, trainer: int) -> None:
+        self._rendezvous = rendezvous
+        self._trainer = trainer
+        self._held: list[TrainerEvent] = []
+        self._sent = 0
+        self._sent_at = time.monotonic()
+
+    def send(self, event: TrainerEvent) -> None:
+        """Report something; steps may be held back for a moment, all else goes at once."""
+        self._held.append(event)
+        if not isinstance(event, StepEnded) or time.monotonic() - self._sent_at > FLUSH_SECONDS:
+            self.flush()
+
+    def send_last(self, event: TrainerEvent) -> None:
+        """Report what the coordinator waits for last: it may leave as soon as it has that, before it confirms it."""
+        with contextlib.suppress(PeerLost):
+            self.send(event)
+
+    def flush(self) -> None:
+        """Send what is held back."""
+        if self._held:
+            self._rendezvous.publish(Events(tuple(self._held)), self._trainer, self._sent)
+            self._sent += 1
+            self._held = []
+            self._sent_at = time.monotonic()
+
+
+class EventReceiver:
+    """The coordinator's side, for the trainers of these numbers."""
+
+    def __init__(self, rendezvous: Rendezvous, members: Iterable[int]) -> None:
+        self._rendezvous = rendezvous
+        self._next = dict.fromkeys(members, 0)
+
+    def add(self, trainer: int) -> None:
+        """Take in a further trainer's events, from its beginning."""
+        self._next[trainer] = 0
+
+    def poll(self) -> Iterator[tuple[int, TrainerEvent]]:
+        """What has come in since, with the number of who sent it, in each trainer's order."""
+        for trainer in list(self._next):
+            while (taken := self._rendezvous.take(Events, trainer, self._next[trainer])) is not None:
+                self._next[trainer] += 1
+                for event in taken.events:
+                    yield trainer, event

@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from foreload.base.memory import ProcessUse
 from foreload.cache.client.load import ShardLoad
 from foreload.cache.protocol.shards.shard_status import Lag, ServerUnreachable, ShardSnapshot
 from foreload.cache.repair.findings import Scrubbed
 from foreload.trainer.checkpoints.files import PartFiles
 from foreload.trainer.cluster.messages.faults import Fault, TrainerFault
-from foreload.trainer.cluster.messages.process_use import ProcessUse
 from foreload.trainer.compute.reports import EvaluationReport, StepReport, Totals
-from foreload.trainer.job.early_stopping import Watched
+from foreload.trainer.job.metric_choice import Watched
 from foreload.trainer.run.manifest import Stage
 from foreload.trainer.saved.kept_manifest import KeptFile
 

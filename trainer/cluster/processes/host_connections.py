@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from foreload.base.errors import SettingError
-from foreload.base.token_server import TokenServer
+from foreload.base.job_token import TokenServer
 from foreload.trainer.cluster.messages.host_messages import (
     BEAT,
     HOST_GONE,

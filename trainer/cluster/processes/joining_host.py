@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from foreload.base.interrupts import Interrupts
-from foreload.base.job_token import WrongToken
-from foreload.base.token_server import connected
+from foreload.base.job_token import WrongToken, connected
 from foreload.trainer.cluster.messages.host_messages import (
     BEAT,
     PURPOSE,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from foreload.base.forking import fork
+from foreload.base.process import fork
 from foreload.base.socket_messages import receive, send
 from foreload.trainer.cluster.processes.starting import RENDEZVOUS_HOST, WORKER, ChildProcess, ProcessStart, StartedProcess
 

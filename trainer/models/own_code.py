@@ -1,17 +1,36 @@
-"""The files of a user's model: the file that names it, and those of its folder that this one imports."""
+"""The files of a user's model: where they are looked for, the file that names the model, and those of its folder that this one imports."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import os
 import pkgutil
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path, PurePosixPath
 
-from foreload.trainer.models.search import extend_path, found_file, search_folders
+
+def search_folders(folder: str) -> list[str]:
+    """Where a user's files are looked for, in order: in `folder`, if it is not "", and in the working directory."""
+    return list(dict.fromkeys(os.path.abspath(place) for place in (folder, os.getcwd()) if place))
+
+
+def found_file(name: str, folders: Iterable[str]) -> str:
+    """The path of a file in the first of these folders that has it. Raises FileNotFoundError."""
+    path = next((path for folder in folders if os.path.isfile(path := os.path.join(folder, name))), None)
+    if path is None:
+        raise FileNotFoundError(f"there is no file {name}")
+    return path
+
+
+def extend_path(folders: Iterable[str]) -> None:
+    """Have Python find modules in these folders, too, behind all others."""
+    sys.path.extend(folder for folder in folders if folder not in sys.path)
+
 
 _FOR_PACKAGES = {"site-packages", "dist-packages"}
 

@@ -1,5 +1,7 @@
-"""Vector instructions inside numba kernels, for loops over a row's columns that the compiler would not vectorise, or only with a check of the
-length at every row. Arrays are indexed as if flat: row * columns + column.
+"""Processor instructions for numba kernels: vector instructions for loops over a row's columns, and prefetches.
+
+The vector instructions are for loops that the compiler would not vectorise, or only with a check of the length at every row. Arrays are indexed as if
+flat: row * columns + column.
 """
 
 from __future__ import annotations
@@ -88,5 +90,25 @@ def eight_sums_of_squares(typing_context: Any, array: Any, place: Any, blocks: A
             nothing = ir.Constant(p.type, ir.Undefined)
             p = builder.fadd(builder.shuffle_vector(p, nothing, low), builder.shuffle_vector(p, nothing, high))
         return builder.extract_element(p, ir.Constant(ir.IntType(32), 0))
+
+    return signature, generate
+
+
+@intrinsic
+def prefetch(typing_context: Any, array: Any, place: Any) -> Any:
+    """Ask for the cache line of element `place` of a contiguous array, counted flat; any place is harmless."""
+    signature = types.void(array, place)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        place = context.cast(builder, arguments[1], signature.args[1], types.intp)
+        byte = ir.PointerType(ir.IntType(8))
+        address = builder.bitcast(builder.gep(data, [place]), byte)
+        int32 = ir.IntType(32)
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, int32, int32, int32])
+        )
+        builder.call(function, [address, int32(0), int32(3), int32(1)])  # to read, kept in all levels, data
+        return context.get_dummy_value()
 
     return signature, generate

@@ -1,9 +1,11 @@
 """Compile as the data is read: the serial pass runs ahead of the lanes' oracles by a window, and segments are published as they are complete.
 
-What a trainer follows (`train --follow`) is compiled so. Next uses beyond the window are not known, so that more rows may arrive than must.
+What a trainer follows (`train --follow`) is compiled so. Next uses beyond the window are not known,
+so that more rows may arrive than must.
 
-The window is a lane's accesses between the serial pass and the oracle: the next use of an access is known once the row's next access is in it. It is a
-ring that grows to what the settings allow: access number n stands at place n modulo the ring's size.
+The window is a lane's accesses between the serial pass and the oracle: the next use of an access is
+known once the row's next access is in it. It is a ring that grows to what the settings allow:
+access number n stands at place n modulo the ring's size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a sample consists of: labels, dense values, categorical features and their tables; read from a feature file (docs/features.md).
 
-A `FeatureSpec` checks its own rules. Reading a file checks what a spec cannot hold: unknown entries, entries of another kind, and tables that no feature
-names.
+A `FeatureSpec` checks its own rules. Reading a file checks what a spec cannot hold: unknown
+entries, entries of another kind, and tables that no feature names.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 What is not plain is left to the general reader, which knows quotes and says what is wrong where.
 
-Where rows of quoted text start and end is decided as Arrow's reader does, which does not say where that is. A quote opens a value only where the value
-begins; two quotes in a quoted value stand for one; after the closing quote everything is taken as it is.
+Where rows of quoted text start and end is decided as Arrow's reader does, which does not say where
+that is. A quote opens a value only where the value begins; two quotes in a quoted value stand for
+one; after the closing quote everything is taken as it is.
 """
 
 from __future__ import annotations

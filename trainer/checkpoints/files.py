@@ -1,7 +1,8 @@
 """The files of a checkpoint, as its manifest names them (docs/checkpoints.md, The format), and the policies that say which rows they hold.
 
-Policies are pure; sizes are in any one unit, rows, bytes or parts of the model. Increments of a *baseline*, a checkpoint with all rows, grow from one to
-the next, since each has all that changed since the baseline; consecutive ones have what changed since the one before.
+Policies are pure; sizes are in any one unit, rows, bytes or parts of the model. Increments of a
+*baseline*, a checkpoint with all rows, grow from one to the next, since each has all that changed
+since the baseline; consecutive ones have what changed since the one before.
 """
 
 from __future__ import annotations

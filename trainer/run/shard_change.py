@@ -1,8 +1,10 @@
 """Changes of a run's store shards: what a user may ask for, and the order of steps in which it is done.
 
-The program of steps is pure, and has two drivers: `foreload stores` for a stopped run (`commands.migrate`), and the coordinator for a run that trains
-(`cluster.coordinator.row_migration`). A driver may die between any two steps. Once the placement is published, the run's folder tells either driver how
-to go on. A change that was asked for, but not published, must be asked for again.
+The program of steps is pure, and has two drivers: `foreload stores` for a stopped run
+(`commands.migrate`), and the coordinator for a run that trains
+(`cluster.coordinator.row_migration`). A driver may die between any two steps. Once the placement is
+published, the run's folder tells either driver how to go on. A change that was asked for, but not
+published, must be asked for again.
 """
 
 from __future__ import annotations

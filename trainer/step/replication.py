@@ -1,12 +1,15 @@
 """Replicas: what an owner sends after a step to the trainers that hold copies of its lanes, and how a new copy is seeded.
 
-Of the rows that the step changed, a replica has the optimizer state, and the weights of those that the copy's trainer does not get anyway: a row
-that a lane of that trainer uses in the next training step comes with that step's exchange, on its critical path, since this step changed it.
-Sizes and order follow from the schedule's masks on both sides, as in `exchange`. Of a copy that is still seeded, only the slots that it
-has already are sent.
+Of the rows that the step changed, a replica has the optimizer state, and the weights of those that
+the copy's trainer does not get anyway: a row that a lane of that trainer uses in the next training
+step comes with that step's exchange, on its critical path, since this step changed it. Sizes and
+order follow from the schedule's masks on both sides, as in `exchange`. Of a copy that is still
+seeded, only the slots that it has already are sent.
 
-A new copy is seeded in stretches of slots, one after a step while training goes on, or all at once before it. A stretch is as its step left it; from the
-next step on, replicas have what changes in it. Both sides know which stretch follows which step, since they begin with the term and are of fixed length.
+A new copy is seeded in stretches of slots, one after a step while training goes on, or all at once
+before it. A stretch is as its step left it; from the next step on, replicas have what changes in
+it. Both sides know which stretch follows which step, since they begin with the term and are of
+fixed length.
 """
 
 from __future__ import annotations

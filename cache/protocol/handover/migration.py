@@ -1,12 +1,15 @@
 """Migrate rows to other store shards while their owner trains, a chunk between two rounds (docs/protocol.md); and refill tasks in general.
 
-A chunk is read from where its rows are, copied to where they go, and, when that is acknowledged, deleted where they were; each step is recorded
-in the hash that it changes (`marker`). From then on the lane's cursor stands behind it, and rounds go by that. With parity, a shard that all rows
-leave keeps them until it is left as a whole: to name each of them takes time of a link that may be slow.
+A chunk is read from where its rows are, copied to where they go, and, when that is acknowledged,
+deleted where they were; each step is recorded in the hash that it changes (`marker`). From then on
+the lane's cursor stands behind it, and rounds go by that. With parity, a shard that all rows leave
+keeps them until it is left as a whole: to name each of them takes time of a link that may be slow.
 
-There are two refill tasks: `repair.rebuild` fills a shard that came back empty, and `Migration` moves rows to other shards. Each chunk goes through four
-stages. Its rows are selected; they are read from where they are, or decoded from their stripes; they are written where they go; and the lane's cursor
-moves behind the chunk. Where a shard is lost before the rows of a chunk are at hand, nothing has changed, and the task tries again.
+There are two refill tasks: `repair.rebuild` fills a shard that came back empty, and `Migration`
+moves rows to other shards. Each chunk goes through four stages. Its rows are selected; they are
+read from where they are, or decoded from their stripes; they are written where they go; and the
+lane's cursor moves behind the chunk. Where a shard is lost before the rows of a chunk are at hand,
+nothing has changed, and the task tries again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """The log of the write-back batch that is not yet released, in files or, over several hosts, in the memory of trainers with copies.
 
-It also says which batch that is, and which came before, and with that which markers a store shard may have. So the record of batch n stays whole
-until the next one's is: a writer that dies while it writes a record leaves the one before. Each term has files of its own, so an owner that does
-not know yet that it is none any more changes no record of its successor's.
+It also says which batch that is, and which came before, and with that which markers a store shard
+may have. So the record of batch n stays whole until the next one's is: a writer that dies while it
+writes a record leaves the one before. Each term has files of its own, so an owner that does not
+know yet that it is none any more changes no record of its successor's.
 
-In memory (`CopiedLog`), a record is at the lane's owner and at every trainer that has a copy of the lane. It survives its writer once all of them have
-acknowledged it, and nothing is sent to the store before that. Whoever takes a lane over has a copy of it, and so has the record. A trainer that has a
+In memory (`CopiedLog`), a record is at the lane's owner and at every trainer that has a copy of the
+lane. It survives its writer once all of them have acknowledged it, and nothing is sent to the store
+before that. Whoever takes a lane over has a copy of it, and so has the record. A trainer that has a
 record of a later term refuses those of earlier ones, whose writer no longer owns the lane.
 """
 

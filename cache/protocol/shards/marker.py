@@ -137,6 +137,7 @@ class Migrated:
 
     def stored(self) -> bytes:
         """Encode the record as `parse` reads it."""
+        # The targets are stored as a bit mask over the shards' numbers.
         mask = np.zeros(max(self.targets, default=-1) + 1, np.uint8)
         mask[list(self.targets)] = 1
         head = _LAYOUT.pack(self.version, self.term, self.begin, self.end, self.copied, self.number, self.held)
@@ -152,6 +153,7 @@ def deletion(key: bytes, names: np.ndarray, marker: Marker | None, migrated: Mig
             meanwhile, the server's answer shows that the field was new.
     """
     recorded = (MIGRATED, migrated.stored()) if marker is None else (MARKER, marker.stored(), MIGRATED, migrated.stored())
+    # One transaction: the rows and the record of their deletion change together.
     parts = [names[first : first + COMMAND_ROWS] for first in range(0, len(names), COMMAND_ROWS)]
     deletions = [hdel(key, part) for part in parts]
     return [("MULTI",), *deletions, ("HSET", key, *recorded), ("EXEC",)]
@@ -164,6 +166,7 @@ def changed(answers: list[object]) -> tuple[int, int]:
         The number of fields deleted, and the number of fields (marker and migration record) that
         were new to the hash.
     """
+    # The answer to EXEC: one count per HDEL, then the count of HSET.
     done = answers[-1]
     assert isinstance(done, list)
     return sum(int(str(one)) for one in done[:-1]), int(str(done[-1]))

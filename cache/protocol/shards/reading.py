@@ -84,8 +84,9 @@ class StoredRows:
         return LaneStripes(lane, self.placement.k, self.shards.of(lane).places, kept)
 
     def shards_of(self, lane: int, table: np.ndarray, ordinal: np.ndarray) -> np.ndarray:
-        """Return the store shard of each row of a lane, as `stripes.shards_of` does, at its
-        current place.
+        """Return the store shard of each row of a lane at its current place.
+
+        Shapes and dtypes are those of `stripes.shards_of`.
         """
         return shards_of(self.placement, lane, table, ordinal, self.shards.of(lane).places)
 
@@ -115,6 +116,7 @@ class StoredRows:
             migrated: The migration record to write in the same command. If None, none is written.
         """
         own = self.shards.of(lane)
+        # The marker and the migration record are fields, so the server counts them as new, too.
         new = fresh + (own.held[shard] is None) + (migrated is not None and own.migrated[shard] is None)
         stamp = None if migrated is None else migrated.stored()
         return Write(shard, self.key(lane, shard), fields, rows, marker.stored(), range(new, new + 1), migrated=stamp)
@@ -141,8 +143,9 @@ class StoredRows:
         return covered
 
     def go_without(self, shard: int, error: StoreError) -> None:
-        """Count a shard as lost even if parity does not cover that. Without parity, raise the
-        error.
+        """Count a shard as lost even if parity does not cover that.
+
+        Without parity, raise the error instead.
         """
         if not self.placement.r:
             raise error
@@ -193,6 +196,7 @@ def plan_reads(stored: StoredRows, expected: Expected) -> list[PlannedRead]:
     """Plan the reads that fetch these rows: one per shape and store shard."""
     shards = stored.placement.shard_count
     shard_of = stored.shards_of(expected.lane, expected.table, expected.ordinal)
+    # One stable sort groups the rows: each run of equal keys is one read.
     shape_and_shard = stored.shapes.of_table[expected.table] * shards + shard_of
     order = np.argsort(shape_and_shard, kind="stable")
     shape_and_shard = shape_and_shard[order]
@@ -311,6 +315,7 @@ def read_rows(stored: StoredRows, expected: Expected, last_batch: int | None = N
     for start in range(0, count, READ_ROWS):
         part = expected.select(slice(start, start + READ_ROWS))
         places = np.arange(start, start + len(part))
+        # Each pass that fails has lost one more shard, so the loop ends.
         while not _read_part(stored, part, rows, places, last_batch):
             pass
     return rows
@@ -337,6 +342,7 @@ def _read_part(stored: StoredRows, part: Expected, rows: Rows, places: np.ndarra
                 if stored.lose(read.shard, str(error)):
                     return False
                 raise
+    # Decoding needs every source. A missing one means that its shard lost rows.
     for read in further:
         if read.missing is not None:
             missing = missing_value(stored, part.lane, read)
@@ -349,6 +355,7 @@ def _read_part(stored: StoredRows, part: Expected, rows: Rows, places: np.ndarra
         try:
             accept(stored, part, planned, rows, places)
         except RowError as error:
+            # The row was decoded already, so it cannot be had in another way.
             if not own.readable(planned.read.shard):
                 raise
             if stored.lose(planned.read.shard, str(error)):

@@ -85,6 +85,7 @@ class LaneShards:
         self.epochs += [0] * count
         self.held += [None] * count
         self.migrated += [None] * count
+        # No stripe of the lane is there yet, so the new shards lack nothing.
         self.cursors = np.concatenate([self.cursors, np.full(count, ALL_STRIPES, np.uint64)])
         self.leftover = np.concatenate([self.leftover, np.zeros(count, np.int64)])
 
@@ -108,6 +109,7 @@ class ShardTable:
         self.lost: dict[int, str] = {}
         self._lanes: dict[int, LaneShards] = {}
         self._rebuilt = dict.fromkeys(range(len(self.urls)), 0.0)
+        # Cached by the mask of unreadable shards.
         self._survivors: dict[bytes, Survivors] = {}
         # Without lanes, nothing is left to migrate.
         self._migrated = 1.0
@@ -150,6 +152,7 @@ class ShardTable:
         known = self._lanes.get(lane)
         if known is None:
             count = len(self.urls)
+            # A shard that is not lost counts as readable until the markers show otherwise.
             cursors = np.full(count, ALL_STRIPES, np.uint64)
             cursors[list(self.lost)] = 0
             known = self._lanes[lane] = LaneShards(
@@ -183,8 +186,9 @@ class ShardTable:
         return self._survivors_of(self.of(lane).unreadable)
 
     def read_from(self, lane: int, shard: int) -> bool:
-        """Return whether to read rows of a lane from a shard: it has all of them and is not
-        avoided.
+        """Return whether rows of a lane are read from a shard.
+
+        They are if the shard has all of them and is not avoided.
         """
         return self.readable(lane, shard) and (self.avoided is None or not self._unread(lane)[shard])
 
@@ -205,10 +209,8 @@ class ShardTable:
         return avoiding if self.covered(avoiding) else unreadable
 
     def without(self, shard: int) -> Survivors:
-        """Return what to decode rows from if only this one shard is not read.
-
-        Raises:
-            RowsLost: The run has no parity.
+        """Return what to decode rows from if only this one shard is not read. The run must have
+        parity.
         """
         return self._survivors_of(self.placement.mask([shard]))
 
@@ -229,10 +231,10 @@ class ShardTable:
         return self.all_covered([shard])
 
     def all_covered(self, shards: Collection[int]) -> bool:
-        """Return whether parity covers the loss of these shards, too, for the run and for every
-        lane.
-        """
+        """Return whether parity covers the loss of these shards, too."""
         further, lanes = self.placement.mask(shards), [own.unreadable for own in self._lanes.values()]
+        # A shard may be lost as a whole, or only for some lanes, so each lane's own mask counts,
+        # too.
         return all(self.covered(mask | further) for mask in (self.placement.mask(self.lost), *lanes))
 
     def covered(self, unreadable: np.ndarray) -> bool:
@@ -245,7 +247,7 @@ class ShardTable:
             return False
         return True
 
-    # Changes, for the thread that uses the table. Each publishes a new snapshot.
+    # Changes, for the thread that uses the table. What others can see of them is published at once.
 
     def avoid(self, shard: int) -> None:
         """Decode rows instead of reading them from this slow shard, until the placement changes.
@@ -296,12 +298,15 @@ class ShardTable:
         # What to decode from depends on the placement.
         self._survivors.clear()
         self.avoided = None
+        # Removed shards have no rows, so nothing is missing there: they are neither lost nor
+        # unreadable.
         for shard in placement.removed:
             self.lost.pop(shard, None)
         for own in self._lanes.values():
             own.extend(len(further))
             own.cursors[list(placement.removed)] = ALL_STRIPES
             own.leftover[list(placement.removed)] = 0
+            # The new migration begins where the one before ended, so the cursor starts at 0 again.
             own.places.members, own.places.migrated = placement.table, NOT_MIGRATED
         self.note_migrated(0.0 if placement.migrating else 1.0)
 

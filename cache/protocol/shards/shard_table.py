@@ -209,9 +209,7 @@ class ShardTable:
         return avoiding if self.covered(avoiding) else unreadable
 
     def without(self, shard: int) -> Survivors:
-        """Return what to decode rows from if only this one shard is not read. The run must have
-        parity.
-        """
+        """Return what to decode rows from if only this shard is not read. Needs parity."""
         return self._survivors_of(self.placement.mask([shard]))
 
     def _survivors_of(self, unreadable: np.ndarray) -> Survivors:

@@ -111,6 +111,7 @@ def _finish_chunk(
     there, failures = _present(stored, lane, names)
     commands: dict[int, list[Command]] = {}
     for shard, present in there.items():
+        # Only fields that exist are deleted, so the record's count is exact.
         held = counted(trusted[shard], _rows_by_log(verdict, shard)) - len(present)
         if move.undone:
             after = Migrated(chunk.version, term, chunk.begin, chunk.begin, False, number, held)
@@ -290,6 +291,7 @@ def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[in
     for lane, number in last_batches.items():
         verdict = verdicts[lane] = judge(stored.placement, found.lanes[lane], Expect.stopped(number))
         finish_migration(stored, lane, verdict, ownership.term, stored.stripes_of(lane).written.counts)
+        # `finish_migration` has set the lane's cursor. The counts expected below depend on it.
         for shard in verdict.stale:
             stored.go_without(shard, StoreError(_lacks_rows(stored, shard)))
     # Shards with the right marker but the wrong number of rows. A dict keeps them in order.
@@ -397,6 +399,7 @@ def find_rows(stored: StoredRows, last_batches: Sequence[int]) -> None:
         for shard, there in found.lanes[lane].items():
             own.epochs[shard] = there.epoch
         verdict = judge(stored.placement, found.lanes[lane], Expect.stopped(number))
+        # A reader finishes no chunk. It reads by the cursor on which the records agree.
         if verdict.move is not None:
             own.places.migrated = np.uint64(verdict.move.cursor)
         for shard in [*verdict.refused, *verdict.stale] if stored.placement.r else ():

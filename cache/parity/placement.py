@@ -170,10 +170,9 @@ class Placement:
 
     @property
     def keeping(self) -> tuple[int, ...]:
-        """The shards that all rows leave in the migration, but that keep their copies until it is
-        over.
+        """The shards that keep rows that have migrated away, until the migration is over.
 
-        With parity, these are all shards that all rows leave. Without parity, there are none.
+        With parity, these are the shards that all rows leave. Without parity, there are none.
         """
         return self.leaving if self.r else ()
 
@@ -198,8 +197,8 @@ class Placement:
             had = np.bincount(self.members[:, place], minlength=shards)
             for group in range(GROUPS):
                 new = self.shard_count + int(had[self.shard_count :].argmin())
-                # Take a group only from a shard with more than its share. No group may name a shard
-                # twice.
+                # A group migrates only from a shard with more than its share to one with less. No
+                # group may name a shard twice.
                 if had[new] < alike < had[target[group, place]] and new not in target[group]:
                     had[target[group, place]] -= 1
                     had[new] += 1
@@ -243,8 +242,9 @@ class Placement:
         return replace(self, shard_count=self.shard_count + 1, version=self.version + 1, target=target)
 
     def completed(self) -> Placement:
-        """Return the placement once its migration is complete. Shards that all rows left are
-        removed.
+        """Return the placement once its migration is complete.
+
+        Shards that all rows left are removed.
         """
         if self.target is None:
             return self

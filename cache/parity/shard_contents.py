@@ -177,6 +177,7 @@ def _count(stripes, table, count, cursors, rows, parity_rows):  # type: ignore[n
             if ordinal < count and stripes.flags[start + ordinal]:
                 exists = True
                 rows[members[group, place]] += name < cursors[members[group, place]]
+        # A stripe with any written row has all of its parity rows.
         if exists:
             for place in range(k, members.shape[1]):
                 parity_rows[members[group, place]] += name < cursors[members[group, place]]

@@ -56,7 +56,7 @@ class Places:
 
     @classmethod
     def of(cls, placement: Placement) -> Places:
-        """Return the places of a lane of which no stripe has migrated."""
+        """Return the places of a lane before any of its stripes has migrated."""
         return cls(placement.table)
 
 
@@ -304,11 +304,11 @@ class _BatchStripes(NamedTuple):
 
 @nb.njit(nogil=True, cache=True)
 def _stripes_of(stripes, batch, cursors):  # type: ignore[no-untyped-def]
-    """Find the stripes of a batch whose rows are distinct.
+    """Find the stripes of a batch. The batch's rows must be distinct.
 
     Uses an open-addressed table with at least 2 n places. Afterwards a stripe's `others` is the
     number of its rows that are flagged as written, minus those of them that are in the batch. If it
-    is 0, the batch has all that is stored of the stripe, so the parity follows from the new values
+    is 0, the batch has every stored row of the stripe, so the parity follows from the new values
     alone.
     """
     table, ordinal, members, k = batch.table, batch.ordinal, stripes.members, stripes.k
@@ -447,7 +447,7 @@ class LaneStripes:
 
     @classmethod
     def of(cls, placement: Placement, lane: int, written: np.ndarray) -> LaneStripes:
-        """Return the stripes of a lane of which no stripe has migrated.
+        """Return the stripes of a lane before any of them has migrated.
 
         Args:
             written: int64 [tables], all ordinals below which the store has.

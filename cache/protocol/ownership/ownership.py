@@ -101,7 +101,7 @@ def _join(stored: StoredRows, lane: int, verdict: Verdict, term: int) -> None:
 def _finish_chunk(
     stored: StoredRows, lane: int, verdict: Verdict, move: Halfway, chunk: Migrated, leaving: Mapping[int, np.ndarray], term: int
 ) -> None:
-    """Delete the rows that the last chunk's owner left: moved rows at their source, or copies.
+    """Delete the rows that the last chunk's owner left: migrated rows at their source, or copies.
 
     Args:
         leaving: By shard, uint64 [n], the fields that may exist there and must not.

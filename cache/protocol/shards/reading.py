@@ -355,7 +355,7 @@ def _read_part(stored: StoredRows, part: Expected, rows: Rows, places: np.ndarra
         try:
             accept(stored, part, planned, rows, places)
         except RowError as error:
-            # The row was decoded already, so it cannot be had in another way.
+            # The row was already decoded, so there is no other source for it.
             if not own.readable(planned.read.shard):
                 raise
             if stored.lose(planned.read.shard, str(error)):

@@ -1,1 +1,4 @@
-"""Stripes: where their rows live, the erasure code, decoding lost rows, finding wrong ones. Pure functions on arrays."""
+"""Stripes: where their rows are, the erasure code, and decoding lost and finding wrong rows.
+
+Pure functions on arrays.
+"""

@@ -1,4 +1,4 @@
-"""Decode rows from the rest of their stripes: rows of lost store shards, and rows that are wrong."""
+"""Decode rows from the other rows of their stripes: rows of lost store shards, and wrong rows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from foreload.cache.rows.row_bytes import PARITY_BIT, pack
 
 
 class Survivors(NamedTuple):
-    """From which rows of a stripe the lost ones are decoded, for each placement group.
+    """The rows of a stripe from which its lost rows are decoded, for each placement group.
 
-    pattern: int64 [groups], which of the patterns of lost places a group has; known: int64 [patterns, k], the places that are read; factors: uint8
-    [patterns, k + r, k], with which they add up to the row at a place.
+    Attributes:
+        pattern: int64 [groups], the pattern of lost places that each group has.
+        known: int64 [patterns, k], the places that are read.
+        factors: uint8 [patterns, k + r, k], the factors with which the known rows add up to the row
+            at each place.
     """
 
     pattern: np.ndarray
@@ -31,9 +34,15 @@ class Survivors(NamedTuple):
 
     @classmethod
     def of(cls, placement: Placement, lost: np.ndarray, every_group: bool = True) -> Survivors:
-        """Those where the shards `lost` (bool [shards]) cannot be read. Raises RowsLost where a group has lost more than r of its shards.
+        """Return the survivors if certain shards cannot be read.
 
-        every_group=False: rows of such groups will not be asked for, and it is no error.
+        Args:
+            lost: bool [shards], the shards that cannot be read.
+            every_group: If False, a group that has lost more than r shards is no error. The caller
+                must not decode rows of such a group.
+
+        Raises:
+            RowsLost: A group has lost more than r of its shards.
         """
         code = Code.of(placement)
         assert code is not None
@@ -41,7 +50,8 @@ class Survivors(NamedTuple):
         if every_group and gone.sum(axis=1).max() > code.r:
             raise RowsLost(np.flatnonzero(lost).tolist(), code.r)
         patterns, pattern = np.unique(gone, axis=0, return_inverse=True)
-        # A group that has lost too many gets any k places, which nobody uses.
+        # Groups share few patterns of lost places, so factors are computed once per pattern. A
+        # group that has lost too many shards gets any k places, which nobody uses.
         known = np.array(
             [np.flatnonzero(~gone if gone.sum() <= code.r else gone | True)[: code.k] for gone in patterns], np.int64
         )
@@ -50,7 +60,13 @@ class Survivors(NamedTuple):
 
 
 class StripePlaces(NamedTuple):
-    """Rows by their stripes: table int16, stripe int64, and place in the stripe int64 (0 .. k-1 a member, k .. a parity row), [n] each."""
+    """Rows, named by their places in stripes.
+
+    Attributes:
+        table: int16 [n].
+        stripe: int64 [n].
+        place: int64 [n], 0 .. k-1 for a member, k .. k+r-1 for a parity row.
+    """
 
     table: np.ndarray
     stripe: np.ndarray
@@ -58,14 +74,19 @@ class StripePlaces(NamedTuple):
 
     @classmethod
     def of_rows(cls, table: np.ndarray, ordinal: np.ndarray, k: int) -> StripePlaces:
-        """Those of rows: table int16 [n], ordinal int64 [n]."""
+        """Return the places of rows: table int16 [n], ordinal int64 [n]."""
         return cls(table, ordinal // k, ordinal % k)
 
 
 class _Sources(NamedTuple):
-    """What is read to decode rows, by shard: of shard s those at bounds[s] : bounds[s + 1].
+    """The rows to read in order to decode others, sorted by shard.
 
-    fields: uint64 [m]; targets: int64 [m], the place of the row among those wanted that each goes into; factors: uint8 [m], times which.
+    Attributes:
+        bounds: int64 [shards + 1]. The sources on shard s are those at bounds[s] : bounds[s + 1].
+            Shards after the last one with a source are left out.
+        fields: uint64 [m].
+        targets: int64 [m], the wanted row that each source is added to.
+        factors: uint8 [m], the factor with which it is added.
     """
 
     bounds: np.ndarray
@@ -76,10 +97,11 @@ class _Sources(NamedTuple):
 
 @nb.njit(nogil=True, cache=True)
 def _sources(stripes, survivors, wanted):  # type: ignore[no-untyped-def]
-    """What to read for the rows wanted: k sources each, less the members that were never written, which count as zeros.
+    """Find the rows to read for the wanted rows: k sources each.
 
-    A stripe without any written row has no parity rows either, so nothing is asked for it, and its rows decode to zeros. Afterwards the sources
-    stand by shard, and in each in the order of the rows wanted.
+    Members that were never written are left out, since they count as zeros. A stripe without any
+    written row has no parity rows either, so nothing is read for it, and its rows decode to zeros.
+    The result is sorted by shard and, within a shard, by wanted row.
     """
     table, stripe, members, k = wanted.table, wanted.stripe, stripes.members, stripes.k
     n = wanted.place.size
@@ -90,11 +112,13 @@ def _sources(stripes, survivors, wanted):  # type: ignore[no-untyped-def]
         group = placement_group(stripe_hash(stripes.prefix, table[i], stripe[i]), pack(table[i], stripe[i]), stripes.migrated)
         own = survivors.pattern[group]
         begin, start = stripe[i] * k, stripes.starts[table[i]]
+        # A stripe without any written row needs no sources.
         exists = False
         for j in range(begin, min(begin + k, stripes.room[table[i]])):
             exists |= stripes.flags[start + j] == 1
         if not exists:
             continue
+        # survivors.known names k places of the stripe. All of their shards can be read.
         for q in range(k):
             source = survivors.known[own, q]
             if source >= k:
@@ -109,6 +133,8 @@ def _sources(stripes, survivors, wanted):  # type: ignore[no-untyped-def]
             targets[count] = i
             scales[count] = survivors.factors[own, wanted.place[i], q]
             count += 1
+    # A counting sort by shard. It is stable, so each shard's sources stay in the order of the
+    # wanted rows.
     bounds = np.zeros(shards + 1, np.int64)
     for i in range(count):
         bounds[shards_of[i] + 1] += 1
@@ -131,10 +157,14 @@ def _sources(stripes, survivors, wanted):  # type: ignore[no-untyped-def]
 
 @dataclass(slots=True)
 class Decoding:
-    """Rows of one shape to be decoded: what to read, and how it adds up.
+    """The plan to decode rows of one shape.
 
-    wanted: how many are decoded. rows: uint8 [sources, row_bytes], which the reads fill; targets: int64 [sources], factors: uint8 [sources]: row i
-    counts factors[i] times in the wanted row targets[i].
+    Attributes:
+        wanted: The number of rows to decode.
+        reads: The reads to do first.
+        rows: uint8 [sources, row_bytes], filled by the reads.
+        targets: int64 [sources], the wanted row to which each source is added.
+        factors: uint8 [sources], the factor with which it is added.
     """
 
     wanted: int
@@ -144,7 +174,10 @@ class Decoding:
     factors: np.ndarray
 
     def decode(self) -> np.ndarray:
-        """The rows wanted, uint8 [n, row_bytes], once the reads are done and nothing is missing."""
+        """Return the wanted rows, uint8 [n, row_bytes].
+
+        The reads must be done, with no row missing.
+        """
         out = np.zeros((self.wanted, self.rows.shape[1]), np.uint8)
         accumulate(self.rows, np.arange(len(self.rows)), self.factors, out, self.targets)
         return out
@@ -153,9 +186,13 @@ class Decoding:
 def plan_decoding(
     stripes: LaneStripes, survivors: Survivors, wanted: StripePlaces, row_bytes: int, keys: list[bytes]
 ) -> Decoding:
-    """How to decode rows of one shape and lane. keys: of the lane's hash on each store shard.
+    """Plan the decoding of rows of one shape and lane.
 
-    A row that was never written, and the parity of a stripe without rows, decodes to zeros.
+    A row that was never written decodes to zeros, and so does a parity row of a stripe without
+    rows.
+
+    Args:
+        keys: The key of the lane's hash on each store shard.
     """
     sources: _Sources = _sources(stripes.map, survivors, wanted)
     rows = np.empty((len(sources.fields), row_bytes), np.uint8)
@@ -175,9 +212,13 @@ def plan_alone(
     row_bytes: int,
     keys: list[bytes],
 ) -> Decoding | None:
-    """`plan_decoding` for single rows where more shards are lost (bool [shards]) than parity covers everywhere.
+    """Plan as `plan_decoding` does, for single rows, if parity does not cover all lost shards.
 
-    None if a stripe of these rows itself has lost more than r.
+    Args:
+        lost: bool [shards].
+
+    Returns:
+        The plan, or None if a stripe of the wanted rows has lost more than r of its shards.
     """
     for one in np.unique(wanted.table).tolist():
         if (lost[stripes.shards(one, wanted.stripe[wanted.table == one])].sum(axis=1) > placement.r).any():
@@ -187,7 +228,11 @@ def plan_alone(
 
 @nb.njit(nogil=True, cache=True)
 def _count_lost(stripes, table, count, gone):  # type: ignore[no-untyped-def]
-    """How many rows of a table, ordinals below count, are on shards that are gone, in stripes that have lost more than their parity covers."""
+    """Count the rows of a table that are lost, among ordinals below `count`.
+
+    A row is lost if it was written, its shard is gone, and its stripe has lost more shards than its
+    parity covers.
+    """
     members, k, start = stripes.members, stripes.k, stripes.starts[table]
     covered = members.shape[1] - k
     lost = 0
@@ -203,17 +248,27 @@ def _count_lost(stripes, table, count, gone):  # type: ignore[no-untyped-def]
 
 
 def lost_rows(stripes: LaneStripes, tables: int, gone: np.ndarray) -> np.ndarray:
-    """How many rows of each table cannot be had where the shards `gone` (bool [shards]) are lost: int64 [tables]."""
+    """Count the rows of each table that cannot be read or decoded without certain shards.
+
+    Args:
+        gone: bool [shards], the lost shards.
+
+    Returns:
+        int64 [tables].
+    """
     counts = stripes.written.counts
     return np.array([_count_lost(stripes.map, table, int(counts[table]), gone) for table in range(tables)])
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What n stripes show of their rows.
+    """The result of checking n stripes.
 
-    restored: bool [n, k + r], rows that were wrong or not there, and are now as the rest of their stripe says. uncorrectable: bool [n],
-    stripes that do not agree and do not show which of their rows is wrong.
+    Attributes:
+        restored: bool [n, k + r], the rows that were wrong or missing and were restored from the
+            rest of their stripe.
+        uncorrectable: bool [n], the stripes whose rows do not agree, where it cannot be determined
+            which row is wrong.
     """
 
     restored: np.ndarray
@@ -221,23 +276,30 @@ class Verdict:
 
 
 def locate_errors(code: Code, rows: np.ndarray, erased: np.ndarray) -> Verdict:
-    """Check stripes, and restore in place what is known for certain.
+    """Check stripes, and restore in place the rows that are wrong for certain.
 
-    rows: uint8 [n, k + r, row_bytes], contiguous, members first, row_bytes a multiple of 4, zeros where nothing was ever stored; erased:
-    bool [n, k + r], rows that are known to be wrong. With e of these in a stripe, up to (r - e) / 2 further wrong rows are singled out: the
-    code's distance is r + 1, so no two sets of that many rows explain the same stripe. Other stripes stay as they are.
+    With e rows of a stripe known to be wrong, up to (r - e) / 2 further wrong rows are located. The
+    code's distance is r + 1, so no two sets of that many rows explain the same stripe. Stripes with
+    more errors stay as they are.
+
+    Args:
+        rows: uint8 [n, k + r, row_bytes], contiguous, members first, row_bytes a multiple of 4,
+            zeros where nothing was ever stored.
+        erased: bool [n, k + r], the rows that are known to be wrong.
     """
     count = len(rows)
     restored, uncorrectable = np.zeros(erased.shape, bool), np.zeros(count, bool)
     for gone, left in _patterns(erased):
         for apart in _explanations(code, gone):
             known = [place for place in range(code.k + code.r) if place not in apart]
-            # With exactly k rows known there is nothing left to compare, and any stripe agrees: callers check what was restored.
+            # If exactly k rows are known, nothing is left to compare, and every stripe agrees. So
+            # the caller must check what was restored.
             agree = _agree(code, rows, left, known)
             of = left[agree]
             for place in apart:
                 rows[of, place] = combined(code, rows, of, known[: code.k], place)
                 restored[of, place] = True
+            # Stripes that this set of places does not explain are tried with the next set.
             left = left[~agree]
             if not left.size:
                 break
@@ -246,7 +308,7 @@ def locate_errors(code: Code, rows: np.ndarray, erased: np.ndarray) -> Verdict:
 
 
 def _patterns(erased: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """The sets of places that are erased together, and the stripes (int64 [m]) of each."""
+    """Yield each set of places that are erased together, with its stripes (int64 [m])."""
     any_erased = erased.any(axis=1)
     clean = np.flatnonzero(~any_erased)
     if clean.size:
@@ -258,7 +320,10 @@ def _patterns(erased: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]
 
 
 def _explanations(code: Code, gone: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The sets of places that may be wrong, each with those that are gone: fewest first; none where more than r are gone."""
+    """Yield the sets of places that may be wrong, smallest first.
+
+    Each contains the places in `gone`. If more than r are gone, there is no such set.
+    """
     width = code.k + code.r
     others = [place for place in range(width) if place not in gone]
     for more in range((code.r - len(gone)) // 2 + 1):
@@ -267,7 +332,10 @@ def _explanations(code: Code, gone: tuple[int, ...]) -> Iterator[tuple[int, ...]
 
 
 def _agree(code: Code, rows: np.ndarray, stripes: np.ndarray, known: list[int]) -> np.ndarray:
-    """Whether the rows at the known places, at least k, are those of one stripe of the code: bool [stripes]."""
+    """Return whether the rows at the known places belong to one stripe of the code: bool [stripes].
+
+    At least k places must be known. The first k determine all others.
+    """
     agree = np.ones(len(stripes), bool)
     for place in known[code.k :]:
         agree &= (combined(code, rows, stripes, known[: code.k], place) == rows[stripes, place]).all(axis=1)
@@ -275,7 +343,14 @@ def _agree(code: Code, rows: np.ndarray, stripes: np.ndarray, known: list[int]) 
 
 
 def combined(code: Code, rows: np.ndarray, stripes: np.ndarray, known: list[int], place: int) -> np.ndarray:
-    """What the rows at k known places of stripes (int64 [m]) say of the one at `place`: uint8 [m, row_bytes]."""
+    """Compute the row at `place` from the rows at k known places, for each of m stripes.
+
+    Args:
+        stripes: int64 [m].
+
+    Returns:
+        uint8 [m, row_bytes].
+    """
     width, row_bytes = rows.shape[1:]
     count = len(stripes)
     out = np.zeros((count, row_bytes), np.uint8)

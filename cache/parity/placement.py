@@ -1,4 +1,7 @@
-"""Where a row lives: lane, table, ordinal -> stripe -> placement group -> store shard, by a table of the groups that the run keeps."""
+"""Where a row lives: lane, table, ordinal -> stripe -> placement group -> store shard.
+
+The run keeps the table that maps placement groups to store shards.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,16 @@ from foreload.base.codec import Count, Natural, between, of_json, parse_json
 from foreload.base.files import replacing
 from foreload.cache.errors import CacheError
 
-GROUPS = 4096  # of a placement
-MOST_ROWS = 256  # of a stripe: the elements of the field of the erasure code
+# The number of groups in a placement.
+GROUPS = 4096
+# The most rows of a stripe: the number of elements in the field of the erasure code.
+MOST_ROWS = 256
 MOST_SHARDS = 1 << 16
 
 
-FORMAT, MIGRATED_FORMAT = 1, 2  # of a placement as a run began with, and of one whose groups have moved, or move
+# The format of a run's first placement, and that of one whose groups have migrated or are
+# migrating.
+FORMAT, MIGRATED_FORMAT = 1, 2
 
 
 _Shard = Annotated[int, between(0, MOST_SHARDS - 1)]
@@ -43,10 +50,20 @@ class _Stored:
 class Placement:
     """The map from a stripe's group to its ordered k + r store shards.
 
-    A stripe is k consecutive ordinals of one table in one lane; its group is key(lane, table, stripe) mod 4096. members: int32
-    [4096, k + r], the first k columns for the rows of a stripe in order, the others for its parity rows. shard_count: how many numbers of shards were
-    ever used; removed: those that are used no more. version: how often groups have begun to move. target: while they move, what members will be;
-    leaving: the shards whose rows all move away then; joining: those that had none before.
+    A stripe is k consecutive ordinals of one table in one lane. Its group is key(lane, table,
+    stripe) mod 4096.
+
+    Attributes:
+        shard_count: How many shard numbers were ever used.
+        k: The number of rows in a stripe.
+        r: The number of parity rows of a stripe.
+        members: int32 [4096, k + r], the store shards of each group. The first k columns are for
+            the rows of a stripe in order, the others for its parity rows.
+        version: How many migrations have begun.
+        removed: The shards that are no longer used.
+        target: What `members` becomes when the migration under way completes, or None.
+        leaving: The shards that all rows leave in the migration.
+        joining: The shards that have no rows before the migration.
     """
 
     shard_count: int
@@ -80,7 +97,11 @@ class Placement:
 
     @classmethod
     def spread(cls, shard_count: int, k: int = 1, r: int = 0) -> Placement:
-        """A balanced placement: first members in rotation, the others a rotation of the shards that remain."""
+        """Return a balanced placement.
+
+        The first members are the shards in rotation. The others are a rotation of the remaining
+        shards.
+        """
         if shard_count < 1:
             raise CacheError(f"placement: needs at least one store shard; got {shard_count}")
         group = np.arange(GROUPS)[:, None]
@@ -91,7 +112,7 @@ class Placement:
 
     @classmethod
     def load(cls, path: Path) -> Placement:
-        """Read a placement that `save` wrote; CacheError if it is not one."""
+        """Read a placement that `save` wrote. Raises CacheError if the file is not one."""
         try:
             return cls.of_text(path.read_text(encoding="utf-8"), str(path))
         except OSError as error:
@@ -99,7 +120,14 @@ class Placement:
 
     @classmethod
     def of_text(cls, text: str, where: str) -> Placement:
-        """The inverse of `text`; CacheError if it is none, which names where that was found."""
+        """Parse a placement from `text`.
+
+        Args:
+            where: Where the text was found, for the error message.
+
+        Raises:
+            CacheError: The text is not a placement.
+        """
         try:
             value = parse_json(text)
             if isinstance(value, dict) and value.get("format") not in (FORMAT, MIGRATED_FORMAT):
@@ -114,7 +142,7 @@ class Placement:
             raise CacheError(f"{where}: not a placement ({error}); it belongs to the run and cannot be made anew") from error
 
     def save(self, path: Path) -> None:
-        """Write the placement as JSON, whole or not at all."""
+        """Write the placement as JSON, atomically."""
         with replacing(path, durable=True) as temporary:
             temporary.write_text(self.text, encoding="utf-8")
 
@@ -133,16 +161,19 @@ class Placement:
             stored |= {"format": MIGRATED_FORMAT, "version": self.version, "removed": list(self.removed), "target": target}
         return json.dumps(stored, separators=(",", ":"))
 
-    # Groups that move.
+    # Migrations.
 
     @property
     def migrating(self) -> bool:
-        """Whether groups move."""
+        """Whether groups are migrating."""
         return self.target is not None
 
     @property
     def keeping(self) -> tuple[int, ...]:
-        """The shards that all rows leave, but that keep them until they are left as a whole: with parity, all that are left."""
+        """The shards that keep rows that have migrated away, until the migration is over.
+
+        With parity, these are the shards that all rows leave. Without parity, there are none.
+        """
         return self.leaving if self.r else ()
 
     @property
@@ -151,7 +182,13 @@ class Placement:
         return [shard for shard in range(self.shard_count) if shard not in self.removed]
 
     def with_added(self, count: int) -> Placement:
-        """Groups move to `count` further store shards, so many that all have alike, and no more. Raises CacheError while groups move."""
+        """Return the placement that migrates groups to `count` further store shards.
+
+        It migrates as many groups as needed for an equal share on every shard, and no more.
+
+        Raises:
+            CacheError: A migration is under way.
+        """
         self._check_complete()
         shards = self.shard_count + count
         alike = GROUPS // (len(self.live) + count)
@@ -160,6 +197,8 @@ class Placement:
             had = np.bincount(self.members[:, place], minlength=shards)
             for group in range(GROUPS):
                 new = self.shard_count + int(had[self.shard_count :].argmin())
+                # A group migrates only from a shard with more than its share to one with less. No
+                # group may name a shard twice.
                 if had[new] < alike < had[target[group, place]] and new not in target[group]:
                     had[target[group, place]] -= 1
                     had[new] += 1
@@ -167,7 +206,11 @@ class Placement:
         return replace(self, shard_count=shards, version=self.version + 1, target=target)
 
     def without(self, shard: int) -> Placement:
-        """All groups of a store shard move to the others. Raises CacheError while groups move, and where too few shards would be left."""
+        """Return the placement that migrates all groups of a store shard to the others.
+
+        Raises:
+            CacheError: A migration is under way, or too few shards would be left.
+        """
         self._check_complete()
         self._check_live(shard)
         others = np.array([other for other in self.live if other != shard])
@@ -180,6 +223,7 @@ class Placement:
         for place in range(self.k + self.r):
             had = np.bincount(self.members[:, place], minlength=self.shard_count)
             for group in np.flatnonzero(self.members[:, place] == shard):
+                # The least loaded shard that is not in the group already.
                 free = others[~np.isin(others, target[group])]
                 new = free[had[free].argmin()]
                 had[new] += 1
@@ -187,14 +231,21 @@ class Placement:
         return replace(self, version=self.version + 1, target=target)
 
     def with_migrated(self, shard: int) -> Placement:
-        """All groups of a store shard move to one further shard. Raises CacheError while groups move."""
+        """Return the placement that migrates all groups of a store shard to one further shard.
+
+        Raises:
+            CacheError: A migration is under way.
+        """
         self._check_complete()
         self._check_live(shard)
         target = np.where(self.members == shard, self.shard_count, self.members).astype(np.int32)
         return replace(self, shard_count=self.shard_count + 1, version=self.version + 1, target=target)
 
     def completed(self) -> Placement:
-        """The same once all has migrated: shards that it left are removed."""
+        """Return the placement once its migration is complete.
+
+        Shards that all rows left are removed.
+        """
         if self.target is None:
             return self
         return replace(self, members=self.target, target=None, removed=tuple(sorted({*self.removed, *self.leaving})))
@@ -207,15 +258,18 @@ class Placement:
         if shard not in self.live:
             raise CacheError(f"store shard {shard}: is none of the run's, which are {', '.join(map(str, self.live))}")
 
-    # Where rows are.
+    # Lookup.
 
     @property
     def table(self) -> np.ndarray:
-        """The groups as they are and, while they move, as they will be: int32 [4096, k + r], or [8192, k + r]."""
+        """The groups as they are and, during a migration, as they will be.
+
+        int32 [4096, k + r], or [8192, k + r] during a migration.
+        """
         return self.members if self.target is None else np.concatenate([self.members, self.target])
 
     def mask(self, shards: Collection[int]) -> np.ndarray:
-        """Which of all store shards are among these: bool [shard_count]."""
+        """Return which of all store shards are among these: bool [shard_count]."""
         among = np.zeros(self.shard_count, bool)
         among[list(shards)] = True
         return among

@@ -1,4 +1,7 @@
-"""Compiled: the rows and parity rows of a lane that each store shard must have: which they are, how many, and which of them move."""
+"""Kernels that compute the rows and parity rows of a lane that each store shard must have.
+
+They select rows, count them, and find those that migrate.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,30 @@ from foreload.cache.parity.stripes import ALL_STRIPES, LaneStripes, placement_gr
 from foreload.cache.rows.layout import RowLayout
 from foreload.cache.rows.row_bytes import PARITY_BIT, fields, pack
 
-_MIGRATING = -1  # in the place of a shard: rows whose groups move
+# Given as a shard to `_select`: the rows whose groups migrate.
+_MIGRATING = -1
 
 
 @nb.njit(nogil=True, cache=True)
 def _select(stripes, table, first, end, shard, whether_written, most, out):  # type: ignore[no-untyped-def]
-    """Rows of stripes [first, end) of a table: (how many, the stripe after the last). out: int64 [4, m]: stripe, place, source, target.
+    """Select rows of stripes [first, end) of a table.
 
-    shard: select what it must have where rows are now; or _MIGRATING. A stripe is taken whole or not at all; no shard gets more than `most`
-    (int64 [shards], counted down). whether_written: only rows that were written, and the parity rows of stripes that have such; else all that
-    there may be.
+    If `shard` is _MIGRATING, it selects the rows that migrate to another shard. Otherwise it
+    selects the rows that this shard must have, where rows are now. If `whether_written` is set,
+    only rows that were written count, and the parity rows of stripes with such rows; otherwise all
+    rows that may exist. A stripe is selected as a whole or not at all.
+
+    Args:
+        most: int64 [shards], how many rows each target may still get. It is counted down.
+        out: int64 [4, m], filled with stripe, place, source and target.
+
+    Returns:
+        The number of rows, and the stripe after the last.
     """
     members, k = stripes.members, stripes.k
     start, room = stripes.starts[table], stripes.room[table]
     width, count, migrating = members.shape[1], 0, shard == _MIGRATING
-    # Of rows that move both places are wanted, wherever the lane's cursor stands.
+    # For rows that migrate both source and target are needed, wherever the lane's cursor is.
     moved = np.uint64(0) if migrating else stripes.migrated
     for stripe in range(first, end):
         group = placement_group(stripe_hash(stripes.prefix, table, stripe), pack(table, stripe), moved)
@@ -36,6 +48,7 @@ def _select(stripes, table, first, end, shard, whether_written, most, out):  # t
         for place in range(width):
             source = members[group, place]
             target = members[GROUPS + group, place] if migrating else np.int32(shard)
+            # Migrating: skip rows that stay. Otherwise: skip rows of other shards.
             if (source == target) == migrating:
                 continue
             if whether_written:
@@ -46,6 +59,7 @@ def _select(stripes, table, first, end, shard, whether_written, most, out):  # t
                 if not there:
                     continue
             if most[target] == 0 or count == out.shape[1]:
+                # The stripe does not fit as a whole: take back its rows, and stop before it.
                 for i in range(before, count):
                     most[out[3, i]] += 1
                 return before, stripe
@@ -57,9 +71,16 @@ def _select(stripes, table, first, end, shard, whether_written, most, out):  # t
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """Rows and parity rows of one table, each with its field (uint64 [n]), stripe and place in that, source and target shard (int64 [n]).
+    """Rows and parity rows of one table that were selected.
 
-    end: the stripe after the last that was looked at; whole: whether that is the table's end.
+    Attributes:
+        fields: uint64 [n].
+        stripe: int64 [n].
+        place: int64 [n], the place in the stripe.
+        source: int64 [n], the shard where the row is.
+        target: int64 [n], the shard where it goes.
+        end: The stripe after the last one that was looked at.
+        whole: Whether the search has reached the end.
     """
 
     table: int
@@ -73,26 +94,28 @@ class Selected:
 
     @classmethod
     def none(cls) -> Selected:
-        """No rows of a table that ends."""
+        """Return a selection without rows that has reached the end."""
         nothing = np.empty(0, np.int64)
         return cls(0, np.empty(0, np.uint64), nothing, nothing, nothing, nothing, 0, True)
 
     @property
     def stripe_places(self) -> StripePlaces:
-        """The same for what decodes them."""
+        """The rows by their places in stripes, for decoding."""
         return StripePlaces(np.full(len(self.fields), self.table, np.int16), self.stripe, self.place)
 
 
 def select_rows(
     stripes: LaneStripes, table: int, first: int, most: int, shards: int, shard: int | None = None, end: int | None = None
 ) -> Selected:
-    """Return the next rows and parity rows of a table that go to store shards, of stripes from `first` on, at most `most` to a shard.
+    """Select the next rows and parity rows of a table that go to store shards, from a stripe on.
 
     Args:
-        shards: how many store shards there are.
-        shard: select what this shard must have. If None, select what moves to another shard.
-        end: the stripe before which to stop; then all rows that there may be are selected. If None, the search stops at the end of the table, and
-            only rows that were written are selected.
+        first: The stripe to begin with.
+        most: The most rows to select for one shard.
+        shards: The number of store shards.
+        shard: Select what this shard must have. If None, select what migrates to another shard.
+        end: The stripe before which to stop; then all rows that may exist are selected. If None,
+            the search stops at the end of the table, and only rows that were written are selected.
     """
     stop = -(-int(stripes.written.counts[table]) // stripes.k)
     last = stop if end is None else min(end, stop)
@@ -109,7 +132,7 @@ def select_rows(
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """Rows and parity rows by table and store shard: int64 [tables, shards] each."""
+    """The number of rows and parity rows by table and store shard: int64 [tables, shards] each."""
 
     rows: np.ndarray
     parity_rows: np.ndarray
@@ -119,25 +142,31 @@ class RowCounts:
 
     @property
     def fields(self) -> np.ndarray:
-        """Rows and parity rows of all tables together: int64 [shards]."""
+        """The rows and parity rows of all tables together: int64 [shards]."""
         totals: np.ndarray = (self.rows + self.parity_rows).sum(axis=0)
         return totals
 
     def row_bytes(self, layouts: Sequence[RowLayout]) -> np.ndarray:
-        """Bytes of the rows and parity rows on each shard, without what Redis adds: int64 [shards]."""
+        """Return the bytes of the rows and parity rows on each shard, int64 [shards].
+
+        What Redis adds to them is not included.
+        """
         widths = np.array([layout.row_bytes for layout in layouts], np.int64)
         sizes: np.ndarray = widths @ (self.rows + self.parity_rows)
         return sizes
 
     @classmethod
     def none(cls, tables: int, shards: int) -> RowCounts:
-        """Nothing at all."""
+        """Return counts of zero."""
         return cls(np.zeros((tables, shards), np.int64), np.zeros((tables, shards), np.int64))
 
 
 @nb.njit(nogil=True, cache=True)
 def _count(stripes, table, count, cursors, rows, parity_rows):  # type: ignore[no-untyped-def]
-    """Add one table's rows (ordinals below count) and parity rows to rows and parity_rows, int64 [shards] each."""
+    """Add the numbers of a table's rows and parity rows on each shard to `rows` and `parity_rows`.
+
+    Both are int64 [shards]. Only ordinals below `count` are included.
+    """
     members, k, start = stripes.members, stripes.k, stripes.starts[table]
     for stripe in range((count + k - 1) // k):
         name = pack(table, stripe)
@@ -148,13 +177,21 @@ def _count(stripes, table, count, cursors, rows, parity_rows):  # type: ignore[n
             if ordinal < count and stripes.flags[start + ordinal]:
                 exists = True
                 rows[members[group, place]] += name < cursors[members[group, place]]
+        # A stripe with any written row has all of its parity rows.
         if exists:
             for place in range(k, members.shape[1]):
                 parity_rows[members[group, place]] += name < cursors[members[group, place]]
 
 
 def count_rows(stripes: LaneStripes, tables: int, shards: int, cursors: np.ndarray | None = None) -> RowCounts:
-    """What the shards hold of a lane. cursors: uint64 [shards], a shard has the stripes below its cursor; None: all have all."""
+    """Count what the shards hold of a lane.
+
+    Args:
+        tables: The number of tables.
+        shards: The number of store shards.
+        cursors: uint64 [shards]. A shard has the stripes below its cursor. If None, every shard has
+            all stripes.
+    """
     counts, written = RowCounts.none(tables, shards), stripes.written
     below = np.full(shards, ALL_STRIPES, np.uint64) if cursors is None else cursors
     for table in range(tables):

@@ -1,4 +1,7 @@
-"""Compiled: the store shard of each stripe's rows, also while placement groups move, and where a write-back batch and its parity rows go."""
+"""Kernels that place the rows of a lane: the store shard of each row, also while groups migrate.
+
+They also arrange write-back batches: on which shards the rows of a batch and their parity rows go.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,39 @@ from foreload.cache.parity.placement import GROUPS, Placement
 from foreload.cache.rows.row_bytes import PARITY_BIT, pack
 
 _GROUPS = np.uint64(GROUPS)
-NOT_MIGRATED = np.uint64(0)  # the cursor of a move of which nothing has come to pass
+# The cursor of a migration that has not migrated any stripe.
+NOT_MIGRATED = np.uint64(0)
 
 
 @nb.njit(nogil=True, cache=True)
 def stripe_hash(prefix, table, stripe):  # type: ignore[no-untyped-def]
-    """The hash of a stripe whose remainder is its placement group; prefix: key(lane)."""
+    """Return the hash of a stripe. Its remainder modulo GROUPS is the placement group.
+
+    `prefix` is key(lane).
+    """
     return mix(mix(prefix ^ np.uint64(table)) ^ np.uint64(stripe))
 
 
 @nb.njit(nogil=True, cache=True)
 def placement_group(hashed, name, moved):  # type: ignore[no-untyped-def]
-    """The row of a stripe in its lane's table of placement groups: hashed is its `stripe_hash`, name `pack(table, stripe)`; moved as in `Places`."""
+    """Return the row of a stripe in its lane's table of placement groups.
+
+    `hashed` is the stripe's `stripe_hash`, `name` is `pack(table, stripe)`, and `moved` is the
+    cursor `migrated` of `Places`.
+    """
     group = hashed % _GROUPS
     return np.int64(group + _GROUPS if name < moved else group)
 
 
 @dataclass(slots=True)
 class Places:
-    """Where the stripes of one lane are, at this moment; shared by all that know the lane's stripes.
+    """Where the stripes of one lane are now. All objects that know the lane's stripes share it.
 
-    members: int32 [4096, k + r], the store shards of each placement group, the first k for rows; where groups move, [8192, k + r], where they are and
-    then where they go to. migrated: uint64, the cursor of the move: stripes whose name, `pack(table, stripe)`, lies below it are where they go to.
+    Attributes:
+        members: int32 [4096, k + r], the store shards of each placement group, the first k for
+            rows. While groups migrate, [8192, k + r]: where they are, then where they go.
+        migrated: uint64, the cursor of the migration. Stripes whose name, `pack(table, stripe)`, is
+            below it are where they go.
     """
 
     members: np.ndarray
@@ -42,7 +56,7 @@ class Places:
 
     @classmethod
     def of(cls, placement: Placement) -> Places:
-        """Those of a lane of which nothing has moved yet."""
+        """Return the places of a lane before any of its stripes has migrated."""
         return cls(placement.table)
 
 
@@ -57,9 +71,15 @@ def _shards(lane_prefix, table, ordinal, members, moved, k, out):  # type: ignor
 def shards_of(
     placement: Placement, lane: int, table: np.ndarray, ordinal: np.ndarray, places: Places | None = None
 ) -> np.ndarray:
-    """The store shard of each row of a lane. table: int16 [n]; ordinal: int64 [n], not negative. Returns int32 [n].
+    """Return the store shard of each row of a lane.
 
-    places: the lane's; None: nothing of it has moved.
+    Args:
+        table: int16 [n].
+        ordinal: int64 [n], not negative.
+        places: The lane's places. If None, no stripe of the lane has migrated.
+
+    Returns:
+        int32 [n].
     """
     out = np.empty(len(ordinal), np.int32)
     members, moved = (placement.members, NOT_MIGRATED) if places is None else (places.members, places.migrated)
@@ -67,13 +87,18 @@ def shards_of(
     return out
 
 
-ALL_STRIPES = np.uint64(0xFFFFFFFFFFFFFFFF)  # the cursor of a store shard that has them all
-_FIRST_ROOM = 1024  # ordinals of a table
+# The cursor of a store shard that has all stripes.
+ALL_STRIPES = np.uint64(0xFFFFFFFFFFFFFFFF)
+# The ordinals of a table for which there is room at first.
+_FIRST_ROOM = 1024
 
 
 @nb.njit(nogil=True, cache=True)
 def _most(table, ordinal, most):  # type: ignore[no-untyped-def]
-    """Raise most[table] (int64 [tables]) to one more than the highest ordinal of its rows."""
+    """Raise most[table] to one more than the highest ordinal of the table's rows.
+
+    `most` is int64 [tables].
+    """
     for i in range(table.size):
         most[table[i]] = max(most[table[i]], ordinal[i] + 1)
 
@@ -86,11 +111,18 @@ def _note(table, ordinal, flags, starts):  # type: ignore[no-untyped-def]
 
 @dataclass(slots=True)
 class Written:
-    """Which rows of a lane were ever written: what is not there is absent from the store by right, and counts as zeros.
+    """Which rows of a lane were ever written.
 
-    Made from counts (int64 [tables], all ordinals below which were written; later one more than the highest that was) and k, the rows of a
-    stripe. flags: uint8, 1 for each written row, at starts[table] + ordinal; room: how many ordinals of each table have a place there, always
-    whole stripes. starts, room: int64 [tables].
+    Any other row is absent from the store by right, and counts as zeros.
+
+    Attributes:
+        counts: int64 [tables]. At the start, all ordinals below it were written. Later it is one
+            more than the highest ordinal that was.
+        k: The number of rows in a stripe.
+        flags: uint8, 1 for each written row, at starts[table] + ordinal.
+        starts: int64 [tables], where each table begins in `flags`.
+        room: int64 [tables], for how many ordinals of each table `flags` has room. Always whole
+            stripes.
     """
 
     counts: np.ndarray
@@ -111,38 +143,51 @@ class Written:
         self.flags = np.zeros(int(self.room.sum()), np.uint8)
 
     def reserve(self, table: np.ndarray, ordinal: np.ndarray) -> None:
-        """Have room for these rows (table int16 [n], ordinal int64 [n]) and for all members of their stripes."""
+        """Make room for these rows and for all members of their stripes.
+
+        Args:
+            table: int16 [n].
+            ordinal: int64 [n].
+        """
         most = self.counts.copy()
         _most(table, ordinal, most)
         most = -(-most // self.k) * self.k
         if (most <= self.room).all():
             return
         flags, starts, room = self.flags, self.starts, self.room
+        # Doubling keeps the cost of copying low, however often rows are added.
         self.room = np.where(most > room, 2 * most, room)
         self._lay_out()
         for own, start, other, count in zip(self.starts, starts, self.room, room, strict=True):
             self.flags[own : own + min(count, other)] = flags[start : start + min(count, other)]
 
     def note(self, table: np.ndarray, ordinal: np.ndarray) -> None:
-        """These rows are written from now on; `reserve` made room for them."""
+        """Record that these rows are written. `reserve` must have made room for them."""
         _most(table, ordinal, self.counts)
         _note(table, ordinal, self.flags, self.starts)
 
     def forget(self, table: np.ndarray, ordinal: np.ndarray) -> None:
-        """These rows, of ordinals below the counts, were never written."""
+        """Record that these rows were never written. Their ordinals must be below the counts."""
         self.flags[self.starts[table] + ordinal] = 0
 
     def has(self, table: np.ndarray, ordinal: np.ndarray) -> np.ndarray:
-        """Whether rows were ever written: bool [n]; any ordinal may be asked for."""
+        """Return whether rows were ever written: bool [n]. Any ordinal is allowed."""
         written: np.ndarray = ordinal < self.counts[table]
         written[written] = self.flags[self.starts[table[written]] + ordinal[written]] == 1
         return written
 
 
 class StripeMap(NamedTuple):
-    """What kernels know of a lane's stripes: where they are, and which of their rows were written.
+    """What kernels need to know of a lane's stripes: where they are, and which rows were written.
 
-    prefix: uint64, what the lane's hashes begin with; members, migrated: of `Places`; flags uint8, starts and room int64 [tables]: of `Written`.
+    Attributes:
+        prefix: uint64, the start of the lane's stripe hashes.
+        members: As in `Places`.
+        migrated: As in `Places`.
+        k: The number of rows in a stripe.
+        flags: uint8, as in `Written`.
+        starts: int64 [tables], as in `Written`.
+        room: int64 [tables], as in `Written`.
     """
 
     prefix: np.uint64
@@ -155,7 +200,7 @@ class StripeMap(NamedTuple):
 
 
 class BatchRows(NamedTuple):
-    """Rows of a batch: table int16 [n], ordinal int64 [n]."""
+    """The rows of a batch: table int16 [n], ordinal int64 [n]."""
 
     table: np.ndarray
     ordinal: np.ndarray
@@ -163,7 +208,11 @@ class BatchRows(NamedTuple):
 
 @nb.njit(nogil=True, cache=True)
 def _room_for(stripes, batch, places, first, limit, rows, parities):  # type: ignore[no-untyped-def]
-    """How many of places[first:] fit beside what rows and parities (int64 [shards]) count, so that none passes the limit."""
+    """Count how many of places[first:] can be added to a batch before a shard exceeds the limit.
+
+    `rows` and `parities` (int64 [shards] each) count what the batch has on each shard so far. The
+    rows that fit are added to them.
+    """
     members, k = stripes.members, stripes.k
     width = members.shape[1]
     for i in range(first, places.size):
@@ -175,7 +224,8 @@ def _room_for(stripes, batch, places, first, limit, rows, parities):  # type: ig
         if rows[shard] == limit:
             return i - first
         for j in range(k, width):
-            # Counted as if no two rows shared a stripe: never fewer parity rows than the batch will have.
+            # Parity rows are counted as if no two rows shared a stripe. So the batch never has more
+            # parity rows than counted.
             if parities[members[group, j]] == limit:
                 return i - first
         rows[shard] += 1
@@ -185,15 +235,26 @@ def _room_for(stripes, batch, places, first, limit, rows, parities):  # type: ig
 
 
 class Arrangement(NamedTuple):
-    """Where the n rows of a batch, and the parity rows of their stripes (the *entries*), go. Both are put in the order of the store shards.
+    """Where the rows of a batch, and the parity rows of their stripes (the *entries*), go.
 
-    Of rows as they came: position: int64 [n], the place among the rows by shard; stripe_of: int64 [n], which of the batch's stripes; member:
-    uint8 [n], which row of that. Of rows by shard: row_fields: uint64 [n]; row_starts: int64 [shards + 2], where each shard's begin, those of no
-    live shard last; updates: bool [n], whether the row's stripe is updated.
-    Of stripes, in order of first occurrence: group_of: int64 [stripes], the placement group; entry_of: int64 [stripes, r], the entry of each
-    parity row, -1 where its shard is not live. Of entries by shard: entry_fields: uint64 [entries]; entry_starts: int64 [2 * shards + 1], where
-    shard s's entries that are updated begin (at 2 s), and those that are made anew (at 2 s + 1): a stripe all of whose stored rows are in the
-    batch needs no parity row read.
+    Rows and entries are each sorted by store shard. n is the number of rows.
+
+    Attributes:
+        position: int64 [n], for each row in its original order, its place among the rows by shard.
+        row_fields: uint64 [n], for each row by shard.
+        row_starts: int64 [shards + 2], where each shard's rows begin. Rows whose shard is not live
+            come last.
+        stripe_of: int64 [n], for each row in its original order, its stripe among those of the
+            batch.
+        member: uint8 [n], for each row in its original order, its place in the stripe.
+        entry_of: int64 [stripes, r], the entry of each parity row, or -1 if its shard is not live.
+            Stripes are in order of first occurrence.
+        entry_fields: uint64 [entries], for each entry by shard.
+        entry_starts: int64 [2 * shards + 1]. Shard s's entries to update begin at entry_starts[2
+            s], and those to make anew at entry_starts[2 s + 1]. If all stored rows of a stripe are
+            in the batch, its parity rows are made anew, and none is read.
+        updates: bool [n], for each row by shard, whether the parity of its stripe is updated.
+        group_of: int64 [stripes], the placement group of each stripe.
     """
 
     position: np.ndarray
@@ -208,24 +269,29 @@ class Arrangement(NamedTuple):
     group_of: np.ndarray
 
     def rows_of(self, shard: int) -> slice:
-        """Where a shard's rows lie."""
+        """Return where a shard's rows are."""
         return slice(int(self.row_starts[shard]), int(self.row_starts[shard + 1]))
 
     def updated_of(self, shard: int) -> slice:
-        """Entries of a shard that are updated, and so read first."""
+        """Return where a shard's entries are that are updated, and so must be read first."""
         return slice(int(self.entry_starts[2 * shard]), int(self.entry_starts[2 * shard + 1]))
 
     def entries_of(self, shard: int) -> slice:
-        """All entries of a shard."""
+        """Return where all entries of a shard are."""
         return slice(int(self.entry_starts[2 * shard]), int(self.entry_starts[2 * shard + 2]))
 
 
 class _BatchStripes(NamedTuple):
-    """The stripes of a batch, in order of first occurrence, and what is known of its rows in them.
+    """The stripes of a batch, in order of first occurrence, and where its rows are in them.
 
-    name: uint64 [stripes], table and number; group: int64 [stripes], of the placement; others: int64 [stripes], rows that the store has and
-    the batch has not. Of the rows as they came: stripe_of int64 [n]; member uint8 [n]; shard_of int64 [n], where a row goes, the number of shards
-    for one whose shard is not live.
+    Attributes:
+        name: uint64 [stripes], table and number.
+        group: int64 [stripes], the placement group.
+        others: int64 [stripes], how many rows the store has that are not in the batch.
+        stripe_of: int64 [n], for each row in its original order.
+        member: uint8 [n], for each row in its original order.
+        shard_of: int64 [n], the shard that each row goes to. If that is not live, the number of
+            shards.
     """
 
     name: np.ndarray
@@ -238,10 +304,12 @@ class _BatchStripes(NamedTuple):
 
 @nb.njit(nogil=True, cache=True)
 def _stripes_of(stripes, batch, cursors):  # type: ignore[no-untyped-def]
-    """Find the stripes of a batch, whose rows are distinct, by an open-addressed table of at least 2 n places.
+    """Find the stripes of a batch. The batch's rows must be distinct.
 
-    Afterwards a stripe's `others` is how many of its rows are flagged as written less those among them that are in the batch: 0 where the batch has
-    all that is stored of it, so that its parity follows from the new values alone.
+    Uses an open-addressed table with at least 2 n places. Afterwards a stripe's `others` is the
+    number of its rows that are flagged as written, minus those of them that are in the batch. If it
+    is 0, the batch has every stored row of the stripe, so the parity follows from the new values
+    alone.
     """
     table, ordinal, members, k = batch.table, batch.ordinal, stripes.members, stripes.k
     n, shards, r = table.size, cursors.size, members.shape[1] - k
@@ -258,6 +326,7 @@ def _stripes_of(stripes, batch, cursors):  # type: ignore[no-untyped-def]
         hashed = stripe_hash(stripes.prefix, table[i], stripe)
         name = pack(table[i], stripe)
         group = placement_group(hashed, name, stripes.migrated)
+        # Linear probing. At most half of the places are ever taken, so the search ends.
         at = np.int64(hashed >> np.uint64(20)) & (size - 1)
         while heads[at] >= 0 and names[heads[at]] != name:
             at = (at + 1) & (size - 1)
@@ -274,6 +343,7 @@ def _stripes_of(stripes, batch, cursors):  # type: ignore[no-untyped-def]
             others[heads[at]] -= stripes.flags[stripes.starts[table[i]] + ordinal[i]]
         stripe_of[i] = heads[at]
         member[i] = ordinal[i] - stripe * k
+        # A shard is live for the stripe if the stripe is below its cursor.
         shard = members[group, member[i]]
         shard_of[i] = shard if name < cursors[shard] else shards
     return _BatchStripes(names[:count], group_of[:count], others[:count], stripe_of, member, shard_of)
@@ -281,11 +351,13 @@ def _stripes_of(stripes, batch, cursors):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _arrange(stripes, batch, cursors):  # type: ignore[no-untyped-def]
-    """Where the rows of a batch, and the parity rows of their stripes, go: two counting sorts by shard, neither of which moves a row itself.
+    """Arrange a batch by two counting sorts by shard, neither of which moves a row itself.
 
-    Before: every row's stripe is batch_stripes, and `flags` says of each member whether it is stored (`LaneStripes.arrange` made room for them).
-    Afterwards rows stand by shard in the order in which they came, those for no live shard last; parity rows stand by shard, in each first those
-    that must be read and updated, then those that are made from the batch alone; a parity row whose shard is not live has no place (-1).
+    Before: `stripes.flags` says of each member of the batch's stripes whether it is stored
+    (`LaneStripes.arrange` has made room for them). Afterwards rows are sorted by shard, in their
+    original order within a shard, and rows whose shard is not live come last. Entries are sorted by
+    shard, and within a shard those that must be read and updated come before those that are made
+    from the batch alone. An entry whose shard is not live has no place (-1).
     """
     batch_stripes = _stripes_of(stripes, batch, cursors)
     members, k = stripes.members, stripes.k
@@ -302,6 +374,7 @@ def _arrange(stripes, batch, cursors):  # type: ignore[no-untyped-def]
         next_rows[batch_stripes.shard_of[i]] += 1
         row_fields[position[i]] = pack(batch.table[i], batch.ordinal[i])
         updates[position[i]] = batch_stripes.others[batch_stripes.stripe_of[i]] > 0
+    # Two buckets per shard: entries to update, then entries to make anew.
     entry_starts = np.zeros(2 * shards + 1, np.int64)
     for t in range(count):
         for j in range(r):
@@ -336,9 +409,15 @@ def _arrange(stripes, batch, cursors):  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """How many rows and parity rows of a batch were never written before, by the store shard where they belong: int64 [shards] each.
+    """How many rows and parity rows of a batch were never written before: int64 [shards] each.
 
-    rows, parity_rows: on shards that are live for them; all_rows, all_parity_rows: on all.
+    Rows are counted on the shard where they belong.
+
+    Attributes:
+        rows: Rows on shards that are live for them.
+        parity_rows: Parity rows on shards that are live for them.
+        all_rows: Rows on all shards.
+        all_parity_rows: Parity rows on all shards.
     """
 
     rows: np.ndarray
@@ -355,7 +434,11 @@ def _groups(prefix, table, stripe, moved, out):  # type: ignore[no-untyped-def]
 
 @dataclass(slots=True)
 class LaneStripes:
-    """The stripes of one lane: where they are, which rows were written, and the arrangement of batches. k: rows of a stripe."""
+    """The stripes of one lane: where they are, and which of their rows were written.
+
+    Attributes:
+        k: The number of rows in a stripe.
+    """
 
     lane: int
     k: int
@@ -364,7 +447,11 @@ class LaneStripes:
 
     @classmethod
     def of(cls, placement: Placement, lane: int, written: np.ndarray) -> LaneStripes:
-        """Those of a lane of which nothing has moved. written: int64 [tables], all ordinals below which the store has."""
+        """Return the stripes of a lane before any of them has migrated.
+
+        Args:
+            written: int64 [tables], all ordinals below which the store has.
+        """
         return cls(lane, placement.k, Places.of(placement), Written(written, placement.k))
 
     @property
@@ -374,25 +461,40 @@ class LaneStripes:
 
     @property
     def prefix(self) -> np.uint64:
-        """What the lane's hashes begin with."""
+        """The start of the lane's stripe hashes."""
         return np.uint64(key(self.lane))
 
     @property
     def map(self) -> StripeMap:
-        """The same for kernels, as it is now: `written` may get other arrays when it grows."""
+        """The stripes for kernels, as they are now.
+
+        `written` may replace its arrays when it grows, so a map must not be kept.
+        """
         written = self.written
         places = self.places
         return StripeMap(self.prefix, places.members, places.migrated, self.k, written.flags, written.starts, written.room)
 
     def arrange(self, table: np.ndarray, ordinal: np.ndarray, cursors: np.ndarray) -> Arrangement:
-        """Arrange a batch. table int16 [n], ordinal int64 [n]; cursors: uint64 [shards], a shard is live for stripes below its cursor."""
+        """Arrange a batch.
+
+        Args:
+            table: int16 [n].
+            ordinal: int64 [n].
+            cursors: uint64 [shards]. A shard is live for the stripes below its cursor.
+        """
         self.written.reserve(table, ordinal)
         arrangement: Arrangement = _arrange(self.map, BatchRows(table, ordinal), cursors)
         return arrangement
 
     def fresh(self, placed: Arrangement, stored: np.ndarray, shards: int) -> Fresh:
-        """What of an arranged batch the store has not. stored: bool [n], of the rows as they came, whether they were written before."""
-        # A stripe has parity rows already if a row of the batch was written before, or if it is updated, for then it has written rows besides.
+        """Count the rows and parity rows of an arranged batch that the store does not have.
+
+        Args:
+            stored: bool [n], for each row in its original order, whether it was written before.
+            shards: The number of store shards.
+        """
+        # A stripe already has parity rows if a row of the batch was written before, or if the
+        # stripe is updated, for then it has other written rows.
         home = self.members[placed.group_of[placed.stripe_of], placed.member]
         live = placed.position < placed.row_starts[shards]
         before = np.zeros(len(placed.group_of), bool)
@@ -410,14 +512,24 @@ class LaneStripes:
         limit: int,
         counts: tuple[np.ndarray, np.ndarray],
     ) -> int:
-        """How many of the rows at places[first:] fit into a batch, of which counts are the rows and parity rows so far (int64 [shards] each).
+        """Count how many of the rows at places[first:] can be added to a batch.
 
-        No shard gets more than `limit` of either; the counts go up by those that fit.
+        Args:
+            table: int16, of the rows that `places` names.
+            ordinal: int64, like `table`.
+            places: int64, the rows that may be added, in this order.
+            limit: The most rows, and the most parity rows, of the batch on one shard.
+            counts: The batch's rows and parity rows so far, int64 [shards] each. Those of the rows
+                that fit are added to them.
         """
         return int(_room_for(self.map, BatchRows(table, ordinal), places, first, limit, *counts))
 
     def shards(self, table: int, stripe: np.ndarray) -> np.ndarray:
-        """The store shards of stripes (int64 [n]) of a table, members first: int32 [n, k + r]."""
+        """Return the store shards of stripes of a table, members first: int32 [n, k + r].
+
+        Args:
+            stripe: int64 [n].
+        """
         group = np.empty(len(stripe), np.int64)
         _groups(self.prefix, table, stripe, self.places.migrated, group)
         return self.members[group]

@@ -1,1 +1,1 @@
-"""Who owns a lane: terms, the log of its batches, and the end of what an owner left under way."""
+"""The owners of lanes: terms, the log of their batches, and recovery after an owner has died."""

@@ -1,14 +1,18 @@
-"""The log of the write-back batch that is not yet released, in files or, over several hosts, in the memory of trainers with copies.
+"""The log of each lane's last write-back batch, until that batch is released.
 
-It also says which batch that is, and which came before, and with that which markers a store shard
-may have. So the record of batch n stays whole until the next one's is: a writer that dies while it
-writes a record leaves the one before. Each term has files of its own, so an owner that does not
-know yet that it is none any more changes no record of its successor's.
+The log is in files or, if trainers run on several hosts, in the memory of the trainers that have
+replicas of the lane.
 
-In memory (`CopiedLog`), a record is at the lane's owner and at every trainer that has a copy of the
-lane. It survives its writer once all of them have acknowledged it, and nothing is sent to the store
-before that. Whoever takes a lane over has a copy of it, and so has the record. A trainer that has a
-record of a later term refuses those of earlier ones, whose writer no longer owns the lane.
+A record names its batch and the batch before. From these numbers follow the markers that a store
+shard may have. The record of batch n therefore stays whole until that of the next batch is whole: a
+writer that dies while it writes a record leaves the one before. Each term has its own files, so an
+owner that does not know yet that it was replaced changes no record of its successor.
+
+In memory (`CopiedLog`), the lane's owner and every trainer that has a replica of the lane hold the
+record. The owner sends nothing to the store before all of them have acknowledged the record, so
+from then on the record survives its writer. A trainer that takes a lane over has a replica of it,
+so it has the record as well. A trainer that holds a record of a later term refuses records of
+earlier terms, because their writer no longer owns the lane.
 """
 
 from __future__ import annotations
@@ -38,10 +42,12 @@ from foreload.cache.errors import CacheError, CopyLost
 from foreload.cache.protocol.shards.marker import first_number, term_of
 
 _MAGIC = 0x32474F4C4C46  # FLLOG2
-_FIRST_MAGIC = 0x31474F4C4C46  # FLLOG1: of earlier versions, which wrote neither the number before nor a checksum
+# FLLOG1. Earlier versions wrote neither the number of the batch before nor a checksum.
+_FIRST_MAGIC = 0x31474F4C4C46
 _HEADER_BYTES = 64
-# The words (int64) of the header; fields, old, new and held (24 bytes a shard) follow it.
+# The words (int64) of the header. After it come fields, old, new and held (24 bytes per shard).
 _MAGIC_AT, _NUMBER, _COUNT, _ROW_BYTES, _WHOLE, _SHARDS, _BEFORE, _CHECKSUM = range(8)
+# The words of the header that the checksum covers.
 _SUMMED = [_MAGIC_AT, _NUMBER, _COUNT, _ROW_BYTES, _SHARDS, _BEFORE]
 _NAME = re.compile(r"lane-\d+-(?:term-(\d+)-)?[01]\.log")
 _PRIME = np.uint64(0x9E3779B185EBCA87)
@@ -50,7 +56,10 @@ _SEEDS = tuple(np.uint64(seed) for seed in (0x60EA27EEADC0B5D6, 0xC2B2AE3D27D4EB
 
 @nb.njit(nogil=True, cache=True)
 def _checksum(words, tail):  # type: ignore[no-untyped-def]
-    """A checksum of words uint64 [n] and of tail uint8 [m]. Four at a time, so that it runs as fast as memory does."""
+    """Compute a checksum of words (uint64 [n]) and tail (uint8 [m]).
+
+    It takes four words at a time, in independent chains, so that it runs as fast as memory does.
+    """
     a, b, c, d = _SEEDS
     whole = words.size // 4 * 4
     for i in range(0, whole, 4):
@@ -66,7 +75,12 @@ def _checksum(words, tail):  # type: ignore[no-untyped-def]
 
 
 def checksum(header: np.ndarray, content: np.ndarray) -> np.int64:
-    """The checksum of a record: header int64 [8], content uint8 [n], 8-byte-aligned."""
+    """Compute the checksum of a record.
+
+    Args:
+        header: int64 [8].
+        content: uint8 [n], 8-byte-aligned.
+    """
     whole = len(content) // 8 * 8
     of_content = _checksum(content[:whole].view(np.uint64), content[whole:])
     words = np.append(header[_SUMMED].view(np.uint64), np.uint64(of_content))
@@ -75,10 +89,18 @@ def checksum(header: np.ndarray, content: np.ndarray) -> np.int64:
 
 @dataclass(frozen=True, slots=True)
 class LoggedBatch:
-    """A write-back batch: fields uint64 [n], old and new uint8 [n, row_bytes], old all zeros where nothing was stored.
+    """A write-back batch as the log holds it.
 
-    held: int64 [shards, 3], how many rows and parity rows a store shard has that lacks none: before the batch, with its parity, and with its
-    rows. None in a log that an earlier version wrote. previous: the number of the batch before; None stands for number - 1.
+    Attributes:
+        number: The batch's number.
+        fields: uint64 [n].
+        old: uint8 [n, row_bytes], the rows as the store had them before, all zeros where it had
+            none.
+        new: uint8 [n, row_bytes].
+        held: int64 [shards, 3], how many rows and parity rows a shard has that lacks none: before
+            the batch, with its parity, and with its rows. None in a log that an earlier version
+            wrote.
+        previous: The number of the batch before. If None, it is number - 1.
     """
 
     number: int
@@ -90,7 +112,12 @@ class LoggedBatch:
 
     @classmethod
     def empty(cls, number: int, previous: int, held: np.ndarray | None) -> LoggedBatch:
-        """A batch of no rows, with which an owner begins. held: int64 [shards], what the shards have before it, and after."""
+        """Make a batch without rows, such as an owner's first.
+
+        Args:
+            held: int64 [shards], what the shards have, before and after it. If None, that is not
+                known.
+        """
         rows = np.empty((0, 4), np.uint8)
         return cls(number, np.empty(0, np.uint64), rows, rows, None if held is None else np.stack([held] * 3, axis=1), previous)
 
@@ -101,35 +128,52 @@ class LoggedBatch:
 
 
 def _number(path: Path) -> int | None:
-    """The number of the record in a file, None if it is not whole."""
+    """Return the number of the record in a file, or None if the record is not whole."""
     with open(path, "rb") as file:
         header = np.frombuffer(file.read(_HEADER_BYTES).ljust(_HEADER_BYTES, b"\0"), np.int64)
     return int(header[_NUMBER]) if header[_WHOLE] else None
 
 
 class BatchLog(Protocol):
-    """Holds, per lane, the last write-back batch until the next replaces it; by then it is released."""
+    """Holds each lane's last write-back batch until the next one replaces it.
+
+    By then the batch is released.
+    """
 
     def hold(self, lane: int, batch: LoggedBatch) -> None:
-        """Hold a batch of an owner of the term that its number names; on return it survives the writer."""
+        """Hold a batch. When this returns, the batch survives the death of its writer.
+
+        The batch belongs to an owner of the term in its number.
+        """
 
     def held(self, lane: int) -> LoggedBatch | None:
-        """The batch that is held for a lane: of the highest term that has any, the last; None if there is none."""
+        """Return the last batch of the highest term that has one for the lane, or None."""
 
     def adopt(self, lane: int, term: int) -> LoggedBatch | None:
-        """`held`, and hold it on behalf of an owner of this term: what owners before log from now on counts no more."""
+        """Return what `held` returns, and hold it for an owner of this term as well.
+
+        From then on, batches that earlier owners log do not count.
+        """
 
 
 class FileLog:
-    """A BatchLog in memory-mapped files, two a lane and term that are used in turn, which survive the process that writes them."""
+    """A BatchLog in memory-mapped files, which survive the process that writes them.
+
+    Each lane and term has two files, which are used in turn.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._maps: dict[Path, mmap.mmap] = {}
-        self._begun: set[tuple[int, int]] = set()  # lanes and terms that this one has held a batch of
+        # The lanes and terms of which this object has held a batch.
+        self._begun: set[tuple[int, int]] = set()
 
     def hold(self, lane: int, batch: LoggedBatch) -> None:
-        """Hold a batch. A writer that dies meanwhile leaves the batch before, and no byte of this one has left by then."""
+        """Hold a batch.
+
+        If the writer dies meanwhile, the batch before stays in the log. No byte of the new one has
+        been sent to the store by then.
+        """
         self._hold(lane, batch, term_of(batch.number))
 
     def _hold(self, lane: int, batch: LoggedBatch, term: int) -> None:
@@ -137,8 +181,10 @@ class FileLog:
         parts = [np.ascontiguousarray(part).view(np.uint8).reshape(-1) for part in (batch.fields, batch.old, batch.new, held)]
         file = self._mapped(self._turn(lane, term), _HEADER_BYTES + sum(part.nbytes for part in parts))
         header = np.frombuffer(file, np.int64, _HEADER_BYTES // 8)
-        # What a process has stored in a mapped file stays when it is killed, in the order in which it was: a record is whole once it says so. (Not
-        # so when the host loses power: then the checksum shows it.)
+        # Bytes that a process has stored in a mapped file survive when the process is killed, and
+        # they were stored in program order. So a record is whole once _WHOLE says so. If the host
+        # loses power, that order does not hold; then the checksum shows that the record is not
+        # whole.
         header[_WHOLE] = 0
         at = _HEADER_BYTES
         for part in parts:
@@ -148,25 +194,33 @@ class FileLog:
         header[_SHARDS], header[_BEFORE] = len(held), batch.before
         header[_CHECKSUM] = checksum(header, np.frombuffer(file, np.uint8, at - _HEADER_BYTES, _HEADER_BYTES))
         header[_WHOLE] = 1
+        # Only now, with a whole record of this term, may the files of earlier terms go.
         if (lane, term) not in self._begun:
             self._begun.add((lane, term))
             for earlier, path in self._files(lane):
                 if earlier < term:
-                    path.unlink(missing_ok=True)  # no record there will count again
+                    path.unlink(missing_ok=True)
 
     def held(self, lane: int) -> LoggedBatch | None:
-        """The newest whole record of a lane, of the highest term that has one; None if there is none. Raises CacheError for a file that is no log."""
+        """Return the newest whole record of the highest term that has one for the lane, or None.
+
+        Raises:
+            CacheError: A file is not a log.
+        """
         return self._held(lane)[1]
 
     def adopt(self, lane: int, term: int) -> LoggedBatch | None:
-        """`held`, of which the files of this term then have a copy."""
+        """Return what `held` returns, after copying it to the files of this term."""
         found, record = self._held(lane)
         if record is not None and found < term:
             self._hold(lane, record, term)
         return record
 
     def _held(self, lane: int) -> tuple[int, LoggedBatch | None]:
-        """The term in whose files it is, and the record."""
+        """Return the term and the valid record of a lane, or (0, None) if no record is valid.
+
+        The term is that in whose files the record is.
+        """
         while True:
             try:
                 places = [(term, number, path) for term, path in self._files(lane) if (number := _number(path)) is not None]
@@ -176,15 +230,17 @@ class FileLog:
                         return term, record
                 return 0, None
             except FileNotFoundError:
-                continue  # of a term that has just passed: there is a later one
+                # A later term has begun meanwhile and deleted this file. Look again.
+                continue
 
     def _files(self, lane: int) -> list[tuple[int, Path]]:
-        """All files of a lane, with their terms."""
+        """Return all files of a lane, with their terms."""
         named = ((_NAME.fullmatch(path.name), path) for path in self._directory.glob(f"lane-{lane}-*.log"))
         return [(int(name[1] or 0), path) for name, path in named if name is not None]
 
     def _record(self, path: Path) -> LoggedBatch | None:
-        # An array that may be written, as those that are summed when a record is held: `_checksum` is compiled for these.
+        # A writable array, like those whose checksum is computed when a record is held: numba has
+        # compiled `_checksum` for such arrays only.
         data = np.fromfile(path, np.uint8)
         header = np.frombuffer(data, np.int64, _HEADER_BYTES // 8)
         number, count, row_bytes, shards = (int(header[place]) for place in (_NUMBER, _COUNT, _ROW_BYTES, _SHARDS))
@@ -204,13 +260,13 @@ class FileLog:
         return LoggedBatch(number, fields, rows[0], rows[1], held, previous)
 
     def close(self) -> None:
-        """Let go of the files, which stay."""
+        """Close the files. Their content stays."""
         for file in self._maps.values():
             file.close()
         self._maps.clear()
 
     def _turn(self, lane: int, term: int) -> Path:
-        """The file whose turn it is: not that of the record that counts."""
+        """Return the file to write next: not the one with the valid record."""
         paths = [self._directory / f"lane-{lane}-term-{term}-{turn}.log" for turn in range(2)]
         numbers = []
         for path in paths:
@@ -219,7 +275,8 @@ class FileLog:
                 header = np.frombuffer(file, np.int64, _HEADER_BYTES // 8)
                 number = int(header[_NUMBER]) if header[_WHOLE] else None
             elif path.exists() and _number(path) is not None and (record := self._record(path)) is not None:
-                # An owner before this one left it, who may have died with its host: what is not what was written does not count.
+                # An earlier owner left the file, and may have died with its host. A record that
+                # fails its checksum does not count.
                 number = record.number
             numbers.append(-1 if number is None else number)
         return paths[0] if numbers[0] <= numbers[1] else paths[1]
@@ -231,7 +288,8 @@ class FileLog:
         self._directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            # Room beforehand: a full disk is noticed here, and waited for, and not later, by a signal.
+            # Allocate the space beforehand. A full disk is then noticed here, where `persist` waits
+            # for space, and not later by a signal when the mapped memory is written.
             size = max(2 * size, os.fstat(descriptor).st_size)
             persist(path, lambda: os.posix_fallocate(descriptor, 0, size))
             self._maps[path] = mmap.mmap(descriptor, size)
@@ -241,20 +299,29 @@ class FileLog:
 
 
 PURPOSE = "batch log"
-_HELD, _REFUSED = b"\1", b"\0"  # the answers to a record
-_MOST_BYTES = 1 << 31  # of a record
-_PART = 1 << 20  # bytes that are sent at once
+# The one-byte answers to a record.
+_HELD, _REFUSED = b"\1", b"\0"
+# The most bytes of a record.
+_MOST_BYTES = 1 << 31
+# The most bytes of one send.
+_PART = 1 << 20
 
 
 class HeldRecords:
-    """Of each lane, the last record and the term that it counts for, in memory. Any thread may use it."""
+    """The last record of each lane, in memory, and the term for which it counts.
+
+    Any thread may use it.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Lock()
         self._records: dict[int, tuple[int, LoggedBatch]] = {}
 
     def hold(self, lane: int, term: int, batch: LoggedBatch) -> bool:
-        """Hold a record of an owner of this term; False where a later term has one. What comes late, behind the record after it, changes nothing."""
+        """Hold a record of an owner of this term. Returns False if a later term has a record.
+
+        A record that arrives late, after its successor, changes nothing.
+        """
         with self._changed:
             known, last = self._records.get(lane, (term, batch))
             if known > term:
@@ -264,15 +331,20 @@ class HeldRecords:
             return True
 
     def held(self, lane: int) -> tuple[int, LoggedBatch] | None:
-        """The record of a lane, and the term that it counts for."""
+        """Return a lane's record and the term for which it counts, or None."""
         with self._changed:
             return self._records.get(lane)
 
 
 class LogService:
-    """Takes records of other trainers' lanes into `records`, from those who have the job's token, from the beginning until `close`.
+    """Receives the records of other trainers' lanes into `records`, until `close`.
 
-    address, port: where. Raises OSError where it cannot listen.
+    It accepts only connections that present the job's token. The constructor starts it, and raises
+    OSError if it cannot listen.
+
+    Attributes:
+        address: The host at which it listens.
+        port: The port at which it listens.
     """
 
     def __init__(self, host: str, token: str, records: HeldRecords) -> None:
@@ -281,7 +353,7 @@ class LogService:
         self.address, self.port = self._server.address, self._server.port
 
     def close(self) -> None:
-        """Take no more."""
+        """Stop receiving."""
         self._server.close()
 
     def _serve(self, peer: socket.socket, _: str) -> None:
@@ -289,7 +361,8 @@ class LogService:
             try:
                 lane, term, batch = _unpacked(message.values, message.payload)
             except (KeyError, TypeError, ValueError):
-                return  # it is no trainer of this version
+                # The peer is not a trainer of this version.
+                return
             peer.sendall(_HELD if self._records.hold(lane, term, batch) else _REFUSED)
 
 
@@ -322,41 +395,65 @@ def _unpacked(values: Mapping[str, Any], payload: bytearray) -> tuple[int, int, 
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """Who holds the log of which lane in a term, beside its owner. of: lane -> the trainers; places: trainer -> host and port of its LogService."""
+    """The trainers that hold each lane's log in a term, besides the lane's owner.
+
+    Attributes:
+        of: The holders of each lane.
+        places: The host and port of each trainer's LogService.
+    """
 
     of: Mapping[int, Collection[int]]
     places: Mapping[int, tuple[str, int]]
 
 
 class CopiedLog:
-    """A BatchLog of one trainer: of the lanes that it owns, each record goes to all of their holders before `hold` returns.
+    """A BatchLog of one trainer, which sends each record to all holders of its lane.
 
-    records: of this trainer, into which its LogService takes those of others. silence: how long a holder may take. on_lost: called with the reason
-    when one does not answer, in the thread that holds a batch, and calls nothing here: the term must end then, and that thread waits for `begin_term`
-    of the next. A takeover's records are not waited for so; there CopyLost is raised.
+    `hold` returns once all of them have the record.
+
+    Args:
+        records: The records in this trainer's memory. Its LogService adds those of other trainers.
+        silence: How long a holder may take to answer.
+        on_lost: Called with the reason when a holder does not answer, in the thread that holds a
+            batch. It must not call methods of this object. It should end the term; the thread then
+            waits for `begin_term` of the next one. Records of a takeover do not wait: for them,
+            CopyLost is raised.
     """
 
     def __init__(self, records: HeldRecords, token: str, silence: timedelta, on_lost: Callable[[str], None]) -> None:
         self._records, self._token, self._silence, self._on_lost = records, token, silence, on_lost
         self._changed = threading.Condition()
-        self._generation = 0  # raised by every term that has begun
+        # Each `begin_term` raises it by one.
+        self._generation = 0
         self._interrupted: str | None = None
         self._closed = False
-        # Read by who waits for answers, written to by who interrupts that; None once it is closed.
+        # A pipe. The thread that waits for answers polls its read end, and `interrupt` writes to
+        # the other. None once closed.
         self._wake: tuple[int, int] | None = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        # Who has this uses all that follows.
+        # This lock guards the fields below, except for `_adopted`.
         self._sending = threading.Lock()
         self._holders = Holders({}, {})
         self._connections: dict[int, socket.socket] = {}
-        self._adopted: dict[int, int] = {}  # lane -> the term in which it was taken over
-        self._owned: dict[int, int] = {}  # lane -> the term that its records here count for, of lanes of this trainer
+        # The term in which each lane was taken over.
+        self._adopted: dict[int, int] = {}
+        # For each lane of this trainer, the term for which its records count.
+        self._owned: dict[int, int] = {}
 
     def begin_term(self, holders: Holders, hosted: Collection[int]) -> None:
-        """From now on, these are the holders. They have the last records of the lanes that this trainer goes on to host when this returns.
+        """Switch to the holders of the next term, and send them the records they need.
 
-        hosted: these lanes. Raises CopyLost where a holder is not there; what waits for a further term then goes on waiting.
+        When this returns, the holders have the last records of the lanes that this trainer hosted
+        before and goes on to host. Threads that wait in `hold` then try again.
+
+        Args:
+            hosted: The lanes that this trainer hosts in the term.
+
+        Raises:
+            CopyLost: A holder cannot be reached. Threads that wait in `hold` go on waiting for a
+                further term.
         """
         self.interrupt("the next term begins")
+        # `interrupt` ends the wait for answers, so a thread that holds the lock soon releases it.
         with self._sending:
             for trainer, connection in list(self._connections.items()):
                 if self._holders.places.get(trainer) != holders.places.get(trainer):
@@ -378,7 +475,7 @@ class CopiedLog:
             self._changed.notify_all()
 
     def interrupt(self, why: str) -> None:
-        """Have nobody wait for a holder of this term any more, since it is over; any thread may."""
+        """Stop waiting for the holders of this term, because it is over. Any thread may call it."""
         with self._changed:
             self._interrupted = why
             if self._wake is not None:
@@ -386,12 +483,18 @@ class CopiedLog:
                     os.write(self._wake[1], b"!")
 
     def hold(self, lane: int, batch: LoggedBatch) -> None:
-        """See BatchLog. Raises CopyLost where the batch is a takeover's and a holder does not answer, CacheError when this is closed meanwhile."""
+        """See BatchLog.
+
+        Raises:
+            CopyLost: The batch is a takeover's, and a holder does not answer.
+            CacheError: The log was closed meanwhile.
+        """
         term = term_of(batch.number)
         taken = self._adopted.get(lane) == term and batch.number == first_number(term)
         if lane in self._adopted and not taken:
             del self._adopted[lane]
-        # A lane that this trainer goes on to host keeps the term that its numbers are of.
+        # A lane that this trainer goes on to host keeps the term in its batch numbers, so `term`
+        # may be older than the current one.
         while True:
             with self._changed:
                 generation = self._generation
@@ -405,6 +508,8 @@ class CopiedLog:
             with self._changed:
                 if not lost.over and self._generation == generation:
                     self._on_lost(str(lost))
+                # The record may not have reached every holder. Wait for the next term, which may
+                # have other holders, and send it again.
                 while self._generation == generation and not self._closed:
                     self._changed.wait()
                 if self._closed:
@@ -425,7 +530,7 @@ class CopiedLog:
         return held[1]
 
     def close(self) -> None:
-        """Whoever waits gets an error; the records stay with who has them."""
+        """Close the log. Threads that wait get an error; the records stay with their holders."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -438,7 +543,11 @@ class CopiedLog:
                 self._wake = None
 
     def begin_with(self, lane: int, number: int) -> None:
-        """A lane is at rest with batch `number` everywhere: its next owner goes by that until it holds its own first record."""
+        """Set the record from which the next owner of a stopped run's lane starts.
+
+        Every shard has batch `number` of the lane. The record counts until the next owner holds its
+        own first record.
+        """
         self._records.hold(lane, term_of(number), LoggedBatch.empty(number, number, None))
 
     def _hold(self, lane: int, term: int, batch: LoggedBatch) -> None:
@@ -464,7 +573,12 @@ class CopiedLog:
         self._connections[trainer] = connection
 
     def _replicate(self, lane: int, term: int, batch: LoggedBatch) -> None:
-        """Send a record to all holders of its lane, and return when they have it. Raises CopyLost, after which those connections are closed."""
+        """Send a record to all holders of its lane, and return when all have acknowledged it.
+
+        Raises:
+            CopyLost: A holder does not take the record. The connections to the lane's holders are
+                closed.
+        """
         trainers = sorted(self._holders.of.get(lane, ()))
         try:
             for trainer in trainers:
@@ -493,7 +607,8 @@ class CopiedLog:
                 raise CopyLost(f"trainer {silent}: does not say that it holds the batch log of lane {lane}")
             for descriptor, event in poll.poll(1000 * patience + 1):
                 if descriptor not in left:
-                    continue  # woken
+                    # `interrupt` has written to the pipe. The loop checks that next.
+                    continue
                 trainer, unsent = left[descriptor]
                 connection = self._connections[trainer]
                 try:
@@ -502,6 +617,8 @@ class CopiedLog:
                         left[descriptor] = trainer, unsent
                         if not unsent:
                             poll.modify(descriptor, select.POLLIN)
+                    # A holder answers only after the whole record. An earlier answer, or the end of
+                    # the connection, means that it does not hold the record.
                     if event & ~select.POLLOUT:
                         answer = connection.recv(1)
                         if answer != _HELD or unsent:

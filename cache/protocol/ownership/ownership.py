@@ -1,4 +1,7 @@
-"""Who owns lanes on the store, and what an owner, or a reader, finds there: each lane's fence epoch, and the shards that lack rows."""
+"""Taking lanes over, and what an owner or a reader finds on the store when it begins.
+
+It finds each lane's fence epoch on every store shard, and the shards that lack rows.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ from foreload.cache.rows.row_bytes import words
 
 
 def stamp_of_nothing(stored: StoredRows, lane: int, term: int) -> Migrated | None:
-    """What the shards say of a lane of which they have nothing; None where rows never moved."""
+    """Return the migration record of a hash that has nothing of a lane.
+
+    Returns None if rows of the run never migrated.
+    """
     placement = stored.placement
     if not placement.version:
         return None
@@ -31,17 +37,19 @@ def stamp_of_nothing(stored: StoredRows, lane: int, term: int) -> Migrated | Non
 
 
 def finish_migration(stored: StoredRows, lane: int, verdict: Verdict, term: int, given: np.ndarray) -> None:
-    """Bring the last chunk of a migration to its end, or back, on every shard that is trusted with a lane; the lane is fenced there.
+    """Finish the last chunk of a migration, or undo it, on every shard that is trusted with a lane.
 
-    Then every shard records how far the lane has moved in the new owner's name: one that this does not reach may have done more, or less, and the
-    next owner must tell it from these. A shard that fails is trusted no more.
+    The lane must be fenced on these shards. Afterwards every shard records how far the lane has
+    migrated, in the new owner's term: a shard out of this owner's reach may have done more or less
+    of the chunk, and the next owner must be able to recognize it. A shard that fails is no longer
+    trusted.
 
     Args:
-        term: of the new owner.
+        term: The new owner's term.
         given: int64 [tables], all ordinals below which a row may have been written.
 
     Raises:
-        StoreError: without parity, a shard failed.
+        StoreError: A shard failed, and the run has no parity.
     """
     own, move, trusted = stored.shards.of(lane), verdict.move, verdict.trusted
     for shard, there in trusted.items():
@@ -56,6 +64,8 @@ def finish_migration(stored: StoredRows, lane: int, verdict: Verdict, term: int,
     version, number = stored.placement.version, verdict.expect.number
     for shard, there in trusted.items():
         held, recorded = _rows_by_log(verdict, shard), there.migrated
+        # The log does not know of migrations. A record made after the last batch says better how
+        # many rows the hash has.
         if recorded is not None and recorded.version == version and recorded.number == number:
             held = recorded.held
         stamp = Migrated(version, term, move.cursor, move.cursor, False, number, held)
@@ -66,14 +76,17 @@ def finish_migration(stored: StoredRows, lane: int, verdict: Verdict, term: int,
 
 
 def _rows_by_log(verdict: Verdict, shard: int) -> int:
-    """How many rows and parity rows a shard has once it has the last batch: by the log, or if that does not say, as many as it has."""
+    """Return how many rows and parity rows a shard has once it has the last batch.
+
+    The number is the log's. If the log does not have it, it is the number that the shard has now.
+    """
     number, there = verdict.expect.number, verdict.trusted[shard]
     by_log = verdict.expect.rows(shard, Marker(number, number))
     return there.rows if by_log is None else by_log
 
 
 def _join(stored: StoredRows, lane: int, verdict: Verdict, term: int) -> None:
-    """Have shards that come in take part."""
+    """Write the marker and the migration record on the shards that join."""
     number, trusted = verdict.expect.number, verdict.trusted
     marker, stamp = Marker(number, number), Migrated(stored.placement.version, term, 0, 0, False, number, 0)
     coming = [shard for shard in verdict.coming if shard in trusted]
@@ -88,17 +101,23 @@ def _join(stored: StoredRows, lane: int, verdict: Verdict, term: int) -> None:
 def _finish_chunk(
     stored: StoredRows, lane: int, verdict: Verdict, move: Halfway, chunk: Migrated, leaving: Mapping[int, np.ndarray], term: int
 ) -> None:
-    """Delete what the last chunk's owner has left: rows where they were, or copies. leaving: uint64 [n] by shard, the fields that may be there."""
+    """Delete the rows that the last chunk's owner left: migrated rows at their source, or copies.
+
+    Args:
+        leaving: By shard, uint64 [n], the fields that may exist there and must not.
+    """
     trusted, number = verdict.trusted, verdict.expect.number
     names = {shard: leaving.get(shard, np.empty(0, np.uint64)) for shard in [*move.unfinished, *move.undone]}
     there, failures = _present(stored, lane, names)
     commands: dict[int, list[Command]] = {}
     for shard, present in there.items():
+        # Only fields that exist are deleted, so the record's count is exact.
         held = counted(trusted[shard], _rows_by_log(verdict, shard)) - len(present)
         if move.undone:
             after = Migrated(chunk.version, term, chunk.begin, chunk.begin, False, number, held)
         else:
-            # It is the chunk's own end, whoever brings it about.
+            # The chunk ends as its own owner would have ended it, so the record keeps that owner's
+            # term.
             after = replace(chunk, copied=False, number=number, held=held)
         trusted[shard] = replace(trusted[shard], rows=trusted[shard].rows - len(present), migrated=after)
         commands[shard] = deletion(stored.key(lane, shard), present, None, after)
@@ -119,7 +138,7 @@ def _go_without(stored: StoredRows, failures: Mapping[int, StoreError], verdict:
 def _present(
     stored: StoredRows, lane: int, names: Mapping[int, np.ndarray]
 ) -> tuple[dict[int, np.ndarray], dict[int, StoreError]]:
-    """Which of these fields of a lane are there, by shard, and why there is nothing of the others."""
+    """Return which of these fields of a lane exist, by shard, and the errors of other shards."""
     parts = {
         shard: [own[first : first + COMMAND_ROWS] for first in range(0, len(own), COMMAND_ROWS)] for shard, own in names.items()
     }
@@ -135,7 +154,13 @@ def _present(
 
 
 def _names(stored: StoredRows, lane: int, move: Halfway, chunk: Migrated, given: np.ndarray) -> dict[int, np.ndarray]:
-    """The fields, uint64 [n], of all rows and parity rows that a chunk may leave: where they were, or, if it is undone, where they go."""
+    """Return the fields of all rows and parity rows that a chunk may leave behind.
+
+    They are at the rows' sources or, if the chunk is undone, at their targets.
+
+    Returns:
+        uint64 [n], by shard.
+    """
     parts: dict[int, list[np.ndarray]] = {}
     stripes, shards = stored.lane_stripes(lane, given), stored.placement.shard_count
     (table, first), (last_table, last) = cursor_place(chunk.begin), cursor_place(chunk.end)
@@ -151,26 +176,40 @@ def _names(stored: StoredRows, lane: int, move: Halfway, chunk: Migrated, given:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Who owns the lanes: its term, and the identity that a server of the run has noted, None where none is noted."""
+    """The owner of lanes.
+
+    Attributes:
+        term: Its term.
+        identity: The identity that the run's servers have in their notes. If None, notes are not
+            checked.
+    """
 
     term: int = 0
     identity: Mapping[str, Any] | None = None
 
     def has(self, store: Store, namespace: str, shard: int, at: int | None = None) -> bool:
-        """Whether the store's shard (its number `at` of the Store, the same by default) is noted as shard `shard` of the owner's run."""
+        """Return whether a shard of the Store is noted as shard `shard` of the owner's run.
+
+        Args:
+            at: The number of the shard in the Store. If None, it is `shard`.
+        """
         return self.identity is None or is_of(store, namespace, self.identity, shard, at)
 
 
 UNFENCED = Ownership()
-_REFUSALS = (ForeignKey, StoreFull, StoreAuth)  # of a shard that answers
+# The errors by which a shard that answers refuses a request.
+_REFUSALS = (ForeignKey, StoreFull, StoreAuth)
 
 
 @dataclass(frozen=True, slots=True)
 class FoundLanes:
     """What lanes have on the store shards.
 
-    lanes: by lane and shard. absent: why nothing is known of the other shards. failed: those of them that neither refused what they were asked, nor
-    were down before, but stopped answering meanwhile.
+    Attributes:
+        lanes: By lane and shard.
+        absent: The shards of which nothing is known, with the reason.
+        failed: Those of `absent` that stopped answering just now. They did not refuse a request and
+            were not down before.
     """
 
     lanes: Mapping[int, Mapping[int, Found]]
@@ -179,7 +218,11 @@ class FoundLanes:
 
 
 def look(store: Store, namespace: str, lanes: Collection[int]) -> FoundLanes:
-    """Look at lanes on every store shard, and change nothing. Raises StoreError for a shard that fails meanwhile."""
+    """Read what lanes have on every store shard, and change nothing.
+
+    Raises:
+        StoreError: A shard failed meanwhile.
+    """
     found: dict[int, dict[int, Found]] = {lane: {} for lane in lanes}
     absent = store.down
     for shard in store.used:
@@ -194,7 +237,14 @@ def look(store: Store, namespace: str, lanes: Collection[int]) -> FoundLanes:
 
 
 def fence_lanes(stored: StoredRows, lanes: Collection[int], ownership: Ownership) -> FoundLanes:
-    """Fence lanes on every store shard, on all shards at once. The shards must be noted as the run's. Raises Fenced, StoreError."""
+    """Fence lanes on every store shard, on all shards at once.
+
+    Shards that are not noted as the run's are absent from the result, like those that fail.
+
+    Raises:
+        Fenced: An owner of a later term has fenced a lane.
+        StoreError: Other fences interfered in every attempt.
+    """
     store, name, shards, down = stored.store, stored.namespace, stored.placement.live, stored.store.down
     absent: dict[int, StoreError] = {}
     if ownership.identity is not None:
@@ -217,15 +267,23 @@ def fence_lanes(stored: StoredRows, lanes: Collection[int], ownership: Ownership
     for shard, error in absent.items():
         if isinstance(error, ForeignKey):
             store.give_up(shard, error)
+    # A shard that failed for one lane counts as absent for all.
     known = {lane: {shard: there for shard, there in of_lane.items() if shard not in absent} for lane, of_lane in found.items()}
     return FoundLanes(known, absent, failed)
 
 
 def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[int, int]) -> None:
-    """Fence lanes of a stopped run on every store shard, and lose (in stored.shards) those that do not have all of their rows.
+    """Fence the lanes of a stopped run on every store shard, and find the shards that lack rows.
 
-    stored must know the lanes' stripes. last_batches: of each lane the number of its last write-back batch. Raises Fenced, StoreError, and RowsLost
-    where parity does not cover what is lost.
+    Those shards become lost in `stored.shards`. `stored` must know the lanes' stripes.
+
+    Args:
+        last_batches: The number of each lane's last write-back batch.
+
+    Raises:
+        Fenced: An owner of a later term has fenced a lane.
+        RowsLost: Parity does not cover the lost shards.
+        StoreError: A shard stopped answering or, without parity, lacks rows.
     """
     found = fence_lanes(stored, last_batches, ownership)
     lose_absent(stored, found)
@@ -233,9 +291,11 @@ def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[in
     for lane, number in last_batches.items():
         verdict = verdicts[lane] = judge(stored.placement, found.lanes[lane], Expect.stopped(number))
         finish_migration(stored, lane, verdict, ownership.term, stored.stripes_of(lane).written.counts)
+        # `finish_migration` has set the lane's cursor. The counts expected below depend on it.
         for shard in verdict.stale:
             stored.go_without(shard, StoreError(_lacks_rows(stored, shard)))
-    doubtful: dict[int, None] = {}  # shards with the right marker and another number of rows; a dict keeps them in order
+    # Shards with the right marker but the wrong number of rows. A dict keeps them in order.
+    doubtful: dict[int, None] = {}
     for lane, verdict in verdicts.items():
         known = {**found.lanes[lane], **verdict.trusted}
         there = {shard: one for shard, one in known.items() if shard not in stored.shards.lost}
@@ -245,14 +305,24 @@ def take_over(stored: StoredRows, ownership: Ownership, last_batches: Mapping[in
             _empty(stored, lane, there, ownership.term)
     stored.shards.check_covered()
     for shard in doubtful:
-        # One that is too many is kept: the rows that it lacks are decoded when they are asked for.
+        # A shard is kept if parity does not cover its loss. The rows that it lacks are decoded when
+        # they are read.
         stored.lose(shard, _lacks_rows(stored, shard))
 
 
 def _count(stored: StoredRows, lane: int, verdict: Verdict, found: Mapping[int, Found]) -> list[int]:
-    """Lose the shards that are not trusted with a lane, and compare how many rows the others have with how many a stopped run must have there.
+    """Compare the number of rows on each shard with the number that a stopped run must have there.
 
-    found: what there is, by shard. Returns the shards with another number. Without parity, raises StoreError for these, too.
+    Shards that are not trusted with the lane become lost.
+
+    Args:
+        found: What there is, by shard.
+
+    Returns:
+        The trusted shards with a different number of rows.
+
+    Raises:
+        StoreError: Without parity, a shard is not trusted or has a different number of rows.
     """
     own, expected, number, doubtful = stored.shards.of(lane), stored.expected(lane), verdict.expect.number, []
     for shard, there in found.items():
@@ -273,7 +343,11 @@ def _count(stored: StoredRows, lane: int, verdict: Verdict, found: Mapping[int, 
 
 
 def _empty(stored: StoredRows, lane: int, found: Mapping[int, Found], term: int) -> None:
-    """Begin with a lane that has no batch yet: what is there, an earlier owner wrote between the removal of its rows and the fence."""
+    """Empty the shards of a lane that has no batch yet.
+
+    Any rows there were written by an earlier owner, after its rows were removed and before the
+    fence.
+    """
     own, stamp = stored.shards.of(lane), stamp_of_nothing(stored, lane, term)
     for shard, there in found.items():
         if there.marked or there.rows:
@@ -285,7 +359,10 @@ def _empty(stored: StoredRows, lane: int, found: Mapping[int, Found], term: int)
 
 
 def lose_absent(stored: StoredRows, found: FoundLanes) -> None:
-    """Go on without the shards of which nothing is known. Raises the error of one that stopped answering; without parity, of any."""
+    """Count the absent shards as lost.
+
+    Raises the error of a shard that stopped answering just now and, without parity, of any.
+    """
     for shard, error in found.absent.items():
         if shard in found.failed or not stored.placement.r:
             raise error
@@ -293,7 +370,7 @@ def lose_absent(stored: StoredRows, found: FoundLanes) -> None:
 
 
 def lose(stored: StoredRows, shard: int) -> None:
-    """Go on without a shard that does not answer, or lacks rows."""
+    """Count a shard as lost because it does not answer or lacks rows."""
     failure = stored.store.down.get(shard)
     stored.shards.lose(shard, _lacks_rows(stored, shard) if failure is None else str(failure))
 
@@ -303,9 +380,17 @@ def _lacks_rows(stored: StoredRows, shard: int) -> str:
 
 
 def find_rows(stored: StoredRows, last_batches: Sequence[int]) -> None:
-    """What `take_over` finds, for a reader, which fences nothing: each lane's fence epoch on every store shard; those that lack rows are lost.
+    """Find what `take_over` finds, for a reader, which fences nothing.
 
-    last_batches: as for `stale_shards`. Without parity a shard that lacks rows is noticed when it is read. Raises StoreError, RowsLost.
+    Sets each lane's fence epoch on every store shard, and counts shards that lack rows as lost.
+    Without parity, missing rows are noticed only when they are read.
+
+    Args:
+        last_batches: The number of the last write-back batch of each lane, in order.
+
+    Raises:
+        RowsLost: Parity does not cover the lost shards.
+        StoreError: A shard fails or, without parity, is down.
     """
     found = look(stored.store, stored.namespace, range(len(last_batches)))
     lose_absent(stored, found)
@@ -314,6 +399,7 @@ def find_rows(stored: StoredRows, last_batches: Sequence[int]) -> None:
         for shard, there in found.lanes[lane].items():
             own.epochs[shard] = there.epoch
         verdict = judge(stored.placement, found.lanes[lane], Expect.stopped(number))
+        # A reader finishes no chunk. It reads by the cursor on which the records agree.
         if verdict.move is not None:
             own.places.migrated = np.uint64(verdict.move.cursor)
         for shard in [*verdict.refused, *verdict.stale] if stored.placement.r else ():
@@ -322,7 +408,13 @@ def find_rows(stored: StoredRows, last_batches: Sequence[int]) -> None:
 
 
 def stale_shards(store: Store, namespace: str, last_batches: Sequence[int]) -> list[int]:
-    """The store shards that cannot be reached, or whose marker of a lane is not that of the lane's write-back batch `last_batches[lane]`."""
+    """Return the store shards that are down or stale.
+
+    A shard is stale if its marker of a lane is not that of the lane's last batch.
+
+    Args:
+        last_batches: The number of the last write-back batch of each lane, in order.
+    """
     found = look(store, namespace, range(len(last_batches)))
     wrong = {
         shard

@@ -1,4 +1,7 @@
-"""Finishing the write-back batch that a writer died in, from its log, so that no stripe is left inconsistent."""
+"""Recovery: finish, from the log, the write-back batch during which a lane's owner died.
+
+Without it, stripes could stay inconsistent.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,31 @@ Exchange = Callable[[Sequence[Read], Sequence[Write]], object]
 
 
 def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) -> int:
-    """Fence a lane on every store shard, and bring each to the last batch in the log; returns its number.
+    """Fence a lane on every store shard, and bring each shard to the last batch in the log.
 
-    Where the parity of batch n is not there, parity ^= c * (old ^ new); once it is everywhere, the new rows go where the data is not. Each
-    phase is one atomic command a shard, so none is ever half done, and a second recovery finds what is left of the first. Shards that are
-    down, stale or were being rebuilt, or have not as many rows as the log says, are lost in stored.shards. For a store whose rows do not move.
-    Raises Fenced, RowsLost, StoreError, CacheError.
+    On shards that lack the parity of batch n, parity ^= c * (old ^ new). Once all have it, the new
+    rows go to the shards that lack them. Each phase is one atomic command per shard, so no phase is
+    ever half done on a shard, and a second recovery continues where the first one stopped. Shards
+    become lost in `stored.shards` if they are down, stale or were being rebuilt, or if their number
+    of rows differs from the log's. Rows of the store must not be migrating.
+
+    Returns:
+        The number of the batch.
+
+    Raises:
+        Fenced: An owner of a later term has fenced the lane.
+        RowsLost: Parity does not cover the lost shards.
+        StoreError: A shard refuses writes, or stops answering.
+        CacheError: The log is not the run's, or is not a log.
     """
     found = fence_lanes(stored, [lane], ownership)
     for error in found.absent.values():
-        # It has its rows, and whoever reads this can see to it that it takes writes.
+        # The shard has its rows. The user can make it accept writes, so it must not count as lost.
         if isinstance(error, StoreFull | StoreAuth):
             raise error
     lose_absent(stored, found)
-    # Not before the fence: until then the owner before may hold a further batch, and send it.
+    # The log must be read after the fence. Until then the earlier owner may log and send a further
+    # batch.
     batch = adopted_batch(log, lane, ownership.term)
     verdict = judge_logged(stored, lane, found.lanes[lane], batch)
     finish_migration(stored, lane, verdict, ownership.term, np.zeros(0, np.int64))
@@ -44,7 +58,7 @@ def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) 
         lose(stored, shard)
     stored.shards.check_covered()
     for shard in verdict.doubtful():
-        # One that is too many is kept: a scrub decodes what it lacks.
+        # A shard is kept if parity does not cover its loss. A scrub decodes the rows that it lacks.
         if stored.lose(shard, f"store {stored.shards.urls[shard]}: lacks rows of lane {lane}"):
             del verdict.trusted[shard]
     play(stored, [Unfinished(lane, batch, verdict.trusted)], stored.store.exchange)
@@ -52,20 +66,27 @@ def recover(stored: StoredRows, lane: int, log: BatchLog, ownership: Ownership) 
 
 
 def adopted_batch(log: BatchLog, lane: int, term: int) -> LoggedBatch:
-    """The batch that the log holds for a lane; an empty one, of number 0, where it holds none.
+    """Return the batch that the log holds for a lane, or an empty one with number 0.
 
-    The log has it in this term before its first byte leaves: an owner before that still goes on may hold one more, which must not count, for then
-    a further owner would take what this one finishes for stale.
+    The log then also holds the batch in this term, before its first byte is sent. An earlier owner
+    that still runs may log one more batch. That batch must not count, or the next owner would take
+    the shards that this owner has finished for stale.
     """
     return log.adopt(lane, term) or LoggedBatch.empty(0, 0, None)
 
 
 def judge_logged(stored: StoredRows, lane: int, found: Mapping[int, Found], batch: LoggedBatch, released: int = 0) -> Verdict:
-    """Return which shards can be trusted with a lane by the batch in its log. found: by shard; released: as `Expect.logged` has it.
+    """Return which shards can be trusted with a lane, by the batch in its log.
 
-    Raises CacheError if all shards are ahead of the log.
+    Args:
+        found: By shard.
+        released: As in `Expect.logged`.
+
+    Raises:
+        CacheError: All shards are ahead of the log.
     """
-    # Some may be: an owner before may have gone on with shards that a further one could not fence.
+    # Some shards may be ahead of the log: an earlier owner may have continued with shards that a
+    # later owner could not fence.
     if found and all(there.marker.parity > batch.number for there in found.values()):
         shard, there = next(iter(found.items()))
         raise CacheError(
@@ -77,7 +98,11 @@ def judge_logged(stored: StoredRows, lane: int, found: Mapping[int, Found], batc
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A batch of a lane that may not be everywhere. trusted: what is there, by shard, of those that are trusted."""
+    """A batch of a lane that some shards may lack.
+
+    Attributes:
+        trusted: What was found on each trusted shard.
+    """
 
     lane: int
     batch: LoggedBatch
@@ -85,18 +110,26 @@ class Unfinished:
 
 
 def play(stored: StoredRows, all_unfinished: Sequence[Unfinished], exchange: Exchange) -> list[Write]:
-    """Bring batches, of a lane each, to every shard that is trusted and lacks them; returns what was written.
+    """Bring batches, one per lane, to every trusted shard that lacks them.
 
-    exchange: does reads and writes; it may take a shard that fails out of those that are trusted, which is then left as it is.
+    Args:
+        exchange: Does reads and writes. It may remove a shard that fails from those that are
+            trusted; that shard is then left as it is.
+
+    Returns:
+        What was written.
     """
     batches = [one for one in all_unfinished if len(one.batch.fields)]
     placed = {one.lane: _arranged(stored, one) for one in batches}
+    # Parity first, and acknowledged everywhere, as in an ordinary round (docs/protocol.md).
     written = _finish_parity(stored, [(one, placed[one.lane]) for one in batches], exchange)
     writes = []
     for one in all_unfinished:
         batch, whole = one.batch, Marker(one.batch.number, one.batch.number).stored()
         behind = [shard for shard, there in one.trusted.items() if there.marker.data != batch.number]
-        # A batch of no rows is finished by its marker.
+        # A batch without rows is finished by writing its marker.
+        # `position` has the place by shard of each row of the batch. Its inverse lists the rows by
+        # shard.
         inverse = np.argsort(placed[one.lane].position) if one.lane in placed else np.zeros(0, np.int64)
         for shard in behind:
             own = inverse[placed[one.lane].rows_of(shard)] if one.lane in placed else inverse
@@ -106,7 +139,7 @@ def play(stored: StoredRows, all_unfinished: Sequence[Unfinished], exchange: Exc
 
 
 def _arranged(stored: StoredRows, unfinished: Unfinished) -> Arrangement:
-    """Where the rows and parity rows of a batch go, if every shard is to have its own."""
+    """Arrange the rows and parity rows of a batch as if every shard were live."""
     stripes = stored.lane_stripes(unfinished.lane, np.zeros(len(stored.layouts), np.int64))
     table, ordinal = unpack(unfinished.batch.fields)
     everywhere = np.full(stored.placement.shard_count, ALL_STRIPES, np.uint64)
@@ -114,7 +147,7 @@ def _arranged(stored: StoredRows, unfinished: Unfinished) -> Arrangement:
 
 
 def _finish_parity(stored: StoredRows, work: Sequence[tuple[Unfinished, Arrangement]], exchange: Exchange) -> list[Write]:
-    """Bring the parity rows of batches to the shards that do not have them; returns the Writes."""
+    """Bring the parity rows of batches to the shards that lack them. Returns the Writes."""
     code = Code.of(stored.placement)
     assert code is not None
     reads, parities = [], []
@@ -124,7 +157,8 @@ def _finish_parity(stored: StoredRows, work: Sequence[tuple[Unfinished, Arrangem
         for shard in _without_parity(one):
             own = placed.entries_of(shard)
             reads.append(Read(shard, stored.key(one.lane, shard), placed.entry_fields[own], parity[own]))
-    # A parity row that is not there under the right marker is one of a stripe that had no rows: it stays zeros.
+    # A parity row that is missing under the right marker belongs to a stripe that had no rows. It
+    # stays zeros.
     exchange(reads, [])
     writes = []
     for (one, placed), parity in zip(work, parities, strict=True):
@@ -134,6 +168,8 @@ def _finish_parity(stored: StoredRows, work: Sequence[tuple[Unfinished, Arrangem
             accumulate(delta, np.arange(len(delta)), factors, parity, placed.entry_of[:, i][placed.stripe_of])
         for shard in _without_parity(one):
             own = placed.entries_of(shard)
+            # The marker advances the parity only. The data stays what it was until every shard has
+            # the parity.
             stored_marker = Marker(one.batch.number, one.trusted[shard].marker.data).stored()
             writes.append(Write(shard, stored.key(one.lane, shard), placed.entry_fields[own], parity[own], stored_marker))
     exchange([], writes)
@@ -141,5 +177,5 @@ def _finish_parity(stored: StoredRows, work: Sequence[tuple[Unfinished, Arrangem
 
 
 def _without_parity(unfinished: Unfinished) -> list[int]:
-    """The shards that have nothing of a batch yet."""
+    """Return the shards that lack the parity, and so have nothing of a batch yet."""
     return [shard for shard, there in unfinished.trusted.items() if there.marker.parity != unfinished.batch.number]

@@ -1,1 +1,1 @@
-"""What a store shard holds of a run, in which state it is, and how its rows are read."""
+"""The state of a run's store shards, and how rows are read from them."""

@@ -1,8 +1,13 @@
-"""Fencing: a new owner, and an owner with a new connection, first makes every older connection harmless at the server.
+"""Fencing: cut off every older connection to a lane's rows on a store shard.
 
-A lane's hash on a store shard is {namespace:lane}:e, e being the fence epoch there. A new connection renames it to e + 1 and leaves a string at
-e, in one transaction: what an older connection still sends, or has in a stopped server's buffer, is then answered with WRONGTYPE. (CLIENT
-KILL is no fence: a client that reconnects writes again.)
+A new owner fences a lane before anything else. So does an owner that has lost its connection and
+made a new one.
+
+A lane's hash on a store shard has the key `{namespace:lane}:e`, where e is the fence epoch there. A
+fence renames the hash to epoch e + 1 and leaves a string under the old key, in one transaction. The
+server then answers WRONGTYPE to every write that an older connection still sends, or that still
+waits in the buffer of a stopped server. (CLIENT KILL is no fence: a client that reconnects writes
+again.)
 """
 
 from __future__ import annotations
@@ -19,13 +24,18 @@ from foreload.cache.protocol.shards.marker import Marker, Migrated
 from foreload.cache.protocol.shards.namespace import epoch_key, highest_epoch, lane_key, parse_epoch
 
 _ATTEMPTS = 10
-_EPOCHS = 1 << 20  # of a term, more than its owners will ever need
+# Epochs of a term begin at term * _EPOCHS. One term never needs this many.
+_EPOCHS = 1 << 20
 _FENCED = b"fenced"
-_LOOK = timedelta(milliseconds=200)  # for a server to say why it refuses
+# The timeout for asking a server why it refused a command.
+_LOOK = timedelta(milliseconds=200)
 
 
 def read_epochs(store: Store, shard: int, namespace: str, lanes: Sequence[int]) -> list[int | None]:
-    """The fence epoch of each lane on a store shard: 0 where it was never fenced, None where another program wrote the key."""
+    """Return the fence epoch of each lane on a store shard.
+
+    An epoch is 0 if the lane was never fenced there, and None if another program wrote the key.
+    """
     stored = store.commands_at_once(shard, [plain_of_any("GET", epoch_key(namespace, lane)) for lane in lanes])
     known = map(parse_epoch, stored)
     return [None if one is None else one[0] for one in known]
@@ -33,11 +43,17 @@ def read_epochs(store: Store, shard: int, namespace: str, lanes: Sequence[int]) 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a fence found of a lane on a store shard, or `look_at` without one.
+    """The state of a lane on a store shard, as a fence or `look_at` found it.
 
-    epoch: the fence epoch from now on; marker: the lane's, that of batch 0 where there is none; marked: whether there is one; rows: how many rows
-    and parity rows. migrated: the last chunk of a move there, None where there was none. foreign: of `look_at`, why the shard is lost if another
-    program wrote the lane's hash or epoch key; then there is no marker and no row. A fence fails there.
+    Attributes:
+        epoch: The fence epoch, after the fence if there was one.
+        marker: The lane's marker. If the hash has none, that of batch 0.
+        marked: Whether the hash has a marker.
+        rows: The number of rows and parity rows in the hash.
+        migrated: The last chunk of a migration that the hash records, or None.
+        foreign: Set by `look_at` only. If another program wrote the lane's hash or its epoch key,
+            the reason the shard is lost; the other fields then describe an empty hash. A fence
+            fails on such a shard instead.
     """
 
     epoch: int
@@ -49,28 +65,38 @@ class Found:
 
     @classmethod
     def of(cls, epoch: int, answers: Sequence[object]) -> Found:
-        """From the answers to `_looks`."""
+        """Parse the answers to the commands of `_looks`."""
         marker, stored, fields = answers
         assert marker is None or isinstance(marker, bytes)
         assert stored is None or isinstance(stored, bytes)
         assert isinstance(fields, int)
+        # HLEN counts the marker and the migration record, which are not rows.
         others = (marker is not None) + (stored is not None)
         return cls(epoch, Marker.parse(marker), marker is not None, fields - others, Migrated.parse(stored))
 
 
 def _looks(key: bytes) -> list[tuple[bytes | str, ...]]:
-    """The commands that look at a lane's hash."""
+    """Return the commands that read the state of a lane's hash."""
     return [("HGET", key, MARKER), ("HGET", key, MIGRATED), ("HLEN", key)]
 
 
 def _closes(old: bytes, known: bytes, new: bytes | None) -> list[tuple[bytes | str, ...]]:
-    """The commands that leave a string where a lane's hash was, and where an owner that knew a later epoch may still write. new: for the hash."""
+    """Return the commands that close a lane's older keys to writers.
+
+    They leave a string in the place of the hash (`old`), and one at the latest epoch that an owner
+    knew (`known`), since that owner may still write there. If `new` is not None, the hash is
+    renamed to it first.
+    """
     rename: list[tuple[bytes | str, ...]] = [] if new is None else [("RENAME", old, new)]
     return [*rename, *(("SET", key, _FENCED) for key in dict.fromkeys((old, known)))]
 
 
 def foreign_key(found: Mapping[int, Found]) -> ForeignKey | None:
-    """Return why a store shard is lost on which another program wrote a key of a lane, or None if none is. found: by lane."""
+    """Return why a store shard is lost if another program wrote a key of a lane there, else None.
+
+    Args:
+        found: By lane.
+    """
     return next((there.foreign for there in found.values() if there.foreign is not None), None)
 
 
@@ -91,9 +117,16 @@ def _foreign_epoch(store: Store, shard: int, namespace: str, lane: int) -> Forei
 
 
 def judge_wrong_type(url: StoreUrl, namespace: str, epochs: Mapping[int, int], refusal: StoreError) -> StoreError:
-    """Why a server answers an owner of lanes that a key is of another type: returns ForeignKey where that is another program's.
+    """Find out why a server answered WRONGTYPE to the owner of lanes.
 
-    epochs: of the lanes on this server, as their owner knows them. Returns `refusal`, Fenced, where another owner has fenced any of them.
+    Args:
+        epochs: The fence epochs of the owner's lanes on this server, as the owner knows them.
+        refusal: The error that the answer stands for at first: Fenced.
+
+    Returns:
+        `refusal` if another owner has fenced any of the lanes, or if the server shows no other
+        reason. ForeignKey if another program wrote a key of a lane. The StoreError that occurred if
+        the server cannot be asked.
     """
     try:
         with Store([url], _LOOK, _LOOK) as store:
@@ -107,24 +140,38 @@ def judge_wrong_type(url: StoreUrl, namespace: str, epochs: Mapping[int, int], r
 def fence_everywhere(
     store: Store, shards: Sequence[int], namespace: str, lane: int, term: int, known: Mapping[int, int], empty: bool = False
 ) -> tuple[dict[int, Found], dict[int, StoreError]]:
-    """Make a lane's older connections to store shards harmless, on all at once. Returns what was found by shard, and why there is nothing of others.
+    """Cut off a lane's older connections to several store shards, on all of them at once.
 
-    known: by shard, 0 or an epoch that was set there before, which must not be used again, though a server that was emptied does not remember it.
-    empty: the shards are to be emptied of the lane, so another program's key is replaced; else it stays, and the shard fails with ForeignKey.
-    Raises Fenced where an owner of a higher term was there first, and StoreError.
+    Args:
+        term: The term of the new owner.
+        known: By shard, the latest fence epoch that the owner knows of there, or 0. The fence must
+            not use it again, even if the server was emptied and does not remember it.
+        empty: Whether the caller is about to empty the shards of the lane. If so, a key that
+            another program wrote is replaced. Otherwise the key stays, and the shard fails with
+            ForeignKey.
+
+    Returns:
+        What the fence found, by shard, and the errors of the shards it could not fence.
+
+    Raises:
+        Fenced: An owner of a later term has fenced the lane.
+        StoreError: Other fences interfered in every attempt, or a shard failed while its keys were
+            scanned for the highest fence epoch.
     """
     name = epoch_key(namespace, lane)
     found: dict[int, Found] = {}
     failures: dict[int, StoreError] = {}
     left = list(shards)
     for _ in range(_ATTEMPTS):
+        # WATCH makes the transaction below fail if another fence changes the epoch key meanwhile.
         stored, failed = store.ask({shard: [("WATCH", name), plain_of_any("GET", name)] for shard in left})
         failures |= failed
         epochs = {}
         for shard, (_, value) in stored.items():
             known_there = parse_epoch(value)
             if known_there is None and not empty:
-                # Lost with its older connections: those cannot finish a batch without the other shards.
+                # The shard is lost, and with it whatever older connections write there. They cannot
+                # finish a batch without the other shards.
                 failures[shard] = _foreign_epoch(store, shard, namespace, lane)
                 continue
             epochs[shard], owner = known_there or (highest_epoch(store, shard, namespace, lane), 0)
@@ -133,16 +180,19 @@ def fence_everywhere(
                     f"store {store.urls[shard]}: lane {lane} has an owner of term {owner}, this one's is {term}; it stops"
                 )
         old = {shard: lane_key(namespace, lane, epoch) for shard, epoch in epochs.items()}
-        # Sent before the commands that it holds together: a server that is not ready for it would do them one by one.
+        # MULTI is sent ahead of the transaction's commands. If a server refused it together with
+        # them (because it is not ready), it would execute them one by one.
         begun, failed = store.ask({shard: [plain_of_any("HLEN", old[shard]), ("MULTI",)] for shard in epochs})
         failures |= failed
-        # No owner of an earlier term can have come to such an epoch, also where a server that was emptied does not remember any.
+        # No owner of an earlier term can have reached this epoch, even if the server was emptied
+        # and remembers no epoch at all.
         last = {shard: max(epochs[shard], known[shard], term * _EPOCHS) for shard in begun}
         queued: dict[int, list[tuple[bytes | str, ...]]] = {}
         foreign = {shard for shard, (fields, _) in begun.items() if fields is WRONG_TYPE and not empty}
         for shard, (there, _) in begun.items():
             if shard in foreign:
-                # No older connection can write there, and nothing is the run's: only the term is noted.
+                # The key has another type, so no older connection can write to it, and nothing in
+                # it belongs to the run. Only the term is recorded.
                 queued[shard] = [("SET", name, b"%d %d" % (epochs[shard], term)), ("EXEC",)]
                 continue
             new, is_hash = lane_key(namespace, lane, last[shard] + 1), bool(there) and there is not WRONG_TYPE
@@ -152,7 +202,8 @@ def fence_everywhere(
         failures |= failed
         for shard, answers in done.items():
             if answers[-1] is None:
-                continue  # another fence came between: look again
+                # EXEC returned nil: another fence changed the epoch key. Try again.
+                continue
             assert isinstance(answers[-1], list)
             if shard in foreign:
                 failures[shard] = _foreign(store, shard, old[shard], lane)
@@ -167,10 +218,17 @@ def fence_everywhere(
 
 
 def look_at(store: Store, shard: int, namespace: str, lanes: Sequence[int]) -> dict[int, Found]:
-    """What lanes have on a store shard, by lane, for who does not fence them. Raises StoreError and StoreUnavailable as `Store.command` does."""
+    """Return the state of lanes on a store shard, by lane, without fencing them.
+
+    Raises:
+        Fenced: Another owner is taking the lanes over at this moment.
+        StoreError, StoreUnavailable: As `Store.command` raises them.
+    """
     epochs = read_epochs(store, shard, namespace, lanes)
     keys = [lane_key(namespace, lane, epoch or 0) for lane, epoch in zip(lanes, epochs, strict=True)]
     answers = store.commands_at_once(shard, [plain_of_any(*command) for key in keys for command in _looks(key)])
+    # A fence between the two requests leaves strings at the epochs just read. Only if the epochs
+    # have not changed is the key another program's.
     if WRONG_TYPE in answers and read_epochs(store, shard, namespace, lanes) != epochs:
         raise Fenced(f"store {store.urls[shard]}: another owner takes the lanes of {namespace} over right now; try again")
     found: dict[int, Found] = {}
@@ -195,7 +253,14 @@ def fence_all(
     known: Mapping[int, int] | None = None,
     empty: bool = False,
 ) -> dict[int, Found]:
-    """`fence_everywhere` of several lanes on one shard, whose failure is raised. Returns what was found, by lane. known: by lane."""
+    """Fence several lanes on one shard, as `fence_everywhere` fences one. Raises the shard's error.
+
+    Args:
+        known: By lane, as `fence_everywhere` has it by shard. If None, no epoch is known.
+
+    Returns:
+        What the fence found, by lane.
+    """
     found = {}
     for lane in lanes:
         there, failures = fence_everywhere(store, [shard], namespace, lane, term, {shard: (known or {}).get(lane, 0)}, empty)

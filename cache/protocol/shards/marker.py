@@ -1,4 +1,8 @@
-"""The fields of a lane's hash that are no rows: the marker, which changes atomically with the rows, and how far rows have migrated."""
+"""The fields of a lane's hash that are not rows: the marker and the migration record.
+
+The marker changes atomically with the rows. The migration record says how far the lane's rows have
+migrated.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +22,31 @@ _COUNT_BITS = 40
 
 
 def first_number(term: int) -> int:
-    """The number with which an owner of this term begins, that of an empty batch: two owners never give one number to two contents."""
+    """Return the number of an owner's first batch, which is empty.
+
+    Numbers contain the term, so two owners never give the same number to different batches.
+    """
     return term << _COUNT_BITS
 
 
 def term_of(number: int) -> int:
-    """The term whose owner gave a batch its number."""
+    """Return the term of the owner that numbered a batch."""
     return number >> _COUNT_BITS
 
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """Which write-back batches a store shard has: parity of all up to `parity`, data of all up to `data`, which is the same or one less.
+    """The write-back batches that a store shard has.
 
-    rebuilding: the shard does not have all of its rows yet. Without parity the two numbers are one. A number is the term of the owner that wrote
-    the batch, times 2^40, plus a count; batch n follows n - 1, but for the first of an owner (`first_number`), which follows what it found.
+    A number is the term of the owner that wrote the batch, times 2^40, plus a count. Batch n
+    follows n - 1, except for an owner's first batch (`first_number`), which follows the last batch
+    that the owner found. Without parity the two numbers are equal.
+
+    Attributes:
+        parity: The shard has the parity rows of all batches up to this one.
+        data: The shard has the rows of all batches up to this one, which is `parity` or the batch
+            before.
+        rebuilding: Whether the shard does not have all of its rows yet.
     """
 
     parity: int
@@ -41,13 +55,20 @@ class Marker:
 
     @classmethod
     def parse(cls, stored: bytes | None) -> Marker:
-        """The marker that a shard answered with; None, that it has none, stands for batch 0."""
+        """Parse a shard's answer.
+
+        If it is None, the shard has no marker, which stands for batch 0.
+        """
         word = 0 if stored is None else int.from_bytes(stored, "little")
         data = word & _NUMBER
         return cls(data + bool(word & _AHEAD_BIT), data, bool(word & _REBUILDING_BIT))
 
     def stored(self) -> bytes:
-        """The marker as it is stored: data as an integer of 62 bits, whether parity is one ahead, whether the shard is being rebuilt."""
+        """Encode the marker in 8 bytes, little-endian.
+
+        The lower 62 bits are `data`. Bit 62 says that parity is one batch ahead, bit 63 that the
+        shard is being rebuilt.
+        """
         ahead = _AHEAD_BIT if self.parity > self.data else 0
         return (self.data | ahead | (_REBUILDING_BIT if self.rebuilding else 0)).to_bytes(8, "little")
 
@@ -57,17 +78,27 @@ class Marker:
 
 
 _LAYOUT = struct.Struct("<qqQQ?qq")
-ALL = int(ALL_STRIPES)  # the cursor of a lane of which everything has moved
+# The cursor of a lane whose stripes have all migrated.
+ALL = int(ALL_STRIPES)
 
 
 @dataclass(frozen=True, slots=True)
 class Migrated:
-    """The last chunk of a move that a lane's hash on a store shard has seen.
+    """The migration record of a lane's hash on a store shard.
 
-    version: of the placement moved to; term: of the owner that made the chunk, or took the lane over as it was then (begin = end); begin, end: the
-    cursors (`shard_table.cursor_at`) between which the chunk's stripes lie. copied: the hash has copies of the rows that come to it, and nothing was
-    deleted yet; else the chunk is done: what left it is deleted. number: of the lane's last write-back batch then; held: how many rows and parity
-    rows the hash has. targets: the shards that got copies.
+    It describes the last chunk of a migration that the hash has seen.
+
+    Attributes:
+        version: The version of the placement that rows migrate to.
+        term: The term of the owner that migrated the chunk. If begin = end, of an owner that took
+            the lane over at this cursor.
+        begin: The cursor (`shard_table.cursor_at`) at which the chunk's stripes begin.
+        end: The cursor at which they end.
+        copied: If True, the hash has copies of the rows that migrate to it, and nothing has been
+            deleted. If False, the chunk is done: the rows that left the hash are deleted.
+        number: The number of the lane's last write-back batch at that time.
+        held: The number of rows and parity rows in the hash.
+        targets: The shards that received copies.
     """
 
     version: int
@@ -81,7 +112,11 @@ class Migrated:
 
     @classmethod
     def parse(cls, stored: bytes | None) -> Migrated | None:
-        """What a hash's field says; None where there is none. Raises StoreError for what is none."""
+        """Parse the field of a hash, or return None if the hash has no such field.
+
+        Raises:
+            StoreError: The field is no migration record.
+        """
         if stored is None:
             return None
         try:
@@ -93,11 +128,16 @@ class Migrated:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Which of two is later: an owner of a later term may have undone what one before it did."""
+        """The key by which records are ordered in time: (term, end).
+
+        The term comes first, because an owner of a later term may have undone a chunk of the owner
+        before.
+        """
         return self.term, self.end
 
     def stored(self) -> bytes:
-        """The same as it is stored."""
+        """Encode the record as `parse` reads it."""
+        # The targets are stored as a bit mask over the shards' numbers.
         mask = np.zeros(max(self.targets, default=-1) + 1, np.uint8)
         mask[list(self.targets)] = 1
         head = _LAYOUT.pack(self.version, self.term, self.begin, self.end, self.copied, self.number, self.held)
@@ -105,18 +145,28 @@ class Migrated:
 
 
 def deletion(key: bytes, names: np.ndarray, marker: Marker | None, migrated: Migrated) -> list[Command]:
-    """The transaction that deletes fields (uint64 [n]) of a lane's hash, and records that there.
+    """Return the transaction that deletes fields of a lane's hash and writes its migration record.
 
-    marker: as it is, written again: a hash that was emptied meanwhile lacks it, and the answer shows it.
+    Args:
+        names: uint64 [n], the fields to delete.
+        marker: The hash's marker, written again unchanged, or None. If the hash has lost its marker
+            meanwhile, the server's answer shows that the field was new.
     """
     recorded = (MIGRATED, migrated.stored()) if marker is None else (MARKER, marker.stored(), MIGRATED, migrated.stored())
+    # One transaction: the rows and the record of their deletion change together.
     parts = [names[first : first + COMMAND_ROWS] for first in range(0, len(names), COMMAND_ROWS)]
     deletions = [hdel(key, part) for part in parts]
     return [("MULTI",), *deletions, ("HSET", key, *recorded), ("EXEC",)]
 
 
 def changed(answers: list[object]) -> tuple[int, int]:
-    """How many fields such a transaction has deleted, and how many of those that record it were new, by its answers."""
+    """Count what a transaction of `deletion` changed, by its answers.
+
+    Returns:
+        The number of fields deleted, and the number of fields (marker and migration record) that
+        were new to the hash.
+    """
+    # The answer to EXEC: one count per HDEL, then the count of HSET.
     done = answers[-1]
     assert isinstance(done, list)
     return sum(int(str(one)) for one in done[:-1]), int(str(done[-1]))

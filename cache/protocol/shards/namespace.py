@@ -1,4 +1,8 @@
-"""A namespace per run on each store shard: claiming it, listing all that are there, and checking a server that is to take a shard's place."""
+"""A run's namespace on each store shard.
+
+A run claims a namespace by a note on every shard. This module also lists the namespaces on a shard
+and checks a server that is to replace one.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,8 @@ from foreload.cache.errors import (
 FORMAT = 1
 NAME = "[A-Za-z0-9_.-]{1,100}"
 _SCAN_KEYS = 1000
-EPOCH = b":epoch"  # how the key of a lane's fence epoch ends
+# The suffix of the key that holds a lane's fence epoch.
+EPOCH = b":epoch"
 _EPOCH_KEY = re.compile(rb"\{.+:(\d+)\}%b" % EPOCH)
 _NUMBER = re.compile(rb"\d{1,18}")
 _EPOCH_AND_TERM = re.compile(rb"(\d{1,18}) (\d{1,18})")
@@ -38,7 +43,10 @@ _EPOCH_AND_TERM = re.compile(rb"(\d{1,18}) (\d{1,18})")
 
 @dataclass(frozen=True, slots=True)
 class FolderId:
-    """Which folder a run's rows belong to: a copy of it has the same run id, and another inode."""
+    """The folder that a run's rows belong to.
+
+    A copy of the folder has the same run id but another inode.
+    """
 
     host: str
     device: int
@@ -47,13 +55,17 @@ class FolderId:
 
     @classmethod
     def of(cls, path: Path) -> FolderId:
-        """The folder at a path of this host. Raises OSError."""
+        """Identify the folder at a path on this host. Raises OSError."""
         path = path.resolve()
         status = path.stat()
         return cls(socket.gethostname(), status.st_dev, status.st_ino, os.fspath(path))
 
     def is_same(self, other: FolderId) -> bool:
-        """Whether both are one folder. `mv` within a file system changes its path alone; mounting that again may change its device alone."""
+        """Return whether both identify the same folder.
+
+        `mv` within a file system changes only the path. Mounting the file system again may change
+        only the device.
+        """
         at_one_place = self.device == other.device or self.path == other.path
         return self.host == other.host and self.inode == other.inode and at_one_place
 
@@ -63,7 +75,7 @@ class FolderId:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """The value of a run's key, as JSON. Earlier versions noted no folder."""
+    """The value of a run's key, as JSON. Earlier versions wrote no folder."""
 
     format: int
     shard: Count
@@ -73,28 +85,37 @@ class Note:
 
 
 def check_name(namespace: str) -> None:
-    """Raise StoreError unless the namespace is 1 to 100 letters, digits, dots, dashes and underscores."""
+    """Raise StoreError unless the namespace is valid: 1 to 100 letters, digits, '.', '-' or '_'."""
     if not re.fullmatch(NAME, namespace):
         raise StoreError(f"namespace: must be 1 to 100 letters, digits, '.', '-' or '_'; got {namespace!r}")
 
 
 def lane_key(namespace: str, lane: int, epoch: int) -> bytes:
-    """The key of a lane's hash on every store shard; the braces keep its epochs in one slot of a Redis cluster."""
+    """Return the key of a lane's hash, the same on every store shard.
+
+    The braces are a Redis hash tag: they keep a lane's keys in one slot of a Redis cluster.
+    """
     return b"{%b:%d}:%d" % (namespace.encode(), lane, epoch)
 
 
 def run_key(namespace: str) -> bytes:
-    """The key that says whose the namespace is."""
+    """Return the key of the note that says which run the namespace belongs to."""
     return b"%b:run" % namespace.encode()
 
 
 def epoch_key(namespace: str, lane: int) -> bytes:
-    """The key of a lane's fence epoch and of the term of who set it, "e t"; it is in the same slot of a cluster as the lane's hashes."""
+    """Return the key that holds a lane's fence epoch and the term of the owner that set it.
+
+    The value is "e t". In a Redis cluster the key is in the same slot as the lane's hashes.
+    """
     return b"{%b:%d}%b" % (namespace.encode(), lane, EPOCH)
 
 
 def parse_epoch(stored: object) -> tuple[int, int] | None:
-    """Return the fence epoch and the term of an epoch key's value: 0, 0 if there is no key, None if another program wrote the value."""
+    """Parse the value of an epoch key into fence epoch and term.
+
+    Returns (0, 0) if the key does not exist, and None if another program wrote the value.
+    """
     if stored is None:
         return 0, 0
     matched = _EPOCH_AND_TERM.fullmatch(stored) if isinstance(stored, bytes) else None
@@ -102,23 +123,28 @@ def parse_epoch(stored: object) -> tuple[int, int] | None:
 
 
 def highest_epoch(store: Store, shard: int, namespace: str, lane: int) -> int:
-    """Return the highest fence epoch of which a lane has a key on a store shard, or 0 if it has none. Scans all keys of the server."""
+    """Return the highest fence epoch for which a store shard has a key of the lane, or 0.
+
+    Scans all keys of the server.
+    """
     head = epoch_key(namespace, lane).removesuffix(EPOCH) + b":"
     numbers = (key.removeprefix(head) for keys in lane_keys(store, shard, namespace) for key in keys if key.startswith(head))
     return max((int(number) for number in numbers if _NUMBER.fullmatch(number)), default=0)
 
 
 def owner(store: Store, namespace: str, shard: int) -> Note | None:
-    """Return what `claim` noted on a store shard, or None if the namespace does not exist there.
+    """Return the note of `claim` on a store shard, or None if the namespace does not exist there.
 
-    Raises ForeignKey if another program wrote the key, StoreError if another version of this program did.
+    Raises:
+        ForeignKey: Another program wrote the key.
+        StoreError: Another version of this program wrote it, or the shard cannot be read.
     """
     check_name(namespace)
     return _note(store, namespace, shard, store.commands_at_once(shard, [_read_note(namespace)])[0])
 
 
 def foreign_note(store: Store, shard: int, namespace: str) -> ForeignKey | None:
-    """Return why a store shard is lost if another program wrote the run's key there; None if it did not."""
+    """Return why a store shard is lost if another program wrote the run's key there, else None."""
     try:
         owner(store, namespace, shard)
     except ForeignKey as error:
@@ -154,11 +180,21 @@ def claim(
     spared: int = 0,
     folder: FolderId | None = None,
 ) -> None:
-    """Make the namespace this run's, on all store shards or on none.
+    """Claim the namespace for a run, on all store shards or on none.
 
-    identity: what must be the same for the run to go on ("run", its id, lanes, layout ...), JSON. new: refused with NamespaceInUse if a shard
-    has it for another run. overwrite: what is there is removed. resume: every shard must have it, in its place, with this identity; NamespaceInUse
-    if another run has it, RowsLost if more than `spared` shards have lost it or are down. folder: the run's, noted where the namespace is new.
+    Args:
+        identity: What must not change between sessions of the run ("run", its id, lanes, layout
+            ...), as JSON values.
+        mode: "new" refuses a namespace that another run has on any shard. "overwrite" removes the
+            existing namespace first. "resume" requires that every shard has the namespace, with
+            this identity, under the same shard number.
+        spared: For "resume", the number of shards that may be down or without the namespace.
+        folder: The run's folder. It is recorded only where the namespace is new.
+
+    Raises:
+        NamespaceInUse: The namespace belongs to another run.
+        RowsLost: More than `spared` shards are down or have lost the namespace.
+        StoreError: A shard is another server than before, or fails.
     """
     check_name(namespace)
     if mode == "resume":
@@ -181,9 +217,10 @@ def claim(
             except StoreError:
                 pass
             if holder is not None and "run" in identity and holder.identity.get("run") == identity["run"]:
-                # Claimed by the same run before, which then was killed.
+                # This run claimed the shard in an earlier attempt, which was killed.
                 store.command(shard, "SET", run_key(namespace), text)
                 continue
+            # All or none: release the shards claimed so far.
             for earlier in claimed:
                 store.command(earlier, "UNLINK", run_key(namespace))
             raise NamespaceInUse(f"store {store.urls[shard]}: namespace {namespace} {whose}")
@@ -191,8 +228,12 @@ def claim(
 
 
 def _claim_again(store: Store, namespace: str, identity: Mapping[str, Any], spared: int, folder: FolderId | None) -> None:
-    """`claim` for a run that goes on; gives up the shards where another program wrote the run's key."""
-    gone: dict[int, ForeignKey | None] = {}  # the shards that are lost, and of which of them another program has the note
+    """Check the claim of a run that resumes.
+
+    Gives up the shards where another program wrote the run's key.
+    """
+    # The lost shards. The value is set where another program wrote the run's note.
+    gone: dict[int, ForeignKey | None] = {}
     for shard in store.used:
         try:
             if shard in store.down or ((note := owner(store, namespace, shard)) is None and spared > 0):
@@ -216,12 +257,15 @@ def _claim_again(store: Store, namespace: str, identity: Mapping[str, Any], spar
 
 
 def _text(identity: Mapping[str, Any], shard: int, shards: int, folder: FolderId | None) -> str:
-    """The value of a run's key."""
+    """Return the value of a run's key on a store shard."""
     return json.dumps(to_json(Note(FORMAT, shard, shards, dict(identity), folder)), sort_keys=True)
 
 
 def name_folder(store: Store, namespace: str, identity: Mapping[str, Any], folder: FolderId) -> None:
-    """Note a run's folder on all store shards that are this run's, answer, and name none or another."""
+    """Record a run's folder on every store shard that answers and belongs to the run.
+
+    Shards that already name this folder are left alone.
+    """
     notes, _ = _notes(store, namespace)
     store.ask(
         {
@@ -233,7 +277,12 @@ def name_folder(store: Store, namespace: str, identity: Mapping[str, Any], folde
 
 
 def _notes(store: Store, namespace: str) -> tuple[dict[int, Note | None], dict[int, ForeignKey]]:
-    """`owner`, asked of all store shards at once: the notes of those that answer, and the errors of those where another program wrote the key."""
+    """Read the notes of all store shards at once, as `owner` does for one.
+
+    Returns:
+        The notes of the shards that answer, and the errors of those where another program wrote the
+        key.
+    """
     answers, _ = store.ask({shard: [_read_note(namespace)] for shard in store.used})
     notes: dict[int, Note | None] = {}
     foreign: dict[int, ForeignKey] = {}
@@ -246,15 +295,23 @@ def _notes(store: Store, namespace: str) -> tuple[dict[int, Note | None], dict[i
 
 
 def join(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, shards: int) -> bool:
-    """Note on the one server of a Store that it is shard `shard` of a run's `shards`, unless it has a namespace of this name already.
+    """Claim a single server as shard `shard` of a run, unless the namespace exists there.
 
-    The server is about to be emptied of the lanes, so the note replaces another program's key. Returns whether it is noted as that shard of that run
-    then. The next call notes the run's folder there.
+    The caller is about to empty the server of the lanes, so the note may replace a key that another
+    program wrote. No folder is recorded; the next command that opens the run records it.
+
+    Args:
+        store: A Store of that one server.
+        shards: The number of the run's shards.
+
+    Returns:
+        Whether the server is now noted as that shard of that run.
     """
     set_note = ("SET", run_key(namespace), _text(identity, shard, shards, None))
     store.command(0, *set_note, "NX")
     try:
-        # How many shards there are may be another number by now than when it was noted.
+        # The shard's note may give another number of shards, since that can change after the note
+        # was written.
         return is_of(store, namespace, identity, shard, 0)
     except ForeignKey:
         store.command(0, *set_note)
@@ -262,13 +319,21 @@ def join(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, 
 
 
 def is_of(store: Store, namespace: str, identity: Mapping[str, Any], shard: int, at: int | None = None) -> bool:
-    """Whether the store's shard (its number `at` of the Store, the same by default) is shard `shard` of the run with this identity."""
+    """Return whether a shard of the Store is noted as shard `shard` of the run with this identity.
+
+    Args:
+        at: The number of the shard in the Store. If None, it is `shard`.
+    """
     note = owner(store, namespace, shard if at is None else at)
     return note is not None and is_run(note, identity) and note.shard == shard
 
 
 def are_of(store: Store, namespace: str, identity: Mapping[str, Any]) -> dict[int, bool]:
-    """`is_of`, asked of all store shards at once. Leaves out those that do not answer; gives up those where another program wrote the key."""
+    """Ask `is_of` of all store shards at once.
+
+    Shards that do not answer are left out of the result. Shards where another program wrote the key
+    are given up.
+    """
     notes, foreign = _notes(store, namespace)
     for shard, error in foreign.items():
         store.give_up(shard, error)
@@ -276,7 +341,9 @@ def are_of(store: Store, namespace: str, identity: Mapping[str, Any]) -> dict[in
 
 
 def is_run(note: Note, identity: Mapping[str, Any]) -> bool:
-    """Whether a note of `owner` is of the run with this identity."""
+    """Return whether a note belongs to the run with this identity."""
+    # The identity takes the same way through JSON as the note, so that tuples compare equal to
+    # lists.
     return bool(note.identity == json.loads(json.dumps(dict(identity))))
 
 
@@ -303,9 +370,12 @@ def _check_owner(store: Store, namespace: str, identity: Mapping[str, Any], shar
 
 
 def lane_keys(store: Store, shard: int, namespace: str) -> Iterator[list[bytes]]:
-    """The keys of a namespace's lanes on a store shard, some at a time: hashes, strings in the place of those of epochs before, fence epochs."""
+    """Yield the keys of a namespace's lanes on a store shard, page by page.
+
+    They are hashes, the strings that fences left in the place of earlier hashes, and fence epochs.
+    """
     check_name(namespace)
-    # The pattern finds at least these; the expression decides.
+    # The SCAN pattern may match more keys than these. The regular expression decides.
     pattern = b"{%b:*}:*" % re.sub(rb"([\[\]?*\\])", rb"\\\1", namespace.encode())
     of_a_lane = re.compile(rb"\{%b:\d+\}:.*" % re.escape(namespace.encode()))
     for keys in scan(store, shard, pattern):
@@ -313,7 +383,7 @@ def lane_keys(store: Store, shard: int, namespace: str) -> Iterator[list[bytes]]
 
 
 def scan(store: Store, shard: int, pattern: bytes = b"*") -> Iterator[list[bytes]]:
-    """The keys of a store shard that match a pattern, some at a time; one may come twice."""
+    """Yield the keys of a store shard that match a pattern, page by page. A key may come twice."""
     cursor = b"0"
     while True:
         page = store.command(shard, "SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_KEYS)
@@ -325,38 +395,48 @@ def scan(store: Store, shard: int, pattern: bytes = b"*") -> Iterator[list[bytes
 
 
 def remove(store: Store, namespace: str) -> int:
-    """Remove a namespace from all store shards; returns how many keys of lanes there were. Others' keys are not touched."""
+    """Remove a namespace from all store shards, and leave other keys alone.
+
+    Returns:
+        The number of keys of lanes that were removed. Fence epochs stay and do not count.
+    """
     check_name(namespace)
     removed = 0
     for shard in store.used:
         keys = {key for page in lane_keys(store, shard, namespace) for key in page}
-        # A fence epoch stays: a stopped owner of an earlier run may still write under its own, which must never be used again. The term
-        # of who set it goes: it is the earlier run's.
+        # The fence epoch stays. A stopped owner of an earlier run may still write under its own
+        # epoch, so that epoch must never be used again. Its term is reset, because it belongs to
+        # the earlier run.
         for key, matched in ((key, _EPOCH_KEY.fullmatch(key)) for key in keys.copy()):
             if matched is not None:
                 keys.discard(key)
                 (stored,) = store.commands_at_once(shard, [plain_of_any("GET", key)])
                 epoch, _ = parse_epoch(stored) or (highest_epoch(store, shard, namespace, int(matched[1])), 0)
                 store.command(shard, "SET", key, b"%d 0" % epoch)
-        # UNLINK frees in the background; DEL would block the server for everyone.
+        # UNLINK frees memory in the background. DEL would block the server for all clients.
         store.commands_at_once(shard, [("UNLINK", key) for key in keys])
         removed += len(keys)
-        # Last: while lanes are left, the namespace is still taken.
+        # The note goes last. Until then the namespace counts as taken.
         store.command(shard, "UNLINK", run_key(namespace))
     return removed
 
 
 _LANE = re.compile(rb"\{(%b):(\d+)\}:\d+" % NAME.encode())
 _NOTE = re.compile(rb"(%b):run" % NAME.encode())
-_SAMPLES = 200  # values of a hash that Redis looks at to estimate its size
+# The number of a hash's values that Redis samples to estimate its size.
+_SAMPLES = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
     """What a store shard holds of a namespace.
 
-    note: what `claim` left there, None where that is gone. lanes: that have a hash; rows: with parity rows; bytes: as the server says, None where it
-    may not be asked.
+    Attributes:
+        note: The note that `claim` left, or None if it was lost.
+        lanes: The number of lanes that have a hash.
+        rows: The number of rows and parity rows.
+        bytes: The memory they take by the server's estimate, or None if the server does not allow
+            asking.
     """
 
     namespace: str
@@ -368,14 +448,23 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Who owns a run's rows by what a store shard says: the highest term in which its lanes were owned, and the run's folder, if it names one."""
+    """The owner of a run's rows, as one store shard records it.
+
+    Attributes:
+        term: The latest term in which one of the lanes had an owner.
+        folder: The run's folder, or None if the shard names none.
+    """
 
     term: int
     folder: FolderId | None
 
 
 def claims(store: Store, namespace: str, identity: Mapping[str, Any], lanes: int) -> list[Claim]:
-    """What the store shards that answer, and have rows of the run with this identity, say of its owner. Raises StoreError."""
+    """Return what the store shards record about a run's owner.
+
+    Only shards that answer and have rows of the run with this identity are in the result. Raises
+    StoreError.
+    """
     found = []
     for shard in store.used:
         note = None
@@ -389,7 +478,10 @@ def claims(store: Store, namespace: str, identity: Mapping[str, Any], lanes: int
 
 
 def all_holdings(store: Store, shard: int) -> list[Holding]:
-    """What a store shard holds of every namespace, in order of their names. Goes through all keys, some at a time. Raises StoreError."""
+    """Return what a store shard holds of every namespace, in order of their names.
+
+    Scans all keys, page by page. Raises StoreError.
+    """
     keys_of: dict[str, set[bytes]] = {}
     for keys in scan(store, shard):
         for key in keys:
@@ -398,25 +490,30 @@ def all_holdings(store: Store, shard: int) -> list[Holding]:
             elif note := _NOTE.fullmatch(key):
                 keys_of.setdefault(note[1].decode(), set())
     held = [_holding(store, shard, namespace, keys) for namespace, keys in sorted(keys_of.items())]
-    # Other programs' keys may look alike.
+    # Keys of other programs may look like keys of lanes. Such a namespace has neither note nor
+    # lanes.
     return [holding for holding in held if holding.note is not None or holding.lanes]
 
 
 def holding_of(store: Store, shard: int, namespace: str) -> Holding:
-    """What a store shard holds of one namespace: no lanes and no rows where that is not there. Raises StoreError."""
+    """Return what a store shard holds of one namespace. Raises StoreError.
+
+    If the namespace does not exist there, the result has no lanes and no rows.
+    """
     keys = {key for page in lane_keys(store, shard, namespace) for key in page if _LANE.fullmatch(key)}
     return _holding(store, shard, namespace, keys)
 
 
 def _holding(store: Store, shard: int, namespace: str, keys: set[bytes]) -> Holding:
     ordered = sorted(keys)
-    # At the epochs before, a string stands in the place of each hash.
+    # Fences left a string in the place of the hash at each earlier epoch.
     kinds = store.commands_at_once(shard, [("TYPE", key) for key in ordered])
     hashes = [key for key, kind in zip(ordered, kinds, strict=True) if kind == "hash"]
     marked = store.commands_at_once(shard, [("HEXISTS", key, MARKER) for key in hashes])
     hashes = [key for key, there in zip(hashes, marked, strict=True) if there]
     fields = store.commands_at_once(shard, [("HLEN", key) for key in hashes])
     moved = store.commands_at_once(shard, [("HEXISTS", key, MIGRATED) for key in hashes])
+    # The marker and the migration record are fields, but not rows.
     rows = sum(int(str(count)) - 1 for count in fields) - sum(int(str(there)) for there in moved)
     try:
         sizes = store.commands_at_once(shard, [("MEMORY", "USAGE", key, "SAMPLES", _SAMPLES) for key in hashes])
@@ -429,14 +526,17 @@ def _holding(store: Store, shard: int, namespace: str, keys: set[bytes]) -> Hold
         note = None
     except StoreUnavailable:
         raise
-    except StoreError:  # of another version of this program
+    except StoreError:
+        # Another version of this program wrote the note.
         note = None
     return Holding(namespace, note, len(hashes), rows, used)
 
 
 _CONNECT = timedelta(seconds=1)
-_PROBE_EPOCH = -1  # no hash of a lane is ever of this one
-_PROBE_MILLISECONDS = 1000  # after which a probe is gone, whatever became of who wrote it
+# No hash of a lane ever has this epoch.
+_PROBE_EPOCH = -1
+# A probe expires after this time, even if its writer died.
+_PROBE_MILLISECONDS = 1000
 
 
 def check_spare(
@@ -447,10 +547,18 @@ def check_spare(
     timeout: timedelta,
     identity: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raise StoreError unless a server can take a store shard's place: none of those in use, it answers, takes writes, and has no run of that name.
+    """Raise StoreError unless a server can replace a store shard.
 
-    Trainers reach it with the password of the environment, and so does this. Other runs may have rows there. in_use: the run's servers, with the
-    numbers of their shards. lanes: of the run. timeout: for the server's silence. identity: of this run, whose namespace may be there already.
+    The server must not be in use by this run, must answer and take writes, and must not hold
+    another run's namespace of this name. Rows of other namespaces do no harm. The check uses the
+    password of the environment, as trainers will.
+
+    Args:
+        in_use: The run's servers, with the numbers of their shards.
+        lanes: The number of the run's lanes.
+        timeout: How long the server may be silent.
+        identity: The identity of this run, whose namespace may exist on the server. If None, the
+            namespace must not exist there.
     """
     url = parse_url(url.plain)
     for shard, used in in_use:
@@ -467,7 +575,7 @@ def check_spare(
                 f"store {url}: namespace {namespace} belongs to a run there; name another server, or remove its rows first"
             )
         for lane in range(lanes):
-            # In the slots that the lanes' hashes will have, should it be part of a cluster.
+            # The probe's key is in the same cluster slot as the lane's hash will be.
             probe = lane_key(namespace, lane, _PROBE_EPOCH)
             store.command(0, "SET", probe, "", "PX", _PROBE_MILLISECONDS)
             store.command(0, "UNLINK", probe)

@@ -1,4 +1,4 @@
-"""Reading rows at rest and checking each against what the schedule expects."""
+"""Read stored rows and check each of them against the schedule."""
 
 from __future__ import annotations
 
@@ -28,15 +28,20 @@ from foreload.cache.rows.row_bytes import PARITY_BIT, decode_rows, fields, unpac
 from foreload.cache.rows.staging import Rows, RowShapes, put_rows
 from foreload.pipelines.schedule.format import RowColumns
 
-READ_ROWS = 1 << 16  # of one exchange when many rows are read at once
+# The most rows of one exchange when many rows are read at once.
+READ_ROWS = 1 << 16
 
 
 @dataclass(slots=True)
 class StoredRows:
-    """Where the rows of a run rest: the store, the placement, the layout of each table, and the namespace.
+    """A run's rows on the store, and where they are.
 
-    shards: how each store shard is; rows on those that are lost are decoded from their stripes by `read_rows`, for which stripes(lane) says
-    what was written.
+    Attributes:
+        layouts: The row layout of each table.
+        stripes: Returns the stripes of a lane, which say which of its rows were written. Needed
+            wherever rows of lost shards are decoded.
+        shards: The state of every store shard. `read_rows` decodes the rows of lost shards from
+            their stripes.
     """
 
     store: Store
@@ -62,27 +67,35 @@ class StoredRows:
         return judge_wrong_type(self.store.urls[shard], self.namespace, epochs, refusal)
 
     def stripes_of(self, lane: int) -> LaneStripes:
-        """A lane's stripes, where they are now."""
+        """Return a lane's stripes, as `stripes` has them, at their current places."""
         assert self.stripes is not None
         stripes = self.stripes(lane)
         stripes.places = self.shards.of(lane).places
         return stripes
 
     def lane_stripes(self, lane: int, written: Written | np.ndarray) -> LaneStripes:
-        """A lane's stripes, where they are now. written: or int64 [tables], all ordinals below which were."""
+        """Return a lane's stripes at their current places.
+
+        Args:
+            written: Which rows were written. If int64 [tables]: of each table, all ordinals below
+                this.
+        """
         kept = written if isinstance(written, Written) else Written(written, self.placement.k)
         return LaneStripes(lane, self.placement.k, self.shards.of(lane).places, kept)
 
     def shards_of(self, lane: int, table: np.ndarray, ordinal: np.ndarray) -> np.ndarray:
-        """The store shard of each row of a lane, as `Placement.shards` has it, where they are now."""
+        """Return the store shard of each row of a lane at its current place.
+
+        Shapes and dtypes are those of `stripes.shards_of`.
+        """
         return shards_of(self.placement, lane, table, ordinal, self.shards.of(lane).places)
 
     def key(self, lane: int, shard: int) -> bytes:
-        """The key of a lane's hash on a store shard."""
+        """Return the key of a lane's hash on a store shard."""
         return lane_key(self.namespace, lane, self.shards.of(lane).epochs[shard])
 
     def keys(self, lane: int) -> list[bytes]:
-        """The key of a lane's hash on every store shard."""
+        """Return the key of a lane's hash on every store shard."""
         return [lane_key(self.namespace, lane, epoch) for epoch in self.shards.of(lane).epochs]
 
     def write(
@@ -95,47 +108,61 @@ class StoredRows:
         fresh: int,
         migrated: Migrated | None = None,
     ) -> Write:
-        """A Write of rows of a lane, `fresh` of which the shard has not, with the marker, and `migrated` if that is given, too; where it has no
-        marker yet, or nothing that says how far the lane has moved, these are new as well."""
+        """Make a Write of rows of a lane, with its marker.
+
+        Args:
+            fresh: How many of the rows the shard does not have yet. If the hash has no marker yet,
+                or no migration record while one is written, those fields count as new as well.
+            migrated: The migration record to write in the same command. If None, none is written.
+        """
         own = self.shards.of(lane)
+        # The marker and the migration record are fields, so the server counts them as new, too.
         new = fresh + (own.held[shard] is None) + (migrated is not None and own.migrated[shard] is None)
         stamp = None if migrated is None else migrated.stored()
         return Write(shard, self.key(lane, shard), fields, rows, marker.stored(), range(new, new + 1), migrated=stamp)
 
     def note(self, lane: int, write: Write) -> None:
-        """Count in `held` what a write that was acknowledged brought to its shard; a repair, which has no marker, brings nothing new."""
+        """Count in `held` what an acknowledged write added to its shard.
+
+        A repair has no marker and adds nothing.
+        """
         if write.new is not None and write.marker is not None:
             own = self.shards.of(lane)
             before, new = own.held[write.shard], write.new.start
             if write.migrated is not None:
                 new -= own.migrated[write.shard] is None
                 own.migrated[write.shard] = Migrated.parse(write.migrated)
-            # The first write to a hash brings the marker, too, which is no row.
+            # The first write to a hash also adds the marker, which is not a row.
             own.held[write.shard] = new - 1 if before is None else before + new
 
     def lose(self, shard: int, why: str) -> bool:
-        """Read without a shard from now on, if parity covers that; whether it does."""
+        """Count a shard as lost if parity covers that. Returns whether it does."""
         covered = self.shards.covers(shard)
         if covered:
             self.shards.lose(shard, why)
         return covered
 
     def go_without(self, shard: int, error: StoreError) -> None:
-        """Lose a shard, whether parity covers that or not. Without parity, raise the error instead."""
+        """Count a shard as lost even if parity does not cover that.
+
+        Without parity, raise the error instead.
+        """
         if not self.placement.r:
             raise error
         self.shards.lose(shard, str(error))
 
     def expected(self, lane: int) -> np.ndarray:
-        """How many rows and parity rows of a lane every shard has, by arithmetic: int64 [shards]."""
+        """Compute how many rows and parity rows of a lane each shard must have: int64 [shards]."""
         return count_rows(self.stripes_of(lane), len(self.layouts), self.placement.shard_count).fields
 
 
 @dataclass(frozen=True, slots=True)
 class Expected(RowColumns):
-    """Rows of one lane and what the schedule says of them.
+    """Rows of one lane and what the schedule says about them.
 
-    Any tag from 1 to `tag` is right where `tag_at_most` is set, else only `tag` itself. any_id: the ids are not known; `accept` puts them there.
+    Attributes:
+        tag_at_most: If True, any tag from 1 to `tag` is right. Otherwise only `tag` is.
+        any_id: If True, the ids are not known, and `accept` fills them in.
     """
 
     lane: int
@@ -143,7 +170,7 @@ class Expected(RowColumns):
     any_id: bool = False
 
     def select(self, which: np.ndarray | slice) -> Expected:
-        """The rows of a mask, of places or of a slice."""
+        """Select rows by a mask, by places or by a slice."""
         return Expected(*self.columns(which), self.lane, self.tag_at_most, self.any_id)
 
 
@@ -151,8 +178,11 @@ class Expected(RowColumns):
 class PlannedRead:
     """A Read of rows of one shape from one store shard.
 
-    places: int64 [n], of its rows among those that are wanted; shape: as in `RowShapes`; asked: the read was made; decoded: the stripes gave the
-    rows, not the read.
+    Attributes:
+        places: int64 [n], the places of the read's rows among the wanted rows.
+        shape: The shape's number in `RowShapes`.
+        asked: Whether the read was made.
+        decoded: Whether the rows came from their stripes and not from the read.
     """
 
     read: Read
@@ -163,9 +193,10 @@ class PlannedRead:
 
 
 def plan_reads(stored: StoredRows, expected: Expected) -> list[PlannedRead]:
-    """The reads that fetch these rows: one per shape and store shard."""
+    """Plan the reads that fetch these rows: one per shape and store shard."""
     shards = stored.placement.shard_count
     shard_of = stored.shards_of(expected.lane, expected.table, expected.ordinal)
+    # One stable sort groups the rows: each run of equal keys is one read.
     shape_and_shard = stored.shapes.of_table[expected.table] * shards + shard_of
     order = np.argsort(shape_and_shard, kind="stable")
     shape_and_shard = shape_and_shard[order]
@@ -175,14 +206,18 @@ def plan_reads(stored: StoredRows, expected: Expected) -> list[PlannedRead]:
     for start, end in pairwise([*starts, len(shape_and_shard)]):
         shape, shard = divmod(int(shape_and_shard[start]), shards)
         rows = np.empty((end - start, stored.shapes.row_bytes(shape)), np.uint8)
-        # Where there is parity, a value that is no row is as good as none.
+        # With parity, a value that is no row is treated as a missing row.
         read = Read(shard, stored.key(expected.lane, shard), names[start:end], rows, any_length=stored.placement.r > 0)
         planned_reads.append(PlannedRead(read, order[start:end], shape))
     return planned_reads
 
 
 def check_marker(stored: StoredRows, lane: int, read: Read, markers: Sequence[Marker]) -> None:
-    """Refuse a store shard whose marker for the lane is none of `markers`, those that it may have now."""
+    """Raise StoreError if a store shard's marker for the lane is none of the expected ones.
+
+    Args:
+        markers: The markers that the shard may have now.
+    """
     marker = Marker.parse(read.marker)
     if marker not in markers:
         raise StoreError(
@@ -192,7 +227,7 @@ def check_marker(stored: StoredRows, lane: int, read: Read, markers: Sequence[Ma
 
 
 def check_answer(stored: StoredRows, lane: int, write: Write) -> None:
-    """Refuse a store shard whose answer to a write says that it lost rows."""
+    """Raise StoreError if a store shard's answer to a write shows that the shard lost rows."""
     if write.surprise is not None:
         raise StoreError(
             f"store {stored.shards.urls[write.shard]}: lost rows of lane {lane}: {write.surprise}; it was emptied, or rows were deleted there: "
@@ -201,14 +236,26 @@ def check_answer(stored: StoredRows, lane: int, write: Write) -> None:
 
 
 def wrong_rows(wanted: Expected, ids: np.ndarray, tags: np.ndarray) -> np.ndarray:
-    """Which rows, by their ids (int64 [n]) and tags (int32 [n]), are not those that are wanted: bool [n]."""
+    """Find the rows that are not the wanted ones, by id and tag.
+
+    Args:
+        ids: int64 [n].
+        tags: int32 [n].
+
+    Returns:
+        bool [n].
+    """
     return (ids != wanted.id) | ((tags < 1) | (tags > wanted.tag) if wanted.tag_at_most else tags != wanted.tag)
 
 
 def accept(stored: StoredRows, expected: Expected, planned: PlannedRead, into: Rows, places: np.ndarray) -> None:
-    """Check the rows that a finished Read brought and copy them to `into` at `places` (int64 [n], for the rows of `expected`).
+    """Check the rows that a finished Read brought, and copy them to `into`.
 
-    Raises RowError for a row that is missing or has another id or tag.
+    Args:
+        places: int64 [n], the place in `into` of each row of `expected`.
+
+    Raises:
+        RowError: A row is missing or has another id or tag.
     """
     read = planned.read
     if read.missing is not None:
@@ -246,24 +293,39 @@ def _row_error(
 
 
 def read_rows(stored: StoredRows, expected: Expected, last_batch: int | None = None) -> Rows:
-    """Read rows of one lane, in the order of `expected`, 65,536 at a time; those on lost shards are decoded.
+    """Read rows of one lane, 65,536 at a time, and decode those on lost shards.
 
-    A shard that is stale, or lacks a row, is lost from then on; where more are than parity covers, the row alone is decoded. last_batch: the
-    number of the lane's last write-back batch, checked against every store shard that is asked; None: not checked. Raises RowError for a row
-    that is missing or has another id or tag, and cannot be decoded, StoreError for a stale shard or what the store answers.
+    A shard that is stale or lacks a row counts as lost from then on. If parity does not cover that,
+    only the missing rows are decoded.
+
+    Args:
+        last_batch: The number of the lane's last write-back batch, which every shard that is read
+            must have. If None, markers are not checked.
+
+    Returns:
+        The rows, in the order of `expected`.
+
+    Raises:
+        RowError: A row is missing or has another id or tag, and cannot be decoded.
+        RowsLost: A placement group has lost more shards than parity covers.
+        StoreError: A shard is stale, or the store answers with an error.
     """
     count = len(expected)
     rows = Rows.zeros(count, stored.shapes)
     for start in range(0, count, READ_ROWS):
         part = expected.select(slice(start, start + READ_ROWS))
         places = np.arange(start, start + len(part))
+        # Each pass that fails has lost one more shard, so the loop ends.
         while not _read_part(stored, part, rows, places, last_batch):
             pass
     return rows
 
 
 def _read_part(stored: StoredRows, part: Expected, rows: Rows, places: np.ndarray, last_batch: int | None) -> bool:
-    """Read rows once, each from its shard or, where that is lost, from its stripe; False if a shard is lost since, and all must be read again."""
+    """Read each row from its shard or, if the shard is lost, decode it from its stripe.
+
+    Returns False if a shard was lost meanwhile: then the caller must read all rows again.
+    """
     planned_reads = plan_reads(stored, part)
     own = stored.shards.of(part.lane)
     lost = [planned for planned in planned_reads if not own.readable(planned.read.shard)]
@@ -271,6 +333,7 @@ def _read_part(stored: StoredRows, part: Expected, rows: Rows, places: np.ndarra
     reads = [planned.read for planned in planned_reads if own.readable(planned.read.shard)]
     further = [read for decoding in decodings for read in decoding.reads]
     stored.store.exchange(reads + further, [])
+    # Check markers first: what a stale shard brought must not be decoded with.
     if last_batch is not None:
         for read in reads + further:
             try:
@@ -279,6 +342,7 @@ def _read_part(stored: StoredRows, part: Expected, rows: Rows, places: np.ndarra
                 if stored.lose(read.shard, str(error)):
                     return False
                 raise
+    # Decoding needs every source. A missing one means that its shard lost rows.
     for read in further:
         if read.missing is not None:
             missing = missing_value(stored, part.lane, read)
@@ -291,17 +355,23 @@ def _read_part(stored: StoredRows, part: Expected, rows: Rows, places: np.ndarra
         try:
             accept(stored, part, planned, rows, places)
         except RowError as error:
+            # The row was already decoded, so there is no other source for it.
             if not own.readable(planned.read.shard):
                 raise
             if stored.lose(planned.read.shard, str(error)):
                 return False
+            # Parity does not cover the loss of this shard. Decode only the rows that are wrong.
             _read_alone(stored, part, planned, error)
             accept(stored, part, planned, rows, places)
     return True
 
 
 def _read_alone(stored: StoredRows, expected: Expected, planned: PlannedRead, error: RowError) -> None:
-    """Decode the wrong rows of a read of a shard that is one too many to be lost, and repair them, if this is the lane's owner. Raises RowError."""
+    """Decode the wrong rows of a read from a shard whose loss parity does not cover.
+
+    If this process owns the lane, it also repairs the rows on the shard. Raises `error`, a
+    RowError, if the rows cannot be decoded.
+    """
     if not stored.placement.r:
         raise error
     lane, read = expected.lane, planned.read
@@ -311,27 +381,38 @@ def _read_alone(stored: StoredRows, expected: Expected, planned: PlannedRead, er
     if any(one.missing is not None for one in wrong_rows.reads):
         raise error
     repairs = wrong_rows.put(stored, lane, read)
-    if stored.shards.of(lane).held[read.shard] is not None:  # only who took the lane over knows how many rows are there
+    # Only the process that took the lane over knows how many rows the shard has.
+    if stored.shards.of(lane).held[read.shard] is not None:
         stored.store.exchange([], repairs)
 
 
 @dataclass(frozen=True, slots=True)
 class WrongRows:
-    """Rows of a read that are wrong, at places int64 [n] of it, and how they are decoded."""
+    """The wrong rows of a read, and how to decode them.
+
+    Attributes:
+        places: int64 [n], the places of the wrong rows in the read.
+    """
 
     places: np.ndarray
     decoding: Decoding
 
     @property
     def reads(self) -> list[Read]:
-        """What must be read first."""
+        """The reads that must be done before `put`."""
         return self.decoding.reads
 
     def put(self, stored: StoredRows, lane: int, read: Read) -> list[Write]:
-        """Put what was decoded in the place of what was read; returns the Writes that repair the store, with no marker."""
+        """Replace the wrong rows of the read with the decoded ones.
+
+        Returns:
+            The Writes that repair the store. They have no marker.
+        """
         read.rows[self.places] = self.decoding.decode()
         read.missing = None
         names, rows = read.fields[self.places], read.rows[self.places]
+        # A repair carries no marker. If the shard has lost its marker meanwhile, a repair must not
+        # restore it, for then the loss would not show.
         parts = [slice(start, start + COMMAND_ROWS) for start in range(0, len(names), COMMAND_ROWS)]
         key = stored.key(lane, read.shard)
         return [Write(read.shard, key, names[part], rows[part], None, range(len(names[part]) + 1)) for part in parts]
@@ -340,7 +421,12 @@ class WrongRows:
 def decode_wrong(
     stored: StoredRows, stripes: LaneStripes, expected: Expected, planned: PlannedRead, error: RowError, lost: np.ndarray
 ) -> WrongRows:
-    """How the wrong rows of a read are decoded alone. lost: bool [shards], the read's among them. Raises the error where they cannot be."""
+    """Plan the decoding of only the wrong rows of a read.
+
+    Args:
+        error: Says which rows are wrong. It is raised if they cannot be decoded.
+        lost: bool [shards], the shards to do without. The shard of the read is among them.
+    """
     assert error.wrong is not None
     places, k = np.flatnonzero(error.wrong), stored.placement.k
     ordinal = expected.ordinal[planned.places[places]]
@@ -353,7 +439,7 @@ def decode_wrong(
 
 
 def _plan_lost(stored: StoredRows, expected: Expected, planned: PlannedRead) -> Decoding:
-    """How the rows of a read of a lost shard are decoded. Raises RowsLost."""
+    """Plan the decoding of all rows of a read from a lost shard. Raises RowsLost."""
     ordinal, k = expected.ordinal[planned.places], stored.placement.k
     wanted = StripePlaces.of_rows(expected.table[planned.places], ordinal, k)
     survivors, row_bytes = stored.shards.survivors(expected.lane), planned.read.rows.shape[1]
@@ -361,7 +447,7 @@ def _plan_lost(stored: StoredRows, expected: Expected, planned: PlannedRead) -> 
 
 
 def missing_value(stored: StoredRows, lane: int, read: Read) -> RowError:
-    """The error for a row or parity row that a shard with the right marker lacks."""
+    """Return the error for a row or parity row that is missing on a shard with the right marker."""
     assert read.missing is not None
     first = read.fields[read.missing][:1]
     (place,), (number,) = unpack(first)

@@ -1,4 +1,7 @@
-"""The status of a run's store shards, as their owners report it, and how long shards are waited for."""
+"""The status of a run's store shards, as the lanes' owners report it.
+
+Also: how long an owner waits for shards that do not answer.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,13 @@ _WORST_FIRST: tuple[ShardState, ...] = (LOST, REBUILDING, OK, REMOVED)
 
 @dataclass(frozen=True, slots=True)
 class ShardStatus:
-    """How a store shard was at one moment. url: of its server, without password; why: of a lost one.
+    """The status of a store shard at one moment.
 
-    rebuilt: how much of it is live, as a share of the stripes of all lanes: 1 where it is ok, 0 where it is lost.
+    Attributes:
+        url: The URL of its server, without password.
+        why: Why the shard was lost.
+        rebuilt: The share of the stripes of all lanes for which the shard is live: 1 if it is ok, 0
+            if it is lost.
     """
 
     url: str
@@ -31,10 +38,15 @@ class ShardStatus:
 
 @dataclass(frozen=True, slots=True)
 class ShardSnapshot:
-    """How all store shards were at one moment, in order; also what a trainer reports of them, and what all trainers' snapshots come to.
+    """The status of all store shards at one moment.
 
-    version: of the placement that its sender works by; migrated: how much is where that has it, as a share of the stripes of all its lanes: 1 unless
-    rows move.
+    A trainer reports one. The launcher combines those of all trainers into one.
+
+    Attributes:
+        shards: In order.
+        version: The version of the placement that the sender uses.
+        migrated: The share of the stripes of the sender's lanes that are where this placement has
+            them. It is 1 unless rows migrate.
     """
 
     shards: tuple[ShardStatus, ...]
@@ -43,9 +55,12 @@ class ShardSnapshot:
 
     @classmethod
     def together(cls, several: Iterable[ShardSnapshot]) -> ShardSnapshot:
-        """The shards as they are for several owners at once, of one or more: each as the owner has it that has it worst, and least of it rebuilt."""
+        """Combine the snapshots of one or more owners: the worst status of each shard counts.
+
+        Of two owners for which a shard is being rebuilt, the one with less of it rebuilt counts.
+        """
         snapshots = list(several)
-        # Of a shard that was added a moment ago not all may know.
+        # Some owners may not know a shard yet that was added a moment ago.
         by_shard = zip_longest(*(one.shards for one in snapshots))
         shards = tuple(min((one for one in of_all if one is not None), key=_goodness) for of_all in by_shard)
         return cls(
@@ -53,14 +68,17 @@ class ShardSnapshot:
         )
 
     def changes_since(self, before: ShardSnapshot | None) -> dict[int, ShardStatus]:
-        """The shards whose state is another than before, as they are now; None before: all were ok."""
+        """Return the shards whose state differs from that in `before`, with their status now.
+
+        If `before` is None, all shards were ok.
+        """
         states = () if before is None else [status.state for status in before.shards]
         of_before = dict(enumerate(states))
         return {shard: status for shard, status in enumerate(self.shards) if status.state != of_before.get(shard, OK)}
 
     @property
     def lost(self) -> list[int]:
-        """The shards that are lost."""
+        """The lost shards."""
         return [shard for shard, status in enumerate(self.shards) if status.state == LOST]
 
     @property
@@ -70,7 +88,7 @@ class ShardSnapshot:
 
     @property
     def not_whole(self) -> dict[int, float]:
-        """The shards that are lost or being rebuilt, and how much of each is rebuilt, from 0 to 1."""
+        """The shards that are lost or being rebuilt, with the share (0 to 1) that is rebuilt."""
         return {shard: status.rebuilt for shard, status in enumerate(self.shards) if status.state in (LOST, REBUILDING)}
 
 
@@ -80,7 +98,13 @@ def _goodness(status: ShardStatus) -> tuple[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """What is on its way to the store: batches not yet released, boundaries with rows not yet acknowledged (both of all lanes), and these rows."""
+    """What is on its way to the store, over all lanes.
+
+    Attributes:
+        batches: Write-back batches that are not yet released.
+        boundaries: Boundaries with rows that the store has not yet acknowledged.
+        rows: The number of these rows.
+    """
 
     batches: int
     boundaries: int
@@ -89,7 +113,12 @@ class Lag:
 
 @dataclass(frozen=True, slots=True)
 class ShardsAwaited:
-    """More store shards do not answer than parity covers, and are waited for; none: they answer again. why: what they do instead."""
+    """More store shards do not answer than parity covers, and the owner waits for them.
+
+    Attributes:
+        shards: The shards it waits for. If empty, the shards answer again.
+        why: What they do instead of answering.
+    """
 
     shards: tuple[int, ...]
     why: str
@@ -103,7 +132,13 @@ class ShardsAwaited:
 
 @dataclass(frozen=True, slots=True)
 class ServerUnreachable:
-    """The server of a lost store shard, or the one to take its place, is not there for 5 s, or is of no use. url: its own, without password."""
+    """A server for a lost store shard has been missing for 5 s, or cannot be used.
+
+    It is the shard's own server or the one that is to replace it.
+
+    Attributes:
+        url: The server's URL, without password.
+    """
 
     shard: int
     url: str
@@ -111,14 +146,20 @@ class ServerUnreachable:
 
 
 ShardNews = ShardSnapshot | ServerUnreachable | ShardsAwaited
-"""What the owner of lanes reports of store shards: how all are from now on, each time that the state of one changes; a server that is not there; that
-more are waited for than parity covers."""
+"""What an owner reports about store shards.
+
+It is the status of all shards, each time the state of one changes; a server that is missing; or the
+shards that the owner waits for because parity does not cover them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long shards are waited for that do not answer, where parity does not cover them. volatile: none is that cannot be reached, for then it has
-    died, and its rows with it.
+    """How long an owner waits for shards that do not answer and that parity does not cover.
+
+    Attributes:
+        volatile: If True, the owner does not wait for a shard that it cannot reach, because the
+            server has died and its rows died with it.
     """
 
     time: timedelta = timedelta(seconds=10)

@@ -1,7 +1,11 @@
-"""The store shards of a run as one process has them: where each is, which are live for which rows of which lane, and each lane's epoch there.
+"""The state of a run's store shards, as one process knows it.
 
-This is the one home of that. A ShardTable belongs to one thread at a time: to whoever takes lanes over or reads them, and then to the
-traffic's thread, which alone changes it from there on. Everybody else looks at `snapshot`, which never changes once it is there.
+For each shard: its server, the rows of each lane for which it is live, and each lane's fence epoch
+there. A ShardTable is the only place where a process keeps this.
+
+One thread at a time uses a ShardTable: first the thread that takes lanes over or reads them, then
+the traffic's thread, which alone changes it from then on. All other threads use `snapshot`, which
+is immutable.
 """
 
 from __future__ import annotations
@@ -22,12 +26,12 @@ from foreload.cache.rows.row_bytes import NUMBER_BITS
 
 
 def cursor_at(table: int, stripe: int) -> int:
-    """The cursor of a shard that is live for all stripes before this one."""
+    """Return the cursor of a shard that is live for all stripes before this one."""
     return table << NUMBER_BITS | stripe
 
 
 def cursor_place(cursor: int) -> tuple[int, int]:
-    """The table and the stripe at which a cursor stands."""
+    """Return the table and the stripe at which a cursor stands."""
     return cursor >> NUMBER_BITS, cursor & ((1 << NUMBER_BITS) - 1)
 
 
@@ -35,10 +39,16 @@ def cursor_place(cursor: int) -> tuple[int, int]:
 class LaneShards:
     """What one lane has on every store shard.
 
-    epochs: the lane's fence epoch there, 0 where none was set. held: how many rows and parity rows its hash has, if that has a marker; None for
-    one that is not there. cursors: uint64 [shards], the shard is live for the lane's stripes (by table and number) below its cursor: for all of
-    them, none, or those rebuilt so far. migrated: the last chunk of a move that its hash records. places: where the lane's stripes are. leftover:
-    int64 [shards], how many rows and parity rows of a shard that all leave have moved away, and are in its hash still.
+    Attributes:
+        epochs: The lane's fence epoch on each shard, 0 where none was set.
+        held: The number of rows and parity rows in the lane's hash, or None if the hash has no
+            marker.
+        cursors: uint64 [shards]. A shard is live for the lane's stripes (by table and number) below
+            its cursor: for all, for none, or for those rebuilt so far.
+        migrated: The migration record of the lane's hash, or None.
+        places: Where the lane's stripes are.
+        leftover: int64 [shards], the rows and parity rows that have migrated away from a shard that
+            all rows leave, but that are still in its hash.
     """
 
     epochs: list[int]
@@ -49,34 +59,49 @@ class LaneShards:
     leftover: np.ndarray
 
     def readable(self, shard: int) -> bool:
-        """Whether a shard has all rows of the lane."""
+        """Return whether a shard has all rows of the lane."""
         return bool(self.cursors[shard] == ALL_STRIPES)
 
     @property
     def unreadable(self) -> np.ndarray:
-        """Which shards have not: bool [shards]."""
+        """The shards that do not have all rows of the lane: bool [shards]."""
         mask: np.ndarray = self.cursors != ALL_STRIPES
         return mask
 
     def has_all(self, shard: int, rows: int, must: int, keeps: bool) -> bool:
-        """Whether a shard has as many rows and parity rows as it must; where it keeps what moved away, there may be more, which is noted."""
+        """Return whether a shard has as many rows and parity rows as it must have.
+
+        Args:
+            rows: How many it has.
+            must: How many it must have.
+            keeps: Whether the shard keeps rows that have migrated away. If so, it may have more
+                rows than `must`, and `leftover` records how many.
+        """
         self.leftover[shard] = max(rows - must, 0) if keeps else 0
         return bool(rows == must + self.leftover[shard])
 
     def extend(self, count: int) -> None:
-        """There are so many shards more, of which nothing is known."""
+        """Add `count` shards that have nothing of the lane so far."""
         self.epochs += [0] * count
         self.held += [None] * count
         self.migrated += [None] * count
+        # No stripe of the lane is there yet, so the new shards lack nothing.
         self.cursors = np.concatenate([self.cursors, np.full(count, ALL_STRIPES, np.uint64)])
         self.leftover = np.concatenate([self.leftover, np.zeros(count, np.int64)])
 
 
 class ShardTable:
-    """The state of every store shard for the lanes of one owner, or of one reader.
+    """The state of every store shard for the lanes of one owner or one reader.
 
-    urls: of the servers, with passwords; placement: of the run. lost: shard -> why. Liveness is asked of a lane (`of`), since a shard may be live
-    for one and not, or only in part, for another.
+    A shard may be live for one lane and not, or only in part, for another, so liveness is a
+    question about a lane (`of`).
+
+    Attributes:
+        urls: The servers' URLs, with passwords.
+        placement: The run's placement.
+        lost: The lost shards, each with the reason.
+        avoided: A shard that answers slowly, or None. Its rows are decoded instead of read where
+            parity allows that.
     """
 
     def __init__(self, urls: Sequence[StoreUrl], placement: Placement) -> None:
@@ -84,16 +109,18 @@ class ShardTable:
         self.lost: dict[int, str] = {}
         self._lanes: dict[int, LaneShards] = {}
         self._rebuilt = dict.fromkeys(range(len(self.urls)), 0.0)
+        # Cached by the mask of unreadable shards.
         self._survivors: dict[bytes, Survivors] = {}
-        self._migrated = 1.0  # of no lane there is nothing to move
-        self.avoided: int | None = None  # rows are decoded rather than read from there, where they can be: it takes longer
+        # Without lanes, nothing is left to migrate.
+        self._migrated = 1.0
+        self.avoided: int | None = None
         self._publish()
 
-    # What others see.
+    # For all threads.
 
     @property
     def snapshot(self) -> ShardSnapshot:
-        """How the shards are; any thread may ask."""
+        """The status of all shards. Any thread may read it."""
         return self._snapshot
 
     def _publish(self) -> None:
@@ -110,18 +137,22 @@ class ShardTable:
             return ShardStatus(url)
         return ShardStatus(url, REBUILDING, "", self._rebuilt[shard])
 
-    # What the thread that it belongs to asks.
+    # Queries, for the thread that uses the table.
 
     @property
     def lanes(self) -> Iterable[int]:
-        """The lanes that it knows."""
+        """The lanes in the table."""
         return self._lanes.keys()
 
     def of(self, lane: int) -> LaneShards:
-        """What a lane has on every shard. One that it did not know has no epoch, and nothing on shards that are lost."""
+        """Return what a lane has on every shard.
+
+        A lane that the table does not know is added. It has no epochs, and nothing on lost shards.
+        """
         known = self._lanes.get(lane)
         if known is None:
             count = len(self.urls)
+            # A shard that is not lost counts as readable until the markers show otherwise.
             cursors = np.full(count, ALL_STRIPES, np.uint64)
             cursors[list(self.lost)] = 0
             known = self._lanes[lane] = LaneShards(
@@ -135,38 +166,50 @@ class ShardTable:
         return self._snapshot.whole
 
     def complete(self, shard: int) -> bool:
-        """Whether a shard has all rows of every lane."""
+        """Return whether a shard has all rows of every lane."""
         return shard not in self.lost and all(own.readable(shard) for own in self._lanes.values())
 
     def readable(self, lane: int, shard: int) -> bool:
-        """Whether a shard has all rows of a lane."""
+        """Return whether a shard has all rows of a lane."""
         return self.of(lane).readable(shard)
 
     def rebuilding(self, lane: int, shard: int) -> bool:
-        """Whether a shard is there, but does not have all rows of a lane yet."""
+        """Return whether a shard is not lost, but does not have all rows of a lane yet."""
         return shard not in self.lost and not self.readable(lane, shard)
 
     def survivors(self, lane: int) -> Survivors:
-        """From what the lane's rows on shards that are not readable are decoded. Raises RowsLost where some group has lost too many shards."""
+        """Return what to decode a lane's rows from, for rows on shards that are not readable.
+
+        Raises:
+            RowsLost: A placement group has lost more shards than parity covers.
+        """
         return self._survivors_of(self.of(lane).unreadable)
 
     def read_from(self, lane: int, shard: int) -> bool:
-        """Whether rows of a lane are read from a shard: it has them all, and is not one that is avoided."""
+        """Return whether rows of a lane are read from a shard.
+
+        They are if the shard has all of them and is not avoided.
+        """
         return self.readable(lane, shard) and (self.avoided is None or not self._unread(lane)[shard])
 
     def sources(self, lane: int) -> Survivors:
-        """From what the lane's rows are decoded that are on shards which they are not read from. Raises as `survivors` does."""
+        """Return what to decode a lane's rows from, for rows on shards that are not read.
+
+        These are the shards for which `read_from` is False. Raises as `survivors` does.
+        """
         return self._survivors_of(self._unread(lane))
 
     def _unread(self, lane: int) -> np.ndarray:
         unreadable = self.of(lane).unreadable
         if self.avoided is None:
             return unreadable
+        # Avoiding a slow shard must not cost coverage: it is read after all if its rows cannot be
+        # decoded.
         avoiding = unreadable | self.placement.mask([self.avoided])
         return avoiding if self.covered(avoiding) else unreadable
 
     def without(self, shard: int) -> Survivors:
-        """From what rows are decoded if one shard is not read; all others are. Raises RowsLost without parity."""
+        """Return what to decode rows from if only this shard is not read. Needs parity."""
         return self._survivors_of(self.placement.mask([shard]))
 
     def _survivors_of(self, unreadable: np.ndarray) -> Survivors:
@@ -177,21 +220,23 @@ class ShardTable:
         return survivors
 
     def check_covered(self) -> None:
-        """Raise RowsLost where more shards of a stripe are lost than parity covers."""
+        """Raise RowsLost if a placement group has lost more shards than parity covers."""
         if self.lost:
             self._survivors_of(self.placement.mask(self.lost))
 
     def covers(self, shard: int) -> bool:
-        """Whether parity covers the loss of one shard more."""
+        """Return whether parity covers the loss of one more shard."""
         return self.all_covered([shard])
 
     def all_covered(self, shards: Collection[int]) -> bool:
-        """Whether parity covers the loss of these shards, too."""
+        """Return whether parity covers the loss of these shards, too."""
         further, lanes = self.placement.mask(shards), [own.unreadable for own in self._lanes.values()]
+        # A shard may be lost as a whole, or only for some lanes, so each lane's own mask counts,
+        # too.
         return all(self.covered(mask | further) for mask in (self.placement.mask(self.lost), *lanes))
 
     def covered(self, unreadable: np.ndarray) -> bool:
-        """Whether parity covers the loss of these shards, bool [shards]."""
+        """Return whether parity covers the loss of exactly these shards, bool [shards]."""
         if not self.placement.r:
             return not bool(unreadable.any())
         try:
@@ -200,19 +245,22 @@ class ShardTable:
             return False
         return True
 
-    # What it changes.
+    # Changes, for the thread that uses the table. What others can see of them is published at once.
 
     def avoid(self, shard: int) -> None:
-        """Do not read rows from this shard where they can be decoded from others, since it takes longer, until rows move elsewhere."""
+        """Decode rows instead of reading them from this slow shard, until the placement changes.
+
+        Rows that cannot be decoded are read from it all the same.
+        """
         self.avoided = shard
 
     def forget(self, lane: int) -> None:
-        """A lane is no longer this one's."""
+        """Drop a lane that this process no longer owns."""
         self._lanes.pop(lane, None)
         self._publish()
 
     def lose(self, shard: int, why: str) -> None:
-        """Go on without a shard from now on: no lane has anything there."""
+        """Count a shard as lost: no lane has anything there."""
         self.lost[shard] = why
         self._rebuilt[shard] = 0.0
         for own in self._lanes.values():
@@ -220,42 +268,52 @@ class ShardTable:
         self._publish()
 
     def bring_back(self, shard: int) -> None:
-        """A lost shard is there again, empty, and is being rebuilt."""
+        """Count a lost shard as being rebuilt. Its server is empty."""
         del self.lost[shard]
         self._publish()
 
     def advance(self, lane: int, shard: int, cursor: int | np.uint64) -> None:
-        """A shard is live for a lane's stripes below a cursor."""
+        """Set the cursor of a shard for a lane: the shard is live for the stripes below it."""
         self.of(lane).cursors[shard] = cursor
         self._publish()
 
     def note_rebuilt(self, shard: int, share: float) -> None:
-        """How much of a shard is rebuilt, from 0 to 1, for others to see."""
+        """Publish the share of a shard that is rebuilt, from 0 to 1."""
         self._rebuilt[shard] = share
         self._publish()
 
     def place(self, placement: Placement, further: Sequence[StoreUrl] = ()) -> None:
-        """Go by another placement from now on: rows begin to move, of no lane any yet, or all have moved. further: of shards that come in."""
+        """Switch to another placement, because a migration begins or has finished.
+
+        When a migration begins, no row of any lane has migrated yet.
+
+        Args:
+            further: The URLs of the shards that join.
+        """
         self.urls += further
         self.placement = placement
         self._rebuilt |= dict.fromkeys(range(len(self._rebuilt), len(self.urls)), 0.0)
+        # What to decode from depends on the placement.
         self._survivors.clear()
         self.avoided = None
+        # Removed shards have no rows, so nothing is missing there: they are neither lost nor
+        # unreadable.
         for shard in placement.removed:
             self.lost.pop(shard, None)
         for own in self._lanes.values():
             own.extend(len(further))
             own.cursors[list(placement.removed)] = ALL_STRIPES
             own.leftover[list(placement.removed)] = 0
+            # The new migration begins where the one before ended, so the cursor starts at 0 again.
             own.places.members, own.places.migrated = placement.table, NOT_MIGRATED
         self.note_migrated(0.0 if placement.migrating else 1.0)
 
     def note_migrated(self, share: float) -> None:
-        """How much has moved, from 0 to 1, for others to see."""
+        """Publish the share that has migrated, from 0 to 1."""
         self._migrated = share
         self._publish()
 
     def replace_server(self, shard: int, url: StoreUrl) -> None:
-        """Another server is to have a shard from now on; what it has is noted by `lose` and `bring_back`."""
+        """Set another server for a shard. `lose` and `bring_back` record what the server has."""
         self.urls[shard] = url
         self._publish()

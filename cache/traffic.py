@@ -244,7 +244,7 @@ class Traffic:
 
         This is for work that needs the store, or changes `stored.shards`, beside lanes that are
         served, such as taking over a lane or reading its rows. An error of the work ends the
-        traffic.
+        traffic, unless it is CopyLost.
 
         Returns:
             What `work` returns.
@@ -464,6 +464,7 @@ class Traffic:
             self.abort()
 
     def _await_event(self, state: LaneTraffic, event_index: int) -> EventStaging:
+        # An event that the trainer waits for is staged even beyond the limits, so wake the thread.
         if event_index > state.wanted:
             state.wanted = event_index
             if event_index > state.pulled:
@@ -492,6 +493,8 @@ class Traffic:
         try:
             while True:
                 with self._monitor:
+                    # Compare the counter of signals, so that a signal sent during a round is not
+                    # missed.
                     while self._monitor.signals == seen:
                         if not self._monitor.wait(self._patience()):
                             break

@@ -12,7 +12,6 @@ class Finding:
     """A stripe that a scrub found wrong.
 
     Attributes:
-        table: the table of the stripe.
         first: the first ordinal of the stripe.
         last: the last ordinal of the stripe.
         shards: the store shards of the stripe in order, those of the members first.

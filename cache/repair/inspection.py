@@ -34,7 +34,6 @@ class ExpectedRows(Protocol):
         """Return the ids, int64 [count], and the latest tags, int32 [count], of rows of a table.
 
         Args:
-            table: the table.
             first: the ordinal of the first row.
             count: how many rows. Those beyond the last row are zeros.
         """
@@ -81,6 +80,7 @@ class LiveScrub(Task):
 
     def _chunk(self) -> Findings:
         writes, table = self._left[0]
+        # The lane was released since the scrub began, so its stripes are left out.
         if not self._lanes.serves(writes):
             self._left.popleft()
             self._first = 0

@@ -38,7 +38,6 @@ class TableRows:
     """What is known of the rows of one table in a lane, by ordinal.
 
     Attributes:
-        table: the table.
         presence: uint8 [n], NEVER, MAY or MUST: whether the row was written.
         id: int64 [n].
         tag: int32 [n], the latest tag that the row may have.
@@ -78,8 +77,8 @@ class StripeChunk:
         wanted: bool [n, k + r], the rows that are read.
         absent: bool [n, k + r], the rows on shards that cannot be read.
         reads: the reads to do before `judge`.
-        places: for each read, int64 [rows of the read], the places of its rows among the n * (k +
-            r).
+        places: for each read, int64 [rows of the read], the places of its rows in [n, k + r],
+            flattened.
     """
 
     stored: StoredRows
@@ -140,6 +139,7 @@ class StripeChunk:
             flat_rows[places] = read.rows
             if read.missing is not None:
                 flat_missing[places] = read.missing
+        # A missing row counts as zeros, as if it had never been written.
         rows[missing] = 0
         wrong = self._wrong(rows, missing)
         erased = (wrong != _FINE) | self.absent
@@ -193,7 +193,7 @@ class StripeChunk:
         return valid
 
     def _try_absent(self, rows: np.ndarray, missing: np.ndarray, erased: np.ndarray, verdict: Verdict) -> None:
-        """Restore rows that may or may not have been written, where their stripe needs them to agree.
+        """Restore rows that may or may not be written, where their stripe needs them to agree.
 
         Each such row is decoded in turn as if it were lost. The result is accepted if the stripe
         then agrees, if all decoded rows have the id and tag that belong there, and if this holds

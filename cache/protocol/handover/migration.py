@@ -199,7 +199,7 @@ def by_shard(shard: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 # How long a chunk takes while training continues, roughly. Training's reads and writes wait for it.
 CHUNK_SECONDS = 0.02
-MOST_CHUNK_SECONDS = 0.1  # where fewer rows would take hardly less
+MOST_CHUNK_SECONDS = 0.1  # at most, where fewer rows would take hardly less
 _SHARE = 0.125  # of the traffic thread's time at most: rows stay protected during a migration
 # The share where rows leave a shard that is far slower than others. Training waits for the slow
 # shard until the migration is over, so a smaller share would make it wait longer.

@@ -41,8 +41,7 @@ class UnsureRows:
 
     Attributes:
         boundaries: the boundaries at which the rows ended.
-        starts: where the rows of each boundary begin, then where those that are ending begin, then
-            n.
+        starts: where the rows of each boundary begin, where the ending rows begin, and n.
         rows: the rows, [n].
         newest: int64 [m], the place of the last version of each distinct row.
         version_of: int64 [n], the index in `newest` of the last version of the same row.
@@ -68,6 +67,8 @@ class UnsureRows:
         rows = EndedRows(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
         _, version_of = np.unique(fields(rows.table, rows.ordinal), return_inverse=True)
         newest = np.zeros(int(version_of.max(initial=-1)) + 1, np.int64)
+        # The rows come in the order of their boundaries, so the last place of a row holds its last
+        # version.
         np.maximum.at(newest, version_of, np.arange(len(rows)))
         starts = np.cumsum([0, *map(len, parts)]).tolist()
         return cls(lane, [boundary for boundary, _ in owed], starts, rows, newest, version_of)
@@ -88,6 +89,7 @@ class UnsureRows:
             their base; and a bool mask of the ending rows that are stored.
         """
         is_newest = self.newest[self.version_of] == np.arange(len(self.rows))
+        # Only the last version of a row is written, and only if the store does not have it.
         to_write = is_newest & (found.tag[self.version_of] != self.rows.tag)
         rows = replace(self.rows, base_weights=found.weights[self.version_of], base_state=found.state[self.version_of])
         places = [np.arange(start, end) for start, end in pairwise(self.starts)]
@@ -270,7 +272,7 @@ def take_over_lost(
         log: the log that holds the owners' batches. Required with parity.
         copied: lane -> what a replica knows of it.
         last_owner_dead: whether the owners before are known to be dead.
-        on_action: called with the name of each step that is done, as the traffic's.
+        on_action: called with the name of each step that is done.
 
     Raises:
         Fenced: an owner of a later term took over.
@@ -447,6 +449,7 @@ def _judge_logged(stored: StoredRows, taking: _Taking, found: Mapping[int, Found
         CacheError: the log is not the run's.
     """
     batch, (_, released) = adopted_batch(log, taking.lane, term), taking.copied.released
+    # The log must hold the last released batch or a later one, and none of this term yet.
     if not released <= batch.number < taking.number:
         raise CacheError(
             f"lane {taking.lane}: the log's last batch is {batch.number}, must be from {released} on, and of a term before {term}: it is not the "
@@ -482,6 +485,7 @@ def _play(stored: StoredRows, takings: Sequence[_Taking]) -> None:
     """Bring every lane to the batch in the log, on the shards that are trusted."""
     unfinished = [Unfinished(taking.lane, taking.batch, taking.trusted) for taking in takings]
     written = play(stored, unfinished, lambda reads, writes: _attempt(stored, takings, reads, writes))
+    # A write does not name its lane, but its key does.
     by_key = {key: taking for taking in takings for key in stored.keys(taking.lane)}
     for write in written:
         by_key[write.key].note(write)
@@ -573,6 +577,8 @@ def _begin(stored: StoredRows, log: BatchLog | None, takings: Sequence[_Taking],
             if shard in stored.shards.lost:
                 continue
             there = taking.trusted.get(shard)
+            # A shard that is not trusted is emptied, and its marker says `rebuilding`, so no reader
+            # trusts it.
             if there is None:
                 emptied.setdefault(shard, []).append(("UNLINK", stored.key(taking.lane, shard)))
                 own.migrated[shard] = None

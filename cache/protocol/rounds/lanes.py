@@ -199,6 +199,7 @@ class WriteBackStaging:
         waiting = [(queue[0].boundary, shape) for shape, queue in self._queues.items() if queue]
         if not waiting:
             return None
+        # The queue whose first rows ended at the earliest boundary has waited longest.
         shape = min(waiting)[1]
         pieces = self._take(self._queues[shape], len(cursors), most)
         self.number += 1
@@ -493,6 +494,7 @@ class LaneTraffic:
                 self.fetches.append(Fetch(event, places))
             with monitor:
                 event.ready[made] = True
+                # A row may only be fetched after its last write-back is released.
                 event.not_due = int(np.count_nonzero(arrivals.after[places] > self.released_boundary))
                 self.events[index] = event
                 self.pulled = index
@@ -553,6 +555,8 @@ class LaneTraffic:
     @property
     def batches_under_way(self) -> int:
         """The number of batches that were cut and are not acknowledged."""
+        # An owner's numbers begin at that of its opening batch, and `last_batch` may still be of an
+        # earlier term.
         cut = self.writes.staging.number
         return cut - max(self.last_batch, first_number(term_of(cut)))
 

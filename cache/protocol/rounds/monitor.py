@@ -79,6 +79,7 @@ class Monitor(threading.Condition):
                 raise self.failure
             if self.stopping:
                 raise CacheError("traffic: is closed")
+            # A condition that is met needs no wait, so check it before the interruption.
             if satisfied():
                 return
             if self.interrupted is not None:
@@ -169,6 +170,7 @@ class Monitor(threading.Condition):
             try:
                 self.wait_until(lambda: bool(resting))
             except CopyLost:
+                # The caller leaves, so the traffic thread must not pause any longer.
                 over.append(None)
                 self.notify_all()
                 raise
@@ -184,6 +186,7 @@ class Monitor(threading.Condition):
             self.notify_all()
             if isinstance(error, CopyLost):
                 raise error
+            # If the work failed, this raises the error once the traffic thread has recorded it.
             self.wait_until(lambda: bool(answers))
         return answers[0]
 

@@ -359,7 +359,7 @@ class Rounds:
         by `Failover.replace` replace the old ones here.
 
         Returns:
-            Whether anything was sent for it.
+            Whether a pending batch was flushed.
 
         Raises:
             CacheError: as `run` does.

@@ -89,7 +89,7 @@ class Refill(Task):
     def _bring(self, chunk: Chunk) -> int:
         """Bring the rows of a chunk to their shards.
 
-        Returns how many were brought: 0 if the task must try again.
+        Returns how many rows were brought: 0 if the chunk has none, or if the task must try again.
         """
         count = len(chunk.selected.fields)
         if count:

@@ -1,6 +1,7 @@
-"""The traffic of one trainer with the store: one background thread that serves its lanes in rounds (`protocol/rounds`).
+"""The traffic of one trainer with the store: a background thread that serves its lanes in rounds.
 
-A fetch is due once the boundary of its row's last write-back is *released*, that is, acknowledged by all shards in an earlier round; so no read can
+The rounds are in `protocol/rounds`. A fetch is due once the boundary of its row's last write-back
+is *released*, that is, once all shards have acknowledged it in an earlier round. So no read can
 pass the write that it depends on.
 """
 
@@ -37,12 +38,23 @@ from foreload.cache.rows.staging import EndedRows, EventStaging, Staged
 
 @dataclass(slots=True)
 class Counters:
-    """What the traffic did so far, all lanes together.
+    """Counts of the traffic so far, over all lanes.
 
-    rows_written is without the rows written beyond the schedule, which are rows_written_at_stop; parity rows are counted apart. rounds: exchanges
-    of rounds, two a round with parity and a batch; batches: acknowledged ones, of all lanes. stalled_rows: arrivals whose fetch was
-    not yet allowed to leave when the trainer took their event. rows_decoded: fetched rows that their stripes gave. rows_rebuilt,
-    rows_migrated: with parity rows.
+    Attributes:
+        rows_initial: rows that were made because they were never written.
+        rows_fetched: rows that were read from the store or decoded, without parity rows.
+        rows_written: rows that were written back, without parity rows and without
+            `rows_written_at_stop`.
+        rows_written_at_stop: rows that were written beyond the schedule, on a clean stop.
+        rows_decoded: fetched rows that were decoded from their stripes.
+        rows_rebuilt: rows and parity rows that were rebuilt.
+        rows_migrated: rows and parity rows that migrated.
+        bytes_fetched: bytes of the rows fetched and the parity rows read in rounds.
+        bytes_written: bytes of the rows and parity rows written in rounds.
+        rounds: exchanges of rounds: two in a round with parity and a batch.
+        batches: acknowledged write-back batches.
+        stalled_rows: arrivals whose fetch was not yet due when the trainer took their event.
+        waited: how long the trainer waited for arrivals.
     """
 
     rows_initial: int = 0
@@ -62,7 +74,12 @@ class Counters:
     waited: timedelta = timedelta()
 
     def count(self, stats: RoundStats, rows_at_stop: int) -> None:
-        """Count an exchange of a round in, of whose rows so many were written beyond the schedule."""
+        """Add an exchange of a round.
+
+        Args:
+            stats: the results of the exchange.
+            rows_at_stop: how many of its rows were written beyond the schedule.
+        """
         self.rounds += 1
         self.batches += len(stats.written)
         self.parity_rows_read += stats.parity_rows_read
@@ -75,11 +92,15 @@ class Counters:
         self.rows_written_at_stop += rows_at_stop
 
 
-EVERY = timedelta(seconds=30)
+EVERY = timedelta(seconds=30)  # between two requests of `KeepAlive`
 
 
 class KeepAlive(Task):
-    """Has every store shard asked something every 30 s. ask: asks each once."""
+    """Sends a request to every store shard every 30 s.
+
+    Args:
+        ask: sends a request to each shard once.
+    """
 
     def __init__(self, ask: Callable[[], None]) -> None:
         super().__init__()
@@ -88,35 +109,49 @@ class KeepAlive(Task):
 
     @property
     def wanted(self) -> bool:
-        """Always."""
+        """True: there is always a next request."""
         return True
 
     def delay(self) -> float:
-        """Seconds until it is time."""
+        """Return the seconds until the next request."""
         return max(self._at + EVERY.total_seconds() - time.monotonic(), 0.0)
 
     def chunk(self) -> None:
-        """Ask. Raises as the rounds do."""
+        """Send a request to each shard.
+
+        Raises as the rounds do.
+        """
         self._ask()
         self._at = time.monotonic()
 
 
-NICENESS = 10  # of the thread
-PLAN_POLL = timedelta(milliseconds=100)  # how often a plan is asked for an event that it did not know yet
-REPAIR_POLL = timedelta(milliseconds=50)  # how often `repair_shards` looks at its deadline
+NICENESS = 10  # of the traffic thread
+# How often to ask a plan again for an event that was not known yet.
+PLAN_POLL = timedelta(milliseconds=100)
+REPAIR_POLL = timedelta(milliseconds=50)  # how often `repair_shards` checks its deadline
 
 
 class Traffic:
-    """Serves lanes over one Store, which belongs to the thread from here until `close` or `abort`, and is not closed by it.
+    """Serves lanes over one Store, in a background thread.
 
-    lead_events, staging_rows: how far ahead of the trainer a lane's arrivals are staged; both are passed only for an event that the trainer
-    waits for. staging_rows also bounds a lane's rows that wait for their write-back: `write_back` blocks meanwhile. log: where the batches under
-    way are held, needed with parity. on_action is called by the thread at "data leaves", "fetch leaves", "data acknowledged", "rows staged", and
-    with parity also "parity rows asked for", "parity rows read", "batch logged", "parity leaves" and "parity acknowledged"; "rows decoded" and
-    "rows rebuilt" where a shard is lost. on_shards is called with what becomes of store shards, by the thread or one beside it. patience: with
-    shards that do not answer.
+    The Store belongs to the thread from the constructor until `close` or `abort`, which leave it
+    open. If the thread fails, every later call raises its failure.
 
-    Whatever the thread fails with is raised by every later call.
+    Args:
+        seed: the seed of the rows that were never written.
+        lead_events: how many events ahead of the trainer a lane's arrivals are staged at most. Only
+            an event that the trainer waits for may pass this limit.
+        staging_rows: how many rows are staged ahead at most, with the same exception. The limit
+            also bounds a lane's rows that wait for their write-back; at the limit `write_back`
+            blocks.
+        log: holds the batches under way. Required with parity.
+        ownership: the term and identity of the lanes' owner.
+        on_action: called by the thread at "data leaves", "fetch leaves", "data acknowledged" and
+            "rows staged"; with parity also at "parity rows asked for", "parity rows read", "batch
+            logged", "parity leaves" and "parity acknowledged"; and at "rows decoded" and "rows
+            rebuilt" if a shard is lost.
+        on_shards: called with each change of the shards' status, by the thread or one beside it.
+        patience: how long to wait for shards that do not answer.
     """
 
     def __init__(
@@ -144,7 +179,9 @@ class Traffic:
         self._term = ownership.term
         self._counters = Counters()
         self._monitor = Monitor()
-        self.interrupt = self._monitor.interrupt  # any thread may; the traffic's own goes on, and takes what is handed over
+        # Any thread may call this. The traffic thread continues, and accepts the rows that are
+        # handed over.
+        self.interrupt = self._monitor.interrupt
         self._lanes = Lanes(self._monitor)
         self._background = Background(self._monitor)
         self.snapshots = Snapshots(stored, self._lanes, self._monitor)
@@ -163,10 +200,14 @@ class Traffic:
         self._thread = threading.Thread(target=self._serve, name="traffic", daemon=True)
         self._thread.start()
 
-    # The trainer's side.
+    # Called by the trainer.
 
     def add_lane(self, plan: LanePlan) -> None:
-        """Serve a lane, which the caller has taken over, from the next round on. Raises CacheError for one that is served already."""
+        """Serve a lane from the next round on. The caller has taken the lane over.
+
+        Raises:
+            CacheError: the lane is already served.
+        """
         state = LaneTraffic(plan, self._stored, self._term)
         with self._monitor:
             self._monitor.wait_until(lambda: True)  # raises where the thread is over
@@ -175,9 +216,13 @@ class Traffic:
         self.migration.lanes_changed()
 
     def release_lane(self, lane: int) -> int:
-        """Serve a lane no more, once every row handed over is acknowledged; returns the number of its last write-back batch.
+        """Stop serving a lane, once all rows handed over are acknowledged.
 
-        What was staged for it and not taken is gone. Another owner may take it over from then on.
+        Rows that were staged for the lane and not taken are dropped. Afterwards another owner may
+        take the lane over.
+
+        Returns:
+            The number of the lane's last write-back batch.
         """
         self.snapshots.abandon("its lanes change")
         with self._monitor:
@@ -195,15 +240,22 @@ class Traffic:
         return number
 
     def between_rounds(self, work: Callable[[], Answer]) -> Answer:
-        """Do something while no batch of any lane is under way and the thread rests, and return what it returns.
+        """Run some work while the traffic thread pauses and no batch of any lane is under way.
 
-        This is for whatever needs the store, or changes `stored.shards`, beside lanes that are served: taking over a lane, reading its rows.
-        What it raises ends the traffic.
+        This is for work that needs the store, or changes `stored.shards`, beside lanes that are
+        served, such as taking over a lane or reading its rows. An error of the work ends the
+        traffic, unless it is CopyLost.
+
+        Returns:
+            What `work` returns.
         """
         return self._monitor.beside_rounds(self._rounds.flush_pending, work)
 
     def take(self, lane: int, event_index: int) -> Staged:
-        """All arrivals of the lane's next event, waiting for them where need be. Events are taken in the order of the plan."""
+        """Take all arrivals of the lane's next event, and wait for them if necessary.
+
+        Events are taken in the order of the plan.
+        """
         started = time.monotonic()
         with self._monitor:
             state = self._lanes[lane]
@@ -218,9 +270,14 @@ class Traffic:
             return self._staged(event, started)
 
     def rows_ready(self, lane: int, event_index: int, which: np.ndarray) -> Staged:
-        """Arrivals of a coming event, of which only the rows in `which` (a mask or places) are waited for, and are valid.
+        """Return the arrivals of a coming event once some of its rows have arrived.
 
-        None of them may have a fetch that must follow a boundary not yet handed over, or this never returns.
+        None of these rows may have a fetch that must follow a boundary not yet handed over, or this
+        never returns.
+
+        Args:
+            event_index: the event, which stays staged.
+            which: a mask or the places of the rows to wait for. Only these rows are valid.
         """
         started = time.monotonic()
         with self._monitor:
@@ -229,10 +286,19 @@ class Traffic:
             return self._staged(event, started)
 
     def write_back(self, lane: int, boundary: int, ended: EndedRows, at_stop: bool = False) -> float:
-        """Hand over all rows whose residency ended at a boundary, possibly none; boundaries come in ascending order.
+        """Hand over all rows whose residency ended at a boundary.
 
-        A row that is as the store has it (tag = stored tag) is not written. at_stop: these rows are written beyond the schedule, on a clean
-        stop, and counted apart. Blocks while too many rows wait; returns for how many seconds.
+        A row whose version the store has (tag = stored tag) is not written. Blocks while too many
+        rows wait.
+
+        Args:
+            boundary: the boundary; boundaries come in ascending order.
+            ended: the rows, possibly none.
+            at_stop: whether the rows are written beyond the schedule, on a clean stop. These are
+                counted apart.
+
+        Returns:
+            How many seconds this blocked.
         """
         mask = ended.tag != ended.stored_tag
         changed = ended if mask.all() else ended.select(mask)
@@ -245,7 +311,8 @@ class Traffic:
             try:
                 self._monitor.wait_until(lambda: state.unwritten_rows <= room or self._monitor.interrupted is not None)
             finally:
-                # Also where the thread is over: nobody else has these rows.
+                # Keep the rows even if the wait failed, because no other object has them:
+                # `unwritten` returns them.
                 state.last_boundary = boundary
                 state.unwritten_rows += len(changed)
                 state.boundaries.append(Boundary(boundary, len(changed), at_stop))
@@ -255,17 +322,29 @@ class Traffic:
             return time.monotonic() - began
 
     def flush(self) -> None:
-        """Wait until every row handed over is acknowledged."""
+        """Wait until all rows handed over are acknowledged."""
         with self._monitor:
             self._monitor.wait_until(lambda: not any(state.boundaries for state in self._lanes.all))
 
     def replace(self, shard: int, url: str) -> None:
-        """Use another server in place of a store shard's from now on; its rows are rebuilt there. Raises CacheError without parity."""
+        """Use another server for a store shard from now on, and rebuild the shard's rows there.
+
+        Raises:
+            CacheError: there is no parity.
+        """
         self._failover.replace(shard, url)
 
     def repair_shards(self, patience: timedelta) -> list[int]:
-        """Wait until every shard is whole, and rows that move are there, at full speed, but no longer than `patience`; returns those lost then.
-        Without parity none is waited for, but one that has not what it acknowledged is an error.
+        """Wait until every shard is whole and all migrating rows have migrated, at full speed.
+
+        Without parity this waits for no shard, but a shard that lacks what it acknowledged is an
+        error.
+
+        Args:
+            patience: the longest time to wait.
+
+        Returns:
+            The shards that are lost at the end.
         """
         self.migration.throttled = False
         self._rebuild.throttled = False
@@ -278,30 +357,43 @@ class Traffic:
         return self.shards.lost
 
     def probe(self) -> None:
-        """Notice now what store shards died since the last round; without parity nothing happens."""
+        """Find out now which store shards failed since the last round.
+
+        Does nothing without parity.
+        """
         if self._stored.placement.r:
             self.inspection.probe()
 
     @property
     def shards(self) -> ShardSnapshot:
-        """How the store shards are."""
+        """The status of the store shards."""
         return self._stored.shards.snapshot
 
     def last_batch(self, lane: int) -> int:
-        """The number of the lane's last write-back batch that all shards acknowledged; RUN keeps it for a resume."""
+        """Return the number of the lane's last write-back batch that all shards acknowledged.
+
+        RUN keeps it for a resume.
+        """
         with self._monitor:
             return self._lanes[lane].last_batch
 
     def released(self, lane: int) -> tuple[int, int]:
-        """The last boundary all of whose rows, and all of those before it, are acknowledged; and `last_batch`. What a copy of the lane gets."""
+        """Return the lane's last released boundary and its `last_batch`, for the lane's replicas.
+
+        All rows of that boundary and of all earlier ones are acknowledged.
+        """
         with self._monitor:
             state = self._lanes[lane]
             return state.released_boundary, state.last_batch
 
     def replan(self, lane: int, plan: Plan) -> None:
-        """Begin anew with a lane's arrivals: what is staged, and was not taken, is gone. plan: as in `LanePlan`; its first event may be any.
+        """Restart a lane's arrivals with another plan.
 
-        What was handed over for its write-back stays so.
+        Rows that are staged and were not taken are dropped. Rows that were handed over are still
+        written back.
+
+        Args:
+            plan: as in `LanePlan`. Its first event may be any event.
         """
 
         def begin_anew() -> None:
@@ -313,7 +405,10 @@ class Traffic:
         self._monitor.ask(begin_anew)
 
     def raise_term(self, term: int) -> None:
-        """From now on the owner is one of this term: it adds lanes, and fences, as such. Lanes that it has it goes on to write as before."""
+        """Act as an owner of this term from now on: add lanes, and fence, in this term.
+
+        The lanes that the traffic serves already are written as before.
+        """
 
         def use() -> None:
             self._term = self.migration.term = term
@@ -322,7 +417,7 @@ class Traffic:
         self._monitor.ask(use)
 
     def counters(self) -> Counters:
-        """A copy of the counters."""
+        """Return a copy of the counters."""
         with self._monitor:
             return replace(self._counters)
 
@@ -335,7 +430,10 @@ class Traffic:
             self.abort()
 
     def abort(self) -> None:
-        """Stop the thread once its exchange under way is over, whatever still waits. Does nothing the second time."""
+        """Stop the thread after its current exchange, even if rows still wait.
+
+        A second call does nothing.
+        """
         self.snapshots.abandon("training is over")
         with self._monitor:
             self._monitor.stopping = True
@@ -344,12 +442,16 @@ class Traffic:
         self._failover.close()
 
     def end_unwritten(self) -> None:
-        """Stop the thread, whatever it failed with. What is handed over from then on stays here, for `unwritten`; no other call is of use."""
+        """Stop the thread, whatever error it failed with.
+
+        Rows that are handed over from then on stay here, for `unwritten`. No other call is useful
+        afterwards.
+        """
         self.abort()
         self._monitor.over = True
 
     def unwritten(self, lane: int) -> Unwritten:
-        """What the store may lack of a lane, after `end_unwritten`."""
+        """Return the rows of a lane that the store may lack, after `end_unwritten`."""
         return self._lanes[lane].unwritten()
 
     def __enter__(self) -> Traffic:
@@ -362,6 +464,7 @@ class Traffic:
             self.abort()
 
     def _await_event(self, state: LaneTraffic, event_index: int) -> EventStaging:
+        # An event that the trainer waits for is staged even beyond the limits, so wake the thread.
         if event_index > state.wanted:
             state.wanted = event_index
             if event_index > state.pulled:
@@ -379,16 +482,19 @@ class Traffic:
         self._counters.waited += waited
         return Staged(event.rows.weights, event.rows.state, waited)
 
-    # The thread's side.
+    # Called by the traffic thread.
 
     def _serve(self) -> None:
         if sys.platform == "linux":
-            # Woken by the training thread, it would otherwise now and then take that thread's core from it for some milliseconds.
+            # Without this, the thread, when the training thread wakes it, sometimes takes that
+            # thread's core for a few milliseconds.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         seen = 0
         try:
             while True:
                 with self._monitor:
+                    # Compare the counter of signals, so that a signal sent during a round is not
+                    # missed.
                     while self._monitor.signals == seen:
                         if not self._monitor.wait(self._patience()):
                             break
@@ -405,13 +511,19 @@ class Traffic:
             self.snapshots.abandon("the traffic with the store is over")
 
     def _patience(self) -> float | None:
-        """Seconds after which the thread looks again by itself; None: it waits to be woken."""
+        """Return the seconds after which the thread looks for work without a signal.
+
+        If None, the thread waits for a signal.
+        """
         waits = [PLAN_POLL.total_seconds()] if any(state.unknown for state in self._lanes.all) else []
         due = [self._background.delay(), self.snapshots.delay()]
         return min([*waits, *(delay for delay in due if delay is not None)], default=None)
 
     def _round(self) -> bool:
-        """One round with the store, and what is to be done before it; False if there was nothing to do."""
+        """Do one round with the store, after the work that must precede it.
+
+        Returns False if there was nothing to do.
+        """
         worked = self._rounds.see_to_shards()
         worked |= self._monitor.run_posted()
         self.migration.look_at_source()
@@ -428,15 +540,16 @@ class Traffic:
         self._monitor.wake()
 
     def _note_rows(self, counter: str, rows: int) -> None:
-        """Count so many rows in; counter: a field of Counters."""
+        """Add rows to a counter, a field of Counters."""
         with self._monitor:
             setattr(self._counters, counter, getattr(self._counters, counter) + rows)
             self._monitor.notify_all()
 
     def _note(self, stats: RoundStats) -> None:
-        """Count an exchange of a round in, and notify whoever waits for what it brought."""
+        """Count an exchange of a round, and wake the threads that wait for its rows."""
         with self._monitor:
-            # A snapshot that begins either is there already, and these rows pass through it, or finds them staged.
+            # A snapshot must not miss these rows. Under the monitor, it either has begun, and the
+            # rows pass through it here, or it begins later and finds them staged.
             stats.fetched = self.snapshots.receive(stats.fetched)
             for fetch in stats.fetched:
                 fetch.event.ready[fetch.places] = True

@@ -1,1 +1,1 @@
-"""What is done beside the traffic: rebuilding lost shards, scrubbing, counting."""
+"""Work beside the traffic: rebuild of lost shards, scrubbing, and counting of rows."""

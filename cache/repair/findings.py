@@ -1,15 +1,22 @@
-"""What a scrub found."""
+"""The findings of a scrub."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-NAMED = 1000  # findings that are kept one by one
+NAMED = 1000  # the most findings that are kept one by one
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A stripe that was not as it must be: ordinals first to last of a table in a lane, its store shards in order, members first; what was wrong."""
+    """A stripe that a scrub found wrong.
+
+    Attributes:
+        first: the first ordinal of the stripe.
+        last: the last ordinal of the stripe.
+        shards: the store shards of the stripe in order, those of the members first.
+        what: a description of the mismatch.
+    """
 
     lane: int
     table: int
@@ -21,9 +28,16 @@ class Finding:
 
 @dataclass(slots=True)
 class Findings:
-    """What scrubbing found: how many stripes, rows and parity rows were checked; stripes repaired, and damaged, which were left alone.
+    """The findings of a scrub.
 
-    repaired, damaged: the first 1,000 of each.
+    Attributes:
+        stripes: stripes checked.
+        rows: rows checked.
+        parity_rows: parity rows checked.
+        stripes_repaired: stripes repaired.
+        stripes_damaged: damaged stripes, which the scrub left unchanged.
+        repaired: the first 1,000 repaired stripes.
+        damaged: the first 1,000 damaged stripes.
     """
 
     stripes: int = 0
@@ -35,7 +49,7 @@ class Findings:
     damaged: list[Finding] = field(default_factory=list)
 
     def add(self, other: Findings) -> None:
-        """Count in what another part found."""
+        """Add the findings of another part of the scrub."""
         for name in ("stripes", "rows", "parity_rows", "stripes_repaired", "stripes_damaged"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.repaired += other.repaired[: NAMED - len(self.repaired)]
@@ -44,7 +58,13 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Scrubbed:
-    """How far a scrub of lanes that are trained is. stripes: how many there were when it began."""
+    """The progress of a scrub of lanes that are trained.
+
+    Attributes:
+        stripes: how many stripes there were when the scrub began.
+        findings: the findings so far.
+        done: whether the scrub is complete.
+    """
 
     stripes: int
     findings: Findings

@@ -1,7 +1,8 @@
-"""Inspect lanes while they are trained, in the traffic's thread and between its rounds: scrub them, count rows, read the markers.
+"""Inspection of lanes during training: scrub them, count their rows, and read their markers.
 
-A scrub reads a chunk, and writes its repair, while no batch is under way, as a rebuild does with its chunks: parity rows of a batch whose rows have
-not arrived would not agree with these.
+The traffic thread does this between its rounds. A scrub reads a chunk, and writes its repair, while
+no batch is under way, as a rebuild does: the parity rows of a batch whose rows have not arrived
+would not agree with the rows.
 """
 
 from __future__ import annotations
@@ -23,21 +24,30 @@ from foreload.cache.protocol.shards.shard_status import Lag
 from foreload.cache.repair.findings import Findings, Scrubbed
 from foreload.cache.repair.scrub import MUST, NEVER, StripeChunk, TableRows
 
-CHUNK_STRIPES = 1024  # fewer than of lanes at rest: a round waits for a chunk
+CHUNK_STRIPES = 1024  # fewer than in a scrub of a stopped run, because a round waits for a chunk
 
 
 class ExpectedRows(Protocol):
-    """What the schedule says of rows, whichever step they were last stored at."""
+    """The ids and tags that the schedule gives to rows, at whichever step they were stored last."""
 
     def of(self, lane: int, table: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int64 [count] and latest tags int32 [count] of the rows from ordinal `first` on, zeros beyond the last."""
+        """Return the ids, int64 [count], and the latest tags, int32 [count], of rows of a table.
+
+        Args:
+            first: the ordinal of the first row.
+            count: how many rows. Those beyond the last row are zeros.
+        """
 
 
 class LiveScrub(Task):
     """Scrubs all stripes of an owner's lanes once.
 
-    stripes: how many there were at the beginning; findings: so far, with the monitor held. Rows on shards that are lost or being rebuilt are left
-    out, and those of lanes that are released meanwhile.
+    Rows on shards that are lost or being rebuilt are left out, and so are lanes that are released
+    during the scrub.
+
+    Attributes:
+        stripes: how many stripes there were at the beginning.
+        findings: the findings so far, guarded by the monitor.
     """
 
     def __init__(self, stored: StoredRows, rounds: Rounds, lanes: Lanes, monitor: Monitor, known: ExpectedRows) -> None:
@@ -53,11 +63,16 @@ class LiveScrub(Task):
 
     @property
     def wanted(self) -> bool:
-        """Whether there are stripes left to be checked."""
+        """Whether stripes are left to check."""
         return bool(self._left)
 
     def chunk(self) -> None:
-        """Check the next stripes, and repair them. Raises RowsLost, StoreError."""
+        """Check the next stripes, and repair them.
+
+        Raises:
+            RowsLost: more shards are lost than parity covers.
+            StoreError: a server failed.
+        """
         findings = self._chunk()
         with self._monitor:
             self.findings.add(findings)
@@ -65,6 +80,7 @@ class LiveScrub(Task):
 
     def _chunk(self) -> Findings:
         writes, table = self._left[0]
+        # The lane was released since the scrub began, so its stripes are left out.
         if not self._lanes.serves(writes):
             self._left.popleft()
             self._first = 0
@@ -77,15 +93,20 @@ class LiveScrub(Task):
             return Findings()
         chunk = self._plan(writes, table, count)
         self._rounds.exchange([(writes.lane, read) for read in chunk.reads], [])
+        # If a shard was lost during the reads, the next attempt leaves it out.
         if not all(self._shards.readable(writes.lane, read.shard) for read in chunk.reads):
-            return Findings()  # one more is lost; the next attempt goes without it
+            return Findings()
         findings, repairs = chunk.judge()
         self._rounds.exchange([], [(writes.lane, write) for write in repairs])
         self._first += count
         return findings
 
     def _plan(self, writes: LaneWrites, table: int, count: int) -> StripeChunk:
-        """The next `count` stripes of a table. Which rows were written is known here; of a tag only the latest that it may be."""
+        """Return the next `count` stripes of a table.
+
+        The owner knows which rows were written, but of each tag only the latest value that it may
+        have.
+        """
         lane, k = writes.lane, writes.stripes.k
         ordinals = np.arange(self._first * k, (self._first + count) * k)
         written = writes.stripes.written.has(np.full(len(ordinals), table, np.int16), ordinals)
@@ -96,7 +117,7 @@ class LiveScrub(Task):
 
 
 class Inspection:
-    """What can be asked of one traffic about its lanes while they are trained."""
+    """The inspections of one traffic's lanes that can be requested during training."""
 
     def __init__(self, stored: StoredRows, rounds: Rounds, lanes: Lanes, background: Background, monitor: Monitor) -> None:
         self._stored, self._rounds, self._lanes, self._monitor = stored, rounds, lanes, monitor
@@ -105,13 +126,22 @@ class Inspection:
         self._row_counts: RowCounts | None = None
 
     def probe(self) -> None:
-        """Ask every shard for its markers, so that one that died since the last round, or lost them, is noticed now. Raises as the traffic does."""
+        """Read the markers of every shard, to notice now which shards failed since the last round.
+
+        A shard that lost its markers is noticed too. Raises as the traffic does.
+        """
         self._monitor.ask(self.ask_all)
 
     def begin_scrub(self, known: ExpectedRows) -> None:
-        """Check every stripe of the lanes once from now on, beside the training; a scrub before is over. Raises CacheError without parity.
+        """Start to check every stripe of the lanes once, beside the training.
 
-        known: the ids and tags that rows may have.
+        A scrub that is under way ends.
+
+        Args:
+            known: the ids and tags that rows may have.
+
+        Raises:
+            CacheError: there is no parity.
         """
         if not self._stored.placement.r:
             raise CacheError("scrub: there is no parity to check rows against")
@@ -122,7 +152,11 @@ class Inspection:
             self._background.add(self._scrub)
 
     def scrubbed(self, finish: bool = False) -> Scrubbed | None:
-        """How far the last scrub is; None if there was none. finish: wait for its end, at full speed."""
+        """Return the progress of the last scrub, or None if there was none.
+
+        Args:
+            finish: whether to wait for the end of the scrub, at full speed.
+        """
         with self._monitor:
             scrub = self._scrub
             if scrub is None:
@@ -136,27 +170,33 @@ class Inspection:
             return Scrubbed(scrub.stripes, so_far, not scrub.wanted)
 
     def begin_row_counts(self) -> None:
-        """Have counted, by arithmetic, what the live shards hold of the lanes; `row_counts` gives it later."""
+        """Start to count, by arithmetic, the rows of the lanes on the live shards.
+
+        `row_counts` returns the counts later.
+        """
         with self._monitor:
             self._row_counts = None
         self._monitor.post(self._count)
 
     def row_counts(self) -> RowCounts | None:
-        """What was counted; None until it is."""
+        """Return the counted rows, or None while the count is not done."""
         with self._monitor:
             return self._row_counts
 
     def lag(self) -> Lag:
-        """What the store still lacks."""
+        """Return how much the store still lacks."""
         with self._monitor:
             batches = sum(state.batches_under_way for state in self._lanes.all)
             boundaries = sum(len(state.boundaries) for state in self._lanes.all)
             return Lag(batches, boundaries, sum(state.unwritten_rows for state in self._lanes.all))
 
-    # The traffic's thread.
+    # Called by the traffic thread.
 
     def ask_all(self) -> None:
-        """Ask every shard for its markers. Raises as the rounds do."""
+        """Read the markers of every shard.
+
+        Raises as the rounds do.
+        """
         lanes = [state.lane for state in self._lanes.all]
         reads = [
             (lane, Read(shard, self._stored.key(lane, shard), *NO_ROWS))

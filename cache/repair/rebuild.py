@@ -1,7 +1,8 @@
-"""The rebuild of a store shard that came back empty: its rows and parity rows, from what is left of their stripes, in chunks.
+"""The rebuild of a store shard that came back empty, in chunks, from the rest of its stripes.
 
-A shard is live for the stripes already rebuilt: from the round after a chunk on, what is written there reaches it, and for later stripes it still
-counts as lost. So a chunk is read and written while no batch is under way, and needs no other order with the writes.
+A rebuilding shard is live for the stripes that are already rebuilt: from the round after a chunk
+on, writes to those stripes reach the shard. For later stripes it still counts as lost. A chunk is
+read and written while no batch is under way, so the rebuild needs no other order with the writes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from foreload.cache.protocol.shards.reading import StoredRows
 
 
 class Rebuild(Refill):
-    """Rebuilds the shards that are not readable, one chunk at a time. on_action: the traffic's; on_rows: as Refill has it."""
+    """Rebuilds the shards that are not readable, one chunk at a time.
+
+    Args:
+        migration: says how far a lane has migrated.
+        on_rows: as `Refill` has it.
+    """
 
     def __init__(
         self,
@@ -36,11 +42,11 @@ class Rebuild(Refill):
 
     @property
     def wanted(self) -> bool:
-        """Whether a shard is there that does not have all rows of a lane."""
+        """Whether a shard that is back does not have all rows of a lane yet."""
         return self._next() is not None
 
     def _next(self) -> tuple[LaneWrites, int] | None:
-        """The lane and shard that are to be rebuilt next."""
+        """Return the lane and the shard to rebuild next, or None."""
         if self._shards.whole:
             return None
         for state in self._lanes.all:
@@ -63,7 +69,7 @@ class Rebuild(Refill):
         return self._shards.survivors(chunk.writes.lane)
 
     def _all_came(self, chunk: Chunk, reads: Sequence[tuple[int, Read]]) -> bool:
-        # Where one more is lost, the next attempt decodes from others.
+        # If another shard was lost during the reads, the next attempt decodes from other shards.
         there = all(self._shards.readable(lane, read.shard) for lane, read in reads) and chunk.shard not in self._shards.lost
         return there and not self._rounds.checked.lacking(reads)
 
@@ -72,7 +78,11 @@ class Rebuild(Refill):
         return chunk.shard not in self._shards.lost
 
     def _write(self, chunk: Chunk, fields: np.ndarray, rows: np.ndarray, rebuilding: bool) -> None:
-        """Write rows to a chunk's shard, with a marker that says whether it lacks others; if not, with how far the lane has moved."""
+        """Write rows to a chunk's shard.
+
+        The marker says whether the shard still lacks rows. If it does not, the write also records
+        how far the lane has migrated.
+        """
         lane, number = chunk.writes.lane, chunk.writes.last_batch
         assert chunk.shard is not None
         moved = None if rebuilding else self._migration.status_of(lane, chunk.shard, number)
@@ -87,7 +97,8 @@ class Rebuild(Refill):
             passed, total = self._passed(lambda other: self._cursor(other, shard))
             self._shards.note_rebuilt(shard, passed / total if total else 1.0)
             return
-        # Nothing is left: the marker says that the shard is whole, and once that is acknowledged, it may be read.
+        # No rows are left. The marker now says that the shard is whole, and once that is
+        # acknowledged, the shard may be read.
         self._write(chunk, *NO_ROWS, rebuilding=False)
         if shard not in self._shards.lost:
             self._rounds.failover.rebuilt(lane, shard)

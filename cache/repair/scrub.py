@@ -1,7 +1,8 @@
-"""Scrubbing: every stripe of a lane is read and checked, and repaired where the rest of the stripe shows what a row must be.
+"""Scrubbing: check every stripe of a lane, and repair rows that the rest of a stripe determines.
 
-A chunk of stripes says what is to be read, judges what came, and says what is to be written; whoever owns the lane does both while no write-back
-batch is under way. Nothing is scanned: which stripes there are follows from the ordinals.
+A chunk of stripes plans the reads, judges their results, and plans the writes. The owner of the
+lane performs the reads and writes while no write-back batch is under way. No server is scanned: the
+stripes follow from the ordinals.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from foreload.cache.repair.findings import NAMED, Finding, Findings
 from foreload.cache.rows.row_bytes import PARITY_BIT, fields
 from foreload.pipelines.planning.sizing import TRAILER_BYTES
 
-CHUNK_STRIPES = 8192  # that are read at once
-NEVER, MAY, MUST = 0, 1, 2  # whether a row stands in the store: never written, unknown, written
-# What is wrong with a row. _APART: nothing by itself, but the rest of its stripe says that it is another.
+CHUNK_STRIPES = 8192  # stripes that are read at once
+NEVER, MAY, MUST = 0, 1, 2  # whether the store has a row: no, maybe, yes
+# What is wrong with a row. _APART: the row itself looks right, but the rest of its stripe shows
+# that it is wrong.
 _FINE, _MISSING, _WRONG, _APART = range(4)
 _WHAT = {_MISSING: "is missing", _WRONG: "has another id or tag", _APART: "is not what the rest of its stripe says"}
 
@@ -35,7 +37,11 @@ _DISAGREES = "its rows and parity rows do not agree, and nothing tells which of 
 class TableRows:
     """What is known of the rows of one table in a lane, by ordinal.
 
-    presence: uint8 [n], NEVER, MAY or MUST; id: int64 [n]; tag: int32 [n], the latest that a row may have; exact: bool [n], it must have that one.
+    Attributes:
+        presence: uint8 [n], NEVER, MAY or MUST: whether the row was written.
+        id: int64 [n].
+        tag: int32 [n], the latest tag that the row may have.
+        exact: bool [n], whether the row must have exactly that tag.
     """
 
     table: int
@@ -45,7 +51,10 @@ class TableRows:
     exact: np.ndarray
 
     def part(self, first: int, count: int) -> TableRows:
-        """Ordinals first .. first + count - 1, of which those beyond the last were never written."""
+        """Return ordinals first .. first + count - 1.
+
+        Ordinals beyond the last one were never written.
+        """
         arrays = []
         for whole in (self.presence, self.id, self.tag, self.exact):
             array = np.zeros(count, whole.dtype)
@@ -57,11 +66,19 @@ class TableRows:
 
 @dataclass(slots=True)
 class StripeChunk:
-    """Consecutive stripes of one table in a lane, under examination.
+    """Consecutive stripes of one table in a lane that are being checked.
 
-    stripe: int64 [n], their numbers; known: what is known of their members, n * k. shards: int32 [n, k + r], members first, as in all that follows.
-    wanted, absent: bool [n, k + r], rows that are read, and those on shards that cannot be read. reads: to be done before `judge`; places: int64
-    [rows of the read] each, where among the n * (k + r) its rows belong.
+    Arrays [n, k + r] have the members of a stripe first, then its parity rows.
+
+    Attributes:
+        known: what is known of the n * k members.
+        stripe: int64 [n], the numbers of the stripes.
+        shards: int32 [n, k + r], the store shard of each row.
+        wanted: bool [n, k + r], the rows that are read.
+        absent: bool [n, k + r], the rows on shards that cannot be read.
+        reads: the reads to do before `judge`.
+        places: for each read, int64 [rows of the read], the places of its rows in [n, k + r],
+            flattened.
     """
 
     stored: StoredRows
@@ -76,7 +93,13 @@ class StripeChunk:
 
     @classmethod
     def plan(cls, stored: StoredRows, stripes: LaneStripes, first: int, known: TableRows, unreadable: np.ndarray) -> StripeChunk:
-        """The stripes of these rows, of which stripe `first` is the first. unreadable: bool [shards], lost or still being rebuilt."""
+        """Plan the check of the stripes of these rows.
+
+        Args:
+            first: the number of the first stripe.
+            known: what is known of the rows.
+            unreadable: bool [shards], the shards that are lost or being rebuilt.
+        """
         k, width = stripes.k, stripes.members.shape[1]
         count = len(known.id) // k
         stripe = np.arange(first, first + count)
@@ -100,7 +123,12 @@ class StripeChunk:
         return cls(stored, stripes.lane, known, stripe, shards, wanted, absent, reads, of_reads)
 
     def judge(self) -> tuple[Findings, list[Write]]:
-        """What is wrong, once the reads are done, and the rows that repair it: at most 2,048 a Write, with no marker."""
+        """Judge the stripes once the reads are done.
+
+        Returns:
+            The findings, and the writes that repair the stripes: at most 2,048 rows in a Write,
+            with no marker.
+        """
         code = Code.of(self.stored.placement)
         assert code is not None
         shape = self.shards.shape
@@ -111,36 +139,48 @@ class StripeChunk:
             flat_rows[places] = read.rows
             if read.missing is not None:
                 flat_missing[places] = read.missing
+        # A missing row counts as zeros, as if it had never been written.
         rows[missing] = 0
         wrong = self._wrong(rows, missing)
         erased = (wrong != _FINE) | self.absent
         verdict = locate_errors(code, rows, erased)
         self._try_absent(rows, missing, erased, verdict)
-        # What was restored must be the row that belongs there, or something else is wrong than it seems.
+        # A restored member must have the id and tag that belong there. Otherwise the code corrected
+        # the wrong rows, and the stripe is left unchanged.
         members = verdict.restored[:, : code.k]
         verdict.uncorrectable[:] |= (members & ~self._valid(rows[:, : code.k])).any(axis=1)
         verdict.restored[verdict.uncorrectable] = False
-        # Restored, though nothing was wrong with them by themselves: missing where that may be, or singled out by the stripe.
+        # Rows that were restored although they looked right: missing where that is possible, or
+        # singled out by the stripe.
         fine = verdict.restored & (wrong == _FINE)
         wrong[fine] = np.where(missing[fine], _MISSING, _APART)
         restored = verdict.restored & ~self.absent
         return self._findings(wrong, restored, verdict.uncorrectable, missing), self._writes(rows, restored, missing)
 
     def _wrong(self, rows: np.ndarray, missing: np.ndarray) -> np.ndarray:
-        """What is wrong with rows by themselves: uint8 [n, k + r]."""
+        """Return what is wrong with each row by itself, without regard to its stripe.
+
+        The result is uint8 [n, k + r].
+        """
         k = self.stored.placement.k
         presence = self.known.presence.reshape(-1, k)
         wrong = np.zeros(missing.shape, np.uint8)
         here = self.wanted[:, :k] & ~missing[:, :k]
         wrong[:, :k][here & ~self._valid(rows[:, :k])] = _WRONG
         wrong[:, :k][missing[:, :k] & (presence == MUST)] = _MISSING
-        # A stripe of rows that may be there has parity rows if it has any row.
+        # A stripe has parity rows if it has any row. A stripe whose rows may all be unwritten need
+        # not have any.
         not_empty = ((presence == MUST) | here).any(axis=1, keepdims=True)
         wrong[:, k:][missing[:, k:] & not_empty] = _MISSING
         return wrong
 
     def _valid(self, members: np.ndarray, which: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Whether members (uint8 [m, k, row_bytes]) of the stripes `which` have the ids and tags of rows that may stand there: bool [m, k]."""
+        """Return whether members have the id and a tag of the row that belongs there: bool [m, k].
+
+        Args:
+            members: uint8 [m, k, row_bytes].
+            which: the stripes of the chunk that the members belong to.
+        """
         trailer = np.ascontiguousarray(members[..., -TRAILER_BYTES:])
         ids = np.ascontiguousarray(trailer[..., :8]).view(np.int64)[..., 0]
         tags = np.ascontiguousarray(trailer[..., 8:]).view(np.int32)[..., 0]
@@ -153,15 +193,18 @@ class StripeChunk:
         return valid
 
     def _try_absent(self, rows: np.ndarray, missing: np.ndarray, erased: np.ndarray, verdict: Verdict) -> None:
-        """Restore rows of which it is not known whether they were ever written, where their stripe does not agree without them.
+        """Restore rows that may or may not be written, where their stripe needs them to agree.
 
-        Each such row is decoded in turn as if it were lost. That is believed where the stripe then agrees, all that was decoded has the id and tag
-        that belong there, and it is so of one row of the stripe only.
+        Each such row is decoded in turn as if it were lost. The result is accepted if the stripe
+        then agrees, if all decoded rows have the id and tag that belong there, and if this holds
+        for only one row of the stripe.
         """
         code = Code.of(self.stored.placement)
         assert code is not None
         k = code.k
         doubtful = missing[:, :k] & (self.known.presence.reshape(-1, k) == MAY) & verdict.uncorrectable[:, None]
+        # `fits` counts, for each stripe, the rows whose decoding explains it. More than one
+        # explanation is none.
         fits, solved, apart = np.zeros(len(rows), np.int64), rows.copy(), erased.copy()
         for place in range(k):
             suspects = np.flatnonzero(doubtful[:, place])
@@ -190,7 +233,12 @@ class StripeChunk:
         return findings
 
     def _finding(self, i: int, wrong: np.ndarray) -> Finding:
-        """What is wrong with stripe i of the chunk, in words. wrong: uint8 [k + r]."""
+        """Describe the mismatch found in stripe `i`.
+
+        Args:
+            i: the place of the stripe in the chunk.
+            wrong: uint8 [k + r], what is wrong with each of its rows.
+        """
         k, stripe = self.stored.placement.k, int(self.stripe[i])
         first = stripe * k
         last = first + int(np.flatnonzero(self.known.presence.reshape(-1, k)[i] != NEVER)[-1])
@@ -204,7 +252,10 @@ class StripeChunk:
         return Finding(self.lane, self.known.table, first, last, tuple(self.shards[i].tolist()), "; ".join(what))
 
     def _writes(self, rows: np.ndarray, restored: np.ndarray, missing: np.ndarray) -> list[Write]:
-        """The Writes of what was restored; at most as many fields are new to a shard as were missing there."""
+        """Return the writes of the restored rows.
+
+        At most as many fields are new to a shard as were missing there.
+        """
         names = _fields(self.known.table, self.stripe, self.stored.placement.k, self.shards.shape[1])
         writes = []
         for shard in np.unique(self.shards[restored]).tolist():
@@ -213,13 +264,14 @@ class StripeChunk:
             for start in range(0, len(of_rows), COMMAND_ROWS):
                 part = slice(start, start + COMMAND_ROWS)
                 new = range(int(lacked[part].sum()) + 1)
-                # No marker: one that the shard has lost meanwhile must not come back.
+                # The write carries no marker. If the shard lost its marker meanwhile, the repair
+                # must not put the marker back, because that would hide the loss.
                 writes.append(Write(int(shard), self.stored.key(self.lane, shard), of_rows[part], values[part], None, new))
         return writes
 
 
 def _fields(table: int, stripe: np.ndarray, k: int, width: int) -> np.ndarray:
-    """The fields of all rows and parity rows of stripes: uint64 [n, k + r]."""
+    """Return the fields of all rows and parity rows of stripes: uint64 [n, k + r]."""
     members = fields(table, stripe[:, None] * k + np.arange(k))
     parity = np.repeat(fields(table, stripe)[:, None] | PARITY_BIT, width - k, axis=1)
     return np.concatenate([members, parity], axis=1)
@@ -228,11 +280,23 @@ def _fields(table: int, stripe: np.ndarray, k: int, width: int) -> np.ndarray:
 def scrub_table(
     stored: StoredRows, lane: int, rows: TableRows, last_batch: int | None = None, repair: bool = True
 ) -> Iterator[Findings]:
-    """Check all stripes of one table of a lane that nobody writes, in chunks, and repair them, if `repair`.
+    """Check all stripes of one table of a lane that no trainer writes, in chunks.
 
-    Rows on shards that are lost are left out. A row that is missing, or has a wrong id or tag, and a parity row that is missing, are decoded
-    from their stripe, and so are those of the others that the parity rows single out, where r >= 2. last_batch: the number of the lane's
-    last write-back batch, checked against every shard that is asked. Raises StoreError.
+    Rows on lost shards are left out. A row that is missing or has a wrong id or tag, and a parity
+    row that is missing, is decoded from its stripe. So is any other row that the parity rows single
+    out, where r >= 2.
+
+    Args:
+        rows: what is known of the table's rows.
+        last_batch: the number of the lane's last write-back batch, checked on every shard that is
+            read. If None, it is not checked.
+        repair: whether to write the repairs.
+
+    Yields:
+        The findings of each chunk.
+
+    Raises:
+        StoreError: a shard is stale, lost rows, or failed.
     """
     stripes = stored.lane_stripes(lane, np.zeros(len(stored.layouts), np.int64))
     unreadable = stored.shards.of(lane).unreadable

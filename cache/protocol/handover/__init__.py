@@ -1,1 +1,1 @@
-"""Lanes that change owners, and rows that change servers."""
+"""Lanes that change their owner, and rows that migrate to other store shards."""

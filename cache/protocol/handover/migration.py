@@ -1,15 +1,16 @@
-"""Migrate rows to other store shards while their owner trains, a chunk between two rounds (docs/protocol.md); and refill tasks in general.
+"""Migration of rows to other store shards while their owner trains, and refill tasks in general.
 
-A chunk is read from where its rows are, copied to where they go, and, when that is acknowledged,
-deleted where they were; each step is recorded in the hash that it changes (`marker`). From then on
-the lane's cursor stands behind it, and rounds go by that. With parity, a shard that all rows leave
-keeps them until it is left as a whole: to name each of them takes time of a link that may be slow.
+A migration runs in chunks, each between two rounds (docs/protocol.md). The owner reads the rows of
+a chunk, copies them to their new shards, and, once that is acknowledged, deletes them on the old
+ones. Each hash records the step that changed it (`marker`). Afterwards the lane's cursor stands
+behind the chunk, and rounds go by the cursor. With parity, a shard that all rows leave keeps its
+rows until the whole shard leaves: to name each row takes time on a link that may be slow.
 
 There are two refill tasks: `repair.rebuild` fills a shard that came back empty, and `Migration`
-moves rows to other shards. Each chunk goes through four stages. Its rows are selected; they are
-read from where they are, or decoded from their stripes; they are written where they go; and the
-lane's cursor moves behind the chunk. Where a shard is lost before the rows of a chunk are at hand,
-nothing has changed, and the task tries again.
+moves rows to other shards. Each chunk goes through four stages. The task selects the rows; it reads
+them from their shards, or decodes them from their stripes; it writes them to their new shards; and
+it moves the lane's cursor behind the chunk. If a shard is lost before the task has the rows of a
+chunk, nothing has changed, and the task tries again.
 """
 
 from __future__ import annotations
@@ -42,9 +43,14 @@ from foreload.cache.protocol.shards.shard_table import cursor_at, cursor_place
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows of one table of a lane that are brought at once; there are none where no rows are left. begin, end: the cursors before and behind them.
+    """Rows of one table of a lane that a refill task brings to their shards together.
 
-    shard: the only shard that they go to. If None, they go to several.
+    Attributes:
+        writes: the writes of the lane.
+        selected: the rows. If there are none, no rows are left.
+        begin: the cursor before the rows.
+        end: the cursor behind the rows.
+        shard: the only shard that the rows go to. If None, they go to several.
     """
 
     writes: LaneWrites
@@ -55,7 +61,11 @@ class Chunk:
 
 
 class Refill(Task):
-    """Brings all rows of the lanes that a traffic serves to where they are to be. on_rows: called with how many rows a chunk had."""
+    """Brings all rows of the lanes that a traffic serves to the shards that must have them.
+
+    Args:
+        on_rows: called with the number of rows of each chunk.
+    """
 
     def __init__(self, stored: StoredRows, lanes: Lanes, rounds: Rounds, on_rows: Callable[[int], None]) -> None:
         super().__init__()
@@ -63,7 +73,13 @@ class Refill(Task):
         self._on_rows = on_rows
 
     def chunk(self) -> None:
-        """Bring the next rows. Raises RowsLost, RowError, StoreError."""
+        """Bring the next rows to their shards.
+
+        Raises:
+            RowsLost: more shards are lost than parity covers.
+            RowError: a row is missing and cannot be decoded.
+            StoreError: a server failed.
+        """
         begun = time.monotonic()
         chunk = self._select()
         if chunk is not None:
@@ -71,7 +87,10 @@ class Refill(Task):
             self._note(time.monotonic() - begun)
 
     def _bring(self, chunk: Chunk) -> int:
-        """Bring the rows of a chunk to where they go; returns how many there are now."""
+        """Bring the rows of a chunk to their shards.
+
+        Returns how many rows were brought: 0 if the chunk has none, or if the task must try again.
+        """
         count = len(chunk.selected.fields)
         if count:
             rows = self._get(chunk)
@@ -82,40 +101,57 @@ class Refill(Task):
 
     @abstractmethod
     def _select(self) -> Chunk | None:
-        """Return the next chunk; None where nothing is left to do."""
+        """Return the next chunk, or None if no rows are left."""
 
     @abstractmethod
     def _survivors(self, chunk: Chunk) -> Survivors | None:
-        """Return what a chunk's rows are decoded from. If None, they are read from where they are."""
+        """Return what to decode a chunk's rows from, or None to read them from their shards."""
 
     @abstractmethod
     def _all_came(self, chunk: Chunk, reads: Sequence[tuple[int, Read]]) -> bool:
-        """Return whether the reads of a chunk, each with its lane, brought all rows. A shard that lacks a row is lost, or the error is raised."""
+        """Return whether the reads of a chunk, each given with its lane, brought all rows.
+
+        A shard that lacks a row is lost; if parity does not cover that, the error is raised.
+        """
 
     @abstractmethod
     def _put(self, chunk: Chunk, rows: np.ndarray) -> bool:
-        """Write a chunk's rows (uint8 [n, row_bytes]) where they go; returns False where the task must bring them again."""
+        """Write a chunk's rows (uint8 [n, row_bytes]) to their new shards.
+
+        Returns False if the task must bring them again.
+        """
 
     @abstractmethod
     def _advance(self, chunk: Chunk) -> None:
-        """Record that a chunk's rows are where they go, on the shards that must know, and move the lane's cursor to the chunk's end."""
+        """Record on the shards that a chunk is done, and move the lane's cursor to its end."""
 
     @abstractmethod
     def _note(self, seconds: float) -> None:
-        """Report the progress after a chunk, which took so many seconds."""
+        """Report the progress after a chunk, which took this many seconds."""
 
     def _chunk(self, writes: LaneWrites, begin: int, most: int, shard: int | None = None) -> Chunk:
-        """Return the next rows of a lane from a cursor on, at most `most` to a shard. shard: whose rows to select. If None, those that move."""
+        """Select the next rows of a lane, from a cursor on.
+
+        Args:
+            writes: the writes of the lane.
+            begin: the cursor.
+            most: the most rows that go to one shard.
+            shard: the shard whose rows to select. If None, the rows that migrate are selected.
+        """
         tables, shards = len(self._stored.layouts), self._stored.placement.shard_count
         selected, (table, first) = Selected.none(), cursor_place(begin)
         while table < tables and not len(selected.fields):
             selected = select_rows(writes.stripes, table, first, most, shards, shard)
-            # Where the table ends, the cursor goes on to the next: rows of this one that are written later are where they go to, too.
+            # At the end of the table the cursor moves on to the next table. Rows of this table that
+            # are written later go to their new shards at once.
             table, first = (table + 1, 0) if selected.whole else (table, selected.end)
         return Chunk(writes, selected, begin, cursor_at(table, first), shard)
 
     def _get(self, chunk: Chunk) -> np.ndarray | None:
-        """Return a chunk's rows, uint8 [n, row_bytes]; None where a shard was lost meanwhile, and the task must try again."""
+        """Return a chunk's rows, uint8 [n, row_bytes].
+
+        Returns None if a shard was lost meanwhile, so that the task must try again.
+        """
         lane, selected = chunk.writes.lane, chunk.selected
         keys, row_bytes = self._stored.keys(lane), self._stored.layouts[selected.table].row_bytes
         survivors = self._survivors(chunk)
@@ -135,13 +171,17 @@ class Refill(Task):
         return rows
 
     def _done(self, chunk: Chunk, reads: Sequence[Read]) -> bool:
-        """Do the reads of a chunk; returns as `_all_came`."""
+        """Perform the reads of a chunk. Returns what `_all_came` returns."""
         of_lane = [(chunk.writes.lane, read) for read in reads]
         self._rounds.exchange(of_lane, [])
         return self._all_came(chunk, of_lane)
 
     def _passed(self, cursor: Callable[[int], int]) -> tuple[int, int]:
-        """Return how many stripes lie before the cursors of their lanes, and how many there are. cursor: gives that of a lane."""
+        """Count the stripes that lie before their lane's cursor, and all stripes.
+
+        Args:
+            cursor: returns the cursor of a lane.
+        """
         passed = total = 0
         for writes in (state.writes for state in self._lanes.all):
             stripes = -(-writes.stripes.written.counts // writes.stripes.k)
@@ -152,25 +192,32 @@ class Refill(Task):
 
 
 def by_shard(shard: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the shards among int64 [n], ascending, each with its places."""
+    """Yield each shard in int64 [n], ascending, with its places."""
     for one in np.unique(shard).tolist():
         yield one, np.flatnonzero(shard == one)
 
 
-CHUNK_SECONDS = 0.02  # of a chunk while training goes on, about: what is to be read or written meanwhile waits for it
-MOST_CHUNK_SECONDS = 0.1  # where fewer rows would take hardly less
-_SHARE = 0.125  # of the traffic thread's time, at most: nothing is unprotected meanwhile
-_SHARE_OF_SLOW = 0.5  # where rows leave a shard that is far slower than others: training waits for that the longer the less of the time this has
-FIRST_ROWS, FEWEST_ROWS = 256, 32  # of a chunk to a shard, at first, and where that takes longer
-# A shard that rows leave is not read from any more where its answers of late take so many times as long as others', and so many seconds longer.
+# How long a chunk takes while training continues, roughly. Training's reads and writes wait for it.
+CHUNK_SECONDS = 0.02
+MOST_CHUNK_SECONDS = 0.1  # at most, where fewer rows would take hardly less
+_SHARE = 0.125  # of the traffic thread's time at most: rows stay protected during a migration
+# The share where rows leave a shard that is far slower than others. Training waits for the slow
+# shard until the migration is over, so a smaller share would make it wait longer.
+_SHARE_OF_SLOW = 0.5
+# Rows of a chunk to one shard: at first, and at least, where chunks take too long.
+FIRST_ROWS, FEWEST_ROWS = 256, 32
+# Rows are no longer read from the shard that they leave if its recent answers take this many times
+# as long as those of other shards, and this many seconds longer.
 _FAR_SLOWER, _FAR_SLOWER_SECONDS = 3.0, 0.015
 
 
 class Migration(Refill):
-    """Moves the rows of all lanes that a traffic serves to where the placement's target has them. term: of the owner.
+    """Moves the rows of all lanes that a traffic serves to the shards of the placement's target.
 
-    on_action: the traffic's; called at "rows to move read", "rows copied" and "rows moved". on_rows: called with how many rows a chunk had; on_news:
-    with how the shards are, whenever they have moved further.
+    Args:
+        on_action: the traffic's; called at "rows to move read", "rows copied" and "rows moved".
+        on_rows: called with the number of rows of each chunk.
+        on_news: called with the status of the shards after every step of the migration.
     """
 
     def __init__(
@@ -190,23 +237,34 @@ class Migration(Refill):
         self._size = AdaptiveSize(min(FIRST_ROWS, COMMAND_ROWS), FEWEST_ROWS, COMMAND_ROWS, CHUNK_SECONDS, MOST_CHUNK_SECONDS)
         self.share = _SHARE
 
-    # Any thread but the traffic's.
+    # Called by any thread but the traffic thread.
 
     def begin(self, placement: Placement, urls: Sequence[str | StoreUrl | None]) -> None:
-        """Move rows to where the target of a placement has them from now on, beside the training; on return its new shards take part.
+        """Begin to migrate rows to the target of a placement, beside the training.
 
-        urls: of all shards, None for those that were removed. A placement that is known already changes nothing. A server that comes in and cannot be
-        reached is a lost shard; without parity that ends the traffic.
+        On return the new shards take part. A placement that is already known changes nothing. A new
+        server that cannot be reached counts as a lost shard; without parity that ends the traffic.
+
+        Args:
+            placement: the placement with its target.
+            urls: the addresses of all shards; None for a shard that was removed.
         """
         parsed = [parse_url(url) if isinstance(url, str) else url for url in urls]
         self._monitor.ask(lambda: self._begin(placement, parsed))
 
     def complete(self, placement: Placement) -> None:
-        """All rows of all owners are where they were to go to: go by this placement, and use the shards that it has removed no more."""
+        """Switch to a placement once all owners have migrated all rows.
+
+        The shards that the placement has removed are no longer used.
+        """
         self._monitor.ask(lambda: self._complete(placement))
 
     def lanes_changed(self) -> None:
-        """Others are served than before; on return it has reported how far these are: its report of those before may say that all has moved."""
+        """Report the progress again after the traffic began to serve other lanes.
+
+        The last report, of the lanes before, may say that all rows have migrated. So the new report
+        is made before this returns; only if the trainer is interrupted, it follows later.
+        """
         if not self._stored.placement.migrating:
             return
         try:
@@ -214,7 +272,7 @@ class Migration(Refill):
         except CopyLost:
             self._monitor.post(self._report)
 
-    # The traffic's thread.
+    # Called by the traffic thread.
 
     def _begin(self, placement: Placement, urls: Sequence[StoreUrl | None]) -> None:
         if placement.version <= self._stored.placement.version:
@@ -239,7 +297,11 @@ class Migration(Refill):
         self._report()
 
     def _join(self, state: LaneTraffic, shard: int) -> None:
-        """Have a further shard take part in a lane: from then on it has every batch so far, none of whose rows are its."""
+        """Have a new shard take part in a lane.
+
+        From then on the shard counts as having every batch so far, although none of their rows are
+        its own.
+        """
         stored, own = self._stored, self._shards.of(state.lane)
         number = state.writes.last_batch
         try:
@@ -263,20 +325,25 @@ class Migration(Refill):
 
     @property
     def under_way(self) -> bool:
-        """Whether there are rows left to move, whatever keeps them."""
+        """Whether rows are left to migrate, even if the migration cannot proceed now."""
         return self._stored.placement.migrating and any(int(self._places(state)) != ALL for state in self._lanes.all)
 
     @property
     def wanted(self) -> bool:
-        """Whether there are, and every shard is there: what is lost is rebuilt first."""
+        """Whether a chunk can be done: rows are left to migrate, and every shard is whole.
+
+        Lost shards are rebuilt first.
+        """
         return self.under_way and self._shards.whole
 
     def _places(self, state: LaneTraffic) -> np.uint64:
         return self._shards.of(state.lane).places.migrated
 
     def look_at_source(self) -> None:
-        """Between two rounds: where the rows that move all leave one shard that answers far later than others, with parity they are decoded from now
-        on, and so is what training fetches of them.
+        """Avoid the shard that all migrating rows leave, if it is far slower than the others.
+
+        With parity, the chunks and the rows that training fetches from that shard are decoded from
+        then on. The traffic thread calls this between two rounds.
         """
         placement, shards = self._stored.placement, self._shards
         if not placement.r or shards.avoided is not None or not self.wanted or len(placement.leaving) != 1:
@@ -295,7 +362,7 @@ class Migration(Refill):
         return None
 
     def _survivors(self, chunk: Chunk) -> Survivors | None:
-        """From what a chunk's rows are decoded, as if the shard that they leave were lost, where its answers take long."""
+        """Return what to decode a chunk's rows from if their old shard is avoided, else None."""
         return None if self._shards.avoided is None else self._shards.without(self._stored.placement.leaving[0])
 
     def _all_came(self, chunk: Chunk, reads: Sequence[tuple[int, Read]]) -> bool:
@@ -305,10 +372,16 @@ class Migration(Refill):
         return not self._shards.lost
 
     def _put(self, chunk: Chunk, rows: np.ndarray) -> bool:
-        """Copy a chunk's rows. A shard that fails is lost: the rows live in the parity on others, as any of its rows do."""
+        """Copy a chunk's rows to their new shards.
+
+        A shard that fails is lost: like all rows of a lost shard, the rows then live in the parity
+        on other shards.
+        """
         self._on_action("rows to move read")
         stored, lane, selected = self._stored, chunk.writes.lane, chunk.selected
         marker = Marker(chunk.writes.last_batch, chunk.writes.last_batch)
+        # The copies, the marker and the record of the chunk go in one command, so no shard has one
+        # without the others.
         stamps = self._stamps(chunk, copied=True)
         writes = [
             stored.write(lane, shard, selected.fields[at], rows[at], marker, len(at), stamps[shard])
@@ -327,6 +400,8 @@ class Migration(Refill):
         return True
 
     def _advance(self, chunk: Chunk) -> None:
+        # Nothing is deleted before `_put` has every copy acknowledged, and the cursor does not move
+        # before every deletion is acknowledged.
         self._delete(chunk, self._stamps(chunk, copied=False))
         own, keeping = self._shards.of(chunk.writes.lane), self._stored.placement.mask(self._stored.placement.keeping)
         arrive, leave = self._counts(chunk)
@@ -336,15 +411,23 @@ class Migration(Refill):
         self._on_action("rows moved")
 
     def _counts(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
-        """How many rows of a chunk come to each shard, and how many leave it: int64 [shards] each."""
+        """Count the rows of a chunk that come to each shard, and those that leave it.
+
+        Each count is int64 [shards].
+        """
         shards = self._stored.placement.shard_count
         return np.bincount(chunk.selected.target, minlength=shards), np.bincount(chunk.selected.source, minlength=shards)
 
     def _stamps(self, chunk: Chunk, copied: bool) -> dict[int, Migrated]:
-        """What shards record of a chunk: those that get rows, that these are copied; or all, that it is done."""
+        """Return what the shards record of a chunk.
+
+        Args:
+            copied: if True, the shards that get rows record that these are copied. If False, all
+                shards record that the chunk is done.
+        """
         placement, own, number = self._stored.placement, self._shards.of(chunk.writes.lane), chunk.writes.last_batch
         arrive, leave = self._counts(chunk)
-        # What a shard keeps of the rows that leave it counts as if it stayed.
+        # Rows that have left a shard but are kept there still count as rows of its hash.
         change = arrive if copied else -np.where(placement.mask(placement.keeping), 0, leave)
         targets = tuple(np.flatnonzero(arrive).tolist())
         return {
@@ -362,7 +445,7 @@ class Migration(Refill):
         }
 
     def _delete(self, chunk: Chunk, stamps: dict[int, Migrated]) -> None:
-        """Delete a chunk's rows where they were, and record on every shard that it is done."""
+        """Delete a chunk's rows on their old shards, and record on every shard that it is done."""
         stored, lane, own = self._stored, chunk.writes.lane, self._shards.of(chunk.writes.lane)
         marker, keeping = Marker(chunk.writes.last_batch, chunk.writes.last_batch), stored.placement.keeping
         leaving = {shard: chunk.selected.fields[at] for shard, at in by_shard(chunk.selected.source) if shard not in keeping}
@@ -375,7 +458,8 @@ class Migration(Refill):
         answers, failures = stored.store.ask(commands)
         for shard in commands:
             error = failures.get(shard)
-            # Rows that are there, and what is new of the marker and of what records the chunk.
+            # How many rows must have been deleted, and how many fields of the marker and the record
+            # must have been new. Any other answer shows that the shard lost fields.
             must = len(leaving.get(shard, nothing)), (own.held[shard] is None) + (own.migrated[shard] is None)
             if error is None and (there := changed(answers[shard])) != must:
                 why = f"of {must[0]} rows that moved away {there[0]} were there"
@@ -392,15 +476,21 @@ class Migration(Refill):
         self._report()
 
     def _report(self) -> None:
-        """Report how much has moved."""
+        """Report how much has migrated."""
         passed, total = self._passed(lambda lane: int(self._shards.of(lane).places.migrated))
-        # Not through, however little is left, while any lane is not: this reports the whole.
+        # The share stays below 1 while any row is left, however few: a share of 1 reports a
+        # complete migration.
         share = min(passed / total, 1 - 1e-9) if self.under_way and total else 0.0
         self._shards.note_migrated(share if self.under_way else 1.0)
         self._on_news(self._shards.snapshot)
 
     def status_of(self, lane: int, shard: int, number: int) -> Migrated | None:
-        """What a shard records of a lane that has just got all of its rows there; None where rows never moved."""
+        """Return what a rebuilt shard records of a lane's migration, or None if no row ever moved.
+
+        Args:
+            lane: the lane, all of whose rows the shard has again.
+            number: the number of the lane's last write-back batch.
+        """
         version = self._stored.placement.version
         if not version:
             return None

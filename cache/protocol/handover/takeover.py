@@ -1,4 +1,4 @@
-"""Take over lanes whose owner died in the middle of its work, from a copy of these lanes (docs/protocol.md, Takeover)."""
+"""Takeover of lanes whose owner crashed, from their replicas (docs/protocol.md, Takeover)."""
 
 from __future__ import annotations
 
@@ -34,11 +34,17 @@ REMEDY = "go on from a checkpoint, or start again with --overwrite"
 
 @dataclass(frozen=True, slots=True)
 class UnsureRows:
-    """Rows of a lane that ended, and may be written already, all together: those of each boundary, then those that are ending, n in all.
+    """The rows of a lane that ended and that the store may have already, n in all.
 
-    boundaries: of the former; starts: where the rows of each begin, those that are ending last, and n. newest: int64 [m], the places of the last
-    version of each row; version_of: int64 [n], which of them is the last of the same row: only that counts, since its own arrival has waited for
-    the one before.
+    The rows of each boundary come first; the rows that are ending come last. Only the last version
+    of a row counts, because the row's own arrival waited for the version before.
+
+    Attributes:
+        boundaries: the boundaries at which the rows ended.
+        starts: where the rows of each boundary begin, where the ending rows begin, and n.
+        rows: the rows, [n].
+        newest: int64 [m], the place of the last version of each distinct row.
+        version_of: int64 [n], the index in `newest` of the last version of the same row.
     """
 
     lane: int
@@ -50,12 +56,19 @@ class UnsureRows:
 
     @classmethod
     def of(cls, lane: int, owed: Sequence[tuple[int, EndedRows]], ending: EndedRows) -> UnsureRows:
-        """owed: by boundary, ascending."""
+        """Collect the unsure rows of a lane.
+
+        Args:
+            owed: the rows that ended at earlier boundaries, by boundary, ascending.
+            ending: the rows that end at the boundary that was not passed.
+        """
         parts = [*(rows for _, rows in owed), ending]
         names = ("table", "ordinal", "id", "tag", "stored_tag", "weights", "state")
         rows = EndedRows(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
         _, version_of = np.unique(fields(rows.table, rows.ordinal), return_inverse=True)
         newest = np.zeros(int(version_of.max(initial=-1)) + 1, np.int64)
+        # The rows come in the order of their boundaries, so the last place of a row holds its last
+        # version.
         np.maximum.at(newest, version_of, np.arange(len(rows)))
         starts = np.cumsum([0, *map(len, parts)]).tolist()
         return cls(lane, [boundary for boundary, _ in owed], starts, rows, newest, version_of)
@@ -66,11 +79,17 @@ class UnsureRows:
         return self.rows.select(self.newest)
 
     def sorted_out(self, found: Rows) -> tuple[list[tuple[int, EndedRows]], EndedRows, np.ndarray]:
-        """Of each boundary the rows that are to be written, with their base; those that are ending, with it; and which of these are stored.
+        """Separate the rows that must be written from the rows that the store has.
 
-        found: [m], the rows as the store has them, tag 0 where it has none.
+        Args:
+            found: [m], the rows as the store has them, with tag 0 for a row that it does not have.
+
+        Returns:
+            The rows to write of each boundary, with their base; the rows that are ending, with
+            their base; and a bool mask of the ending rows that are stored.
         """
         is_newest = self.newest[self.version_of] == np.arange(len(self.rows))
+        # Only the last version of a row is written, and only if the store does not have it.
         to_write = is_newest & (found.tag[self.version_of] != self.rows.tag)
         rows = replace(self.rows, base_weights=found.weights[self.version_of], base_state=found.state[self.version_of])
         places = [np.arange(start, end) for start, end in pairwise(self.starts)]
@@ -79,10 +98,14 @@ class UnsureRows:
 
 
 class Look:
-    """The reads that show which version of each row the store has, and what they bring. given: the lane's stripes, of all rows that may be written.
+    """The reads that find out which version of each unsure row the store has, and their results.
 
-    reads: to be done before `finish`. The shards that are not readable for the lane, in stored.shards, are not asked: their rows are decoded; a
-    row of a stripe that is not there where it is asked for counts as zeros.
+    A shard that is not readable for the lane, by stored.shards, is not read: its rows are decoded.
+    A row of a stripe that is missing where it is read counts as zeros.
+
+    Args:
+        unsure: the rows to look at.
+        given: the lane's stripes, of all rows that may have been written.
     """
 
     def __init__(self, stored: StoredRows, unsure: UnsureRows, given: LaneStripes) -> None:
@@ -100,15 +123,19 @@ class Look:
 
     @property
     def reads(self) -> list[Read]:
-        """What is to be read."""
+        """The reads to do before `finish`."""
         direct = [planned.read for place, planned in enumerate(self._planned) if place not in self._decodings]
         return direct + [read for decoding in self._decodings.values() for read in decoding.reads]
 
     def finish(self, distrust: Callable[[int, RowError], None]) -> Rows | None:
-        """The rows as the store has them, [m]; tag 0 for one that it never had.
+        """Return the rows as the store has them, [m], with tag 0 for a row that it never had.
 
-        distrust: called for a shard that has what it must not have; then None is returned, and another look is to be taken without it.
-        Raises RowError where a decoded row is none of its versions.
+        Args:
+            distrust: called with a shard that has a row which it must not have. `finish` then
+                returns None, and the caller must look again without that shard.
+
+        Raises:
+            RowError: a decoded row is none of its versions.
         """
         found = Rows.zeros(len(self._latest), self._stored.shapes)
         for place, planned in enumerate(self._planned):
@@ -129,13 +156,18 @@ class Look:
         return found
 
     def _take(self, planned: PlannedRead, found: Rows) -> RowError | None:
-        """Take rows that were read, all zeros for those that are not there, apart; an error where one is neither version of its row."""
+        """Check the rows of a read, in which a missing row is all zeros, and copy them to `found`.
+
+        Returns an error if a row is neither the new nor the stored version.
+        """
         read, latest = planned.read, self._latest.select(planned.places)
         width, state_width = self._stored.shapes.shapes[planned.shape]
         weights, state = np.empty((len(latest), width), np.float32), np.empty((len(latest), state_width), np.float32)
         ids, tags = np.empty(len(latest), np.int64), np.empty(len(latest), np.int32)
         decode_rows(read.rows, width, state_width, weights, state, ids, tags)
         nothing = ~read.rows.any(axis=1)
+        # A row must be its new or its stored version. A row of zeros is right only where its stored
+        # version is "never stored", tag 0.
         right = ((tags == latest.tag) | (tags == latest.stored_tag)) & ((ids == latest.id) & (tags > 0) | nothing)
         if not right.all():
             return self._error(planned, latest, int(np.flatnonzero(~right)[0]), tags)
@@ -154,19 +186,27 @@ class Look:
 
 
 def _clear_missing(read: Read) -> None:
-    """Have zeros where a shard has no row."""
+    """Set the rows that a shard does not have to zeros."""
     if read.missing is not None:
         read.rows[read.missing] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedLane:
-    """What a copy knows of a lane at the end of step c, the last that was committed; boundary c + 1 is not passed.
+    """What a replica knows of a lane at the end of step c, the last committed step.
 
-    ordinals: int64 [tables], given up to c. occupants: who sits in the training slots, all of them, in any order. owed: the rows that ended at
-    boundaries up to c, each with its boundary, ascending: all boundaries that are not known to be released, also those without rows. ending: the
-    rows that end at boundary c + 1, and may have been handed over; where these are not known, and where training is to stop after c, all
-    that sit in slots. Both have no base. released: the last boundary that is known to be released, and the number of the lane's last batch then.
+    Boundary c + 1 is not passed.
+
+    Attributes:
+        ordinals: int64 [tables], the ordinals given up to c.
+        occupants: all rows in the training slots, in any order.
+        owed: the rows that ended at each boundary up to c that is not known to be released,
+            ascending, also boundaries without rows. The rows have no base.
+        ending: the rows that end at boundary c + 1, and that the owner may have handed over. If
+            these are not known, or if training is to stop after c, all rows in slots. The rows have
+            no base.
+        released: the last boundary that is known to be released, and the number of the lane's last
+            batch then.
     """
 
     ordinals: np.ndarray
@@ -178,12 +218,18 @@ class CopiedLane:
 
 @dataclass(frozen=True, slots=True)
 class TakenLane:
-    """A lane that was taken over. last_batch: the number at which its new owner begins; released_boundary: as it begins; written: what the store
-    has; held: int64 [shards], how many rows and parity rows that is.
+    """A lane that was taken over.
 
-    to_write: the rows that were owed and are not stored, with their base, by boundary, ascending; every boundary that was owed is there, so that
-    each is released in time. ending: as in the copy, with the base of each row that is not stored; stored: bool [E], which of them are: the tag
-    of these is their stored tag from now on.
+    Attributes:
+        last_batch: the batch number at which the new owner begins.
+        released_boundary: the last released boundary as the new owner begins.
+        written: which rows the store has.
+        held: int64 [shards], how many rows and parity rows that is on each shard.
+        to_write: the owed rows that are not stored, with their base, by boundary, ascending. Every
+            owed boundary is in it, so that each is released in time.
+        ending: the ending rows of the replica, each row that is not stored with its base.
+        stored: bool [E], which of the ending rows are stored. From now on their tag is their stored
+            tag.
     """
 
     lane: int
@@ -196,7 +242,13 @@ class TakenLane:
     stored: np.ndarray
 
     def plan(self, arrivals: Plan) -> LanePlan:
-        """What its traffic begins with; `to_write` is to be handed over next. arrivals: from step c on."""
+        """Return the plan with which the lane's traffic begins.
+
+        The caller hands over `to_write` next.
+
+        Args:
+            arrivals: the arrivals from step c on.
+        """
         return LanePlan(self.lane, arrivals, self.last_batch, self.released_boundary, self.written, self.held)
 
 
@@ -208,18 +260,31 @@ def take_over_lost(
     last_owner_dead: bool,
     on_action: Callable[[str], None] = lambda action: None,
 ) -> dict[int, TakenLane]:
-    """Take over lanes, of each of which `copied` has what a copy knows, from owners that are gone or seem to be; all in one go.
+    """Take over lanes from owners that crashed, or seem to have crashed, all lanes at once.
 
-    Where a Traffic serves other lanes of these rows, between two of its rounds. log: where owners hold their batches, needed with parity.
-    last_owner_dead: whether the owners before are known to be dead. A shard that cannot be fenced is lost in stored.shards; one that cannot be
-    trusted with a lane is to be rebuilt for it. A takeover that fails, or dies, may be followed by another, of a later term. on_action: called with
-    what was done last, as the traffic's.
+    If a Traffic serves other lanes of the same rows, this runs between two of its rounds. A shard
+    that cannot be fenced is lost in stored.shards. A shard that cannot be trusted with a lane is to
+    be rebuilt for that lane. If a takeover fails or crashes, another one of a later term may
+    follow.
 
-    Raises Fenced, StoreError, RowError for a row that is none of its versions, ShardsSilent and RowsLost where parity does not cover the shards that
-    do not answer, or are lost, and CacheError.
+    Args:
+        ownership: the new owner's.
+        log: the log that holds the owners' batches. Required with parity.
+        copied: lane -> what a replica knows of it.
+        last_owner_dead: whether the owners before are known to be dead.
+        on_action: called with the name of each step that is done.
+
+    Raises:
+        Fenced: an owner of a later term took over.
+        StoreError: a server failed.
+        RowError: a row is none of its versions.
+        ShardsSilent: more shards do not answer than parity covers.
+        RowsLost: more shards are lost than parity covers.
+        CacheError: the log is missing or not the run's, or too few shards could be fenced.
     """
     takings = [_Taking.of(stored, lane, one, ownership.term) for lane, one in copied.items()]
     connect_again(stored, copied.keys())
+    # The fence comes first. Until then the owner before may still log and send batches.
     found = fence_lanes(stored, copied, ownership)
     _lose(stored, takings, found.absent)
     stored.shards.check_covered()
@@ -230,6 +295,7 @@ def take_over_lost(
         _check_fenced(stored, copied, last_owner_dead)
         for taking in takings:
             _judge_logged(stored, taking, found.lanes[taking.lane], log, ownership.term)
+        # The batch is in this term's log by now, so a further owner finds what is being played.
         on_action("record held")
         _play(stored, takings)
         on_action("batch finished")
@@ -244,11 +310,16 @@ def take_over_lost(
 
 @dataclass(slots=True)
 class _Taking:
-    """A lane that is being taken over.
+    """A lane during its takeover.
 
-    number: of the empty batch with which the new owner's begin. unsure: rows of which the copy does not know whether they are stored; written: as
-    far as that is known; held: by that, once it is, the rows and parity rows of a shard that lacks none. batch: the last one; trusted: what is
-    there, by shard, of those that are trusted.
+    Attributes:
+        copied: what a replica knows of the lane.
+        number: the number of the new owner's opening (empty) batch.
+        unsure: the rows of which the replica does not know whether they are stored.
+        written: which rows the store has, as far as that is known.
+        held: how many rows and parity rows a shard has that lacks none, once `written` is known.
+        batch: the last batch in the log.
+        trusted: shard -> what the fence found there, for each shard that is trusted.
     """
 
     lane: int
@@ -263,19 +334,30 @@ class _Taking:
     @classmethod
     def of(cls, stored: StoredRows, lane: int, copied: CopiedLane, term: int) -> _Taking:
         written, occupants = Written(copied.ordinals, stored.placement.k), copied.occupants
-        # Who sits in a slot, was never stored, and does not leave it before boundary c + 1 has passed, is nowhere in the store.
+        # A row in a slot that was never stored, and that does not leave before boundary c + 1,
+        # cannot be in the store.
         never = (occupants.stored_tag == 0) & ~np.isin(_names(occupants), _names(copied.ending))
         written.forget(occupants.table[never], occupants.ordinal[never])
         return cls(lane, copied, first_number(term), UnsureRows.of(lane, copied.owed, copied.ending), written)
 
     def note(self, write: Write) -> None:
-        """Count in what a write of the batch brought to its shard: it has a marker, which is no row."""
+        """Count the fields that a write of the batch added to its shard.
+
+        A marker that it added is not counted, because it is no row.
+        """
         there = self.trusted.get(write.shard)
         if there is not None and write.added is not None:
             self.trusted[write.shard] = replace(there, rows=there.rows + write.added - (not there.marked), marked=True)
 
     def forget_unwritten(self, stored: StoredRows, found: Rows) -> EndedRows:
-        """Note which of the unsure rows were never written, and count what shards that lack none have; returns them. found: as a look has it."""
+        """Note which unsure rows were never written, and count what a shard has that lacks none.
+
+        Args:
+            found: the rows that a look found.
+
+        Returns:
+            The rows that were never written.
+        """
         latest = self.unsure.latest
         never = latest.select(np.flatnonzero(found.tag == 0))
         self.written.forget(never.table, never.ordinal)
@@ -284,7 +366,11 @@ class _Taking:
         return never
 
     def distrust(self, stored: StoredRows, shard: int) -> None:
-        """Do without what a shard has of the lane. Raises RowsLost where parity does not cover that."""
+        """Continue without what a shard has of the lane.
+
+        Raises:
+            RowsLost: parity does not cover the loss.
+        """
         self.trusted.pop(shard, None)
         stored.shards.of(self.lane).leftover[shard] = 0
         if shard not in stored.shards.lost:
@@ -292,11 +378,15 @@ class _Taking:
         stored.shards.survivors(self.lane)
 
     def may_distrust(self, stored: StoredRows, shard: int) -> bool:
-        """Whether parity covers that."""
+        """Return whether parity covers the loss of what a shard has of the lane."""
         return stored.shards.covered(stored.shards.of(self.lane).unreadable | stored.placement.mask([shard]))
 
     def taken(self, found: Rows) -> TakenLane:
-        """It is taken over. found: as `UnsureRows.sorted_out` has it."""
+        """Return the lane that was taken over.
+
+        Args:
+            found: as `UnsureRows.sorted_out` has it.
+        """
         to_write, ending, are_stored = self.unsure.sorted_out(found)
         released_boundary, _ = self.copied.released
         return TakenLane(self.lane, self.number, released_boundary, self.written, self.held, to_write, ending, are_stored)
@@ -307,7 +397,12 @@ def _names(rows: Occupants) -> np.ndarray:
 
 
 def _lose(stored: StoredRows, takings: Sequence[_Taking], failures: Mapping[int, StoreError]) -> None:
-    """Go on without shards. Raises ShardsSilent, and without parity any error."""
+    """Continue without the shards that failed.
+
+    Raises:
+        ShardsSilent: more shards do not answer than parity covers.
+        StoreError: a shard failed, and there is no parity.
+    """
     check_answered(stored, failures)
     for shard, error in failures.items():
         stored.go_without(shard, error)
@@ -316,7 +411,13 @@ def _lose(stored: StoredRows, takings: Sequence[_Taking], failures: Mapping[int,
 
 
 def _attempt(stored: StoredRows, takings: Sequence[_Taking], reads: Sequence[Read], writes: Sequence[Write]) -> bool:
-    """Do reads and writes; returns whether all is done, or what is left undone belongs to shards that are lost now. Raises RowsLost."""
+    """Perform reads and writes. Returns whether all were done.
+
+    An item that was not done belongs to a shard that is lost now.
+
+    Raises:
+        RowsLost: parity does not cover the loss.
+    """
     failures = stored.store.attempt(reads, writes)
     _lose(stored, takings, failures)
     for taking in takings if stored.placement.r else ():
@@ -325,7 +426,12 @@ def _attempt(stored: StoredRows, takings: Sequence[_Taking], reads: Sequence[Rea
 
 
 def _check_fenced(stored: StoredRows, lanes: Iterable[int], last_owner_dead: bool) -> None:
-    """Raise CacheError unless so many shards are fenced that an owner which is alive cannot go on with the others."""
+    """Check that so many shards are fenced that a living owner cannot continue with the others.
+
+    Raises:
+        CacheError: too few shards are fenced, and the last owner is not known to be dead.
+    """
+    # An owner continues with all shards but r. Any r + 1 fenced shards include one of those.
     fenced = len(stored.placement.live) - len(stored.shards.lost)
     if fenced <= stored.placement.r and not last_owner_dead:
         raise CacheError(
@@ -335,8 +441,15 @@ def _check_fenced(stored: StoredRows, lanes: Iterable[int], last_owner_dead: boo
 
 
 def _judge_logged(stored: StoredRows, taking: _Taking, found: Mapping[int, Found], log: BatchLog, term: int) -> None:
-    """With parity: trust the shards that have what the log's batch needs, and bring the last chunk of a migration to its end there."""
+    """Decide by the log which shards to trust, and finish the last chunk of a migration there.
+
+    This is for a run with parity.
+
+    Raises:
+        CacheError: the log is not the run's.
+    """
     batch, (_, released) = adopted_batch(log, taking.lane, term), taking.copied.released
+    # The log must hold the last released batch or a later one, and none of this term yet.
     if not released <= batch.number < taking.number:
         raise CacheError(
             f"lane {taking.lane}: the log's last batch is {batch.number}, must be from {released} on, and of a term before {term}: it is not the "
@@ -350,7 +463,13 @@ def _judge_logged(stored: StoredRows, taking: _Taking, found: Mapping[int, Found
 
 
 def _judge_marked(stored: StoredRows, taking: _Taking, found: Mapping[int, Found], term: int) -> None:
-    """Without parity: check that every shard has what was released, and bring the last chunk of a migration to its end there. Raises StoreError."""
+    """Check that every shard has what was released, and finish the last chunk of a migration.
+
+    This is for a run without parity.
+
+    Raises:
+        StoreError: a shard lacks rows.
+    """
     (_, released), newest = taking.copied.released, max((there.marker.data for there in found.values()), default=0)
     verdict = judge(stored.placement, found, Expect(newest, range(released, taking.number)))
     for shard in verdict.refused:
@@ -366,13 +485,17 @@ def _play(stored: StoredRows, takings: Sequence[_Taking]) -> None:
     """Bring every lane to the batch in the log, on the shards that are trusted."""
     unfinished = [Unfinished(taking.lane, taking.batch, taking.trusted) for taking in takings]
     written = play(stored, unfinished, lambda reads, writes: _attempt(stored, takings, reads, writes))
+    # A write does not name its lane, but its key does.
     by_key = {key: taking for taking in takings for key in stored.keys(taking.lane)}
     for write in written:
         by_key[write.key].note(write)
 
 
 def _look(stored: StoredRows, takings: Sequence[_Taking]) -> dict[int, Rows]:
-    """Look at the unsure rows of each lane, and note what was never written; returns them as the store has them, by lane."""
+    """Look at the unsure rows of each lane, and note which rows were never written.
+
+    Returns the rows as the store has them, by lane.
+    """
     found: dict[int, Rows] = {}
     while len(found) < len(takings):
         looks = {
@@ -380,6 +503,7 @@ def _look(stored: StoredRows, takings: Sequence[_Taking]) -> dict[int, Rows]:
             for taking in takings
             if taking.lane not in found
         }
+        # If a shard was lost during the reads, the looks are planned again without it.
         if not _attempt(stored, takings, [read for one in looks.values() for read in one.reads], []):
             continue
         for taking in (taking for taking in takings if taking.lane in looks):
@@ -390,7 +514,10 @@ def _look(stored: StoredRows, takings: Sequence[_Taking]) -> dict[int, Rows]:
 
 
 def _judge_rows(stored: StoredRows, taking: _Taking, look: Look) -> Rows | None:
-    """What a look found; None where a shard is not trusted any more, and another look is to be taken."""
+    """Return what a look found, or None if a shard is no longer trusted.
+
+    After None the caller must look again.
+    """
 
     def distrust(shard: int, error: RowError) -> None:
         if not taking.may_distrust(stored, shard):
@@ -409,6 +536,7 @@ def _judge_rows(stored: StoredRows, taking: _Taking, look: Look) -> Rows | None:
     ]
     if not others:
         return rows
+    # Another look decides anew which rows were never written, so undo what this one noted.
     taking.written.note(never.table, never.ordinal)
     for shard in others:
         if not taking.may_distrust(stored, shard):
@@ -427,20 +555,30 @@ def _lost_rows(stored: StoredRows, taking: _Taking, shard: int) -> CacheError:
 
 
 def _begin(stored: StoredRows, log: BatchLog | None, takings: Sequence[_Taking], on_action: Callable[[str], None]) -> None:
-    """Write the empty batch with which the new owner's begin; what is not trusted with a lane is emptied of it, to be rebuilt.
+    """Write the new owner's opening (empty) batch to every live shard.
 
-    log: None without parity. Nothing else is written: without parity, who has another copy of the lane takes for stored what its schedule says.
+    A shard that is not trusted with a lane is emptied of the lane, to be rebuilt. Nothing else is
+    written: without parity, the holder of another replica of the lane takes as stored what its
+    schedule says.
+
+    Args:
+        log: None without parity.
+        takings: the lanes that are taken over.
+        on_action: as `take_over_lost` has it.
     """
     writes: list[tuple[int, Write]] = []
     emptied: dict[int, list[tuple[bytes | str, ...]]] = {}
     for taking in takings:
         own = stored.shards.of(taking.lane)
         if log is not None:
+            # The log holds the empty record before the first marker leaves.
             log.hold(taking.lane, LoggedBatch.empty(taking.number, taking.batch.number, taking.held + own.leftover))
         for shard in stored.placement.live:
             if shard in stored.shards.lost:
                 continue
             there = taking.trusted.get(shard)
+            # A shard that is not trusted is emptied, and its marker says `rebuilding`, so no reader
+            # trusts it.
             if there is None:
                 emptied.setdefault(shard, []).append(("UNLINK", stored.key(taking.lane, shard)))
                 own.migrated[shard] = None
@@ -450,7 +588,7 @@ def _begin(stored: StoredRows, log: BatchLog | None, takings: Sequence[_Taking],
     if log is not None:
         on_action("empty record held")
     if emptied:
-        stored.store.ask(emptied)  # one that fails here does so below
+        stored.store.ask(emptied)  # a shard that fails here fails again below
     _attempt(stored, takings, [], [write for _, write in writes])
     on_action("marker written")
     for lane, write in writes:
@@ -464,11 +602,15 @@ def _begin(stored: StoredRows, log: BatchLog | None, takings: Sequence[_Taking],
         stored.note(lane, write)
 
 
-_NOTHING_THERE = b"*2\r\n$-1\r\n$-1\r\n"  # the reply to an HMGET of the marker and a row, where there is neither
+# The reply to an HMGET of the marker and a row if neither exists.
+_NOTHING_THERE = b"*2\r\n$-1\r\n$-1\r\n"
 
 
 def warm_up_takeover() -> None:
-    """Compile it, or read it from numba's cache: once a process, some 0.1 s, or 20 where nothing was compiled on this machine before."""
+    """Compile the kernels of a takeover, or load them from numba's cache, once in a process.
+
+    Loading takes about 0.1 s; compiling, where nothing is cached on the machine, takes about 20 s.
+    """
     reply = HmgetReply(np.zeros((1, 16), np.uint8))
     reply.feed(np.frombuffer(bytearray(_NOTHING_THERE), np.uint8), 0, len(_NOTHING_THERE))
     weights, state, ids, tags = (
@@ -484,7 +626,13 @@ def warm_up_takeover() -> None:
 
 
 def warm_up_migration(placement: Placement) -> None:
-    """Compile what finds which rows move, and what decodes them, or read it from numba's cache: once a process, some 0.1 s. placement: of the run."""
+    """Compile the kernels that select and decode migrating rows, or load them from numba's cache.
+
+    This is done once in a process, and loading takes about 0.1 s.
+
+    Args:
+        placement: the run's.
+    """
     if not placement.migrating:
         placement = placement.with_migrated(placement.live[0])
     stripes = LaneStripes.of(placement, 0, np.array([placement.k]))
@@ -495,7 +643,12 @@ def warm_up_migration(placement: Placement) -> None:
 
 
 def warm_up(placement: Placement, takeover: bool) -> None:
-    """All that training may come to. placement: of the run; takeover: whether it survives the loss of a trainer."""
+    """Compile or load every kernel that training may need of a migration or a takeover.
+
+    Args:
+        placement: the run's.
+        takeover: whether training survives the loss of a trainer.
+    """
     warm_up_migration(placement)
     if takeover:
         warm_up_takeover()

@@ -1,1 +1,1 @@
-"""An owner's traffic: rounds of reads and writes, and what goes on while servers fail."""
+"""The traffic of an owner: its rounds of reads and writes, and its work while store shards fail."""

@@ -1,4 +1,8 @@
-"""Work in chunks beside the training, in the traffic's thread: each chunk between two rounds, while no batch is under way."""
+"""Background work of the traffic thread: tasks that run in chunks between two rounds.
+
+No write-back batch is under way during a chunk. `AdaptiveSize` chooses how many rows a piece of
+work has.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,18 @@ from dataclasses import dataclass, field
 
 from foreload.cache.protocol.rounds.monitor import Monitor
 
-SHARE = 0.25  # of the traffic thread's time, at most, that goes into a task: training comes first
+SHARE = 0.25  # of the traffic thread's time that a task takes at most: training comes first
 
 
 class Task(ABC):
-    """One such piece of work, done in chunks. throttled: no more than a share of the time goes into it; any thread may change that."""
+    """A piece of background work that is done in chunks.
+
+    Attributes:
+        throttled: whether the task takes at most `share` of the traffic thread's time. Any thread
+            may change it.
+        share: the largest share of the traffic thread's time that a throttled task takes, from 0 to
+            1.
+    """
 
     def __init__(self) -> None:
         self.throttled = True
@@ -23,20 +34,34 @@ class Task(ABC):
     @property
     @abstractmethod
     def wanted(self) -> bool:
-        """Whether there is a chunk to be done."""
+        """Whether there is a chunk to do."""
 
     @abstractmethod
     def chunk(self) -> None:
-        """Do the next one; no batch is under way. Raises CacheError, which ends the traffic."""
+        """Do the next chunk. The caller ensures that no batch is under way.
+
+        Raises:
+            CacheError: the chunk failed. The error ends the traffic.
+        """
 
     def delay(self) -> float | None:
-        """Seconds until the next chunk is due, so that training comes first; None if there is none."""
+        """Return the seconds until the next chunk is due, or None if there is no chunk to do.
+
+        A throttled task waits between its chunks, so that training comes first.
+        """
         if not self.wanted:
             return None
         return max(self._not_before - time.monotonic(), 0.0) if self.throttled else 0.0
 
     def work(self, flush_pending: Callable[[], object]) -> None:
-        """Do a chunk, once no batch is under way, and put the next one off for as long as the share of the time asks."""
+        """Flush the batches under way, do one chunk, and schedule the next chunk.
+
+        The pause after a chunk is proportional to the time that the chunk took, so that the task
+        stays within its share.
+
+        Args:
+            flush_pending: sends the rows of all batches under way.
+        """
         begun = time.monotonic()
         flush_pending()
         self.chunk()
@@ -45,30 +70,34 @@ class Task(ABC):
 
 
 class Background:
-    """The tasks of one traffic: any thread adds one, the traffic's thread works on them."""
+    """The background tasks of one traffic. Any thread adds tasks; the traffic thread does them."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
         self._tasks: list[Task] = []
 
     def add(self, task: Task) -> None:
-        """Work on this, too, from now on."""
+        """Start to work on a task."""
         with self._monitor:
             self._tasks.append(task)
             self._monitor.signal()
 
     def remove(self, task: Task) -> None:
-        """Work on it no more."""
+        """Stop working on a task."""
         with self._monitor:
             self._tasks.remove(task)
 
     def delay(self) -> float | None:
-        """Seconds until the next chunk of any task is due; None if there is none."""
+        """Return the seconds until the next chunk of any task is due, or None if there is none."""
         with self._monitor:
             return min((due for due in (task.delay() for task in self._tasks) if due is not None), default=None)
 
     def work(self, flush_pending: Callable[[], object]) -> bool:
-        """Do a chunk of every task that is due; False if none was. flush_pending: sends the rows of all batches under way."""
+        """Do one chunk of every task that is due. Returns False if no task was due.
+
+        Args:
+            flush_pending: sends the rows of all batches under way.
+        """
         with self._monitor:
             due = [task for task in self._tasks if task.delay() == 0.0]
         for task in due:
@@ -76,13 +105,25 @@ class Background:
         return bool(due)
 
 
-_ROWS_COUNT = 0.7  # half as many rows take less than this share of the time: it is they that take it
+# Where half as many rows take less than this share of the time, the time depends on the rows, not
+# on the answers.
+_ROWS_COUNT = 0.7
 
 
 @dataclass(slots=True)
 class AdaptiveSize:
-    """A number of rows, from `fewest` to `most`: as many as take `seconds`, unless it is answers that take the time, not rows, as behind a link with
-    a long delay: then as many as take `most_seconds`. rows: at first.
+    """A number of rows for one piece of work, adapted to how long the pieces take.
+
+    The size approaches the number of rows that take `seconds`. Behind a link with a long delay the
+    answers take the time, not the rows, and fewer rows take hardly less. The size then approaches
+    the number of rows that take `most_seconds`.
+
+    Attributes:
+        rows: the current size; at first the initial one.
+        fewest: the smallest size.
+        most: the largest size.
+        seconds: the time that a piece of work should take.
+        most_seconds: the time that a piece may take where fewer rows would take hardly less.
     """
 
     rows: int
@@ -90,16 +131,26 @@ class AdaptiveSize:
     most: int
     seconds: float
     most_seconds: float
-    _took: dict[int, float] = field(default_factory=dict)  # seconds of the last piece of so many rows
+    # Rows -> seconds of the last piece of that size.
+    _took: dict[int, float] = field(default_factory=dict)
 
     def note(self, took: float, had: int | None = None) -> None:
-        """A piece has taken so many seconds. had: rows; None: as many as there may be."""
+        """Record how long a piece of work took, and adapt the size.
+
+        Args:
+            took: seconds.
+            had: how many rows the piece had. If None, it had the full size.
+        """
+        # A piece of at most half the size that was fast enough says nothing about the full size. If
+        # it was too slow, judge it by the smallest size that holds its rows.
         while had is not None and self.rows // 2 >= max(had, self.fewest):
             if took <= self.seconds:
-                return  # it says nothing of one with more rows
+                return
             self.rows //= 2
         rows = self.rows
         self._took[rows] = took
+        # The times of the neighboring sizes show whether the time depends on the rows or on the
+        # answers.
         half, twice = self._took.get(rows // 2, 0.0), self._took.get(2 * rows, 0.0)
         if took > self.seconds and rows > self.fewest and half < _ROWS_COUNT * took:
             self.rows = rows // 2

@@ -1,9 +1,11 @@
-"""Exchanges with store shards of which some may fail: what becomes of one that does, and how it comes back.
+"""Exchanges with store shards that may fail: how an owner loses a shard, and how it takes one back.
 
-A shard whose connection breaks is connected to again, for 200 ms (`reconnection`). If that fails, or if the shard stays silent for the store's
-timeout, it is *lost*, and all goes on without it: what is asked of it is decoded, what is meant for it is left out. Where more do not answer than
-parity covers, none is lost before they were waited for. A server that is there again, or another in its place, is adopted empty. Without parity no
-shard may be lost: what is wrong with one is an error.
+The owner reconnects for 200 ms to a shard whose connection broke (`reconnection`). If that fails,
+or if the shard stays silent for the store's timeout, the shard is *lost*, and training continues
+without it: its rows are decoded from parity, and writes meant for it are left out. If more shards
+do not answer than parity covers, the owner waits for them before it declares any of them lost. When
+the server is back, or another server takes its place, the owner adopts it empty. Without parity no
+shard may be lost, so every failure is an error.
 """
 
 from __future__ import annotations
@@ -45,12 +47,18 @@ from foreload.cache.protocol.shards.reading import StoredRows, check_answer, che
 from foreload.cache.protocol.shards.shard_status import Patience, ServerUnreachable, ShardNews
 
 PROBE_PAUSE = timedelta(milliseconds=200)
-UNREACHABLE = timedelta(seconds=5)  # after which a server that is looked for is said not to be there
+UNREACHABLE = timedelta(seconds=5)  # of looking, after which a server is reported as unreachable
 
 
 @dataclass(slots=True)
 class Wanted:
-    """A server that is looked for, since when, and not before when (time.monotonic()), and whether it was said that it is not there."""
+    """A server that the probe looks for.
+
+    Attributes:
+        since: when the search began, as time.monotonic().
+        not_before: when the probe may first try the server, as time.monotonic().
+        reported: whether the server was reported as unreachable.
+    """
 
     url: StoreUrl
     since: float
@@ -59,9 +67,14 @@ class Wanted:
 
 
 class ServerProbe:
-    """Tries, in a thread of its own, to reach the servers of lost shards, so that nobody waits for one that does not answer.
+    """Tries to reach the servers of lost shards in a thread of its own.
 
-    found is called, by that thread, when there is one to be had from `ready`; on_unreachable with those that are not there for 5 s.
+    No other thread waits for a server that does not answer.
+
+    Args:
+        found: called by the probe's thread when `ready` has a new server.
+        on_unreachable: called by the probe's thread with each server that could not be reached for
+            5 s, or that belongs to another run or shard.
     """
 
     def __init__(
@@ -73,14 +86,14 @@ class ServerProbe:
     ) -> None:
         self._stored, self._ownership, self._found, self._on_unreachable = stored, ownership, found, on_unreachable
         self._condition = threading.Condition()
-        self._noting = threading.Lock()  # held while a server is noted as a shard of the run
+        self._noting = threading.Lock()  # held while the run's note is written to a server
         self._wanted: dict[int, Wanted] = {}
         self._ready: dict[int, Store] = {}
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def want(self, shard: int, url: StoreUrl, pause: timedelta = timedelta()) -> None:
-        """Look for the server of a shard at a URL from now on, or after a pause."""
+        """Look for the server of a shard at a URL, from now on or after a pause."""
         with self._condition:
             now = time.monotonic()
             self._wanted[shard] = Wanted(url, now, now + pause.total_seconds())
@@ -93,7 +106,10 @@ class ServerProbe:
             stale.close()
 
     def forget(self, shard: int) -> None:
-        """Look for the server of a shard no more: from now on none is noted as that."""
+        """Stop looking for the server of a shard.
+
+        On return, the probe notes no further server as that shard.
+        """
         with self._noting, self._condition:
             self._wanted.pop(shard, None)
             found = self._ready.pop(shard, None)
@@ -101,7 +117,10 @@ class ServerProbe:
             found.close()
 
     def ready(self) -> dict[int, Store]:
-        """The shards whose server answers, each with a Store of its own; they are looked for no more."""
+        """Return the shards whose server answers, each with a Store of its own.
+
+        The probe stops looking for these shards. The caller closes the Stores.
+        """
         with self._condition:
             answering, self._ready = self._ready, {}
             for shard in answering:
@@ -109,7 +128,7 @@ class ServerProbe:
             return answering
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop looking, and end the thread."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -133,12 +152,15 @@ class ServerProbe:
                 try:
                     store = self._reach(shard, wanted)
                 except StoreError as error:
+                    # A server of another run will not change by waiting, so it is reported at once.
                     waited = isinstance(error, NamespaceInUse) or time.monotonic() - wanted.since >= UNREACHABLE.total_seconds()
                     if waited and not wanted.reported:
                         wanted.reported = True
                         self._on_unreachable(ServerUnreachable(shard, wanted.url.plain, str(error)))
                     continue
                 with self._condition:
+                    # The shard may have been forgotten, or given another URL, while the probe
+                    # connected.
                     current = self._is_wanted(shard, wanted)
                     if current:
                         self._ready[shard] = store
@@ -154,12 +176,16 @@ class ServerProbe:
         return self._wanted.get(shard) is wanted
 
     def _reach(self, shard: int, wanted: Wanted) -> Store:
-        """A Store of the one server, noted as this shard of the run, if it is still wanted. Raises StoreError, NamespaceInUse where it is noted as
-        another.
+        """Connect to one server, and note it as this shard of the run if the shard is still wanted.
+
+        Raises:
+            NamespaceInUse: the server is noted as another run's, or as another shard.
+            StoreError: the server cannot be used.
         """
         store = Store([wanted.url], self._stored.store.timeout, timedelta())
         identity, namespace = self._ownership.identity, self._stored.namespace
         try:
+            # `forget` takes this lock too, so no server is noted after its shard was forgotten.
             with self._noting:
                 if (
                     identity is not None
@@ -175,14 +201,19 @@ class ServerProbe:
         return store
 
 
-REFUSED, LONGEST_REFUSED = timedelta(milliseconds=200), timedelta(seconds=30)  # before a server that refused is looked for again
+# Pause before a server that refused is tried again: at first, and at most.
+REFUSED, LONGEST_REFUSED = timedelta(milliseconds=200), timedelta(seconds=30)
 
 
 class Failover:
-    """What the owner of lanes does about store shards that fail. One thread uses it, the one that changes `stored.shards`.
+    """Handles failing store shards for the owner of lanes.
 
-    monitor: of that thread, which is woken when a server is there again. on_news is called with what becomes of shards, by that thread or by
-    the server probe's.
+    One thread uses a Failover: the one that changes `stored.shards`.
+
+    Args:
+        monitor: the monitor of that thread, which is woken when a server is back.
+        on_news: called with each change of the shards' status, by that thread or by the server
+            probe's.
     """
 
     def __init__(
@@ -196,10 +227,12 @@ class Failover:
         self._stored, self._monitor, self._on_news = stored, monitor, on_news
         self._reconnection = Reconnection(stored, ownership, patience, lambda: monitor.stopping, on_news)
         self._table = stored.shards
-        self._seen_to: set[int] = set()  # lost shards whose server is looked for
-        self._replaced: list[tuple[int, str]] = []  # belongs to whoever holds the monitor
-        self._kept: set[int] = set()  # lost since their servers refused, which still have all their rows
-        self._refused: dict[int, int] = {}  # how often in turn a shard was lost because its server refused
+        self._seen_to: set[int] = set()  # lost shards whose server the probe looks for
+        self._replaced: list[tuple[int, str]] = []  # guarded by the monitor
+        # Shards that are lost because their servers refused, and that still have all their rows.
+        self._kept: set[int] = set()
+        # How many times in a row each shard was lost because its server refused.
+        self._refused: dict[int, int] = {}
         self._probe = ServerProbe(stored, ownership, monitor.wake, on_news)
 
     def raise_term(self, term: int) -> None:
@@ -207,19 +240,36 @@ class Failover:
         self._reconnection.raise_term(term)
 
     def lose_found(self) -> None:
-        """Go on without the shards that were found lost by who took lanes over. Raises as `lose` does."""
+        """Continue without the shards that a takeover of lanes found lost.
+
+        Raises:
+            CacheError: as `lose` does.
+        """
         for shard in sorted(self._table.lost.keys() - self._seen_to):
             self.lose(shard, StoreUnavailable(self._table.lost[shard]))
 
     def exchange(self, reads: Sequence[tuple[int, Read]], writes: Sequence[tuple[int, Write]], markers: Markers) -> None:
-        """Do what the live shards are asked, each item with its lane; what is left undone belongs to shards that are lost afterwards.
+        """Perform reads and writes on the live shards, each item given with its lane.
 
-        markers: those that a lane may have now. Raises RowsLost where too many shards are lost, ShardsSilent where they only do not answer,
-        Fenced, and what else a server answers. Without parity no shard can be lost: whatever is wrong with one is raised.
+        On return, an item that was not done belongs to a shard that is lost now. Without parity no
+        shard can be lost, so every failure is raised.
+
+        Args:
+            reads: reads with their lanes; reads of lost shards are left out.
+            writes: writes with their lanes; writes to lost shards are left out.
+            markers: returns the markers that a shard may have of a lane now.
+
+        Raises:
+            RowsLost: more shards are lost than parity covers.
+            ShardsSilent: more shards do not answer than parity covers, but their rows may exist.
+            Fenced: another owner took over.
+            StoreError: any other error of a server.
         """
         try:
             self._exchange(reads, writes, markers)
         except StoreError:
+            # If another run took the namespace, that explains the failure better than the error
+            # does.
             if not self._stored.placement.r:
                 self._reconnection.check_not_taken()
             raise
@@ -229,6 +279,7 @@ class Failover:
         reads = [(lane, read) for lane, read in reads if read.shard not in table.lost]
         writes = [(lane, write) for lane, write in writes if write.shard not in table.lost]
         failures: dict[int, StoreError] = self._stored.store.attempt([read for _, read in reads], [write for _, write in writes])
+        # An answer may show that a shard lost rows although its connection works.
         answered = [one for one in reads if one[1].shard not in failures], [one for one in writes if one[1].shard not in failures]
         if self._stored.placement.r:
             self._lose_wrong(*answered, markers)
@@ -244,7 +295,11 @@ class Failover:
             self._reconnection.repeat(reads, writes, again, lambda reads, writes: self.exchange(reads, writes, markers))
 
     def _check(self, reads: Sequence[tuple[int, Read]], writes: Sequence[tuple[int, Write]], markers: Markers) -> None:
-        """Check what shards answered. Raises StoreError for one that is stale, or lost rows."""
+        """Check the answers of the shards.
+
+        Raises:
+            StoreError: a shard is stale or lost rows.
+        """
         for lane, read in reads:
             check_marker(self._stored, lane, read, markers(lane))
         for lane, write in writes:
@@ -252,7 +307,10 @@ class Failover:
             self._stored.note(lane, write)
 
     def _lose_wrong(self, reads: Sequence[tuple[int, Read]], writes: Sequence[tuple[int, Write]], markers: Markers) -> None:
-        """The same, but go on without such a shard. Raises as `lose` does."""
+        """Check the answers of the shards, and lose each shard that is stale or lost rows.
+
+        Raises as `lose` does.
+        """
         table = self._table
         for lane, write in writes:
             if write.surprise is not None:
@@ -268,10 +326,16 @@ class Failover:
                 self.lose(read.shard, StoreUnavailable(why))
 
     def lose(self, shard: int, error: StoreError) -> None:
-        """Go on without a shard, which does not do what it must; does nothing the second time.
+        """Continue without a shard that failed. A second call for the same shard does nothing.
 
-        One that refuses what it is asked has its rows, but is not asked again at once. Raises the error without parity, RowsLost where that does not
-        cover the loss, ShardsRefuse where it would cover those that have lost their rows.
+        A shard whose server refuses requests still has its rows. The probe waits before it tries
+        that server again, longer with each refusal in a row.
+
+        Raises:
+            StoreError: the given error, if there is no parity.
+            RowsLost: parity does not cover the loss.
+            ShardsRefuse: parity does not cover the loss, but would cover the shards that lost their
+                rows; the other lost shards only refuse.
         """
         if not self._stored.placement.r:
             raise error
@@ -285,6 +349,7 @@ class Failover:
         times = self._refused[shard] = self._refused.get(shard, 0) + 1 if refused else 0
         self._probe.want(shard, table.urls[shard], min(REFUSED * 2**times, LONGEST_REFUSED) if refused else timedelta())
         self._on_news(table.snapshot)
+        # A shard keeps its rows only if it had all of them before its server refused.
         self._kept.discard(shard)
         if refused and whole:
             self._kept.add(shard)
@@ -304,7 +369,11 @@ class Failover:
             ) from lost
 
     def replace(self, shard: int, url: str) -> None:
-        """Use another server in place of a shard's from now on; any thread may say so. Raises CacheError without parity."""
+        """Use another server in place of a shard's server from now on. Any thread may call this.
+
+        Raises:
+            CacheError: there is no parity, so the rows cannot be rebuilt on another server.
+        """
         if not self._stored.placement.r:
             raise CacheError(f"store shard {shard}: there is no parity, so its rows are nowhere else; restore them and --resume")
         with self._monitor:
@@ -313,13 +382,21 @@ class Failover:
 
     @property
     def all_whole(self) -> bool:
-        """Whether all shards are whole, and none is to have another server; any thread that holds the monitor may ask."""
+        """Whether all shards are whole and no replacement of a server is pending.
+
+        Any thread that holds the monitor may read this.
+        """
         return not self._replaced and self._table.snapshot.whole
 
     def move_replaced(self) -> None:
-        """Use the servers that were named since; one for a shard that is not lost waits until all are whole."""
+        """Switch to the servers that `replace` named since the last call.
+
+        The replacement for a shard that is not lost waits until all shards are whole.
+        """
         with self._monitor:
             ready = [change for change in self._replaced if change[0] in self._table.lost]
+            # A replacement makes its shard lost until the rebuild, so take one at a time and only
+            # while parity is complete.
             if not ready and self._replaced and self._table.whole:
                 ready = self._replaced[:1]
         for shard, url in ready:
@@ -333,15 +410,20 @@ class Failover:
                 self._replaced = [change for change in self._replaced if change not in ready]
 
     def take_back(self, last_batches: Mapping[int, int]) -> None:
-        """Adopt the servers of lost shards that are there again, each emptied of the lanes; no write-back batch is under way.
+        """Adopt the servers of lost shards that the probe reached, emptied of the lanes.
 
-        last_batches: of each lane that is served the number of its last one. A lane that was taken over a moment ago may not be among them yet: then
-        they are adopted once it is.
+        The caller ensures that no write-back batch is under way.
+
+        Args:
+            last_batches: lane -> number of its last write-back batch, for each lane that is served.
+                A lane that was taken over a moment ago may be missing; then the servers are adopted
+                in a later call.
         """
         if not last_batches.keys() >= set(self._table.lanes):
             return
         for shard, fresh in self._probe.ready().items():
-            # It is emptied, so from here on it no longer keeps the rows that it had when it refused.
+            # The server is emptied below, so it no longer keeps the rows that it had when it
+            # refused.
             self._kept.discard(shard)
             try:
                 try:
@@ -349,6 +431,8 @@ class Failover:
                         own = self._table.of(lane)
                         own.epochs[shard], own.held[shard], own.migrated[shard] = there.epoch, None, None
                         fresh.command(0, "UNLINK", self._stored.key(lane, shard))
+                        # The marker says `rebuilding`, so a new owner does not trust the shard
+                        # before the rebuild.
                         begun = self._stored.write(
                             lane, shard, *NO_ROWS, Marker(last_batches[lane], last_batches[lane], rebuilding=True), 0
                         )
@@ -367,14 +451,14 @@ class Failover:
             self._on_news(self._table.snapshot)
 
     def rebuilt(self, lane: int, shard: int) -> None:
-        """A shard has all rows of a lane again, and its marker says so."""
+        """Record that a shard has all rows of a lane again. The caller has written its marker."""
         self._table.advance(lane, shard, ALL_STRIPES)
         self._refused.pop(shard, None)
         if self._table.complete(shard):
             self._on_news(self._table.snapshot)
 
     def forget(self, shard: int) -> None:
-        """A shard is used no more: its server is not looked for, if it was lost."""
+        """Stop looking for the server of a shard that the placement no longer uses."""
         self._probe.forget(shard)
         for shards in (self._seen_to, self._kept):
             shards.discard(shard)
@@ -385,10 +469,15 @@ class Failover:
 
 
 def connect_again(stored: StoredRows, lanes: Collection[int]) -> None:
-    """Replace the connections that broke since they were last used, for an owner that serves no lanes over them but these, which it takes over.
+    """Replace broken connections before a takeover, if the owner serves no other lanes.
 
-    Such an owner expects nothing of a server yet that would have to be verified first: the fence finds out what is there. For others a broken
-    connection is a lost shard here, since `Failover` alone knows what their lanes have there.
+    Such an owner does not yet expect anything of a server that would have to be verified first: the
+    fence finds out what the server has. If the owner serves other lanes, this does nothing, because
+    only `Failover` knows what those lanes have on a shard. A broken connection then counts as a
+    lost shard.
+
+    Args:
+        lanes: the lanes that are taken over.
     """
     if set(stored.shards.lanes) - set(lanes):
         return
@@ -401,7 +490,12 @@ def connect_again(stored: StoredRows, lanes: Collection[int]) -> None:
 
 
 def counted(error: RowsLost, stored: StoredRows, lanes: Sequence[LaneStripes]) -> RowsLost:
-    """The same error with the rows of these lanes, by table, that are gone."""
+    """Return the same error with the number of lost rows of these lanes in each table.
+
+    Args:
+        error: the error of the lost shards.
+        lanes: the stripes of each lane to count.
+    """
     gone = stored.placement.mask(error.shards)
     counts: np.ndarray = np.zeros(len(stored.layouts), np.int64)
     for stripes in lanes:

@@ -1,4 +1,9 @@
-"""One lane, as the traffic's thread and the trainer know it: rows to come, rows that are staged, and the batches of its write-back."""
+"""The state of one lane in the traffic: rows that arrive, rows that are staged, and its batches.
+
+`WriteBackStaging` cuts ended rows into write-back batches. `LaneTraffic` is the state of a lane,
+part of it shared between the traffic thread and the trainer. `Lanes` is the list of all lanes that
+a traffic serves.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +25,21 @@ from foreload.cache.rows.row_bytes import encode_rows_at
 from foreload.cache.rows.staging import EndedRows, EventStaging, Rows, RowShapes
 from foreload.pipelines.schedule.format import Arrivals, RowColumns
 
-BATCH_ROWS = 2048  # rows, and as many parity rows, at most of a write-back batch on one store shard: one atomic command each
+# The most rows, and the most parity rows, of a write-back batch on one store shard: each fit one
+# atomic command.
+BATCH_ROWS = 2048
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Rows of one shape that ended at a boundary: those at places[first:] (int64) of `ended` still wait."""
+    """Rows of one shape that ended at a boundary.
+
+    Attributes:
+        boundary: the boundary at which the rows ended.
+        ended: all rows that ended at the boundary.
+        places: int64 [n], the places in `ended` of the rows of this shape.
+        first: the rows at places[first:] still wait for a batch.
+    """
 
     boundary: int
     ended: EndedRows
@@ -35,7 +49,12 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Baseless:
-    """Rows of a batch whose base is not known, as the store must have them (the tag is the stored one); positions: int64 [n], in the batch."""
+    """Rows of a batch whose base is not known.
+
+    Attributes:
+        rows: the rows as the store must have them; `tag` is the stored tag.
+        positions: int64 [n], the positions of the rows in the batch.
+    """
 
     rows: RowColumns
     positions: np.ndarray
@@ -43,13 +62,26 @@ class Baseless:
 
 @dataclass(slots=True)
 class WriteBackBatch:
-    """One numbered write-back batch: rows of one shape, at most 2,048 rows and 2,048 parity rows a store shard.
+    """One numbered write-back batch.
 
-    table int16, ordinal int64 [n]: the rows as they came. new, old: uint8 [n, row_bytes] in the order of the arrangement, what is written and
-    what it replaces (zeros where nothing was stored; None where no base is kept). parity: uint8 [entries, row_bytes], to be filled with the
-    parity rows that are updated, and with all of them by `update`. rows_of: boundary -> how many of its rows are in this batch. fresh: what of it
-    the store has not yet. shape: of its rows, as in `RowShapes`. pieces: what they were cut from, (boundary, ended, places
-    int64 [n]). baseless: those of which `old` must be read first; None where there are none.
+    All rows of a batch have one shape. A store shard gets at most 2,048 of its rows and 2,048 of
+    its parity rows.
+
+    Attributes:
+        number: the batch number.
+        table: int16 [n], of the rows in the order in which they came.
+        ordinal: int64 [n], of the rows in the order in which they came.
+        arrangement: where the rows and the parity rows go.
+        new: uint8 [n, row_bytes] in the order of the arrangement, the rows to write.
+        old: uint8 [n, row_bytes] in the order of the arrangement, the rows that are replaced: zeros
+            where nothing was stored. If None, no base is kept.
+        parity: uint8 [entries, row_bytes]. The reads fill in the parity rows that are updated;
+            `update` then computes all of them.
+        rows_of: boundary -> how many of its rows are in this batch.
+        fresh: the rows and parity rows of the batch that the store does not have yet.
+        shape: the shape of the rows, as in `RowShapes`.
+        pieces: the ended rows that the batch was cut from: (boundary, ended, places int64 [n]).
+        baseless: the rows of which `old` must be read first. If None, there are none.
     """
 
     number: int
@@ -67,26 +99,32 @@ class WriteBackBatch:
 
     @property
     def rows(self) -> int:
-        """Rows on all store shards."""
+        """The number of rows on all store shards."""
         return len(self.new)
 
     def part(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        """A store shard's rows: fields uint64 [n], rows uint8 [n, row_bytes]; n may be 0."""
+        """Return the rows of a store shard: fields uint64 [n] and rows uint8 [n, row_bytes].
+
+        n may be 0.
+        """
         own = self.arrangement.rows_of(shard)
         return self.arrangement.row_fields[own], self.new[own]
 
     def updated_parity(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        """A store shard's parity rows that are updated, to be read in place: fields, rows."""
+        """Return the parity rows of a store shard that are updated, as views to be read into.
+
+        The fields are uint64 [n], the rows uint8 [n, row_bytes].
+        """
         own = self.arrangement.updated_of(shard)
         return self.arrangement.entry_fields[own], self.parity[own]
 
     def parity_part(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        """A store shard's parity rows: fields, rows."""
+        """Return all parity rows of a store shard: fields uint64 [n], rows uint8 [n, row_bytes]."""
         own = self.arrangement.entries_of(shard)
         return self.arrangement.entry_fields[own], self.parity[own]
 
     def put_base(self, rows: Rows, shapes: RowShapes) -> None:
-        """The base of the rows that had none, in their order."""
+        """Fill in the base of the baseless rows, given in their order."""
         assert self.baseless is not None
         assert self.old is not None
         who = self.baseless.rows
@@ -95,9 +133,15 @@ class WriteBackBatch:
         self.baseless = None
 
     def update(self, code: Code) -> None:
-        """Make the parity rows: parity_i ^= c_ij * (new ^ old) where they were read, parity_i = the sum of c_ij * new elsewhere."""
+        """Compute the parity rows.
+
+        A parity row that was read becomes parity_i ^= c_ij * (new ^ old). Any other parity row
+        becomes the sum of c_ij * new.
+        """
         assert self.old is not None
         placed = self.arrangement
+        # Parity rows that were not read are zeros here, and `placed.updates` is False for their
+        # stripes, so that the difference there is the new row itself.
         delta = difference(self.new, self.old, placed.updates)
         for i in range(code.r):
             factors = code.coefficients[i][placed.member]
@@ -106,10 +150,15 @@ class WriteBackBatch:
 
 @dataclass(slots=True)
 class WriteBackStaging:
-    """Write-back staging of one lane: ended rows in one queue a shape, from which batches are cut.
+    """The write-back staging of one lane: ended rows in one queue for each shape, cut into batches.
 
-    number: of the last batch cut. A batch has one shape, so that it is one atomic command a store shard; rows of several boundaries share
-    a batch where the store is slower than the trainer. with_base: whether a batch has what it replaces, too.
+    A batch has one shape, so that it is one atomic command on each store shard. Rows of several
+    boundaries share a batch if the store is slower than the trainer.
+
+    Attributes:
+        shapes: the row shapes of the run.
+        with_base: whether a batch has the rows that it replaces, too.
+        number: the number of the last batch that was cut.
     """
 
     shapes: RowShapes
@@ -141,12 +190,16 @@ class WriteBackStaging:
         return any(self._queues.values())
 
     def cut(self, cursors: np.ndarray, most: int = BATCH_ROWS) -> WriteBackBatch | None:
-        """The next batch: rows of the shape that has waited longest; None when nothing waits. cursors: as `LaneStripes.arrange` has it. most: rows,
-        and parity rows, on a store shard.
+        """Cut the next batch, of the shape that has waited longest. Returns None if no row waits.
+
+        Args:
+            cursors: uint64 [shards], as `LaneStripes.arrange` has it.
+            most: the most rows, and the most parity rows, on a store shard.
         """
         waiting = [(queue[0].boundary, shape) for shape, queue in self._queues.items() if queue]
         if not waiting:
             return None
+        # The queue whose first rows ended at the earliest boundary has waited longest.
         shape = min(waiting)[1]
         pieces = self._take(self._queues[shape], len(cursors), most)
         self.number += 1
@@ -160,6 +213,7 @@ class WriteBackStaging:
         fresh = self.stripes.fresh(placed, stored, len(cursors))
         row_bytes = self.shapes.row_bytes(shape)
         new = np.empty((len(table), row_bytes), np.uint8)
+        # Rows are encoded straight to their positions in the arrangement, that is, by store shard.
         old = np.empty_like(new) if self.with_base else None
         first, baseless = 0, []
         for _, ended, places in pieces:
@@ -171,6 +225,7 @@ class WriteBackStaging:
                 base = (ended.base_weights, ended.base_state, ended.id, ended.stored_tag)
                 encode_rows_at(base, places, at, *self.shapes.shapes[shape], old)
                 if ended.base_known is not None:
+                    # A row that was never stored has the known base zero.
                     missing = ~ended.base_known[places] & (ended.stored_tag[places] != 0)
                     baseless.append((ended, places[missing], at[missing]))
             first += len(places)
@@ -182,19 +237,25 @@ class WriteBackStaging:
         return batch
 
     def acknowledge(self, batch: WriteBackBatch) -> None:
-        """The store has a batch, and those that were cut before it."""
+        """Drop a batch that the store has, and all batches that were cut before it."""
         while self._under_way and self._under_way[0].number <= batch.number:
             self._under_way.popleft()
 
     def unwritten(self) -> Iterator[tuple[int, EndedRows]]:
-        """The rows that the store may lack, by boundary, in no order: those of batches under way, and those that wait."""
+        """Yield the rows that the store may lack, by boundary, in no particular order.
+
+        These are the rows of batches under way and the rows that still wait.
+        """
         for batch in self._under_way:
             yield from ((boundary, ended.select(places)) for boundary, ended, places in batch.pieces)
         for queue in self._queues.values():
             yield from ((chunk.boundary, chunk.ended.select(chunk.places[chunk.first :])) for chunk in queue)
 
     def _take(self, queue: deque[_Chunk], shards: int, most: int) -> list[tuple[int, EndedRows, np.ndarray]]:
-        """Rows from the front of a queue, as many as a batch may have: (boundary, ended rows, places)."""
+        """Take rows from the front of a queue, as many as a batch may have.
+
+        Returns a list of (boundary, ended rows, places).
+        """
         counts = np.zeros(shards, np.int64), np.zeros(shards, np.int64)
         pieces = []
         while queue:
@@ -211,7 +272,12 @@ class WriteBackStaging:
 
 
 def _baseless(pieces: Sequence[tuple[EndedRows, np.ndarray, np.ndarray]]) -> Baseless | None:
-    """The rows at places (int64 [n]) of what ended, which go to positions (int64 [n]) of a batch."""
+    """Collect the baseless rows of a batch. Returns None if there are none.
+
+    Args:
+        pieces: (ended rows, int64 [n] places of the baseless ones, int64 [n] their positions in the
+            batch).
+    """
     if not sum(len(places) for _, places, _ in pieces):
         return None
     columns = [(*ended.columns(places)[:3], ended.stored_tag[places]) for ended, places, _ in pieces]
@@ -224,12 +290,18 @@ Plan = Iterator[tuple[int, Arrivals] | None]
 
 @dataclass(frozen=True, slots=True)
 class LanePlan:
-    """What one lane will need, and where its traffic stands at the start.
+    """The coming arrivals of one lane, and the state in which its traffic starts.
 
-    plan: (event index, arrivals) in order of the program; None where the next event is not known yet (it is asked for again, after a
-    while). An exception that it raises is raised by the `take` of the event that it stands for. last_batch: the number of the lane's last
-    write-back batch, as in RUN; released_boundary: all boundaries up to it were written back before. written: which rows the store has;
-    int64 [tables]: all ordinals below it; None: none. held: int64 [shards], how many rows and parity rows that is, None: to be counted.
+    Attributes:
+        plan: yields (event index, arrivals) in program order, or None while the next event is not
+            known yet; the traffic then asks again later. An exception that it raises is raised by
+            the `take` of the event in whose place it stands.
+        last_batch: the number of the lane's last write-back batch, as in RUN.
+        released_boundary: all boundaries up to this one were written back before.
+        written: which rows the store has. An int64 [tables] array means all ordinals below its
+            values. If None, the store has no row.
+        held: int64 [shards], how many rows and parity rows each shard has. If None, they are
+            counted.
     """
 
     lane: int
@@ -242,7 +314,13 @@ class LanePlan:
 
 @dataclass(slots=True)
 class Boundary:
-    """Rows that ended at a boundary. left: how many are not yet acknowledged; at_stop: they are written beyond the schedule, on a clean stop."""
+    """A boundary at which rows ended.
+
+    Attributes:
+        number: the boundary.
+        left: how many of its rows are not yet acknowledged.
+        at_stop: whether its rows are written beyond the schedule, on a clean stop.
+    """
 
     number: int
     left: int
@@ -251,11 +329,15 @@ class Boundary:
 
 @dataclass(slots=True)
 class LaneWrites:
-    """Where one lane's writes stand.
+    """The progress of one lane's writes.
 
-    last_batch: the number of the last batch that is released; pending: one whose parity, if there is any, is acknowledged, and whose rows are
-    not. held: int64 [shards], how many rows and parity rows a shard has that lacks none. first: the number of the empty batch with which the
-    owner's begin, None once it is written; its numbers go on from the last batch's where both are of one term.
+    Attributes:
+        staging: its write-back staging.
+        last_batch: the number of the last batch that is released.
+        held: int64 [shards], how many rows and parity rows a shard has that lacks none.
+        first: the number of the owner's opening (empty) batch. None once it is written, or if the
+            numbers go on from `last_batch` because both are of one term.
+        pending: a batch whose parity, if there is any, is acknowledged, and whose rows are not.
     """
 
     lane: int
@@ -272,14 +354,17 @@ class LaneWrites:
         self.staging.number, self.first = self.first, None
 
     def send_next(self, batch: WriteBackBatch) -> None:
-        """Have the rows of a batch leave next: whatever must be in the store before them is there."""
+        """Send the rows of a batch in the next exchange.
+
+        The caller ensures that everything that must be in the store before them is acknowledged.
+        """
         self.stripes.written.note(batch.table, batch.ordinal)
         self.pending = batch
 
 
 @dataclass(slots=True)
 class Fetch:
-    """Arrivals of an event, at places int64 [n], that nothing was asked for yet."""
+    """Arrivals of an event, at places int64 [n], that were not yet requested from the store."""
 
     event: EventStaging
     places: np.ndarray
@@ -287,7 +372,15 @@ class Fetch:
 
 @dataclass(slots=True)
 class PlannedFetch:
-    """A fetch that is due: what is expected of its rows, which go to its places (int64 [n]) in the event's staging, and its reads."""
+    """A fetch that is due.
+
+    Attributes:
+        writes: the writes of the lane.
+        expected: what the schedule says of the rows.
+        event: the staging that the rows go to.
+        places: int64 [n], the places of the rows in that staging.
+        reads: the reads that fetch the rows.
+    """
 
     writes: LaneWrites
     expected: Expected
@@ -298,7 +391,13 @@ class PlannedFetch:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """How far ahead of the trainer a lane's arrivals are staged: events, and rows. seed: of the rows that were never written."""
+    """How far ahead of the trainer a lane's arrivals are staged.
+
+    Attributes:
+        seed: the seed of the rows that were never written.
+        events: the most events that are staged.
+        rows: the most rows that are staged.
+    """
 
     seed: int
     events: int
@@ -306,9 +405,13 @@ class Ahead:
 
 
 class LaneTraffic:
-    """The state of one lane's traffic. The fields of the first group belong to the thread, the others to whoever holds the monitor.
+    """The state of one lane's traffic.
 
-    term: of its owner.
+    The traffic thread alone uses the fields of the first group. The monitor guards the others.
+
+    Args:
+        plan: the lane's coming arrivals, and the state in which its traffic starts.
+        term: the term of the lane's owner.
     """
 
     def __init__(self, plan: LanePlan, stored: StoredRows, term: int = 0) -> None:
@@ -332,17 +435,23 @@ class LaneTraffic:
         self.plan_error: Exception | None = None
         self.events: dict[int, EventStaging] = {}
         self.staged_rows = 0
-        self.handed: deque[tuple[int, EndedRows]] = deque()  # boundary and rows, handed over, and not yet in write-back staging
-        self.last_boundary = plan.released_boundary  # the last that was handed over
-        self.boundaries: deque[Boundary] = deque()  # handed over, with rows that are not acknowledged, or after one that has such
+        # Boundary and rows that the trainer handed over and that are not yet in write-back staging.
+        self.handed: deque[tuple[int, EndedRows]] = deque()
+        self.last_boundary = plan.released_boundary  # the last boundary handed over
+        # Boundaries handed over that have unacknowledged rows, or that follow one that has.
+        self.boundaries: deque[Boundary] = deque()
         self.unwritten_rows = 0
-        self.last_batch = plan.last_batch  # as in `writes`, for whoever holds the monitor
+        self.last_batch = plan.last_batch  # as in `writes`, but guarded by the monitor
         self.released_boundary = plan.released_boundary
 
-    # The traffic's thread.
+    # Called by the traffic thread.
 
     def advance(self, monitor: Monitor) -> bool:
-        """Ask the plan for its next event, for `next`; False if there is none, or not yet. What the plan raises is kept for `Traffic.take`."""
+        """Get the plan's next event into `next`.
+
+        Returns False if there is none, or none yet. An exception of the plan is kept for
+        `Traffic.take`.
+        """
         if self.ended:
             return False
         error = None
@@ -361,12 +470,20 @@ class LaneTraffic:
         return False
 
     def pull(self, monitor: Monitor, stored: StoredRows, ahead: Ahead, on_initial: Callable[[int], None]) -> None:
-        """Stage the arrivals of coming events, as far as there is room; make the initial ones, and report, under the monitor, how many."""
+        """Stage the arrivals of coming events as far as there is room, and make the initial rows.
+
+        Args:
+            monitor: guards the shared state.
+            ahead: how far ahead of the trainer to stage.
+            on_initial: called under the monitor with the number of initial rows made.
+        """
         while self.next is not None or self.advance(monitor):
             assert self.next is not None
             index, arrivals = self.next
             with monitor:
                 room = len(self.events) < ahead.events and self.staged_rows + len(arrivals) <= ahead.rows
+                # An event that the trainer waits for is staged whatever room there is, or the
+                # trainer would wait forever.
                 if self.events and not room and index > self.wanted:
                     return
             self.next = None
@@ -377,6 +494,7 @@ class LaneTraffic:
                 self.fetches.append(Fetch(event, places))
             with monitor:
                 event.ready[made] = True
+                # A row may only be fetched after its last write-back is released.
                 event.not_due = int(np.count_nonzero(arrivals.after[places] > self.released_boundary))
                 self.events[index] = event
                 self.pulled = index
@@ -385,7 +503,7 @@ class LaneTraffic:
                 monitor.notify_all()
 
     def stage(self, monitor: Monitor) -> None:
-        """Move what the trainer handed over to write-back staging."""
+        """Move the rows that the trainer handed over to write-back staging."""
         while True:
             with monitor:
                 if not self.handed:
@@ -394,7 +512,10 @@ class LaneTraffic:
             self.writes.staging.add(boundary, ended)
 
     def due(self, monitor: Monitor) -> list[PlannedFetch]:
-        """The fetches that may leave now; the others stay."""
+        """Return the fetches that may leave now. The others stay queued.
+
+        A row may be fetched once the boundary of its last write-back is released.
+        """
         due, not_due = [], []
         for fetch in self.fetches:
             late = fetch.event.arrivals.after[fetch.places] > self.released_boundary
@@ -410,31 +531,40 @@ class LaneTraffic:
     def _planned(self, event: EventStaging, places: np.ndarray) -> PlannedFetch:
         return PlannedFetch(self.writes, Expected(*event.arrivals.columns(places), self.lane), event, places)
 
-    # Whoever holds the monitor.
+    # Called by a thread that holds the monitor.
 
     def replan(self, plan: Plan) -> None:
-        """Begin anew with the arrivals; between two rounds, for a fetch under way would bring its rows to nobody."""
+        """Restart the arrivals with another plan.
+
+        This must run between two rounds, because the rows of a fetch under way would reach no
+        event.
+        """
         self.plan, self.next, self.unknown, self.ended, self.plan_error = plan, None, False, False, None
         self.fetches, self.events, self.staged_rows = [], {}, 0
         self.pulled = self.wanted = -1
 
     def opened(self) -> None:
-        """The empty batch with which the owner's begin is acknowledged."""
+        """Record that the owner's opening (empty) batch is acknowledged."""
         self.last_batch = self.writes.last_batch
 
     def unwritten(self) -> Unwritten:
-        """What the store may lack, once the thread is over."""
+        """Return the rows that the store may lack. The traffic thread must be over."""
         owed = sorted([*self.writes.staging.unwritten(), *self.handed], key=itemgetter(0))
         return Unwritten((self.released_boundary, self.last_batch), owed)
 
     @property
     def batches_under_way(self) -> int:
-        """How many were cut, and are not acknowledged."""
+        """The number of batches that were cut and are not acknowledged."""
+        # An owner's numbers begin at that of its opening batch, and `last_batch` may still be of an
+        # earlier term.
         cut = self.writes.staging.number
         return cut - max(self.last_batch, first_number(term_of(cut)))
 
     def acknowledge(self, batch: WriteBackBatch) -> int:
-        """A batch is acknowledged; returns how many of its rows were written beyond the schedule."""
+        """Record that a batch is acknowledged.
+
+        Returns how many of its rows were written beyond the schedule.
+        """
         self.last_batch = batch.number
         self.writes.staging.acknowledge(batch)
         self.unwritten_rows -= batch.rows
@@ -447,10 +577,11 @@ class LaneTraffic:
         return at_stop
 
     def release(self) -> None:
-        """Note the boundaries all of whose rows are acknowledged, as far as every earlier one's are.
+        """Release each boundary whose rows, and those of all earlier boundaries, are acknowledged.
 
-        A boundary at which rows were written beyond the schedule does not count: those that the schedule writes back there are still to come, and
-        a fetch that must follow these must wait.
+        A boundary at which rows were written beyond the schedule does not count as released: the
+        rows that the schedule writes back there are still to come, and a fetch that must follow
+        them must wait.
         """
         while self.boundaries and not self.boundaries[0].left:
             done = self.boundaries.popleft()
@@ -460,10 +591,12 @@ class LaneTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Unwritten:
-    """What the store may lack of a lane that is served no more.
+    """The rows of a lane that the store may lack, after the lane's traffic ended.
 
-    released: the last boundary all of whose rows it has, and of those before it, and the number of the last batch that it has. owed: the rows that
-    ended at later ones, by boundary, ascending.
+    Attributes:
+        released: the last boundary for which the store has all rows of it and of all earlier
+            boundaries; and the number of the last batch that the store has.
+        owed: the rows that ended at later boundaries, by boundary, ascending.
     """
 
     released: tuple[int, int]
@@ -471,20 +604,27 @@ class Unwritten:
 
 
 class Lanes:
-    """The lanes that a traffic serves, the one list of them that all its parts share. Whoever adds or removes one holds the monitor."""
+    """The lanes that a traffic serves: one list, shared by all parts of the traffic.
+
+    A thread that adds or removes a lane holds the monitor.
+    """
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
         self._states: dict[int, LaneTraffic] = {}
 
     def add(self, state: LaneTraffic) -> None:
-        """Serve a lane. Raises CacheError for one that is served."""
+        """Serve a lane.
+
+        Raises:
+            CacheError: the lane is already served.
+        """
         if state.lane in self._states:
             raise CacheError(f"lane {state.lane}: is served already")
         self._states[state.lane] = state
 
     def remove(self, lane: int) -> None:
-        """Serve a lane no more."""
+        """Stop serving a lane."""
         del self._states[lane]
 
     def __getitem__(self, lane: int) -> LaneTraffic:
@@ -494,12 +634,12 @@ class Lanes:
         return state
 
     def serves(self, writes: LaneWrites) -> bool:
-        """Whether these are of a lane that is served."""
+        """Return whether these writes belong to a lane that is served."""
         state = self._states.get(writes.lane)
         return state is not None and state.writes is writes
 
     @property
     def all(self) -> list[LaneTraffic]:
-        """All of them, as they are now."""
+        """A copy of the list of the lanes that are served now."""
         with self._monitor:
             return list(self._states.values())

@@ -1,4 +1,7 @@
-"""What a trainer and its traffic's thread share: a lock, a way to wait for each other, and the failure or the end of the thread."""
+"""The state that a trainer shares with its traffic thread: a lock, waits, and the thread's end.
+
+Both sides hold the `Monitor` while they read or change what they share.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,17 @@ Answer = TypeVar("Answer")
 
 
 class Monitor(threading.Condition):
-    """A condition over the state that both sides see; whoever looks at that or changes it holds this.
+    """A condition over the state that the trainer and the traffic thread share.
 
-    Whatever the thread fails with is raised by every later wait of the trainer. interrupted: what a wait raises that would have to wait. over:
-    there is no thread any more, and nobody waits for it.
+    A thread holds the monitor while it reads or changes that state. If the traffic thread fails,
+    every later wait of the trainer raises its failure.
+
+    Attributes:
+        failure: the error that ended the traffic thread. If None, it did not fail.
+        interrupted: the error that a wait raises instead of waiting. If None, waits wait.
+        stopping: whether the traffic thread is to stop.
+        over: whether the thread has ended and no call is to wait for it.
+        signals: a counter, raised by every event that may give the traffic thread work.
     """
 
     def __init__(self) -> None:
@@ -26,40 +36,50 @@ class Monitor(threading.Condition):
         self.interrupted: CopyLost | None = None
         self.stopping = False
         self.over = False
-        self.signals = 1  # raised by whatever may give the thread something to do
+        self.signals = 1
         self._posted: deque[Callable[[], None]] = deque()
 
     def signal(self) -> None:
-        """Wake the thread, and whoever waits."""
+        """Wake the traffic thread and every other waiting thread. The caller holds the monitor."""
         self.signals += 1
         self.notify_all()
 
     def wake(self) -> None:
-        """`signal`, for who does not hold this."""
+        """Do the same as `signal`, for a caller that does not hold the monitor."""
         with self:
             self.signal()
 
     def fail(self, error: BaseException) -> None:
-        """The thread is over."""
+        """Record the error that ended the traffic thread."""
         with self:
             self.failure = error
             self.notify_all()
 
     def interrupt(self, error: CopyLost | None) -> None:
-        """From now on the trainer does not wait, but has this raised; None: it waits again."""
+        """Make the trainer's waits raise this error from now on. If None, they wait again."""
         with self:
             self.interrupted = error
             self.notify_all()
 
     def wait_until(self, satisfied: Callable[[], bool], poll: timedelta | None = None) -> None:
-        """Wait until it is so; poll: asked that often even if nobody signals. Raises the thread's failure, CacheError where it was stopped, and
-        CopyLost while the trainer is interrupted.
+        """Wait until a condition is met. Returns at once if the thread is over.
+
+        Args:
+            satisfied: returns whether the condition is met.
+            poll: how often to check the condition without a signal. If None, only signals trigger a
+                check.
+
+        Raises:
+            BaseException: the failure of the traffic thread.
+            CacheError: the traffic thread was stopped.
+            CopyLost: the trainer is interrupted, and the condition is not met.
         """
         while not self.over:
             if self.failure is not None:
                 raise self.failure
             if self.stopping:
                 raise CacheError("traffic: is closed")
+            # A condition that is met needs no wait, so check it before the interruption.
             if satisfied():
                 return
             if self.interrupted is not None:
@@ -67,16 +87,23 @@ class Monitor(threading.Condition):
             self.wait(poll.total_seconds() if poll is not None else None)
 
     def post(self, work: Callable[[], None]) -> None:
-        """Have the thread do something between two rounds, without this held; what the work raises ends the thread, as its failure."""
+        """Have the traffic thread run some work between two rounds.
+
+        The thread does not hold the monitor meanwhile. An error of the work ends the thread, as its
+        failure.
+        """
         with self:
             self._posted.append(work)
             self.signal()
 
     def ask(self, work: Callable[[], Answer]) -> Answer:
-        """`post` some work, and wait for what it returns. Raises as `wait_until` does, and CopyLost where the work does, which does not end the
-        thread.
+        """Have the traffic thread run some work between two rounds, and return the result.
 
-        Where the trainer is interrupted, work that has not begun is not done at all.
+        If the trainer is interrupted, work that has not begun is not done at all.
+
+        Raises:
+            BaseException: as `wait_until` does.
+            CopyLost: the trainer is interrupted, or the work raised it. Neither ends the thread.
         """
         answers: list[Answer] = []
         refused: list[CopyLost] = []
@@ -84,6 +111,7 @@ class Monitor(threading.Condition):
 
         def answer() -> None:
             nonlocal begun
+            # Under the monitor, so that the work either begins or is given up, never both.
             with self:
                 if given_up:
                     return
@@ -100,6 +128,7 @@ class Monitor(threading.Condition):
                 self.wait_until(lambda: bool(answers or refused))
             except CopyLost:
                 given_up = not begun
+                # Work that has begun may change shared state, so wait for its end.
                 while begun and self.failure is None and not self.stopping and not (answers or refused):
                     self.wait()
                 if not (answers or refused):
@@ -109,10 +138,19 @@ class Monitor(threading.Condition):
         return answers[0]
 
     def beside_rounds(self, prepare: Callable[[], object], work: Callable[[], Answer]) -> Answer:
-        """Do some work here, in the caller's thread, while the other one, having done `prepare`, rests between two rounds.
+        """Run some work in the caller's thread while the traffic thread pauses between two rounds.
 
-        For what a trainer waits for: the thread has a lower priority. What either raises ends the thread, as its failure, which is raised here; but
-        not CopyLost, of the work or of a trainer that is interrupted: then the thread goes on.
+        A trainer uses this for work that it waits for, because the traffic thread has a lower
+        priority. An error of `prepare` or `work` ends the traffic thread, as its failure, and is
+        raised here. CopyLost is the exception: after it, whether the work raised it or the trainer
+        is interrupted, the traffic thread continues.
+
+        Args:
+            prepare: run by the traffic thread before it pauses.
+            work: run by the calling thread during the pause.
+
+        Returns:
+            What `work` returns.
         """
         resting: list[bool] = []
         over: list[BaseException | None] = []
@@ -132,9 +170,11 @@ class Monitor(threading.Condition):
             try:
                 self.wait_until(lambda: bool(resting))
             except CopyLost:
+                # The caller leaves, so the traffic thread must not pause any longer.
                 over.append(None)
                 self.notify_all()
                 raise
+        # The traffic thread pauses from here until `over` has an element.
         answers: list[Answer] = []
         error: BaseException | None = None
         try:
@@ -146,11 +186,12 @@ class Monitor(threading.Condition):
             self.notify_all()
             if isinstance(error, CopyLost):
                 raise error
+            # If the work failed, this raises the error once the traffic thread has recorded it.
             self.wait_until(lambda: bool(answers))
         return answers[0]
 
     def run_posted(self) -> bool:
-        """The thread's side: do what was posted; False if there was nothing."""
+        """Run the posted work, in the traffic thread. Returns False if none was posted."""
         worked = False
         while True:
             with self:

@@ -1,7 +1,9 @@
-"""Connecting again to store shards whose connection broke, or that stay silent, for the owner of lanes that has them served.
+"""Reconnecting to store shards whose connection broke, or that stay silent, for the owner of lanes.
 
-Its server may be as it was, and then nothing is lost. So older connections are fenced first; then the server must be the run's, and its markers and
-counts of rows those that it can have now. What was under way there was done, or not, as its marker shows, and is sent again.
+The server may be unchanged, and then nothing is lost. The owner therefore first fences older
+connections. Then the server must be noted as the run's, and its markers and row counts must be
+possible at this point. A request that was under way was either done or not, as the marker shows,
+and is sent again.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ from foreload.cache.protocol.shards.namespace import is_run, owner
 from foreload.cache.protocol.shards.reading import StoredRows
 from foreload.cache.protocol.shards.shard_status import Patience, ShardsAwaited
 
-RECONNECT = timedelta(milliseconds=200)  # for a connection that broke, of which nothing more is known
-_LONGEST_LOOK = timedelta(seconds=1)  # at a server that has been silent
-_PAUSE = timedelta(milliseconds=50)  # between two looks
-_GRACE = timedelta(seconds=1)  # for the last ones, once parity covers these: if all were silent at once, all come back at once
+RECONNECT = timedelta(milliseconds=200)  # for a broken connection whose cause is unknown
+_LONGEST_LOOK = timedelta(seconds=1)  # for one attempt to reach a server that was silent
+_PAUSE = timedelta(milliseconds=50)  # between two attempts
+# Extra time for the last shards, once parity covers them: shards that fell silent together also
+# come back together.
+_GRACE = timedelta(seconds=1)
 
 Markers = Callable[[int], Sequence[Marker]]
 Exchange = Callable[[Sequence[tuple[int, Read]], Sequence[tuple[int, Write]]], None]
@@ -43,7 +47,13 @@ Exchange = Callable[[Sequence[tuple[int, Read]], Sequence[tuple[int, Write]]], N
 
 @dataclass(slots=True)
 class _Tried:
-    """What became of shards that failed: back, by lane what is there; away, those that do not answer; wrong, those that lack rows, or refuse."""
+    """The outcome of reconnecting to shards that failed.
+
+    Attributes:
+        back: shards that answer as they must -> what the fence found there, by lane.
+        away: shards that do not answer -> the error.
+        wrong: shards that lack rows, or refuse -> the error.
+    """
 
     back: dict[int, Mapping[int, Found]] = field(default_factory=dict)
     away: dict[int, StoreError] = field(default_factory=dict)
@@ -51,15 +61,21 @@ class _Tried:
 
     @property
     def failed(self) -> dict[int, StoreError]:
-        """All that are not back."""
+        """All shards that are not back."""
         return self.wrong | self.away
 
 
 @dataclass(slots=True)
 class Reconnection:
-    """Of the owner of lanes; one thread uses it, the one that changes `stored.shards`.
+    """Reconnects to store shards for the owner of lanes.
 
-    given_up: whether nobody waits any more; on_awaited: called with what is waited for.
+    One thread uses a Reconnection: the one that changes `stored.shards`.
+
+    Attributes:
+        ownership: the term and identity to fence with.
+        patience: how long to wait for shards that do not answer and that parity does not cover.
+        given_up: returns whether to stop waiting.
+        on_awaited: called with the shards that the owner waits for.
     """
 
     stored: StoredRows
@@ -75,10 +91,19 @@ class Reconnection:
     def _adopted(
         self, shard: int, fresh: Store, markers: Markers, writes: Sequence[tuple[int, Write]]
     ) -> Mapping[int, Found] | None:
-        """Go on with a shard over a new connection: what is there of each lane; None where that is not what must be there.
+        """Fence a shard over a new connection, and use that connection if the shard lacks nothing.
 
-        markers: those that a lane may have now; writes: what was under way, each with its lane. Raises Fenced, and StoreError where the server does
-        not answer.
+        Args:
+            fresh: a Store of the one server.
+            markers: returns the markers that a shard may have of a lane now.
+            writes: the writes that were under way, each with its lane.
+
+        Returns:
+            What the fence found of each lane, or None if it is not what must be there.
+
+        Raises:
+            Fenced: another owner took over.
+            StoreError: the server does not answer.
         """
         fenced = self._fenced(fresh, shard)
         own = [one for one in writes if one[1].shard == shard]
@@ -96,19 +121,35 @@ class Reconnection:
         writes: Sequence[tuple[int, Write]],
         covered: Callable[[Collection[int]], bool],
     ) -> tuple[dict[int, Mapping[int, Found]], dict[int, StoreError]]:
-        """Connect again to shards that failed: what is there of those that are as they must be, and what is wrong with the others.
+        """Reconnect to shards that failed.
 
-        At once where a connection broke. Where more do not answer than parity covers, they are waited for. covered: whether these may be lost. Raises
-        Fenced, and ShardsSilent where the patience is over.
+        A broken connection is remade at once. If more shards do not answer than parity covers, this
+        waits for them.
+
+        Args:
+            failing: shard -> its error.
+            markers: returns the markers that a shard may have of a lane now.
+            writes: the writes that were under way, each with its lane.
+            covered: returns whether parity covers the loss of these shards.
+
+        Returns:
+            The shards that are back, each with what the fence found there by lane; and the error of
+            each other shard.
+
+        Raises:
+            Fenced: another owner took over.
+            ShardsSilent: the patience ended before parity covered the shards that do not answer.
         """
         tried = _Tried()
         for shard, error in failing.items():
-            # One that is being rebuilt has nothing that would be worth it.
+            # A shard that is being rebuilt is not worth waiting for: its rebuild begins anew
+            # anyway.
             whole = is_away(error) and self.stored.shards.complete(shard)
             (tried.away if whole else tried.wrong)[shard] = error
         self._try([shard for shard, error in tried.away.items() if is_broken(error)], tried, markers, writes, RECONNECT)
         if tried.away and not covered(tried.failed) and covered(tried.wrong):
             self.on_awaited(ShardsAwaited(tuple(tried.away), str(next(iter(tried.away.values())))))
+            # The store waited for its timeout already before it called a shard silent.
             silent = any(isinstance(error, StoreSilent) for error in failing.values())
             waited = self.stored.store.timeout if silent else timedelta()
             self._wait(tried, markers, writes, covered, time.monotonic() + (self.patience.time - waited).total_seconds())
@@ -124,7 +165,7 @@ class Reconnection:
         writes: Sequence[tuple[int, Write]],
         look: timedelta,
     ) -> None:
-        """Connect again to shards that are away, to all at once, and note what came of it."""
+        """Reconnect to shards that are away, to all at once, and sort them by the outcome."""
         urls = self.stored.shards.urls
         opened = at_once({shard: partial(Store, [urls[shard]], look, look) for shard in shards})
         with ExitStack() as stack:
@@ -140,6 +181,8 @@ class Reconnection:
                 except Fenced:
                     raise
                 except StoreError as error:
+                    # Where a server that cannot be reached has died (`Patience.volatile`), its rows
+                    # died with it.
                     died = self.patience.volatile and _is_gone(error)
                     (tried.away if is_away(error) and not died else tried.wrong)[shard] = error
                     continue
@@ -152,7 +195,13 @@ class Reconnection:
     def _wait(
         self, tried: _Tried, markers: Markers, writes: Sequence[tuple[int, Write]], covered: Callable[[Collection[int]], bool], deadline: float
     ) -> None:  # fmt: skip
-        """Try shards that do not answer until parity covers those that are left, or more have lost their rows than it covers."""
+        """Retry the shards that do not answer until parity covers the ones left.
+
+        The wait also ends when more shards lost their rows than parity covers.
+
+        Raises:
+            ShardsSilent: the deadline passed, or `given_up` says to stop waiting.
+        """
         covered_since: float | None = None
         while tried.away and covered(tried.wrong):
             self._try(list(tried.away), tried, markers, writes, min(self.stored.store.timeout, _LONGEST_LOOK))
@@ -166,7 +215,13 @@ class Reconnection:
             time.sleep(_PAUSE.total_seconds())
 
     def check_not_taken(self) -> None:
-        """Raise NamespaceInUse where another run has the namespace by now: then that, and no loss, is why rows are gone."""
+        """Check that no other run took the namespace.
+
+        If another run took it, that is the reason why rows are missing, and no shard is lost.
+
+        Raises:
+            NamespaceInUse: another run has the namespace.
+        """
         identity, namespace, shards = self.ownership.identity, self.stored.namespace, self.stored.placement.live
         if identity is None:
             return
@@ -192,7 +247,14 @@ class Reconnection:
         fenced: Mapping[int, Mapping[int, Found]],
         exchange: Exchange,
     ) -> None:
-        """Ask shards with a new connection once more, under the new epochs. fenced: by shard and lane, what was found there."""
+        """Send the requests of reconnected shards again, under the new fence epochs.
+
+        Args:
+            reads: the reads of the exchange that failed, each with its lane.
+            writes: the writes of the exchange that failed, each with its lane.
+            fenced: shard -> lane -> what the fence found there.
+            exchange: performs the requests.
+        """
         stored = self.stored
         repeated = [(lane, replace(read, key=stored.key(lane, read.shard)), read) for lane, read in reads if read.shard in fenced]
         written: list[tuple[int, Write]] = []
@@ -200,55 +262,71 @@ class Reconnection:
             if write.shard in fenced:
                 new = write.new
                 if _done(write, fenced[write.shard][lane]):
-                    # It answered, but was not heard; sent again it brings nothing.
+                    # The server did the write, but its answer was lost. Sent again, the write adds
+                    # no new field.
                     stored.note(lane, write)
                     new = range(1)
                 written.append((lane, replace(write, key=stored.key(lane, write.shard), new=new, added=None)))
         exchange([(lane, twin) for lane, twin, _ in repeated], written)
-        # A twin fills the same rows; what else was found must be passed to the read that was asked for.
+        # A repeated read fills the same rows array. Its other results go to the original read.
         for _, twin, read in repeated:
             read.missing, read.marker = twin.missing, twin.marker
 
     def _fenced(self, fresh: Store, shard: int) -> dict[int, Found] | None:
-        """Fence all lanes on the one server of a Store; None if that is not noted as this shard of the run."""
+        """Fence all lanes on the one server of a Store, if the server is noted as this shard.
+
+        Returns what was found by lane, or None if the server is not noted as this shard.
+        """
         if not self.ownership.has(fresh, self.stored.namespace, shard, 0):
             return None
         return self.fence(fresh, shard)
 
     def fence(self, fresh: Store, shard: int, empty: bool = False) -> dict[int, Found]:
-        """The same, whatever is noted there. empty: as `fence` has it."""
+        """Fence all lanes on the one server of a Store, whatever run or shard it is noted as.
+
+        Args:
+            fresh: a Store of the one server.
+            empty: as `fence_everywhere` has it.
+        """
         table = self.stored.shards
         known = {lane: table.of(lane).epochs[shard] for lane in table.lanes}
         return fence_all(fresh, 0, self.stored.namespace, list(known), self.ownership.term, known, empty)
 
     def _as_it_was(self, lane: int, shard: int, there: Found, markers: Markers, writes: Sequence[tuple[int, Write]]) -> bool:
-        """Whether a shard with a new connection lacks nothing of a lane but what was under way.
+        """Return whether a reconnected shard lacks nothing of a lane but the writes under way.
 
-        Fields are counted less the marker, on both sides, so a hash that is not there counts as -1.
+        Both sides count fields without the marker, so a hash that does not exist counts as -1.
         """
-        # Chunks of a move change no number, so one that lacks the last would look right.
+        # Chunks of a migration do not change the batch numbers, so the marker of a shard that lacks
+        # the last chunk would look right. The shard's record of the last chunk is compared too.
         own = self.stored.shards.of(lane)
         if not self.expected(lane, shard, there.marker, markers) or there.migrated != own.migrated[shard]:
             return False
         before = own.held[shard]
         held = -1 if before is None else before
         of_lane = [write for of, write in writes if of == lane and write.new is not None]
+        # Writes whose marker is there were done, so their new fields must be there too.
         held += sum(write.new.start for write in of_lane if write.new is not None and _done(write, there))
-        # A repair has no marker to say whether it was done, so as many rows as it brings may be missing.
+        # A repair carries no marker that would show whether it was done. As many rows as it adds
+        # may therefore be missing.
         lacking = sum(write.new.stop - 1 for write in of_lane if write.new is not None and write.marker is None)
         return held - lacking <= there.rows - (not there.marked) <= held
 
     def expected(self, lane: int, shard: int, marker: Marker, markers: Markers) -> bool:
-        """Whether a shard may have this marker of a lane now."""
+        """Return whether a shard may have this marker of a lane now."""
         return marker in self.allowed(lane, shard, markers)
 
     def allowed(self, lane: int, shard: int, markers: Markers) -> list[Marker]:
-        """The markers that a shard may have of a lane now."""
+        """Return the markers that a shard may have of a lane now."""
         return [replace(marker, rebuilding=self.stored.shards.rebuilding(lane, shard)) for marker in markers(lane)]
 
 
 def silence(stored: StoredRows, away: Mapping[int, StoreError]) -> StoreError:
-    """The error with which work ends for which these shards would have to answer."""
+    """Return the error that ends work which needs these shards.
+
+    Args:
+        away: shards that do not answer -> the error.
+    """
     if not stored.placement.r:
         return next(iter(away.values()))
     without = ", ".join(map(str, sorted({*away, *stored.shards.lost})))
@@ -257,19 +335,27 @@ def silence(stored: StoredRows, away: Mapping[int, StoreError]) -> StoreError:
 
 
 def check_answered(stored: StoredRows, failing: Mapping[int, StoreError]) -> None:
-    """Raise ShardsSilent where parity does not cover the loss of these shards, and would if those had their rows that do not answer."""
+    """Check that silent shards are not the reason why parity does not cover the failing shards.
+
+    Args:
+        failing: shard -> its error.
+
+    Raises:
+        ShardsSilent: parity does not cover the failing shards, but would cover them if the silent
+            ones had their rows.
+    """
     away = {shard: error for shard, error in failing.items() if is_away(error)}
     if stored.placement.r and not stored.shards.all_covered(failing) and stored.shards.all_covered(failing.keys() - away.keys()):
         raise silence(stored, away)
 
 
 def is_away(error: StoreError) -> bool:
-    """Whether a shard does not answer, so that its server may be as it was."""
+    """Return whether a shard does not answer, so that its server may be unchanged."""
     return isinstance(error, StoreUnavailable) and not isinstance(error, ForeignKey)
 
 
 def _is_gone(error: BaseException | None) -> bool:
-    """Whether nobody listens where a server was to be reached."""
+    """Return whether the error shows that nothing listens at the server's address."""
     while error is not None:
         if isinstance(error, ConnectionRefusedError | FileNotFoundError):
             return True
@@ -278,10 +364,13 @@ def _is_gone(error: BaseException | None) -> bool:
 
 
 def is_broken(error: StoreError) -> bool:
-    """Whether a shard failed since its connection broke: its server may take another one at once."""
+    """Return whether a shard failed because its connection broke.
+
+    Its server may accept a new connection at once.
+    """
     return is_away(error) and not isinstance(error, StoreSilent | StoreBusy)
 
 
 def _done(write: Write, there: Found) -> bool:
-    """Whether a write that was under way was done, as the marker that is there now shows: that of the write."""
+    """Return whether a write that was under way was done: the shard has the marker of the write."""
     return there.marked and write.marker is not None and Marker.parse(write.marker) == there.marker

@@ -1,8 +1,15 @@
-"""Rounds with the store: what is read and written for the lanes of an owner, and in which order (docs/internals/cache.md, Parity; docs/protocol.md).
+"""Rounds with the store: what the owner of lanes reads and writes, and in which order.
 
-Read phase: the parity rows of the stripes that the next batch of each lane touches, and the fetches. Parity phase: the new parity rows, once all is
-read, the rows of the batch before are acknowledged, and the batch is in the log. Data phase: the rows, in one exchange with the next read phase.
-Without parity nothing must go before a batch's rows, so a round is one exchange: these, and the fetches.
+See docs/internals/cache.md, Parity, and docs/protocol.md. With parity a round has three phases:
+
+1. Read phase: read the parity rows of the stripes that the next batch of each lane touches, and the
+   rows of the fetches that are due.
+2. Parity phase: write the new parity rows. It begins once everything is read, the rows of the batch
+   before are acknowledged, and the batch is in the log.
+3. Data phase: write the rows, in one exchange with the next read phase.
+
+Without parity nothing must precede the rows of a batch, so a round is one exchange of these rows
+and the fetches.
 """
 
 from __future__ import annotations
@@ -39,10 +46,16 @@ from foreload.pipelines.schedule.format import Arrivals
 
 
 class CheckedReads:
-    """Checks what the reads of an owner's rounds brought.
+    """Checks the results of the reads of an owner's rounds.
 
-    A shard that lacks a row, or has another in its place, is lost; where parity does not cover one more loss, the row alone is decoded, and
-    repaired. Without parity that is a RowError. exchange: does further reads, and repairs; on_action: as `Traffic` has it.
+    A shard that lacks a row, or has another row in its place, is lost. If parity does not cover one
+    more loss, only the wrong row is decoded, and the store is repaired. Without parity a missing or
+    wrong row is a RowError.
+
+    Args:
+        failover: loses shards.
+        exchange: performs further reads, and repairs.
+        on_action: as `Traffic` has it.
     """
 
     def __init__(
@@ -56,7 +69,11 @@ class CheckedReads:
         self._exchange, self._on_action = exchange, on_action
 
     def take_parity(self, reads: Sequence[tuple[LaneWrites, Read]]) -> None:
-        """Decode the parity rows that are missing, and are to be updated. Raises RowError."""
+        """Decode the parity rows to be updated that are missing on a live shard.
+
+        Raises:
+            RowError: a parity row is missing and cannot be decoded.
+        """
         for writes, read in reads:
             if read.missing is not None and self._live(read.shard):
                 error = missing_value(self._stored, writes.lane, read)
@@ -64,7 +81,15 @@ class CheckedReads:
                     self._decode_parity(writes, read, error)
 
     def take_rows(self, fetches: Sequence[PlannedFetch]) -> int:
-        """Check the rows that came, and put them where they go; returns how many were decoded. Raises RowError, RowsLost."""
+        """Check the rows that were read, and copy them to the staging of their events.
+
+        Returns:
+            How many rows were decoded.
+
+        Raises:
+            RowError: a row is missing or wrong and cannot be decoded.
+            RowsLost: more shards are lost than parity covers.
+        """
         left = [(fetch, planned) for fetch in fetches for planned in fetch.reads]
         decoded = 0
         while left:
@@ -78,20 +103,30 @@ class CheckedReads:
                     if planned.decoded and (planned.asked or not self._shards.readable(lane, shard)):
                         raise
                     if planned.decoded:
-                        # It was decoded to be faster; now it is seen what is there.
+                        # The shard was avoided because it is slow. The decoded row is wrong, so
+                        # read what the shard itself has.
                         planned.decoded, planned.asked = False, True
                         self._exchange([(lane, planned.read)], [])
                         wanting.append((fetch, planned))
                         continue
-                    # Another read may have shown it already.
+                    # An earlier read of this loop may have lost the shard already.
                     if self._shards.readable(lane, shard) and not self._distrusted(shard, error):
                         decoded += self._decode_alone(fetch, planned, error)
                     wanting.append((fetch, planned))
-            left = wanting  # of shards that are lost since, or decoded alone: once more
+            # Go through these once more: their shard is lost by now, or their wrong rows were
+            # decoded.
+            left = wanting
         return decoded
 
     def lacking(self, reads: Sequence[tuple[int, Read]]) -> bool:
-        """Whether a live shard lacks a row that it must have; it is lost then. Raises RowError where parity does not cover that."""
+        """Return whether a live shard lacks a row that it must have. That shard is lost afterwards.
+
+        Args:
+            reads: reads that are done, each with its lane.
+
+        Raises:
+            RowError: a row is missing, and parity does not cover one more lost shard.
+        """
         any_lost = False
         for lane, read in reads:
             if read.missing is not None and self._live(read.shard):
@@ -105,18 +140,21 @@ class CheckedReads:
         return shard not in self._shards.lost
 
     def _distrusted(self, shard: int, error: RowError) -> bool:
-        """Lose a live shard, which lacks a row, if parity covers that; returns whether it does."""
+        """Lose a shard that lacks a row, if parity covers the loss. Returns whether it does."""
         if not self._shards.covers(shard):
             return False
         self._failover.lose(shard, StoreUnavailable(str(error)))
         return True
 
     def _decode_unread(self, left: Sequence[tuple[PlannedFetch, PlannedRead]]) -> int:
-        """Fill the reads of shards that are not read from what is left of their stripes; returns how many rows that were."""
+        """Decode the rows of reads whose shard is not read, from the rest of their stripes.
+
+        Returns how many rows were decoded.
+        """
         if all(planned.asked or planned.decoded for _, planned in left) and self._shards.whole:
             return 0
         k = self._stored.placement.k
-        # Again where a shard is lost meanwhile, until what is decoded from is all there.
+        # If a source shard is lost during the reads, plan again without it.
         while True:
             work: list[tuple[PlannedFetch, PlannedRead, Decoding]] = []
             reads: list[tuple[int, Read]] = []
@@ -125,7 +163,8 @@ class CheckedReads:
                 if planned.decoded or (planned.asked and self._shards.readable(lane, shard)):
                     continue
                 if self._shards.read_from(lane, shard):
-                    # It was avoided, until another was lost.
+                    # The shard was avoided because it is slow. Another shard was lost since, so it
+                    # is read after all.
                     planned.asked = True
                     reads.append((lane, planned.read))
                     continue
@@ -148,7 +187,13 @@ class CheckedReads:
         return sum(len(planned.places) for _, planned, _ in work)
 
     def _decode_alone(self, fetch: PlannedFetch, planned: PlannedRead, error: RowError) -> int:
-        """Decode the wrong rows of a read, and repair them, where more shards would be lost than parity covers. Raises the error if it must."""
+        """Decode only the wrong rows of a read, and repair the store.
+
+        This is for a shard whose loss parity would not cover. Returns how many rows were decoded.
+
+        Raises:
+            RowError: the given error, if the rows cannot be decoded.
+        """
         writes = fetch.writes
         lost = self._unreadable(writes.lane, planned.read.shard)
         wrong_rows = decode_wrong(self._stored, writes.stripes, fetch.expected, planned, error, lost)
@@ -157,7 +202,11 @@ class CheckedReads:
         return len(wrong_rows.places)
 
     def _decode_parity(self, writes: LaneWrites, read: Read, error: RowError) -> None:
-        """The same for parity rows of a read."""
+        """Decode only the missing parity rows of a read, and repair the store.
+
+        Raises:
+            RowError: the given error, if the parity rows cannot be decoded.
+        """
         assert read.missing is not None
         lane, stripes, places = writes.lane, writes.stripes, np.flatnonzero(read.missing)
         table, stripe = unpack(read.fields[places])
@@ -173,11 +222,15 @@ class CheckedReads:
         self._repair(lane, read, WrongRows(places, decoding), error)
 
     def _unreadable(self, lane: int, shard: int) -> np.ndarray:
-        """The shards that a lane's rows cannot be read from, and this one: bool [shards]."""
+        """Return the shards that a lane cannot be read from, and this shard: bool [shards]."""
         return self._shards.of(lane).unreadable | self._stored.placement.mask([shard])
 
     def _repair(self, lane: int, read: Read, wrong_rows: WrongRows, error: RowError) -> None:
-        """Decode the wrong rows of a read alone, and write them where they belong; raises the error where what they follow from cannot be had."""
+        """Decode the wrong rows of a read, and write them to the shard that they belong to.
+
+        Raises:
+            RowError: the given error, if a row to decode from is not readable or is missing.
+        """
         sources = wrong_rows.reads
         self._exchange([(lane, source) for source in sources], [])
         if not all(self._shards.readable(lane, source.shard) and source.missing is None for source in sources):
@@ -185,17 +238,23 @@ class CheckedReads:
         self._exchange([], [(lane, write) for write in wrong_rows.put(self._stored, lane, read)])
 
 
-# A batch has as many rows as one exchange takes so long for: fetches wait for it. Longer where fewer rows would take hardly less.
+# Fetches wait for a batch, so a batch has only as many rows as one exchange takes this long for. It
+# may take longer where fewer rows would take hardly less.
 BATCH_SECONDS, MOST_BATCH_SECONDS = 0.05, 0.25
 FEWEST_BATCH_ROWS = 64
 
 
 @dataclass(slots=True)
 class RoundStats:
-    """What an exchange of a round did, for the counters.
+    """The results of one exchange of a round, for the counters.
 
-    fetched: what is at hand now; written: the batches whose rows are acknowledged by every live shard; begun: lanes of whom the empty batch is
-    with which an owner's begin.
+    Attributes:
+        rows_decoded: fetched rows that were decoded from their stripes.
+        bytes_read: bytes of rows and parity rows.
+        bytes_written: bytes of rows and parity rows.
+        fetched: the fetches whose rows are now in their staging.
+        written: the batches whose rows every live shard has acknowledged.
+        begun: lanes whose new owner has just written its opening (empty) batch.
     """
 
     parity_rows_read: int = 0
@@ -209,11 +268,15 @@ class RoundStats:
 
 
 class Rounds:
-    """The rounds of one traffic; its thread uses them.
+    """The rounds of one traffic. Only the traffic thread uses them.
 
-    lanes: of the traffic. failover: for the shards of these rows; log: where the batches under way are held, needed with parity. on_action: the
-    traffic's. on_stats: called once the rows that an exchange fetched are at hand, before the round goes on, so that who waits for them need not wait
-    for the rest.
+    Args:
+        lanes: the lanes of the traffic.
+        on_stats: called once the rows that an exchange fetched are staged, before the round
+            continues, so that a thread that waits for these rows does not wait for the rest of the
+            round.
+        failover: handles failing shards.
+        log: holds the batches under way. Required with parity.
     """
 
     def __init__(
@@ -227,22 +290,29 @@ class Rounds:
     ) -> None:
         self._stored, self._shards, self._lanes = stored, stored.shards, lanes
         self._on_action, self._on_stats, self._log = on_action, on_stats, log
-        self._code = Code.of(stored.placement)  # None without parity
+        self._code = Code.of(stored.placement)  # None if there is no parity
         self.failover = failover
         self.checked = CheckedReads(stored, failover, self.exchange, on_action)
         self._size = AdaptiveSize(BATCH_ROWS, FEWEST_BATCH_ROWS, BATCH_ROWS, BATCH_SECONDS, MOST_BATCH_SECONDS)
-        # Of each lane whose batch is in its parity phase: the markers that a shard may have.
+        # For each lane whose batch is in its parity phase: the markers that a shard may have.
         self._phase: dict[int, list[Marker]] = {}
-        self._parity_took = 0.0  # seconds, of the batches that are pending
+        self._parity_took = 0.0  # seconds that the parity phase of the pending batches took
 
     def run(self, fetches: Sequence[PlannedFetch]) -> bool:
-        """One round of these fetches and the next batch of each lane; False if there was nothing to exchange.
+        """Do one round: these fetches, and the next batch of each lane.
 
-        Raises RowError for a row that is missing or not the one expected, and cannot be decoded, StoreError, RowsLost.
+        Returns:
+            False if there was nothing to exchange.
+
+        Raises:
+            RowError: a row is missing or wrong and cannot be decoded.
+            StoreError: a server failed.
+            RowsLost: more shards are lost than parity covers.
         """
         lanes = self._lanes.all
         self._begin([state for state in lanes if state.writes.first is not None and state.writes.staging.waiting])
-        cut: list[tuple[LaneWrites, WriteBackBatch]] = []  # whose parity rows go before their rows
+        # The batches whose parity rows must be written before their rows.
+        cut: list[tuple[LaneWrites, WriteBackBatch]] = []
         for state in lanes:
             batch = state.writes.staging.cut(self._shards.of(state.lane).cursors, self._size.rows)
             if batch is not None and self._code is not None:
@@ -252,6 +322,8 @@ class Rounds:
         sent = [state.writes for state in lanes if state.writes.pending is not None]
         if not sent and not fetches and not cut:
             return False
+        # After a takeover the base of a row may be unknown. It is read in this phase, before the
+        # log holds the batch.
         bases = [(batch, self._base_fetch(writes, batch)) for writes, batch in cut if batch.baseless is not None]
         stats = self._read_phase([*fetches, *(fetch for _, fetch in bases)], cut, sent)
         stats.fetched = fetches
@@ -267,9 +339,13 @@ class Rounds:
         return True
 
     def flush_pending(self) -> bool:
-        """Have no batch under way: what is then read or written meets none half written. Returns whether there was any.
+        """Send and await the rows of all pending batches, so that no batch is under way.
 
-        That is the data phase of all batches, as an exchange of its own; without parity no batch outlives its round.
+        Afterwards no read or write meets a half-written stripe. This is the data phase as an
+        exchange of its own. Without parity no batch outlives its round.
+
+        Returns:
+            Whether a batch was pending.
         """
         sent = [state.writes for state in self._lanes.all if state.writes.pending is not None]
         if sent:
@@ -277,9 +353,16 @@ class Rounds:
         return bool(sent)
 
     def see_to_shards(self) -> bool:
-        """While not all shards are whole: data goes out by itself, and servers that are there again, or named instead, are taken back.
+        """Handle shards that are not whole: flush the batches, and take returned servers back.
 
-        Returns whether anything was sent for it. Raises as `run` does.
+        As long as any shard is not whole, the data phase is an exchange of its own. Servers named
+        by `Failover.replace` replace the old ones here.
+
+        Returns:
+            Whether a pending batch was flushed.
+
+        Raises:
+            CacheError: as `run` does.
         """
         self.failover.lose_found()
         self.failover.move_replaced()
@@ -290,31 +373,37 @@ class Rounds:
         return flushed
 
     def exchange(self, reads: Sequence[tuple[int, Read]], writes: Sequence[tuple[int, Write]]) -> None:
-        """Do what the live shards are asked, each item with its lane; what is left undone belongs to shards that are lost afterwards.
+        """Perform reads and writes on the live shards, each item given with its lane.
 
-        Raises as `Failover.exchange` does.
+        On return, an item that was not done belongs to a shard that is lost now. Raises as
+        `Failover.exchange` does.
         """
         self.failover.exchange(reads, writes, self._markers)
 
     def _begin(self, lanes: Sequence[LaneTraffic]) -> None:
-        """Have the batches of these lanes' owner begin. With parity that is an empty batch: from then on each number follows the one before.
+        """Start the batch numbers of these lanes' owner.
 
-        Not before there is a batch to write: what an owner changed nothing of stays as it was found.
+        With parity the owner writes an opening (empty) batch, so that from then on each batch
+        number follows the one before. The owner does this only when it has a batch to write: a lane
+        that the owner does not change stays as the owner found it.
         """
         if self._code is None:
-            # All markers change with each batch, so that of the first is enough.
+            # Without parity the marker of the first batch goes to every shard, so no empty batch is
+            # needed.
             for state in lanes:
                 state.writes.begin()
         elif lanes:
             self._write_empty(lanes)
 
     def _write_empty(self, lanes: Sequence[LaneTraffic]) -> None:
-        """Write the empty batch with which an owner's begin."""
+        """Log the opening (empty) batch of these lanes' owner, and write its marker everywhere."""
         assert self._log is not None
         out: list[tuple[int, Write]] = []
         for writes in (state.writes for state in lanes):
             lane, number = writes.lane, writes.first
             assert number is not None
+            # The log holds the record before its first byte leaves, so that a new owner can finish
+            # it.
             self._log.hold(lane, LoggedBatch.empty(number, writes.last_batch, writes.held + self._shards.of(lane).leftover))
             self._phase[lane] = [Marker(writes.last_batch, writes.last_batch), Marker(number, number)]
             for shard in self._stored.placement.live:
@@ -327,7 +416,11 @@ class Rounds:
         self._on_stats(RoundStats(begun=lanes))
 
     def _base_fetch(self, writes: LaneWrites, batch: WriteBackBatch) -> PlannedFetch:
-        """The fetch of what a batch replaces and is not at hand, as after a takeover; it is decoded where a shard is lost, as any row is."""
+        """Return the fetch of the rows that a batch replaces and whose base is unknown.
+
+        That is so after a takeover. If the shard of such a row is lost, the row is decoded like any
+        other.
+        """
         assert batch.baseless is not None
         who = batch.baseless.rows
         nowhere = Arrivals(*who.columns(), np.full(len(who), -1, np.int32), np.full(len(who), -1, np.int32))
@@ -337,7 +430,13 @@ class Rounds:
     def _read_phase(
         self, fetches: Sequence[PlannedFetch], cut: Sequence[tuple[LaneWrites, WriteBackBatch]], sent: Sequence[LaneWrites]
     ) -> RoundStats:
-        """Read phase of these fetches and batches, with the data phase of what is pending in `sent`."""
+        """Do a read phase, together with the data phase of pending batches.
+
+        Args:
+            fetches: the fetches that are due.
+            cut: the batches whose parity rows are read.
+            sent: the lanes whose pending batch is sent.
+        """
         for fetch in fetches:
             fetch.reads = plan_reads(self._stored, fetch.expected)
         parity = [(writes, read) for writes, batch in cut for read in self._parity_reads(writes, batch)]
@@ -359,7 +458,8 @@ class Rounds:
             self._note_exchange(time.monotonic() - begun, out, reads)
             self._on_action("data acknowledged")
         stats = RoundStats(fetched=fetches)
-        # Before anything is decoded: a shard that comes back without these rows now is not the one that acknowledged them.
+        # Release the batches before anything is decoded. Decoding exchanges again, and a shard that
+        # reconnects then without these rows must not pass for the one that acknowledged them.
         self._released(sent, stats)
         self.checked.take_parity(parity)
         stats.rows_decoded = self.checked.take_rows(fetches)
@@ -371,7 +471,10 @@ class Rounds:
         return stats
 
     def _parity_reads(self, writes: LaneWrites, batch: WriteBackBatch) -> list[Read]:
-        """The reads of the parity rows that a batch updates, in place: into the batch's own array."""
+        """Return the reads of the parity rows that a batch updates.
+
+        They read in place, into the batch's own array.
+        """
         parts = ((shard, *batch.updated_parity(shard)) for shard in self._stored.placement.live)
         return [
             Read(shard, self._stored.key(writes.lane, shard), fields, rows, any_length=True)
@@ -380,7 +483,10 @@ class Rounds:
         ]
 
     def _data_writes(self, writes: LaneWrites) -> list[tuple[int, Write]]:
-        """The rows of a lane's pending batch: every shard gets the marker, also where it has none of them."""
+        """Return the writes of the rows of a lane's pending batch.
+
+        Every live shard gets the marker, also a shard that gets none of the rows.
+        """
         batch, lane = writes.pending, writes.lane
         assert batch is not None
         return [
@@ -394,13 +500,21 @@ class Rounds:
         ]
 
     def _note_exchange(self, took: float, writes: Sequence[tuple[int, Write]], reads: Sequence[tuple[int, Read]]) -> None:
-        """The rows of batches are acknowledged, after so many seconds; of an exchange with more to read that says nothing."""
+        """Adapt the batch size to how long an exchange took that wrote rows of batches.
+
+        An exchange that read more rows than it wrote says nothing about the batch size.
+
+        Args:
+            took: seconds.
+            writes: the writes of the exchange, each with its lane.
+            reads: the reads of the exchange, each with its lane.
+        """
         rows = [len(write.fields) for _, write in writes]
         few = sum(len(read.fields) for _, read in reads) <= sum(rows)
         self._size.note(max(self._parity_took, took if few else 0.0), max(rows))
 
     def _released(self, sent: Sequence[LaneWrites], stats: RoundStats) -> None:
-        """The pending batches of these lanes are acknowledged."""
+        """Record that the pending batches of these lanes are acknowledged, that is, released."""
         for writes in sent:
             batch = writes.pending
             assert batch is not None
@@ -409,7 +523,10 @@ class Rounds:
             stats.bytes_written += batch.new.nbytes
 
     def _parity_phase(self, cut: Sequence[tuple[LaneWrites, WriteBackBatch]]) -> RoundStats:
-        """Compute and log the parity rows of batches, then send them: every live shard gets the marker, also where it has none of them."""
+        """Compute the parity rows of batches, log the batches, and write the parity rows.
+
+        Every live shard gets the marker, also a shard that gets none of the parity rows.
+        """
         assert self._code is not None
         assert self._log is not None
         out: list[tuple[int, Write]] = []
@@ -417,8 +534,11 @@ class Rounds:
             assert batch.old is not None
             batch.update(self._code)
             with_parity = writes.held + batch.fresh.all_parity_rows
+            # The row counts of each shard before the batch, with its parity, and with its data too.
             held = np.stack([writes.held, with_parity, with_parity + batch.fresh.all_rows], axis=1)
             there = held + self._shards.of(writes.lane).leftover[:, None]
+            # The log must hold the batch before its first byte leaves. Otherwise a crash would
+            # leave stripes half changed that no new owner could finish.
             self._log.hold(
                 writes.lane,
                 LoggedBatch(batch.number, batch.arrangement.row_fields, batch.old, batch.new, there, batch.number - 1),
@@ -436,6 +556,7 @@ class Rounds:
         self._parity_took = time.monotonic() - begun
         self._on_action("parity acknowledged")
         self._phase.clear()
+        # Every live shard has acknowledged the parity, so the rows may leave in the next exchange.
         for writes, batch in cut:
             writes.send_next(batch)
         live = [write for _, write in out if write.shard not in self._shards.lost]
@@ -444,17 +565,18 @@ class Rounds:
         )
 
     def _marker(self, lane: int, shard: int, number: int) -> Marker:
-        """The marker of a shard that has all of a batch, parity and data."""
+        """Return the marker of a shard that has all of a batch, parity and data."""
         return Marker(number, number, self._shards.rebuilding(lane, shard))
 
     def _markers(self, lane: int) -> list[Marker]:
-        """What the marker of a lane may be now on a store shard that has all of it."""
+        """Return the markers that a store shard which lacks nothing may have of a lane now."""
         if lane in self._phase:
             return self._phase[lane]
         writes = self._lanes[lane].writes
         if writes.pending is None:
             return [Marker(writes.last_batch, writes.last_batch)]
-        # The reads go first, but a server may do them last.
+        # The reads leave before the rows of the pending batch, but a server may serve them after
+        # the write. So the marker before and the marker after are both right.
         number = writes.pending.number
         parity = writes.last_batch if self._code is None else number
         return [Marker(parity, writes.last_batch), Marker(number, number)]

@@ -1,9 +1,12 @@
-"""Taking all rows of an owner's lanes as they are after a training step, while training goes on.
+"""A snapshot of all rows of an owner's lanes after a training step, taken while training continues.
 
-What sits in slots is copied at that moment, by the trainer's thread; everything else is read from the store later, beside the traffic's own fetches.
-Nothing is read too late, with parity or without: a row that changes after the step must first be in a slot. It was there at that moment, or staged,
-or it is *fetched* later, and so passes through this trainer's memory as it was after the step, which its tag shows; it is taken there, unless the
-store was asked for it before.
+The trainer's thread copies the rows that sit in slots at that moment. All other rows are read from
+the store later, beside the traffic's own fetches.
+
+No row is read too late, with parity or without. A row that changes after the step must first be in
+a slot. Either the row was in a slot or staged when the snapshot began, or a fetch brings it later.
+Such a fetch passes through this trainer's memory with the version of the step, as the row's tag
+shows, and the snapshot takes the row there, unless it asked the store for the row before.
 """
 
 from __future__ import annotations
@@ -27,15 +30,28 @@ from foreload.cache.rows.slot_copy import SlotRows
 from foreload.cache.rows.staging import EventStaging
 from foreload.pipelines.schedule.format import Arrivals, RowColumns
 
-CHUNK_ROWS = 2048  # that are asked of the store in one round, besides what training needs
-HELD_ROWS = 1 << 14  # of what is at hand that are given at once
-QUEUE_BYTES = 1 << 26  # of rows taken that wait for who writes them: the store is asked for no more meanwhile
-MOST_BYTES = 1 << 29  # of rows that training's fetches bring meanwhile: the snapshot is given up beyond that
+CHUNK_ROWS = 2048  # rows requested from the store in one round, besides those that training needs
+HELD_ROWS = 1 << 14  # slot rows that `Snapshot.rows` yields at once
+# Bytes of taken rows that wait for the reader of `Snapshot.rows`. At this limit the snapshot
+# requests no more rows from the store.
+QUEUE_BYTES = 1 << 26
+# Training's own fetches still add to these bytes. Beyond this limit the snapshot is abandoned.
+MOST_BYTES = 1 << 29
 
 
 @nb.njit(nogil=True, cache=True)
 def _mark(have: np.ndarray, starts: np.ndarray, table: np.ndarray, ordinal: np.ndarray, which: np.ndarray) -> None:
-    """Note rows as there, and leave in `which`, bool [n], only those that were not; one beyond a table's ordinals is none."""
+    """Mark rows as taken, and keep in `which` only the rows that were not marked before.
+
+    A row beyond its table's ordinals is not part of the snapshot.
+
+    Args:
+        have: uint8, 1 where a row is taken; written to.
+        starts: int64 [tables + 1], where each table begins in `have`, and the end.
+        table: int16 [n].
+        ordinal: int64 [n]; negative for a row that was never trained.
+        which: bool [n], the rows to mark; written to.
+    """
     for i in range(table.size):
         place = starts[table[i]] + ordinal[i]
         if which[i] and ordinal[i] >= 0 and place < starts[table[i] + 1] and not have[place]:
@@ -46,7 +62,16 @@ def _mark(have: np.ndarray, starts: np.ndarray, table: np.ndarray, ordinal: np.n
 
 @nb.njit(nogil=True, cache=True)
 def _next_missing(have: np.ndarray, start: int, out: np.ndarray) -> tuple[int, int]:
-    """The next places from `start` on that are 0, into `out`; returns how many, and where to go on."""
+    """Find the next places whose entry in `have` is 0, from `start` on.
+
+    Args:
+        have: uint8, by place.
+        start: the first place to look at.
+        out: int64 [m], receives the places.
+
+    Returns:
+        How many places were found, and the place at which to continue.
+    """
     count = 0
     while start < have.size and count < out.size:
         if not have[start]:
@@ -58,7 +83,12 @@ def _next_missing(have: np.ndarray, start: int, out: np.ndarray) -> tuple[int, i
 
 @dataclass(frozen=True, slots=True)
 class TakenRows(RowColumns):
-    """Rows of a lane as they were: weights float32 [n, Wmax], state float32 [n, Smax], beyond a row's own width undefined."""
+    """Rows of a lane as they were after the step.
+
+    Attributes:
+        weights: float32 [n, Wmax]; undefined beyond a row's own width.
+        state: float32 [n, Smax]; undefined beyond a row's own width.
+    """
 
     lane: int
     weights: np.ndarray
@@ -66,28 +96,44 @@ class TakenRows(RowColumns):
 
     @property
     def bytes(self) -> int:
-        """Memory of the values."""
+        """Bytes of memory of the weights and the state."""
         return self.weights.nbytes + self.state.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """Rows of a coming event that were there when the snapshot began: places int64 [n] in its staging."""
+    """Rows of a coming event that had arrived when the snapshot began.
+
+    Attributes:
+        event: the staging of the event.
+        places: int64 [n], the places of the rows in that staging.
+    """
 
     event: EventStaging
     places: np.ndarray
 
 
 class _Lane:
-    """Of one lane, what is taken. have: uint8, by table (from starts[table] on) and ordinal: taken, or not to be taken."""
+    """The progress of a snapshot on one lane.
+
+    Attributes:
+        have: uint8, by table (from starts[table] on) and ordinal: 1 for a row that is taken, or
+            that is not to be taken.
+    """
 
     def __init__(self, state: LaneTraffic, held: SlotRows, given: np.ndarray) -> None:
-        """With the monitor held. held: what sits in slots; given: int64 [tables], the ordinals given so far."""
+        """Note what is in slots and staged. The caller holds the monitor.
+
+        Args:
+            state: the lane's traffic.
+            held: the rows that sit in slots.
+            given: int64 [tables], the ordinals given so far.
+        """
         self.writes, self.held = state.writes, held
         self.starts = np.concatenate([[0], np.cumsum(given)]).astype(np.int64)
         self.have = np.zeros(int(self.starts[-1]), np.uint8)
         self.cursor = 0
-        # What was handed over is in the store once this is released.
+        # The rows handed over so far are in the store once this boundary is released.
         self.boundary = state.last_boundary
         self.staged = [_Staged(event, np.flatnonzero(event.ready)) for event in state.events.values()]
 
@@ -95,8 +141,8 @@ class _Lane:
 class Snapshot:
     """The rows of an owner's lanes after a training step.
 
-    step: that step. Three threads have to do with it: the trainer's begins it, the
-    traffic's takes rows, and one of its own reads `rows`.
+    Three threads use a Snapshot: the trainer's thread begins it, the traffic thread takes rows, and
+    a thread of its own reads `rows`.
     """
 
     def __init__(
@@ -107,45 +153,60 @@ class Snapshot:
         stored: StoredRows,
         monitor: Monitor,
     ) -> None:
-        """lanes: lane -> what sits in its slots, in memory that is left alone until it was read, and int64 [tables], the ordinals given. With the
-        monitor held.
+        """Begin a snapshot. The caller holds the monitor.
+
+        Args:
+            lanes: lane -> the rows that sit in its slots, in memory that stays unchanged until it
+                is read; and int64 [tables], the ordinals given so far.
+            states: the lanes of the traffic.
         """
         self.step = step
-        self._since = -1  # of what changed up to this step, nothing is wanted
+        self._since = -1  # rows last changed at or before this step are not wanted
         self._states, self._stored, self._monitor = states, stored, monitor
         self._lanes = {lane: _Lane(states[lane], held, given) for lane, (held, given) in lanes.items()}
-        self._left = deque(self._lanes.values())  # that the store is still to be asked for
+        self._left = deque(self._lanes.values())  # lanes with rows still to be requested
         self._not_before = 0.0  # time.monotonic()
-        self.throttled = True  # no more than its share of the traffic's time goes into it
+        self.throttled = True  # whether it takes at most `share` of the traffic thread's time
         self.share = SHARE
-        self._asked: tuple[PlannedFetch, float] | None = None  # what is under way, and since when
+        self._asked: tuple[PlannedFetch, float] | None = None  # the fetch under way, and its start
         self._begun = False
-        self._wanted: Mapping[int, np.ndarray] | None = None  # as `want` has it, until the traffic's thread has seen it
+        # The masks given to `want`, until the traffic thread has applied them.
+        self._wanted: Mapping[int, np.ndarray] | None = None
         self._may_ask = False
-        # What follows is shared by the traffic's thread and the reader's.
+        # The traffic thread and the reader's thread share the following fields.
         self._shared = threading.Condition()
         self._taken: deque[TakenRows] = deque()
-        self._bytes = 0  # of what waits in `_taken`
+        self._bytes = 0  # of the rows in `_taken`
         self._done = False
-        self._why: str | None = None  # it was abandoned
+        self._why: str | None = None  # why the snapshot was abandoned
 
-    # The reader's thread.
+    # Called by the reader's thread.
 
     def starts(self, lane: int) -> np.ndarray:
-        """Where the ordinals of a lane's tables begin in `want`'s masks, and where they end: int64 [tables + 1]."""
+        """Return where each table of a lane begins in the masks of `want`, and their end.
+
+        The result is int64 [tables + 1].
+        """
         return self._lanes[lane].starts
 
     def want(self, since: int = -1, wanted: Mapping[int, np.ndarray] | None = None) -> None:
-        """Have the store asked from now on for what is not at hand; to be called before `rows`.
+        """Start requesting rows from the store. To be called before `rows`.
 
-        since: only rows that changed after this step are wanted, which `wanted` marks, by lane (of these, at least): bool, by table and ordinal.
+        Args:
+            since: only rows that changed after this step are wanted.
+            wanted: lane -> bool mask by table and ordinal, which marks at least the rows that
+                changed after `since`. If None, every row is wanted.
         """
         with self._monitor:
             self._since, self._wanted, self._may_ask = since, wanted, True
             self._monitor.signal()
 
     def rows(self) -> Iterator[TakenRows]:
-        """All rows that are to be taken, each once, in no order. Raises SnapshotAbandoned."""
+        """Yield all wanted rows, each once, in no particular order.
+
+        Raises:
+            SnapshotAbandoned: the snapshot was abandoned.
+        """
         for lane, own in self._lanes.items():
             held = own.held
             for first in range(0, len(held), HELD_ROWS):
@@ -168,22 +229,28 @@ class Snapshot:
             yield from self._changed(rows)
 
     def _changed(self, rows: TakenRows) -> Iterator[TakenRows]:
-        """Of rows, those that changed since; what was taken before `want` may be others, and slots may be free."""
+        """Yield those of the rows that changed after the `since` of `want`.
+
+        Rows taken before the call of `want` may be older, and slots may be free.
+        """
         changed = (rows.tag > self._since + 1) & (rows.table != FREE)
         if changed.all():
             yield rows
         elif changed.any():
             yield TakenRows(*rows.columns(changed), rows.lane, rows.weights[changed], rows.state[changed])
 
-    # Any thread.
+    # Called by any thread.
 
     def hurry(self) -> None:
-        """Ask the store for all that is left at once, since nothing else does any more."""
+        """Request all remaining rows at once, because nothing else needs the store any longer."""
         self.throttled = False
         self._monitor.wake()
 
     def abandon(self, why: str) -> None:
-        """Take no more: whoever reads `rows` has SnapshotAbandoned raised. Does nothing once all is taken."""
+        """Stop taking rows, and make the reader of `rows` raise SnapshotAbandoned.
+
+        Does nothing once all rows are taken.
+        """
         with self._shared:
             if not self._done and self._why is None:
                 self._why = why
@@ -191,13 +258,17 @@ class Snapshot:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is to be taken any more."""
+        """Whether all rows are taken, or the snapshot was abandoned."""
         return self._done or self._why is not None
 
-    # The traffic's thread.
+    # Called by the traffic thread.
 
     def delay(self) -> float | None:
-        """Seconds until the store is to be asked for more; None where that is not known: whoever makes it so wakes the thread."""
+        """Return the seconds until the next rows are to be requested from the store.
+
+        Returns None if that time is not known. The event that makes it known wakes the traffic
+        thread.
+        """
         if self.over or self._asked is not None or self._bytes >= QUEUE_BYTES or (self._begun and not self._may_scan()):
             return None
         return max(self._not_before - time.monotonic(), 0.0) if self.throttled and self._begun else 0.0
@@ -206,7 +277,7 @@ class Snapshot:
         return self._may_ask and all(self._states[lane].released_boundary >= own.boundary for lane, own in self._lanes.items())
 
     def fetches(self) -> list[PlannedFetch]:
-        """What the next round is to ask the store for besides the traffic's own."""
+        """Return the fetches that the snapshot adds to the next round."""
         if self.delay() != 0.0:
             return []
         if not self._begun:
@@ -232,7 +303,7 @@ class Snapshot:
         return []
 
     def _begin(self) -> None:
-        """Note what was there when the snapshot began."""
+        """Take the rows that were in slots or staged when the snapshot began."""
         self._begun = True
         for lane, own in self._lanes.items():
             _mark(own.have, own.starts, own.held.table, own.held.ordinal, own.held.table != FREE)
@@ -249,9 +320,14 @@ class Snapshot:
         return PlannedFetch(own.writes, Expected(*columns, lane, tag_at_most=True, any_id=True), event, np.arange(count))
 
     def receive(self, fetched: Sequence[PlannedFetch]) -> list[PlannedFetch]:
-        """Take what a round brought; returns the traffic's own fetches."""
+        """Take the rows that a round fetched.
+
+        Returns:
+            The fetches of the traffic itself.
+        """
         if not self._begun:
-            # What is staged goes first; nothing of it can have been given away before.
+            # Take the rows that were staged at the beginning first. Until then the snapshot has
+            # taken no row.
             self._begin()
         own = [fetch for fetch in fetched if self._asked is None or fetch is not self._asked[0]]
         for fetch in own:
@@ -263,16 +339,24 @@ class Snapshot:
             self._take(asked.writes.lane, asked.event, asked.expected, asked.places)
             now = time.monotonic()
             share = len(asked.places) / sum(len(fetch.places) for fetch in fetched)
+            # The exchange also served the traffic's own fetches, so only the snapshot's share of
+            # the rows counts.
             self._not_before = now + (now - since) * share * (1 / self.share - 1)
         return own
 
     def _take(self, lane: int, event: EventStaging, who: RowColumns, places: np.ndarray) -> None:
-        """Take rows of an event's staging, at places int64 [n], where they are as after the step, and not taken yet.
+        """Take those rows of an event's staging that have the step's version and are not taken yet.
 
-        who: these rows, or all of the event's where it is its arrivals.
+        Args:
+            event: the staging.
+            who: the columns of these rows; or the event's arrivals, of which `places` selects these
+                rows.
+            places: int64 [n], the places of the rows in the staging.
         """
         own, tag = self._lanes[lane], event.rows.tag[places]
         table, ordinal, row_id, _ = who.columns(places) if who is event.arrivals else who.columns()
+        # A tag is 1 + the step that last changed the row; tag 0 is a row that was never trained. A
+        # higher tag than step + 1 is a version after the step.
         which = (tag >= 1) & (tag <= self.step + 1)
         _mark(own.have, own.starts, table, ordinal, which)
         which &= tag > self._since + 1
@@ -291,22 +375,27 @@ class Snapshot:
 
 
 def warm_up() -> None:
-    """Compile what a snapshot needs, or load it, so that no step waits for that."""
+    """Compile the kernels of a snapshot, or load them, so that no step waits for that."""
     none = np.zeros(0, np.uint8)
     _mark(none, np.zeros(1, np.int64), np.zeros(0, np.int16), np.zeros(0, np.int64), np.zeros(0, bool))
     _next_missing(none, 0, np.zeros(1, np.int64))
 
 
 class Snapshots:
-    """The snapshot of one traffic that is under way, if any: one at a time."""
+    """The current snapshot of one traffic, if any. There is at most one at a time."""
 
     def __init__(self, stored: StoredRows, lanes: Lanes, monitor: Monitor) -> None:
         self._stored, self._lanes, self._monitor = stored, lanes, monitor
         self._current: Snapshot | None = None
 
     def begin(self, step: int, lanes: Mapping[int, tuple[SlotRows, np.ndarray]]) -> Snapshot:
-        """Begin one, of the rows after a step, as `Snapshot` has it; one before is abandoned. The trainer's thread calls this, between two steps,
-        when what that step wrote is handed over.
+        """Begin a snapshot of the rows after a step, and abandon the one before.
+
+        The trainer's thread calls this between two steps, after it handed over the rows that end at
+        the step.
+
+        Args:
+            lanes: as `Snapshot` has it.
         """
         self.abandon("another one began")
         with self._monitor:
@@ -315,32 +404,36 @@ class Snapshots:
             return self._current
 
     def abandon(self, why: str) -> None:
-        """Take no more of the one under way, if there is one: lanes changed, or the traffic is over."""
+        """Abandon the current snapshot, if there is one: lanes changed, or the traffic is over."""
         current, self._current = self._current, None
         if current is not None:
             current.abandon(why)
 
-    # The traffic's thread.
+    # Called by the traffic thread.
 
     def _under_way(self) -> Snapshot | None:
         if self._current is None:
             return None
         with self._monitor:
             if self._current is not None and self._current.over:
-                self._current = None  # and with it the copy
+                self._current = None  # this frees the copy of the slots too
             return self._current
 
     def delay(self) -> float | None:
-        """As `Snapshot.delay`."""
+        """Return what `Snapshot.delay` of the current snapshot returns."""
         current = self._under_way()
         return None if current is None else current.delay()
 
     def fetches(self) -> list[PlannedFetch]:
-        """As `Snapshot.fetches`."""
+        """Return what `Snapshot.fetches` of the current snapshot returns."""
         current = self._under_way()
         return [] if current is None else current.fetches()
 
     def receive(self, fetched: Sequence[PlannedFetch]) -> Sequence[PlannedFetch]:
-        """As `Snapshot.receive`. With the monitor held until what was brought is noted as there, so that none begins in between."""
+        """Pass what a round fetched to the current snapshot, as `Snapshot.receive`.
+
+        The caller holds the monitor until the fetched rows are marked as ready, so that no snapshot
+        begins in between and misses them.
+        """
         current = self._under_way()
         return fetched if current is None else current.receive(fetched)

@@ -1,4 +1,4 @@
-"""Change the number of trainers during training, and move lanes away from slow ones (--rebalance)."""
+"""Change the number of trainers during training, and move lanes from slow ones (--rebalance)."""
 
 from __future__ import annotations
 
@@ -343,7 +343,10 @@ class Scaling:
                 self._leaving.add(max(staying - self._leaving))
 
     def _can_join_now(self) -> tuple[int, ...]:
-        """Return the trainers that can join, once all starting ones can or `JOIN_PATIENCE` is over."""
+        """Return the trainers that can join.
+
+        There are none until all starting trainers can join, or `JOIN_PATIENCE` is over.
+        """
         ready = tuple(sorted(trainer for trainer, can in self._starting.items() if can))
         if not ready:
             self._waited_since = None

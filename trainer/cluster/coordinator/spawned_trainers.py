@@ -265,7 +265,7 @@ class SpawnedTrainers:
     def await_end(self, patience: timedelta) -> None:
         """Wait until all trainers have ended, for at most `patience` each.
 
-        Trainers of other hosts are then left to their hosts, which end them.
+        Trainers of other hosts are then left to their hosts, and end by themselves.
         """
         for process in self._processes.values():
             process.wait(patience)

@@ -326,6 +326,8 @@ class Launcher:
                 before = run.status
                 self._events = EventLog(path, *((-1, 0) if before is None else (before.step, before.term)))
                 with self._events.failures():
+                    # A crashed run is first brought to a clean stop. Then it may turn out that no
+                    # step is left.
                     if broken_off := before is not None and before.state == "training":
                         self._job = at_rest_again(self._job, run, before, schedule, model, self._events)
                     elif before is not None and not self._auto and rebuild_at_end(run, self._job, schedule, self._events):
@@ -409,6 +411,7 @@ class Launcher:
             reach(urls, self._job.store_silence, self._job.patience.time)
             check_spares(self._job, manifest, urls, placement)
         with locked(path) as lock:
+            # The old run's rows are deleted while its folder still says where they are.
             delete_replaced(Run(path), urls, self._job.folder_moved)
             run = Run.create(path, manifest, placement, self._job.overwrite, lock)
             start = Status("training", schedule.header.first_step - 1, {str(lane): 0 for lane in range(lanes)}, term=1)
@@ -509,6 +512,7 @@ class Launcher:
         except GuestsRefused as refused:
             assert hosts is not None
             hosts.begin_again(refused)
+        # Between two attempts a signal may interrupt, also one that came during the last attempt.
         self._interrupts.heed()
         return None
 

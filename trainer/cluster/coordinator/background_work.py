@@ -30,6 +30,7 @@ def fulfil(future: Future[Result], work: Callable[[], Result]) -> None:
     """Run `work` and set its result, or its error, in `future`."""
     try:
         future.set_result(work())
+    # Every error goes to the future. Otherwise its reader would wait for ever.
     except BaseException as error:
         future.set_exception(error)
 

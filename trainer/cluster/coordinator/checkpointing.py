@@ -215,11 +215,13 @@ class Checkpointing:
         if saving.reports.keys() >= set(members):
             self._change(ready=True)
         try:
+            # The folder was busy when the draft was to be made. Try again after a pause.
             if saving.best is not None and saving.taken and saving.opening is None and self.wanted.may_begin():
                 self._open(saving)
             if saving.opening is not None and saving.opened is None and saving.opening.done():
                 self._have_written(saving, saving.opening.result())
             if saving.publishing is None:
+                # The totals exist once all members have reported the step, so the step counts.
                 if saving.written.keys() >= set(members) and self._report.kept_totals is not None:
                     self._publish(saving)
             elif saving.publishing.done():
@@ -309,6 +311,8 @@ class Checkpointing:
             saving is not None and bool(saving.taken) and saving.step == report.step and saving.wanted.folder == self._folder
         )
         there = self._last_here == report.step
+        # Neither the folder nor the trainers' memory has this step, and training can still wait:
+        # hold it until the checkpoint is taken.
         if better and event.waits_in is not None and not there and not has_replica:
             self._best.held = HeldTraining(event.waits_in, best, self._call.clock())
             return
@@ -322,6 +326,7 @@ class Checkpointing:
                 self._open(saving)
             elif saving.opening is None and saving.best is None:
                 self._give_up("it is not the best", again=True)
+        # Training waits, but no checkpoint of this step is to be taken.
         if event.waits_in is not None:
             self._rendezvous.publish(GoOnAfter(), event.waits_in, report.step)
 

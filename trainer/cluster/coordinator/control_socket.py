@@ -60,6 +60,7 @@ class ControlSocket:
 
     def __init__(self, run: Path, respond: Callable[[ControlRequest], Answer]) -> None:
         self._path = run / CONTROL
+        # A launcher that was killed may have left its socket.
         self._path.unlink(missing_ok=True)
         self._elsewhere: Path | None = None
 
@@ -84,6 +85,7 @@ class ControlSocket:
         self._server: Server | None = None
         try:
             self._server = self._bound(lambda path: Server(str(path), Handler))
+            # Only the user who owns the run may send requests.
             self._path.chmod(0o600)
         except OSError as error:
             why = error.strerror or error
@@ -164,6 +166,8 @@ class RequestQueue:
             ConnectionError: The coordinator no longer answers requests.
         """
         answer: Future[Answer] = Future()
+        # Put the request first and then check `_closed`: `close` may have emptied the queue before,
+        # and nobody else would cancel this request.
         self._asked.put((request, answer))
         if self._closed:
             self._refuse_rest()
@@ -188,6 +192,8 @@ class RequestQueue:
             respond: Returns the answer to a request, or a future of it. If either raises an error,
                 the request is refused.
         """
+        # Clear the wake-ups before taking requests. In the other order, the wake-up of a request
+        # that comes in between would be lost.
         with contextlib.suppress(BlockingIOError):
             self._wakes.recv(4096)
         for request, answer in self._taken():

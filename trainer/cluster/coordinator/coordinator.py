@@ -163,6 +163,8 @@ class Coordinator:
         silent: dict[int, str] = {}
         if not self._training and (guests := self._failures.guests(term)):
             silent = dict.fromkeys(guests & set(members.silent()), SILENT)
+        # While losses are survived, the membership handles them. Otherwise a trainer that failed or
+        # died ends the call, once the others have had time to report why.
         if self._training and not self._failures and (members.survives or not missing):
             self._see_to_members(dead)
         elif self._failures or missing or silent:
@@ -192,6 +194,7 @@ class Coordinator:
         """
         received = self._call.interrupts.received
         # Until all trainers are ready, nothing of the run has changed, so no clean stop is needed.
+        # A second signal means that the user does not want to wait for one.
         if len(received) > 1 or (received and not self._training):
             raise KeyboardInterrupt
         if (received or self._stop_wanted) and not self._stop_published:
@@ -239,6 +242,7 @@ class Coordinator:
             self._shards.on_term(self.members.term.members)
             for trainer in self.members.lost:
                 self.scaling.lost(trainer)
+        # Under a scheduler the number of trainers is fixed, since the scheduler starts them.
         if not under_scheduler():
             for trainer in self._trainers.take_offers(lambda: self.scaling.offer() if goes_on else None, self._plan.now.version):
                 self._receiver.add(trainer)
@@ -271,6 +275,7 @@ class Coordinator:
             self._receive(trainer, event)
 
     def _receive(self, trainer: int, event: TrainerEvent) -> None:
+        # A trainer that is starting is no member yet. Of its events only these two matter.
         if self.scaling.is_starting(trainer):
             self._call.observer.on_event(trainer, event)
             match event:

@@ -131,10 +131,13 @@ class RowMigration:
                 self._call.say(f"store shards: {moved:.0%} of the rows have moved")
         if self._wanted is not None:
             (placement, urls), self._wanted = self._wanted, None
+            # Only the new servers' URLs are taken: a server of another shard may have been replaced
+            # since the request.
             self._shards.use((*self._shards.urls, *urls[len(self._shards.urls) :]))
             self._program, self._shown = self._program.ask(placement), 0.0
         before = self._program.placement
         self._go_on(members)
+        # Trainers get a placement only once it is in RUN.
         if self._program.placement is not before:
             self._plan.move_rows(self._program.placement, self._shards.plain_urls)
 
@@ -231,6 +234,7 @@ class RowMigration:
         if self._preparing is not None:
             wait(self._preparing.urls)
             self._see_prepared()
+        # A migration that has not begun is dropped, and its new servers are given back.
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
             placement, urls = wanted

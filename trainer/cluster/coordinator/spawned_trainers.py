@@ -52,6 +52,8 @@ class Hosts:
         given = given_token(job.token_file)
         token = given or new_token()
         self._token_file = job.token_file if given is not None else str(run / TOKEN)
+        # If the user gave no token, leave a new one in the run's folder. The message to the user
+        # names that file.
         if given is None:
             write_token(run / TOKEN, token)
         self.on_host = OnHost(token, has_run=True)
@@ -241,6 +243,7 @@ class SpawnedTrainers:
             at_most: The longest pause.
             ended: The trainers that have ended already.
         """
+        # A trainer of another host has no process here to wait for.
         left = [process for trainer, process in self._processes.items() if trainer not in ended]
         pause([process for process in left if not isinstance(process, HostedTrainer)], at_most, self._wakes)
 

@@ -95,6 +95,7 @@ class StoreShards:
     def __init__(self, call: TrainingCall, urls: Sequence[str], local: LocalStores | None) -> None:
         job, self._call, self.urls, self.local = call.job, call, list(urls), local
         self.protected = call.run.placement.r > 0
+        # A restarted server is empty, so without parity its rows would be lost.
         self._restarted = local if self.protected and not job.no_restart else None
         self._spares = [url.plain for url in parse_urls(job.spare)] if job.spare else []
         self._checking: list[_Replacement] = []
@@ -127,6 +128,8 @@ class StoreShards:
 
         It is the least share of any trainer.
         """
+        # Until the members of a new term have reported, the state before it counts, too. So the
+        # share is never overestimated.
         before = () if self._before_term is None else (self._before_term,)
         return min((one.migrated if one.version == version else 0.0 for one in (*self._reported.values(), *before)), default=0.0)
 
@@ -242,6 +245,7 @@ class StoreShards:
         shard = shard_named(request.old, self.plain_urls)
         url = parse_url(request.new)
         in_use = [(number, parse_url(used)) for number, used in [*enumerate(self.urls), *self.about_to_come] if used]
+        # A thread does the check, since the server may not answer.
         check = spare_check(self._call.job, self._call.manifest)
         replacement = _Replacement(shard, url.plain, in_background(lambda: check(url, in_use)))
         self._checking.append(replacement)

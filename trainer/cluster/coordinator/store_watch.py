@@ -156,6 +156,7 @@ class StoreWatch:
         # `anew` is true once after each migration: the forecast is then made for its placement.
         placement, lanes = self._placement, range(self._schedule.header.lanes)
         anew = placement is not self._known
+        # During a migration the placement does not say where each row is.
         if placement.migrating or (self._memory is None and not anew):
             return
         with Store.connect(asked(self._urls), self._job.store_silence, 1) as store:
@@ -171,6 +172,7 @@ class StoreWatch:
             infos = {server.shard: store.info(server.shard) for server in up}
         for server in up if memory.timeline.known else ():
             info = infos[server.shard]
+            # The user may have changed the limit of a running server.
             server.limit_bytes = int(info.get("maxmemory", 0)) or None
             rows = np.array([found[server.shard][lane].rows for lane in lanes])
             self._correct(memory, server, rows, counted_bytes(info), anew)

@@ -82,6 +82,7 @@ def next_term(
         LanesLost: Neither the owner nor a complete replica of some lane is left.
     """
     members, complete, hosts = _left_of(before, positions)
+    # If a member cannot go on, the new term trains no step and only keeps what the store lacks.
     keeps = next((position.why for position in positions.values() if position.keeps), None)
     # Planned moves stay planned: a lane whose target is still a member keeps that target, and the
     # replica that it needs there is still made.
@@ -127,6 +128,7 @@ def changed_term(
     members, complete, before_hosts = _left_of(before, positions)
     there = (*members, *change.joining)
     stay = [trainer for trainer in there if trainer not in change.leaving]
+    # A trainer that has a replica of a lane, or is getting one, is preferred as its target.
     held = [{*complete[lane], *before.copies[lane]} for lane in range(len(before_hosts))]
     targets = before.targets if change.targets is None else change.targets
     if set(targets) != set(stay):
@@ -173,6 +175,8 @@ def wants_change(term: Term, complete: Sequence[Collection[int]], change: Change
     moves = [lane for lane, host in enumerate(term.hosts) if term.targets[lane] != host]
     if moves:
         return all(term.targets[lane] in complete[lane] for lane in moves)
+    # All lanes are with their targets. A leaving trainer can leave, unless it has the only complete
+    # replica of some lane.
     leaving = [trainer for trainer in term.members if trainer in change.leaving]
     return bool(leaving) and not (
         set(_only_copies(term.hosts, complete, stay, leaving).values()) if len(stay) > 1 and any(term.copies) else ()

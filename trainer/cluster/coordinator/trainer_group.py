@@ -97,6 +97,8 @@ class TrainerGroup:
             self._call.interrupts.defer_signals = True
             address = self._call.job.own_address()
             rendezvous_host = RendezvousHost(address, self._start_process)
+            # Callbacks run in reverse order: trainers are killed before their rendezvous host is
+            # closed.
             stack.callback(rendezvous_host.close)
             stack.callback(self._trainers.kill)
             # The trainers start at the same time as the rendezvous host, and wait for it.
@@ -113,6 +115,8 @@ class TrainerGroup:
         coordinator = Coordinator(call, rendezvous, self._trainers, self._shards, self._requests, report)
         coordinator.begin()
         publish_dense(rendezvous, run, spec)
+        # The spec comes last: a trainer that has read it finds the term, the plan and the dense
+        # part.
         rendezvous.publish(spec)
         control = ControlSocket(run.path, self._requests.ask)
         try:

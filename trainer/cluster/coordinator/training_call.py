@@ -101,5 +101,6 @@ class PublishedPlan:
     def move_rows(self, placement: Placement, servers: Sequence[str]) -> None:
         """Publish another placement, to which rows move or have moved, and its servers' URLs."""
         number = self.now.placement + 1
+        # The plan refers to the placement by its number, so the placement is published first.
         self._rendezvous.publish(PlacementText(placement.text), number)
         self.change(placement=number, servers=tuple(servers))

@@ -82,7 +82,6 @@ def ending_before(run: Run, why: str) -> Ending | None:
     It comes from the run's summary, and is None if that cannot be read. The user gets a message.
 
     Args:
-        run: The run.
         why: Why there is no step left, as `why_ended` says it.
     """
     status = run.saved_status()
@@ -102,7 +101,6 @@ def status_of(ended: Mapping[int, TrainerEnd], totals: Totals, term: int, remove
     """Return the status of a run whose trainers have all ended.
 
     Args:
-        ended: The end of each trainer.
         totals: The totals of the run's steps. The rows written at the end are added here.
         term: The term in which the trainers ended.
         removed: The store shards that were removed.
@@ -121,12 +119,6 @@ def status_of(ended: Mapping[int, TrainerEnd], totals: Totals, term: int, remove
 
 def keep_run(run: Run, manifest: Manifest, status: Status, ended: Mapping[int, TrainerEnd]) -> bool:
     """Publish the files of rows that trainers kept because the store lacks them.
-
-    Args:
-        run: The run.
-        manifest: The run's manifest.
-        status: The run's status.
-        ended: The end of each trainer.
 
     Returns:
         Whether there were such files.
@@ -206,9 +198,6 @@ def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], lef
     of the trainer with the lowest number.
 
     Args:
-        run: The run.
-        schedule: The job's schedule.
-        ended: The end of each trainer.
         left: The reports of the trainers that left as planned.
         before: The totals when the call began.
     """

@@ -49,11 +49,7 @@ def save_over_hosts(rendezvous: Rendezvous, run: Run, spec: LaunchSpec, term: in
     keep. If all trainers have the folder, there is nothing to do.
 
     Args:
-        rendezvous: The rendezvous store.
-        run: The run.
-        spec: The launch spec of the call.
         term: The term in which the trainers ended.
-        ended: The end of each trainer.
 
     Raises:
         PeerLost: The rendezvous store is gone.

@@ -90,7 +90,6 @@ class Profiling:
         """Record the state before training begins.
 
         Args:
-            run: The run.
             start: The run's status.
             urls: The URLs of its store shards, with passwords.
         """
@@ -199,7 +198,6 @@ def train(
     """Train as the job says, in the environment that `foreload train` sets.
 
     Args:
-        job: The job.
         observer: Sees every event of a trainer, and names the faults that trainers inject.
         start_process: Starts the processes of the call.
         report: Called with the run's folder once the run has stopped.
@@ -268,7 +266,6 @@ class _NewRun:
     """A run that was just made.
 
     Attributes:
-        run: The run.
         start: The status with which it begins.
         local: Its local stores, if it has them.
         lock: The descriptor of its lock, which is held.
@@ -286,7 +283,6 @@ class Launcher:
     """One call of `foreload train`, from the coordinator's side.
 
     Args:
-        job: The job.
         interrupts: The signals that ask for an end.
         meeting: Where a scheduler's trainers met. If None, there is no scheduler.
         observer, start_process, report: As for `train`.
@@ -588,7 +584,6 @@ class Launcher:
           before. Servers that an earlier call left running keep running.
 
         Args:
-            local: The local stores.
             start: The status with which the call began.
             kind: The type of `error`; an exit stack passes it.
             error: The error with which the call ends, if it does.

@@ -60,8 +60,6 @@ def claimed(job: TrainJob, run: Run, manifest: Manifest, start: Status, urls: Se
     With --resume, also check that the rows there are those of the run's last clean stop.
 
     Args:
-        job: The job.
-        run: The run.
         manifest: The run's manifest, as it will be published.
         start: The status with which the call begins.
         urls: The URLs of the store shards, with passwords.
@@ -109,11 +107,7 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
     ends, the run still counts as crashed, and the same call can be made again.
 
     Args:
-        job: The job.
-        run: The run.
-        before: Its status.
-        schedule: The job's schedule.
-        model: The job's model.
+        before: The status that the crashed call left.
 
     Returns:
         The job with which training goes on.
@@ -221,9 +215,6 @@ def restore(job: TrainJob, run: Run, checkpoint: Checkpoint, start: Status, loca
     same call can be made again.
 
     Args:
-        job: The job.
-        run: The run.
-        checkpoint: The checkpoint.
         start: The status with which the run begins.
         local: The run's local stores, if it has them. They are started and ended here.
 
@@ -281,12 +272,7 @@ def at_rest_again(job: TrainJob, run: Run, before: Status, schedule: Schedule, m
     from where it ended. Otherwise it is restored from its newest checkpoint, if that is possible.
 
     Args:
-        job: The job.
-        run: The run.
-        before: Its status.
-        schedule: The job's schedule.
-        model: The job's model.
-        events: The run's events.
+        before: The status that the last call left.
 
     Returns:
         The job with which training goes on.
@@ -317,13 +303,6 @@ def rest_at_end(job: TrainJob, group: TrainerGroup, shards: StoreShards, schedul
 
     The servers lacked these rows when training ended. They are put back if the servers answer by
     now; then `group` has the final status.
-
-    Args:
-        job: The job.
-        group: The trainers of the call.
-        shards: The run's store shards.
-        schedule: The job's schedule.
-        events: The run's events.
 
     Raises:
         TrainerError: The servers do not answer. The rows stay in the run's folder.

@@ -126,10 +126,7 @@ class CheckpointUnderWay:
         """Return the contents of the checkpoint's manifest. Call it once all trainers have written.
 
         Args:
-            manifest: The run's manifest.
             totals: The run's totals after the checkpoint's step.
-            header: The schedule's header.
-            layouts: The row layout of each table.
         """
         assert self.opened is not None
         taken, increment = next(iter(self.taken.values())), self.opened.increment
@@ -165,7 +162,6 @@ class Checkpointing:
     thing after the other.
 
     Args:
-        plan: The plan published to trainers.
         report: The report of the trainers' steps, which also gets a line per checkpoint.
 
     Attributes:
@@ -197,7 +193,6 @@ class Checkpointing:
         """Go on with the checkpoint under way, or begin the next one.
 
         Args:
-            members: The members of the current term.
             goes_on: Whether training goes on, so that a checkpoint can be begun.
         """
         if self._best.held is not None:

@@ -54,7 +54,6 @@ class ControlSocket:
     """The control socket of a run that trains.
 
     Args:
-        run: The run's folder.
         respond: Answers a request. It is called in the thread of the request's connection.
     """
 
@@ -277,12 +276,7 @@ class _Count:
 
 
 class RunRequests:
-    """The coordinator's side of the requests on which all trainers work: scrubs and counts.
-
-    Args:
-        members: The trainers' numbers.
-        plan: The plan published to trainers.
-    """
+    """The coordinator's side of the requests on which all trainers work: scrubs and counts."""
 
     def __init__(self, call: TrainingCall, members: Iterable[int], plan: PublishedPlan) -> None:
         self._call, self._members, self._plan = call, frozenset(members), plan

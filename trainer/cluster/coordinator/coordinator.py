@@ -79,7 +79,6 @@ class Coordinator:
     Args:
         trainers: The trainers' processes.
         requests: The queue of users' requests.
-        report: The report of the trainers' steps.
 
     Attributes:
         members: The membership of the current term.

@@ -75,7 +75,6 @@ class Failures:
         """Return the error that says why trainers ended before their time.
 
         Args:
-            term: The current term.
             unheard: The members that ended without a report or are silent, and how.
             begun: Whether training has begun.
         """
@@ -95,7 +94,6 @@ def guests_to_blame(guests: Collection[int], reports: Sequence[tuple[int, Failed
 
     Args:
         guests: The trainers that run on other hosts.
-        reports: The failures that trainers reported.
         unheard: The trainers that ended without a report or are silent, and how.
     """
     causes = {trainer: failed.message for trainer, failed in reports if failed.code not in _OF_OTHERS} | dict(unheard)
@@ -125,9 +123,7 @@ def _reason(failures: Sequence[Failed], unheard: Mapping[int, str], term: Term) 
     trainer that ended without a report.
 
     Args:
-        failures: The failures that trainers reported.
         unheard: The trainers that ended without a report or are silent, and how.
-        term: The current term.
     """
     causes = [failed for failed in failures if failed.code != PeerLost.code]
     if lost := [failed.lost for failed in causes if failed.lost is not None]:

@@ -46,12 +46,7 @@ class _Preparation:
 
 
 class RowMigration:
-    """The migrations of one call.
-
-    Args:
-        shards: The run's store shards.
-        plan: The plan published to trainers.
-    """
+    """The migrations of one call."""
 
     def __init__(self, call: TrainingCall, shards: StoreShards, plan: PublishedPlan) -> None:
         self._call, self._shards, self._local, self._plan = call, shards, shards.local, plan
@@ -113,11 +108,7 @@ class RowMigration:
             raise RunError("a server is about to take a store shard's place; ask again when that is whole")
 
     def poll(self, members: Collection[int]) -> None:
-        """Announce replacement servers; start a requested migration, report it, and complete it.
-
-        Args:
-            members: The members of the current term.
-        """
+        """Announce replacement servers; start a requested migration, report it, and complete it."""
         while (replacement := self._shards.take_replacement()) is not None:
             shard, url = replacement
             self._plan.change(servers=self._shards.plain_urls)
@@ -145,7 +136,6 @@ class RowMigration:
         """Do the next steps of the migration, up to one that must be waited for.
 
         Args:
-            members: The members of the current term.
             wait: Returns when a future is done. Given once the trainers have ended. If None, they
                 train, and may still use the servers of removed shards.
         """

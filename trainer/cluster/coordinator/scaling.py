@@ -270,7 +270,6 @@ class Scaling:
         """Start and end trainers as needed, and set in `members.change` who joins and leaves.
 
         Args:
-            members: The membership.
             ended: The trainers whose process has ended, and how.
             goes_on: Whether training goes on. If False, no trainer is started.
         """

@@ -36,7 +36,7 @@ _SILENCE = timedelta(seconds=5)
 
 
 class Hosts:
-    """The other hosts of a job. It listens for them at the job's --coordinator.
+    """Connections to the other hosts of a job, which join at the job's --coordinator.
 
     Attributes:
         machines: The machine of each trainer. "" stands for this one.
@@ -67,7 +67,7 @@ class Hosts:
     @classmethod
     @contextlib.contextmanager
     def of(cls, job: TrainJob, run: Path) -> Iterator[Hosts | None]:
-        """Listen for the job's other hosts while entered. Yields None if the job has only this."""
+        """Listen for the job's other hosts while entered. Yields None if the job has none."""
         if job.coordinator is None:
             yield None
             return
@@ -100,7 +100,6 @@ class Hosts:
         """Have its host start a trainer.
 
         Args:
-            hosted: The offered trainer.
             trainer: The number that it gets.
             rendezvous: Where trainers find the rendezvous store.
             stores: The URLs of the store shards, without passwords.
@@ -181,7 +180,6 @@ class SpawnedTrainers:
         """Start a trainer on this host.
 
         Args:
-            trainer: The trainer's number.
             plan: As in `TrainerStart`.
         """
         rendezvous, address = self._place
@@ -240,7 +238,6 @@ class SpawnedTrainers:
         """Pause until a trainer of this host ends, a request arrives, or the time is over.
 
         Args:
-            at_most: The longest pause.
             ended: The trainers that have ended already.
         """
         # A trainer of another host has no process here to wait for.

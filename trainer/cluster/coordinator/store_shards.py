@@ -69,7 +69,6 @@ class _Replacement:
     """A server that the user names for a shard, while a thread checks whether it can be used.
 
     Attributes:
-        shard: The number of the shard.
         url: The server's URL, without password.
         checked: The check.
         answer: The answer to the user's request.

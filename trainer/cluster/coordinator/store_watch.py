@@ -59,7 +59,6 @@ class StoreWatch:
         Args:
             store: Connections to the run's servers.
             placement: The placement of the rows.
-            layouts: The row layout of each table.
             start: How the call begins.
 
         Raises:
@@ -187,8 +186,6 @@ class StoreWatch:
         """Correct the forecast of a server by a measurement.
 
         Args:
-            memory: The forecast.
-            server: The server.
             rows: The rows that it has of each lane: int64 [lanes].
             used_bytes: The bytes that it uses.
             anew: Whether the forecast is new, so that the server's other data is not known yet.

@@ -43,12 +43,12 @@ def first_term(
     """Return the term with which a call of `foreload train` begins.
 
     Args:
-        number: The number of the term.
         members: The trainers' numbers, in the order of their ranks.
         lanes: The number of lanes.
         copies: The number of trainers that have each lane, its owner included.
         step: The last step trained.
-        machines: The machine of each trainer.
+        machines: trainer -> its machine. A replica goes to another machine than its lane's host
+            if possible.
     """
     hosts = tuple(members[rank] for rank in contiguous_lanes(lanes, len(members)))
     none: tuple[tuple[int, ...], ...] = ((),) * lanes
@@ -70,11 +70,9 @@ def next_term(
     beyond it undo what they did since.
 
     Args:
-        before: The term that is over.
         positions: The positions of the members that are left, by trainer number.
         copies: The number of trainers that have each lane, its owner included.
         dead: Whether all lost members are known to be dead.
-        machines: The machine of each trainer.
         leaving: The members that are to leave. Other trainers get replicas of the lanes they hold,
             so that they can leave later.
 
@@ -116,11 +114,8 @@ def changed_term(
     as it hosts no lane and other trainers have every replica that it alone had.
 
     Args:
-        before: The term that is over.
         positions: The positions of the members, by trainer number.
         copies: The number of trainers that have each lane, its owner included.
-        change: The planned change.
-        machines: The machine of each trainer.
 
     Raises:
         LanesLost: Neither the owner nor a complete replica of some lane is left.
@@ -162,9 +157,7 @@ def wants_change(term: Term, complete: Sequence[Collection[int]], change: Change
     """Return whether a term should end so that members or lanes can change.
 
     Args:
-        term: The current term.
         complete: lane -> the trainers that have a complete replica by now.
-        change: The planned change.
     """
     stay = {trainer for trainer in term.members if trainer not in change.leaving}
     if change.joining or set(term.targets) != stay:

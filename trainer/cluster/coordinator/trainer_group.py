@@ -35,7 +35,6 @@ def launch_spec(call: TrainingCall, servers_return: bool) -> LaunchSpec:
     """Return the launch spec that all trainers of a call get as it begins.
 
     Args:
-        call: The call.
         servers_return: As in `LaunchSpec`.
     """
     job, run, manifest, start = call.job, call.run, call.manifest, call.start

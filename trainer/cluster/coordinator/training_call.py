@@ -33,13 +33,9 @@ class TrainingCall:
     """One call of `foreload train`.
 
     Attributes:
-        job: The job.
-        run: The run.
         manifest: The current manifest of the run.
         start: The run's status as the call began, but with the newest term.
-        schedule: The schedule.
         layouts: The row layout of each table.
-        events: The event log of the run.
         observer: Sees every event of a trainer, and allows or forbids restarts and kills in tests.
         interrupts: The signals that ask for an end.
         machines: The machine of each trainer. "" stands for this one.

@@ -181,8 +181,8 @@ class WantedCheckpoints:
         steps = self._evaluations_after(last)
         if wanted.asked is not None or self._is_near(steps, last):
             return False
-        # The one under way gives way to a request. If it is only for an evaluation to come, it also
-        # gives way to a checkpoint that is due.
+        # The checkpoint under way gives way to a request. If it is only for an evaluation to come,
+        # it also gives way to a checkpoint that is due.
         return (bool(self._to_begin) and self.may_begin()) or (wanted.every is None and self._due(steps, last) is not None)
 
     def gives_way(self, wanted: Wanted, step: int, last: int) -> bool:
@@ -212,8 +212,6 @@ class WantedCheckpoints:
         """Note that a checkpoint was published.
 
         Args:
-            wanted: The checkpoint.
-            path: Its path.
             began: When it began, by the clock.
             steps: The number of steps trained since its own.
         """
@@ -246,7 +244,7 @@ class HeldTraining:
 
     Attributes:
         term: The term in which training waits.
-        best: The evaluation.
+        best: The evaluation after which it waits.
         since: When the wait began, by the call's clock.
         number: The number of the checkpoint, once it is begun.
         until: When training goes on in any case. None until training, or the term, is to end.

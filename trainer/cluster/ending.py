@@ -37,7 +37,7 @@ from foreload.trainer.run.report import rows_of_steps
 from foreload.trainer.saved.kept import keep_schedule
 from foreload.trainer.saved.kept_lanes import write_kept_lanes
 
-# Counters that have another name in summary.json, which has not changed since the beginning.
+# Counters that have another name in summary.json, the one that they had there from the beginning.
 _IN_SUMMARY = {"rows_written_at_stop": "rows_written_beyond"}
 
 

@@ -1,5 +1,6 @@
-"""How a training comes to rest, whoever sees to that: the launcher, or, where that was killed, the trainer that hosts lane 0. And what is reported
-of one that does not.
+"""How a training stops, and what is reported if it does not stop cleanly.
+
+The launcher does this or, if it was killed, the trainer that hosts lane 0.
 """
 
 from __future__ import annotations
@@ -36,14 +37,23 @@ from foreload.trainer.run.report import rows_of_steps
 from foreload.trainer.saved.kept import keep_schedule
 from foreload.trainer.saved.kept_lanes import write_kept_lanes
 
-_IN_SUMMARY = {"rows_written_at_stop": "rows_written_beyond"}  # names that summary.json has had from the beginning
+# Counters that have another name in summary.json, the one that they had there from the beginning.
+_IN_SUMMARY = {"rows_written_at_stop": "rows_written_beyond"}
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a call of `foreload train` ended: its summary, the last step, the signal or request that stopped it early, if any, and what each trainer
-    reported at its end. full: why it stopped before a store shard was full; None where it did not. no_digest: why the digest that was asked for could
-    not be computed.
+    """How a call of `foreload train` ended.
+
+    Attributes:
+        summary: The contents of summary.json.
+        step: The last step trained.
+        stopped: Whether training stopped before the schedule's end.
+        signal_number: The signal that stopped it, if one did.
+        ends: The reports of all trainers at their end.
+        full: Why training stopped before a store shard was full. None if it did not.
+        no_digest: Why the requested digest could not be computed. None if it was, or was not
+            requested.
     """
 
     summary: dict[str, Any]
@@ -56,18 +66,24 @@ class Ending:
 
     @property
     def early(self) -> str | None:
-        """Why evaluations stopped it early; None where they did not."""
+        """Why evaluations stopped training early, or None if they did not."""
         stop = self.summary["stopped_early"]
         return None if stop is None else stop["why"]
 
     @property
     def uses(self) -> list[ProcessUse]:
-        """What each trainer used."""
+        """The resource use of each trainer."""
         return [end.use for end in self.ends]
 
 
 def ending_before(run: Run, why: str) -> Ending | None:
-    """How the last call of a run ended that has no step left to train, by its summary; None where that is gone. why: as `why_ended` says it."""
+    """Return how the last call of a run ended that has no step left to train.
+
+    It comes from the run's summary, and is None if that cannot be read. The user gets a message.
+
+    Args:
+        why: Why there is no step left, as `why_ended` says it.
+    """
     status = run.saved_status()
     sys.stderr.write(f"run {run.path}: there is nothing to train; it {why}\n")
     if status.lost:
@@ -82,15 +98,19 @@ def ending_before(run: Run, why: str) -> Ending | None:
 
 
 def status_of(ended: Mapping[int, TrainerEnd], totals: Totals, term: int, removed: Sequence[int] = ()) -> Status:
-    """The status of a run whose trainers have all ended, in this term. totals: of its steps; what was written at the end is added. removed: store
-    shards that there are no more.
+    """Return the status of a run whose trainers have all ended.
+
+    Args:
+        totals: The totals of the run's steps. The rows written at the end are added here.
+        term: The term in which the trainers ended.
+        removed: The store shards that were removed.
     """
     first = first_of(ended)
     written = sum(one.flushed for one in ended.values())
     if first.stopped:
         totals.rows_flushed += written
     else:
-        # The end of a schedule ends every residency.
+        # At the end of the schedule every residency ends, so these are ordinary write-backs.
         totals.rows_written_back += written
     batches = {str(lane): number for one in ended.values() for lane, number in one.last_batches.items()}
     lost = sorted({shard for one in ended.values() for shard in one.lost} - {*removed})
@@ -98,7 +118,14 @@ def status_of(ended: Mapping[int, TrainerEnd], totals: Totals, term: int, remove
 
 
 def keep_run(run: Run, manifest: Manifest, status: Status, ended: Mapping[int, TrainerEnd]) -> bool:
-    """Publish what trainers have kept that the store lacks of their lanes; returns whether there was anything. Raises OSError."""
+    """Publish the files of rows that trainers kept because the store lacks them.
+
+    Returns:
+        Whether there were such files.
+
+    Raises:
+        OSError: The files cannot be published.
+    """
     files = [
         (lane, file) for one in ended.values() if one.kept for lane, file in zip(sorted(one.last_batches), one.kept, strict=True)
     ]
@@ -109,14 +136,21 @@ def keep_run(run: Run, manifest: Manifest, status: Status, ended: Mapping[int, T
 
 
 def first_of(ended: Mapping[int, TrainerEnd]) -> TrainerEnd:
-    """Of the trainer with the least number: in what all agree on it stands for all."""
+    """Return the end of the trainer with the lowest number, for the values on which all agree."""
     return ended[min(ended)]
 
 
 def call_figures(ends: Sequence[TrainerEnd | Departed], steps: int, slots: int, columns: int, protected: bool) -> dict[str, Any]:
-    """For the summary, what all trainers of a call come to: `store_traffic`, `store_shards` and `memory` (docs/operations.md, summary.json).
+    """Return the combined figures of a call's trainers for the summary.
 
-    steps: of the call; slots: of a lane; columns: of a slot; protected: there is parity.
+    They are `store_traffic`, `store_shards` and `memory` (docs/operations.md, summary.json).
+
+    Args:
+        ends: The reports of all trainers at their end.
+        steps: The number of steps of the call.
+        slots: The number of slots of a lane.
+        columns: The number of columns of a slot.
+        protected: Whether the run has parity.
     """
     return {
         "store_traffic": {name: sum(end.traffic[name] for end in ends) for name in ends[0].traffic},
@@ -129,20 +163,28 @@ def call_figures(ends: Sequence[TrainerEnd | Departed], steps: int, slots: int, 
 
 
 def manifest_of(manifest: Manifest, schedule: Schedule, ended: Mapping[int, TrainerEnd]) -> Manifest:
-    """The manifest of a run whose trainers have all ended."""
+    """Return the manifest of a run whose trainers have all ended."""
     first = first_of(ended)
     stage = replace(Stage.of(schedule), segments=first.segments, prefix=first.prefix)
     return replace(manifest, stages=(*manifest.stages[:-1], stage), watched=first.watched)
 
 
 def early_stop(manifest: Manifest, stopped: bool) -> dict[str, Any] | None:
-    """For the summary, where evaluations are why a run stopped. manifest: as `manifest_of` gives it."""
+    """Return the summary's entry about an early stop, or None if evaluations did not stop the run.
+
+    Args:
+        manifest: The manifest, as `manifest_of` returns it.
+        stopped: Whether training stopped before the schedule's end.
+    """
     watched = manifest.watched if stopped else None
     return watched.summary() if watched is not None and watched.ends(manifest.training_job.stop_early) else None
 
 
 def counters_of(traffic: Traffic) -> dict[str, int | float]:
-    """What the traffic with the store has counted, by the names of the summary."""
+    """Return the counters of the traffic with the store, by their names in the summary.
+
+    Times are in seconds.
+    """
     return {
         _IN_SUMMARY.get(name, name): value.total_seconds() if isinstance(value, timedelta) else int(value)
         for name, value in asdict(traffic.counters()).items()
@@ -150,14 +192,19 @@ def counters_of(traffic: Traffic) -> dict[str, int | float]:
 
 
 def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], left: Sequence[Departed], before: Totals) -> None:
-    """Do what the launcher, which was killed, would have done: publish manifest and status, save local stores. left: of trainers that left in order;
-    before: totals when the call began.
+    """End a run in place of its launcher, which was killed.
 
-    Times are those of the first trainer.
+    It publishes the manifest and the status, and saves local stores. Times in the totals are those
+    of the trainer with the lowest number.
+
+    Args:
+        left: The reports of the trainers that left as planned.
+        before: The totals when the call began.
     """
     totals, first, rows = replace(before), first_of(ended), Counter[str]()
     if _lost_a_trainer(run):
-        # Only the launcher knew what that one reported; what all reported about rows is known from the schedule.
+        # Only the launcher knew the reports of the lost trainer. The row counts of all trainers
+        # together follow from the schedule; the other figures of these steps are incomplete.
         for of_step in rows_of_steps(schedule, first.step - first.totals.steps + 1, first.step).values():
             rows.update(of_step)
         totals.steps_incomplete += first.totals.steps
@@ -185,7 +232,7 @@ def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], lef
 
 
 def _lost_a_trainer(run: Run) -> bool:
-    """Whether a trainer was lost in the last call."""
+    """Return whether a trainer was lost in the last call."""
     lost = False
     for event in read_events(run.path):
         lost = event["kind"] == TrainerLost.kind or (lost and event["kind"] != CallBegan.kind)
@@ -193,7 +240,9 @@ def _lost_a_trainer(run: Run) -> bool:
 
 
 def ended_how(status: int) -> str:
-    """How a process ended that had not said why: foreload's own code says so before it ends one, so no status means what it does of a command."""
+    """Describe how a process ended that did not report why."""
+    # foreload's own code reports a reason before it ends a process. So an exit status here does not
+    # mean what it means for a command: other code exited.
     if status == HOST_GONE:
         return "its host is not reached any more"
     if status < 0:

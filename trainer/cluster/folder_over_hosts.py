@@ -1,4 +1,7 @@
-"""What trainers on hosts without the run's folder get of it and leave for it, over the rendezvous store: the side that has the folder."""
+"""Exchange parts of the run's folder with trainers on hosts that do not have it.
+
+This is the side that has the folder. The parts go over the rendezvous store.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,19 @@ from foreload.trainer.saved.kept_lanes import write_kept
 
 
 def run_facts(run: Run, manifest: Manifest) -> RunFacts:
-    """What trainers without a run's folder receive about it. manifest: as it is by now."""
+    """Return the facts about a run, by its current manifest, for trainers without its folder."""
     return RunFacts(manifest.identity, manifest.stages[-1])
 
 
 def publish_dense(rendezvous: Rendezvous, run: Run, spec: LaunchSpec) -> None:
-    """Put the dense part that a run goes on from in the rendezvous store, where there are trainers without its folder. Raises PeerLost, RunError."""
+    """Publish the dense part from which a run goes on, for trainers without its folder.
+
+    Nothing is published if all trainers have the folder, or if the run begins without one.
+
+    Raises:
+        PeerLost: The rendezvous store is gone.
+        RunError: The dense part cannot be read.
+    """
     if spec.hosts is None or not spec.resumes:
         return
     try:
@@ -33,14 +43,21 @@ def publish_dense(rendezvous: Rendezvous, run: Run, spec: LaunchSpec) -> None:
 
 
 def save_over_hosts(rendezvous: Rendezvous, run: Run, spec: LaunchSpec, term: int, ended: Mapping[int, TrainerEnd]) -> None:
-    """Put into a run's folder what trainers without it have left in the rendezvous store at the end of a term: the dense part, and where each lane's
-    log ends, or the files that they keep.
+    """Save what trainers without the run's folder left in the rendezvous store at the end.
 
-    Where all trainers have that folder, there is nothing to be done. Raises PeerLost, RunError.
+    These are the dense part and the end of each lane's log, or the files of rows that trainers
+    keep. If all trainers have the folder, there is nothing to do.
+
+    Args:
+        term: The term in which the trainers ended.
+
+    Raises:
+        PeerLost: The rendezvous store is gone.
+        RunError: The run's folder cannot be read or written.
     """
     if spec.hosts is None:
         return
-    ends = list(ended.values())  # all of the same step
+    ends = list(ended.values())  # all at the same step
     for trainer in ended:
         for count in itertools.count():
             if rendezvous.poll(KeptFileElsewhere, term, trainer, count) is None:
@@ -50,6 +67,8 @@ def save_over_hosts(rendezvous: Rendezvous, run: Run, spec: LaunchSpec, term: in
     if rendezvous.poll(DenseAtEnd, term) is not None:
         _, data = rendezvous.read_bytes(DenseAtEnd, term)
         write_dense(run.dense(ends[0].step), data)
+    # With parity the next owner of a lane needs the number of the last batch in its log. Trainers
+    # on several hosts hold their logs in memory, so an empty record with that number is put here.
     if run.placement.r:
         log = FileLog(run.path / LOG)
         for end in ends:

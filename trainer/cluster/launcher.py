@@ -1,7 +1,10 @@
-"""`foreload train`: claim the run and the store, start the trainers, follow them to their end, and note the profile in the history.
+"""`foreload train`: claim the run and the store, and train.
 
-Where RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, a scheduler has started one such process per trainer: rank 0 then coordinates, and
-only its own trainer is a child of it.
+The launcher starts the trainers, follows them to their end, and adds the call's profile to the
+history.
+
+If RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, a scheduler has started one such process
+per trainer. Rank 0 then coordinates, and only its own trainer is a child of it.
 """
 
 from __future__ import annotations
@@ -69,11 +72,14 @@ from foreload.trainer.saved.rebuild import rebuild_at_end
 from foreload.trainer.saved.run_rows import delete_replaced
 from foreload.trainer.saved.stopped_run import stopped_run_at
 
-_PATIENCE = timedelta(seconds=1)  # with servers that trainers have just used
+_PATIENCE = timedelta(seconds=1)  # for connecting to servers that trainers have just used
 
 
 class Profiling:
-    """What a call will leave: `begin` notes how things stand before its first step, `leave` writes the profile; neither fails."""
+    """The profile of a call.
+
+    `begin` records the state before the first step, `leave` writes the profile. Neither fails.
+    """
 
     def __init__(self, job: TrainJob, schedule: Schedule, model: DenseModel) -> None:
         self._path = history.history_path(job.history)
@@ -81,7 +87,12 @@ class Profiling:
         self._settings = settings_of_job(job, schedule, model) if self._path is not None else {}
 
     def begin(self, run: Run, start: Status, urls: Sequence[str]) -> None:
-        """Training is about to begin. start: how far the run is; urls: of its store shards, with passwords."""
+        """Record the state before training begins.
+
+        Args:
+            start: The run's status.
+            urls: The URLs of its store shards, with passwords.
+        """
         if self._path is None:
             return
         self._metrics, self._term = run.path / METRICS, start.term
@@ -89,7 +100,15 @@ class Profiling:
         self._urls, self._servers = list(urls), self._used_by(urls)
 
     def leave(self, ending: Ending, status: Status, urls: Sequence[str]) -> None:
-        """The call has come to rest: append its profile to the history. Where that cannot be, it says so in a line."""
+        """Append the call's profile to the history, once the run has stopped.
+
+        If the profile cannot be written, the user gets a warning.
+
+        Args:
+            ending: How the call ended.
+            status: The run's status now.
+            urls: The URLs of its store shards now, with passwords.
+        """
         if self._path is None:
             return
         lines = _steps_of(self._metrics, self._start_bytes)
@@ -106,7 +125,8 @@ class Profiling:
         ]
         processes = [_of_process("trainer", use) for use in ending.uses]
         processes += [_of_process("launcher", ProcessUse.now()), *servers]
-        # In further terms, or with other servers, what it ran on changed on the way, so its steps are not all alike.
+        # With further terms or other servers the trainers or servers changed during the call, so
+        # its steps cannot all be compared with each other.
         call_fields = {
             "state": status.state,
             "steps": len(lines),
@@ -120,7 +140,7 @@ class Profiling:
             sys.stderr.write(f"foreload: warning: {error}; this run leaves no profile\n")
 
     def _used_by(self, urls: Sequence[str]) -> dict[int, dict[str, Any]]:
-        """What each shard's server says that it used; those that do not say are missing."""
+        """Return what each shard's server has used. Servers that do not report it are left out."""
         used: dict[int, dict[str, Any]] = {}
         try:
             with Store.connect(asked(urls), self._job.store_silence, self._settings["r"], _PATIENCE) as store:
@@ -149,7 +169,10 @@ def _of_server(shard: int, info: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _steps_of(metrics: Path, start_bytes: int) -> list[list[float]]:
-    """COLUMNS of the steps that metrics.jsonl has from a place on; lines that are not whole are left out."""
+    """Return the values of the steps in metrics.jsonl from `start_bytes` on.
+
+    Lines that are damaged are left out.
+    """
     lines: list[list[float]] = []
     try:
         with open(metrics, "rb") as file:
@@ -172,12 +195,20 @@ def train(
     start_process: StartProcess = ChildProcess,
     report: Callable[[Path], None] = lambda run: None,
 ) -> Ending | None:
-    """Train as the job says, in the environment that `foreload train` sets. Returns None in a scheduler's other processes, and as `Launcher.run`.
+    """Train as the job says, in the environment that `foreload train` sets.
 
-    observer: is shown every event of a trainer, and names the faults that trainers are to inject. start_process: starts its processes. report: is
-    called with the run's folder once that has come to rest.
+    Args:
+        observer: Sees every event of a trainer, and names the faults that trainers inject.
+        start_process: Starts the processes of the call.
+        report: Called with the run's folder once the run has stopped.
 
-    Raises ForeloadError; KeyboardInterrupt if a signal came before training began.
+    Returns:
+        How the call ended. If there was no step to train, it is how the last call ended, or None if
+        that is not known. In a scheduler's processes other than rank 0 it is None.
+
+    Raises:
+        ForeloadError: Training failed or cannot begin.
+        KeyboardInterrupt: A signal came before training began.
     """
     numerics.check_machine(job.device)
     if under_scheduler() and job.coordinator is not None:
@@ -199,7 +230,8 @@ def train(
             try:
                 return Launcher(job, interrupts, meeting, observer or RunObserver(), start_process, report).run()
             except BaseException:
-                # Those that have begun to train notice it themselves.
+                # Trainers that wait at the meeting must not wait for ever. Those that have begun to
+                # train notice the failure by themselves.
                 meeting.tell(FAILED)
                 raise
         message = meeting.receive()
@@ -213,9 +245,16 @@ def train(
 
 
 def restored(job: TrainJob) -> Status:
-    """Make a run of the checkpoint that a job names, in the environment that `foreload train` sets, and leave it at rest; returns how far it is.
+    """Make a stopped run from the checkpoint that a job names, without training it.
 
-    Raises ForeloadError; KeyboardInterrupt if a signal came.
+    It needs the environment that `foreload train` sets.
+
+    Returns:
+        The status of the new run.
+
+    Raises:
+        ForeloadError: The run cannot be made.
+        KeyboardInterrupt: A signal came.
     """
     numerics.check_machine()
     with Interrupts() as interrupts:
@@ -224,8 +263,13 @@ def restored(job: TrainJob) -> Status:
 
 @dataclass(frozen=True, slots=True)
 class _NewRun:
-    """A run that was made a moment ago. start: how it begins; local: its stores, if they are local; lock: the descriptor of its lock, held;
-    rests: it was made of a checkpoint, and is to be resumed.
+    """A run that was just made.
+
+    Attributes:
+        start: The status with which it begins.
+        local: Its local stores, if it has them.
+        lock: The descriptor of its lock, which is held.
+        rests: Whether it was made from a checkpoint, and is to be resumed.
     """
 
     run: Run
@@ -236,7 +280,13 @@ class _NewRun:
 
 
 class Launcher:
-    """One call of `foreload train`, from the coordinator's side. meeting: where a scheduler's trainers met; None: there is no scheduler."""
+    """One call of `foreload train`, from the coordinator's side.
+
+    Args:
+        interrupts: The signals that ask for an end.
+        meeting: Where a scheduler's trainers met. If None, there is no scheduler.
+        observer, start_process, report: As for `train`.
+    """
 
     def __init__(
         self,
@@ -254,13 +304,13 @@ class Launcher:
         self._interrupts = interrupts
         self._meeting = meeting
         self._auto = job.resume == AUTO
-        self._group: TrainerGroup | None = None  # as soon as there is one
-        self._events: EventLog  # once this call has the run
-        # A scheduler has started the other trainers itself, each as a call of `train`.
+        self._group: TrainerGroup | None = None  # set when the trainers are about to start
+        self._events: EventLog  # set once this call has the run
+        # A scheduler starts the other trainers itself, each as a call of `train`.
         self._spawned = range(1) if meeting is not None else range(job.trainers_here)
 
     def run(self) -> Ending | None:
-        """Train; see `train`. Returns None where there was no step to train."""
+        """Train; see `train`. Returns None if there was no step to train."""
         schedule, model = self._look_at_job()
         self._layouts = model.layouts
         self._profiling = Profiling(self._job, schedule, model)
@@ -272,6 +322,8 @@ class Launcher:
                 before = run.status
                 self._events = EventLog(path, *((-1, 0) if before is None else (before.step, before.term)))
                 with self._events.failures():
+                    # A crashed run is first brought to a clean stop. Then it may turn out that no
+                    # step is left.
                     if broken_off := before is not None and before.state == "training":
                         self._job = at_rest_again(self._job, run, before, schedule, model, self._events)
                     elif before is not None and not self._auto and rebuild_at_end(run, self._job, schedule, self._events):
@@ -287,12 +339,12 @@ class Launcher:
             return self._with_stores(made.run, made.run.manifest, made.start, schedule, made.local)
 
     def _dismiss_trainers(self) -> None:
-        """Let the trainers that a scheduler started leave: there is nothing to train."""
+        """Send the trainers that a scheduler started away, since there is nothing to train."""
         if self._meeting is not None:
             self._meeting.tell(NO_STEPS)
 
     def restore(self) -> Status:
-        """Make a run of a checkpoint, and leave it at rest; see `restored`."""
+        """Make a stopped run from a checkpoint; see `restored`."""
         schedule, model = self._look_at_job()
         with self._new_run(schedule, model, goes_on=False) as made:
             status = made.run.saved_status()
@@ -300,7 +352,11 @@ class Launcher:
             return status
 
     def _look_at_job(self) -> tuple[Schedule, DenseModel]:
-        """The schedule and the model of the job. Raises what is wrong with these, or the job, that can be seen before anything is done."""
+        """Open the job's schedule, build its model, and check them before anything is changed.
+
+        Raises:
+            ForeloadError: The job, the schedule or the model is wrong.
+        """
         schedule, job = open_schedule(self._job), self._job
         check_trainable(schedule, job)
         lanes = schedule.header.lanes
@@ -320,9 +376,13 @@ class Launcher:
 
     @contextlib.contextmanager
     def _new_run(self, schedule: Schedule, model: DenseModel, goes_on: bool = True) -> Iterator[_NewRun]:
-        """Make the job's run, held while entered; of a checkpoint, where it names one: the job then is one that resumes it.
+        """Make the job's run, and hold its lock while entered.
 
-        goes_on: it is to be trained. Errors are noted in its events.
+        If the job names a checkpoint, the run is made from it, and `self._job` becomes a job that
+        resumes the run. Errors are noted in the run's events.
+
+        Args:
+            goes_on: Whether the run is to be trained.
         """
         path, count, lanes = Path(self._job.run), self._job.store.local, schedule.header.lanes
         checkpoint = None if self._job.from_checkpoint is None else Checkpoint.open(self._job.from_checkpoint)
@@ -343,10 +403,11 @@ class Launcher:
             with progress_bar(checkpoint.total_bytes, "B") as bar:
                 check_restorable(checkpoint, self._job, model, bar.update)
         if not count:
-            # Known to be there before anything is deleted.
+            # The servers must answer before anything is deleted.
             reach(urls, self._job.store_silence, self._job.patience.time)
             check_spares(self._job, manifest, urls, placement)
         with locked(path) as lock:
+            # The old run's rows are deleted while its folder still says where they are.
             delete_replaced(Run(path), urls, self._job.folder_moved)
             run = Run.create(path, manifest, placement, self._job.overwrite, lock)
             start = Status("training", schedule.header.first_step - 1, {str(lane): 0 for lane in range(lanes)}, term=1)
@@ -359,9 +420,15 @@ class Launcher:
                 yield _NewRun(run, start, local, lock, checkpoint is not None)
 
     def _check_model(self, schedule: Schedule) -> DenseModel:
-        """Raise what is wrong with the model or its optimizer before anything is started or deleted; say what of the data the model ignores."""
+        """Build and check the model and its optimizer before anything is started or deleted.
+
+        Doubts about the model, and inputs that it ignores, are reported as warnings.
+
+        Raises:
+            ForeloadError: The model or its optimizer is wrong.
+        """
         job = self._job
-        # On the CPU, since it is only looked at: no trainer has a device yet.
+        # The model is only inspected, so it is built on the CPU and takes no trainer's device.
         model = DenseModel.build(replace(job, device="cpu"), schedule, twice=True)
         spec = model_spec(schedule.header.features, job.dim)
         ignored = ignored_inputs(model.module, spec)
@@ -375,10 +442,15 @@ class Launcher:
         return model
 
     def _resume(self, schedule: Schedule, model: DenseModel, lock: int | None) -> Ending:
-        """Go on with the job's run from its last clean stop. lock: the descriptor of the run's lock, held. Raises what `train` does."""
+        """Resume the job's run from its last clean stop. Raises as `train` does.
+
+        Args:
+            lock: The descriptor of the run's lock, which is held.
+        """
         run = Run.open(self._job.run, lock)
         manifest, step = resumed(run, self._job, schedule)
-        manifest = replace(manifest, mixes_samples=mixes_samples(model.module))  # as its code says now
+        # The model's code may have changed since the run began.
+        manifest = replace(manifest, mixes_samples=mixes_samples(model.module))
         if manifest.rates != run.manifest.rates:
             sys.stderr.write(f"{rates_text(manifest.rates)}\n")
         note_code(self._events, f"run {run.path}", run.manifest, manifest.code)
@@ -387,26 +459,29 @@ class Launcher:
         start = replace(before, state="training", step=step, term=before.term + 1)
         if not manifest.local_stores:
             urls = parse_urls(str(self._job.store))
-            if not run.placement.r:  # else one that is gone is not waited for
+            # With parity, a server that was lost need not answer.
+            if not run.placement.r:
                 reach(urls, self._job.store_silence, self._job.patience.time)
             manifest = with_named(manifest, run.placement, str(self._job.store))
             check_spares(self._job, manifest, servers_of(run, str(self._job.store)), run.placement)
         return self._with_stores(run, manifest, start, schedule, open_stores(run, start))
 
     def _with_stores(self, run: Run, manifest: Manifest, start: Status, schedule: Schedule, local: LocalStores | None) -> Ending:
-        """Train, with local stores started for that, which then end as `_end_stores` says."""
+        """Start the local stores, if there are any, and train. `_end_stores` then ends them."""
         if local is not None:
             local.start()
         with contextlib.ExitStack() as stack:
             stack.push(partial(self._end_stores, local, start))
             with Hosts.of(self._job, run.path) as hosts:
                 while (trained := self._attempt(run, manifest, start, schedule, local, hosts)) is None:
-                    # What the trainers of this attempt may still do on the store is fenced by the next one's term.
+                    # The next attempt has a higher term, which fences whatever the trainers of this
+                    # one may still write to the store.
                     start = replace(start, term=start.term + 1)
             group, shards, ending = trained
             if group.kept:
                 rest_at_end(self._job, group, shards, schedule, self._events)
-            # The digest may be interrupted. Until here nothing was, since the status refers to rows that local servers have not saved.
+            # From here on signals interrupt again, since the digest can be computed later. Until
+            # here they were deferred: the status refers to rows that local servers have not saved.
             self._interrupts.defer_signals = False
             if self._job.digest and group.failure is None:
                 try:
@@ -424,27 +499,38 @@ class Launcher:
     def _attempt(
         self, run: Run, manifest: Manifest, start: Status, schedule: Schedule, local: LocalStores | None, hosts: Hosts | None
     ) -> tuple[TrainerGroup, StoreShards, Ending] | None:
-        """Train; None if training did not begin because of other hosts' trainers, which are refused then."""
+        """Train. Returns None if training did not begin because of trainers of other hosts.
+
+        These trainers are then refused, and the caller can try again.
+        """
         try:
             return self._train(run, manifest, start, schedule, local, hosts)
         except GuestsRefused as refused:
             assert hosts is not None
             hosts.begin_again(refused)
+        # Between two attempts a signal may interrupt, also one that came during the last attempt.
         self._interrupts.heed()
         return None
 
     def _train(
         self, run: Run, manifest: Manifest, start: Status, schedule: Schedule, local: LocalStores | None, hosts: Hosts | None
     ) -> tuple[TrainerGroup, StoreShards, Ending]:
-        """Train, once the trainers of other hosts are there. Raises GuestsRefused, and what `train` does."""
+        """Claim the store, wait for the trainers of other hosts, and train.
+
+        Raises:
+            GuestsRefused: Training did not begin, and only trainers of other hosts are to blame.
+            ForeloadError, KeyboardInterrupt: As `train` does.
+        """
         urls = list(local.urls if local is not None else servers_of(run, str(self._job.store)))
         with claimed(self._job, run, manifest, start, urls), contextlib.ExitStack() as stack:
             if run.status is not None:
-                # Before lanes are owned in it: where this call dies, the next begins with a higher one.
+                # Write the term before any trainer owns lanes in it. If this call dies, the next
+                # one then begins with a higher term.
                 run.raise_term(start.term)
             events = self._events
             events.step, events.term = start.step, start.term
-            if self._group is None:  # else it is a further attempt of this call
+            # A group exists already if this is a further attempt of the same call.
+            if self._group is None:
                 events.note(
                     CallBegan(trainers=self._job.trainers, copies=self._job.replicas_held, resumed=bool(self._job.resume))
                 )
@@ -467,7 +553,11 @@ class Launcher:
 
     @contextlib.contextmanager
     def _watched_memory(self, run: Run, schedule: Schedule, start: Status, urls: Sequence[str]) -> Iterator[StoreWatch]:
-        """What is looked at of the servers' memory while entered. Raises StoreTooSmall before training begins."""
+        """Watch the servers' memory while entered.
+
+        Raises:
+            StoreTooSmall: The memory will not suffice. It is raised before training begins.
+        """
         job = replace(self._job, namespace=run.manifest.namespace)
         if run.manifest.local_stores is not None:
             warn_of_machine(schedule, run.placement, self._layouts)
@@ -482,13 +572,21 @@ class Launcher:
     def _end_stores(
         self, local: LocalStores | None, start: Status, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
-        """End the local stores, if there are any, at whatever end of a call; nothing interrupts it. start: how the call began; error: its end.
+        """End the local stores, if there are any, at any end of a call. Signals are deferred.
 
-        - The run came to rest: its status refers to the rows in the servers, so they are saved, whatever came after. Servers of lost shards that do
-          not answer are killed. Those that cannot save run on, which is raised: the next command uses them as they are.
-        - The run keeps what they lack: they run on.
-        - More shards were lost than parity covers, and no earlier call saved rows: what the others hold is saved, to be looked at.
-        - Any other end: discarded, so that --resume goes on from what was saved before. Servers that an earlier call left running run on.
+        - The run has stopped: its status refers to the rows in the servers, so they are saved,
+          whatever came after. Servers of lost shards that do not answer are killed. Servers that
+          cannot save keep running, and an error is raised: the next command uses them as they are.
+        - The run's folder keeps rows that the servers lack: the servers keep running.
+        - More shards were lost than parity covers, and no earlier call saved rows: the rows that
+          the other servers hold are saved, so that they can be inspected.
+        - Any other end: the rows are discarded, so that --resume goes on from what was saved
+          before. Servers that an earlier call left running keep running.
+
+        Args:
+            start: The status with which the call began.
+            kind: The type of `error`; an exit stack passes it.
+            error: The error with which the call ends, if it does.
         """
         self._interrupts.defer_signals = True
         run, at_rest = Run(self._job.run), self._group is None or self._group.at_rest or Run(self._job.run).keeps_lanes

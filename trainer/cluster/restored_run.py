@@ -1,4 +1,8 @@
-"""Runs that training cannot simply go on with: new ones made of a checkpoint, crashed ones, and those whose trainers kept rows the servers lacked."""
+"""Prepare runs that training cannot go on with as they are.
+
+These are new runs made from a checkpoint, crashed runs, and runs whose folder keeps rows that the
+servers lacked.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +55,19 @@ from foreload.trainer.saved.run_rows import check_not_training, own_rows
 
 @contextlib.contextmanager
 def claimed(job: TrainJob, run: Run, manifest: Manifest, start: Status, urls: Sequence[str]) -> Iterator[None]:
-    """While entered, the run's namespace on the servers is this run's; on --resume its rows were found to be those of its last clean stop."""
-    # A run that goes on may do so without the shards whose rows parity has.
+    """Claim the run's namespace on its servers while entered.
+
+    With --resume, also check that the rows there are those of the run's last clean stop.
+
+    Args:
+        manifest: The run's manifest, as it will be published.
+        start: The status with which the call begins.
+        urls: The URLs of the store shards, with passwords.
+
+    Raises:
+        RunError, CacheError: The namespace cannot be claimed, or the rows are others.
+    """
+    # A resumed run can do without as many shards as parity covers.
     goes_on = job.resume and any(start.batches.values())
     spared = run.placement.r if goes_on else 0
     with Store.connect(asked(urls), job.store_silence, spared, job.patience.time) as store:
@@ -65,7 +80,7 @@ def claimed(job: TrainJob, run: Run, manifest: Manifest, start: Status, urls: Se
             before = run.saved_status()
             check_rows(run, store, before)
             if before.state == "training":
-                # The log's batches are later than the rows, so replaying them would be wrong.
+                # The log's batches are newer than the rows, so it would be wrong to replay them.
                 shutil.rmtree(run.path / LOG, ignore_errors=True)
                 where = "from the beginning" if before.step < manifest.stages[0].first_step else after_step(before.step)
                 sys.stderr.write(
@@ -74,7 +89,8 @@ def claimed(job: TrainJob, run: Run, manifest: Manifest, start: Status, urls: Se
     try:
         yield
     except BaseException:
-        # A call that failed before it began leaves the name free, so that the next one needs no --overwrite.
+        # A call that failed before training began frees the namespace, so that the next call needs
+        # no --overwrite.
         if run.status is None:
             with contextlib.suppress(Exception), Store(asked(urls), job.store_silence, timedelta(seconds=1)) as store:
                 remove(store, manifest.namespace)
@@ -82,16 +98,28 @@ def claimed(job: TrainJob, run: Run, manifest: Manifest, start: Status, urls: Se
 
 
 def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedule, model: DenseModel) -> TrainJob:
-    """Have a run that was broken off be as if it had stopped cleanly where its newest checkpoint was saved, if that is later than where it did,
-    or the rows of that stop are nowhere.
+    """Restore a crashed run from its newest checkpoint, as if it had stopped cleanly there.
 
-    Its rows on the store are deleted, under the same name. Killed before the end, it is still broken off, and the same call can be made again.
+    The checkpoint is used only if it is later than the run's last clean stop, or if the rows of
+    that stop no longer exist. Otherwise the run is left as it is.
+
+    The run's rows on the store are deleted; the namespace stays. If this call is killed before it
+    ends, the run still counts as crashed, and the same call can be made again.
+
+    Args:
+        before: The status that the crashed call left.
+
+    Returns:
+        The job with which training goes on.
+
+    Raises:
+        RunError, CheckpointError, CacheError: The run cannot be restored.
     """
     check_place(run, job)
     check_code_of_run(run, job)
     manifest, count, placement = run.manifest, run.manifest.local_stores, run.placement
     checkpoint = _newest(run, job, before.step)
-    # What local stores have saved is of that stop in any case.
+    # Local stores always start with the rows that they saved at that stop.
     if checkpoint is None and not count and not _has_rows_of(run, job, before):
         checkpoint = _newest(run, job)
     if checkpoint is None:
@@ -110,21 +138,24 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
         raise unusable(checkpoint.place, error) from error
     if not count:
         reach(parse_urls(str(job.store)), job.store_silence, job.patience.time)
-        # It is restored wherever --store says.
+        # The run is restored to the servers that --store names.
         manifest = with_named(manifest, placement, str(job.store))
     restored = restored_manifest(checkpoint, job, schedule, manifest)
     if not count:
         with Store.connect(asked(servers_of(run, str(job.store))), job.store_silence, 0, job.patience.time) as store:
             own_rows(run, store, job.folder_moved)
-            # Another run may have taken the name since: its rows are not to be deleted.
+            # If another run has claimed the namespace since, its rows must not be deleted.
             claim(store, manifest.namespace, manifest.identity, "new", folder=FolderId.of(run.path))
     elif (left := LocalStores.find(run.path / STORES)) is not None:
         left.stop(save=False)
+    # The status says "training" until `restore` has written everything. So if this call is killed
+    # in between, the same call can be made again.
     start = replace(before, term=before.term + 1)
     run.raise_term(start.term)
     shutil.rmtree(run.path / LOG, ignore_errors=True)
     run.write_manifest(restored)
-    # Nothing that local stores saved before is of any use once the rows are there.
+    # The restored rows replace whatever local stores saved before, so the placement of that time is
+    # no longer needed.
     placement.save(run.path / PLACEMENT)
     run.forget_saved_placement()
     reported = reported_step(run.path / METRICS)
@@ -138,7 +169,11 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
 
 
 def _newest(run: Run, job: TrainJob, after: int = -1) -> Checkpoint | None:
-    """The newest checkpoint of a run, wherever it is. Raises CheckpointError where it cannot be used."""
+    """Return the newest checkpoint of a run after step `after`, in any of its folders, or None.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be used.
+    """
     manifest, found = run.manifest, list[Checkpoint]()
     for folder in run.checkpoint_folders(job.checkpoint):
         if (checkpoint := newest_of_run(folder, manifest, after)) is not None:
@@ -148,11 +183,16 @@ def _newest(run: Run, job: TrainJob, after: int = -1) -> Checkpoint | None:
 
 
 def _has_rows_of(run: Run, job: TrainJob, before: Status) -> bool:
-    """Whether the servers of a run have the rows of its last clean stop. Raises CacheError."""
+    """Return whether the servers of a run have the rows of its last clean stop.
+
+    Raises:
+        CacheError: The servers cannot be asked.
+    """
     manifest, spared = run.manifest, run.placement.r
     with Store.connect(asked(servers_of(run, str(job.store))), job.store_silence, spared, job.patience.time) as store:
         there = [shard for shard in run.placement.live if shard not in store.down]
-        # Where another program wrote the key, the rows may exist, and `claim` decides.
+        # If another program has overwritten the run's key, the rows may still exist. `claim`
+        # decides.
         noted = [
             shard
             for shard in there
@@ -169,9 +209,20 @@ def _has_rows_of(run: Run, job: TrainJob, before: Status) -> bool:
 
 
 def restore(job: TrainJob, run: Run, checkpoint: Checkpoint, start: Status, local: LocalStores | None) -> TrainJob:
-    """Have a run that was made a moment ago be as if it had stopped cleanly where a checkpoint was saved, so that it can go on.
+    """Restore a checkpoint into a run that was just made, as if the run had stopped cleanly there.
 
-    Its status is written last, local stores saved before: until then the same call can be made again, whoever was killed.
+    The status is written last, after local stores are saved. Whatever is killed before that, the
+    same call can be made again.
+
+    Args:
+        start: The status with which the run begins.
+        local: The run's local stores, if it has them. They are started and ended here.
+
+    Returns:
+        The job that resumes the run.
+
+    Raises:
+        RunError, CheckpointError, CacheError: The checkpoint cannot be restored.
     """
     manifest, contents = run.manifest, checkpoint.contents
     if local is not None:
@@ -215,9 +266,19 @@ def restore(job: TrainJob, run: Run, checkpoint: Checkpoint, start: Status, loca
 
 
 def at_rest_again(job: TrainJob, run: Run, before: Status, schedule: Schedule, model: DenseModel, events: EventLog) -> TrainJob:
-    """Have a run that did not come to rest be at rest: as it ended, where it keeps what that takes, or as its newest checkpoint has it, if it can.
+    """Bring a run that did not stop cleanly to a clean stop.
 
-    Returns the job with which it goes on. Raises RunError, CacheError.
+    If its folder keeps the rows that its servers lacked, these are put back, and the run continues
+    from where it ended. Otherwise it is restored from its newest checkpoint, if that is possible.
+
+    Args:
+        before: The status that the last call left.
+
+    Returns:
+        The job with which training goes on.
+
+    Raises:
+        RunError, CheckpointError, CacheError: The run cannot be brought to a clean stop.
     """
     check_place(run, job)
     try:
@@ -238,8 +299,14 @@ def at_rest_again(job: TrainJob, run: Run, before: Status, schedule: Schedule, m
 
 
 def rest_at_end(job: TrainJob, group: TrainerGroup, shards: StoreShards, schedule: Schedule, events: EventLog) -> None:
-    """Have a run come to rest that keeps rows which its servers lacked when it ended, if they answer by now. Raises TrainerError and ShardsLost where
-    they do not.
+    """Bring a run whose folder keeps rows to a clean stop at the end of a call.
+
+    The servers lacked these rows when training ended. They are put back if the servers answer by
+    now; then `group` has the final status.
+
+    Raises:
+        TrainerError: The servers do not answer. The rows stay in the run's folder.
+        ShardsLost: More local servers have died than parity covers.
     """
     run, why = Run.open(job.run), group.failure
     kept = kept_lanes(run.path)
@@ -248,10 +315,10 @@ def rest_at_end(job: TrainJob, group: TrainerGroup, shards: StoreShards, schedul
     events.note(RowsKept(cause=why))
     gone = [] if shards.local is None else [shard for shard in run.placement.live if shards.local.pids[shard] is None]
     if len(gone) > run.placement.r:
-        # Nobody else has what they had, so what is kept is of no use.
+        # The rows of the dead servers exist nowhere else, so the kept rows are of no use.
         forget_kept_lanes(run.path)
         raise ShardsLost(str(RowsLost(gone, run.placement.r, why="their servers have died")), gone)
-    # They were waited for already.
+    # The trainers have already waited for these servers, so do not wait long again.
     impatient = replace(job, store_patience=0.0, store_timeout=min(job.store_silence.total_seconds(), 1.0))
     try:
         status = put_back(run, impatient, schedule, kept, shards.urls)

@@ -1,1 +1,4 @@
-"""The coordinator of a run: who trains which lanes, which checkpoint is saved, what becomes of store shards."""
+"""The coordinator of a run.
+
+It decides which trainer hosts which lane, which checkpoint is saved, and how store shards change.
+"""

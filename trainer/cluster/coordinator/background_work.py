@@ -1,4 +1,7 @@
-"""What the coordinator has threads do: a slow disk, or a server that does not answer, holds up nobody."""
+"""Threads for the coordinator's slow work.
+
+With them a slow disk, or a server that does not answer, does not block the coordinator.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +14,32 @@ from functools import partial
 from typing import TypeVar
 
 CLOSE_SECONDS = 20.0
-"""How long the end of a call waits for what is under way."""
+"""How long the end of a call waits for the work under way."""
 
 Result = TypeVar("Result")
 
 
 def in_background(work: Callable[[], Result]) -> Future[Result]:
-    """Have something done in a thread of its own, which nobody waits for when the process ends."""
+    """Run `work` in a new daemon thread. The process does not wait for it when it ends."""
     future: Future[Result] = Future()
     threading.Thread(target=fulfil, args=(future, work), name="background", daemon=True).start()
     return future
 
 
 def fulfil(future: Future[Result], work: Callable[[], Result]) -> None:
-    """Do something, and give what comes of it, or its error, to a future."""
+    """Run `work` and set its result, or its error, in `future`."""
     try:
         future.set_result(work())
+    # Every error goes to the future. Otherwise its reader would wait for ever.
     except BaseException as error:
         future.set_exception(error)
 
 
 class FolderWork:
-    """Does one thing after the other in a folder of checkpoints. What is not done when its process ends is left: unlike an executor's, its thread is
-    not waited for.
+    """Runs work in a folder of checkpoints, in the order of submission, in one thread.
+
+    Work that is not done when the process ends is dropped. Unlike an executor's thread, this one
+    does not keep the process alive.
     """
 
     def __init__(self) -> None:
@@ -41,7 +47,7 @@ class FolderWork:
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
-        """Have something done after all before."""
+        """Run `work` after everything submitted before."""
         future: Future[Result] = Future()
         self._to_do.put(partial(fulfil, future, work))
         if self._thread is None:
@@ -54,7 +60,7 @@ class FolderWork:
             self._to_do.get()()
 
     def close(self) -> None:
-        """Wait for all that is to be done, but not for long."""
+        """Wait for all submitted work, for at most `CLOSE_SECONDS`."""
         if self._thread is not None:
             with contextlib.suppress(TimeoutError):
                 self.submit(lambda: None).result(CLOSE_SECONDS)

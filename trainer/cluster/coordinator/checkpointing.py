@@ -1,4 +1,7 @@
-"""The coordinator's side of checkpoints that are saved during training: it has each one taken, written and published."""
+"""The coordinator's side of saving checkpoints during training.
+
+It has the trainers take each checkpoint in memory and write their parts, and publishes it.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,13 @@ from foreload.trainer.storage import place
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Where the files of a checkpoint are put, of how many bits its weights are, and what it is an increment of; None: it has all rows."""
+    """The draft of a checkpoint, as it is written.
+
+    Attributes:
+        draft: The folder, not published yet, that gets the files.
+        bits: The number of bits of a weight.
+        increment: What the checkpoint is an increment of. If None, it has all rows.
+    """
 
     draft: AnyDraft
     bits: int
@@ -58,8 +67,18 @@ class Opened:
 
 @dataclass(slots=True)
 class CheckpointUnderWay:
-    """The checkpoint under way. opening: gives None where there is one of its step already; since: when it began, by the call's clock; best: what the
-    evaluation was behind its step, where that was the best so far; seconds_waited: how long training waited until it could be begun.
+    """The checkpoint that is being saved.
+
+    Attributes:
+        number: The number of the checkpoint, by which trainers report it.
+        wanted: Where it goes, and why it is saved.
+        since: When it began, by the call's clock.
+        best: The evaluation after its step, if that was the best so far.
+        seconds_waited: How long training waited until it could be begun.
+        reports: The last report of each trainer.
+        opening: The making of its draft. Gives None if a checkpoint of its step exists already.
+        opened: The draft, once it is made.
+        publishing: The publication, once all trainers have written their parts.
     """
 
     number: int
@@ -74,22 +93,27 @@ class CheckpointUnderWay:
 
     @property
     def step(self) -> int:
-        """Of which it is, once that is known."""
+        """The step of the checkpoint. Known once a trainer has taken it."""
         return next(iter(self.taken.values())).step
 
     @property
     def taken(self) -> dict[int, CopyTaken]:
-        """Who has it in memory."""
+        """The trainers that have the checkpoint in memory, with their reports of that."""
         return {trainer: report.taken for trainer, report in self.reports.items() if report.taken is not None}
 
     @property
     def written(self) -> dict[int, PartFiles]:
-        """Whose files are there."""
+        """The trainers whose files are written, with these files."""
         return {trainer: report.files for trainer, report in self.reports.items() if report.files is not None}
 
     def note(self, trainer: int, report: CheckpointReport) -> bool:
-        """A trainer reports; returns whether it has it in memory, and had not. Raises DenseDiverged where its dense part is not that of the others:
-        training must end then.
+        """Record a trainer's report.
+
+        Returns:
+            Whether by this report the trainer first has the checkpoint in memory.
+
+        Raises:
+            DenseDiverged: Its dense part differs from the others'. Training must end then.
         """
         before = self.reports.get(trainer)
         self.reports[trainer] = report
@@ -99,7 +123,11 @@ class CheckpointUnderWay:
         return True
 
     def contents(self, manifest: Manifest, totals: dict[str, float], header: Header, layouts: Sequence[RowLayout]) -> Contents:
-        """What its manifest says, once all have written. manifest: the run's; totals: as after its step."""
+        """Return the contents of the checkpoint's manifest. Call it once all trainers have written.
+
+        Args:
+            totals: The run's totals after the checkpoint's step.
+        """
         assert self.opened is not None
         taken, increment = next(iter(self.taken.values())), self.opened.increment
         files = [file for written in self.written.values() for file in written.rows]
@@ -113,7 +141,7 @@ class CheckpointUnderWay:
         return Contents.made(run, *encoded, taken.step, totals, layouts, ordinals, files, dense, *base)
 
     def metrics_line(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """What metrics.jsonl has of it, once it is there."""
+        """Return the line of the published checkpoint for metrics.jsonl."""
         assert self.opened is not None
         return {
             "step": checkpoint.contents.step,
@@ -128,16 +156,26 @@ class CheckpointUnderWay:
 
 
 class Checkpointing:
-    """The checkpoints of one call. wanted: which ones are to be. plan: what trainers are told.
+    """The checkpoints of one call.
 
-    Nothing waits for the folder of checkpoints: what is done there is done by a thread, one thing after the other.
+    The coordinator never waits for the folder of checkpoints: a thread does all work there, one
+    thing after the other.
+
+    Args:
+        report: The report of the trainers' steps, which also gets a line per checkpoint.
+
+    Attributes:
+        wanted: Decides which checkpoint is next.
+        saved: The number of checkpoints saved.
+        failed: The number of checkpoints that were due or requested and could not be saved.
+        last_step: The step of the last checkpoint saved. None if none was.
     """
 
     def __init__(self, call: TrainingCall, rendezvous: Rendezvous, plan: PublishedPlan, report: RunReport) -> None:
         job, self._call, self._schedule = call.job, call, call.schedule
         self._every, self._keep, self._metric = job.checkpoint_every, job.keep, job.keep_best
         self._policy, self._bits, self._failures_a_day = job.checkpoint_policy, job.checkpoint_bits, job.failures_a_day
-        self._most_bits = LEAST_BITS  # that --checkpoint-bits auto has chosen so far
+        self._most_bits = LEAST_BITS  # the most that --checkpoint-bits auto has chosen so far
         self._folder = place(job.checkpoint) if job.checkpoint is not None else call.run.path / CHECKPOINTS
         self.wanted = WantedCheckpoints(job, self._folder, call.schedule.header, call.clock)
         self._rendezvous, self._report, self._plan, self._at_point = rendezvous, report, plan, call.observer.at_checkpoint
@@ -148,29 +186,37 @@ class Checkpointing:
         self._count = 0
         self.saved = self.failed = 0
         self.last_step: int | None = None
-        self._last_here: int | None = None  # in the folder of this call
+        self._last_here: int | None = None  # step of the last one in this call's own folder
         self._last_bits: int | None = None
 
     def poll(self, members: Sequence[int], goes_on: bool) -> None:
-        """Go on with the one under way, or begin the next. goes_on: training does, so that one can be begun."""
+        """Go on with the checkpoint under way, or begin the next one.
+
+        Args:
+            goes_on: Whether training goes on, so that a checkpoint can be begun.
+        """
         if self._best.held is not None:
             self._see_held(self._best.held, goes_on)
         elif goes_on:
             self._make_room()
         saving = self._saving
         if saving is None:
-            # What is asked for as trainers start or change waits.
+            # Requests that arrive while trainers start or change wait until training goes on.
             if goes_on and self._best.held is None:
                 self._begin_next()
             return
+        # The leader names the step only when every trainer knows of the checkpoint; otherwise a
+        # trainer could pass that step without taking it.
         if saving.reports.keys() >= set(members):
             self._change(ready=True)
         try:
+            # The folder was busy when the draft was to be made. Try again after a pause.
             if saving.best is not None and saving.taken and saving.opening is None and self.wanted.may_begin():
                 self._open(saving)
             if saving.opening is not None and saving.opened is None and saving.opening.done():
                 self._have_written(saving, saving.opening.result())
             if saving.publishing is None:
+                # The totals exist once all members have reported the step, so the step counts.
                 if saving.written.keys() >= set(members) and self._report.kept_totals is not None:
                     self._publish(saving)
             elif saving.publishing.done():
@@ -178,19 +224,25 @@ class Checkpointing:
         except (CheckpointError, ScheduleError) as error:
             again = isinstance(error, FolderBusy) and self.wanted.waits()
             if again and saving.best is not None and saving.opened is None:
-                saving.opening = None  # its copy is kept
+                # The trainers keep what they have in memory, and only the draft is tried again.
+                saving.opening = None
             else:
                 self._give_up(str(error), again)
 
     def finish(self, members: Sequence[int], wait: Callable[[Future[Any], float], None]) -> None:
-        """Training is over: publish what all have written. wait: returns when a future is done, or after so many seconds."""
+        """Publish a checkpoint that all trainers have written. Call it once training is over.
+
+        Args:
+            members: The members of the last term.
+            wait: Returns when a future is done, or after that many seconds.
+        """
         self.poll(members, goes_on=False)
         if self._saving is not None and self._saving.publishing is not None:
             wait(self._saving.publishing, GRACE_SECONDS)
             self.poll(members, goes_on=False)
 
     def _make_room(self) -> None:
-        """Give up the one under way where another one is to be before."""
+        """Give up the checkpoint under way if another one must come before it."""
         saving = self._saving
         if saving is None or saving.publishing is not None:
             return
@@ -201,7 +253,7 @@ class Checkpointing:
             self._give_up("an evaluation is near, whose checkpoint may be the best", again=True)
 
     def _change(self, **fields: Any) -> None:
-        """Tell trainers more of the checkpoint under way."""
+        """Publish changed fields of the plan of the checkpoint under way."""
         plan = self._plan.now.checkpoint
         assert plan is not None
         self._plan.change(checkpoint=replace(plan, **fields))
@@ -219,7 +271,11 @@ class Checkpointing:
         self._report.keep_totals(None)
 
     def _see_held(self, held: HeldTraining, goes_on: bool) -> None:
-        """Training waits: begin the checkpoint of its step when the one under way is over, or let it go on where that takes too long to end."""
+        """See to training that waits after the best evaluation so far.
+
+        Begin the checkpoint of its step as soon as no other is under way. If training is to end, or
+        trainers to change, and the checkpoint takes too long, let training go on without it.
+        """
         saving, step = self._saving, held.best.step
         if self._best.is_overdue(goes_on):
             if saving is not None and saving.number == held.number:
@@ -235,7 +291,10 @@ class Checkpointing:
             self._plan.change(checkpoint=CheckpointPlan(self._count, None, (step,), step))
 
     def evaluated(self, event: EvaluationEnded) -> None:
-        """An evaluation of a set: keep a checkpoint of the step before it, if it is the best so far. One that is reported again is no better."""
+        """Handle an evaluation: if it is the best so far, keep a checkpoint of its step.
+
+        An evaluation that is reported again, as after a rollback, is no better than before.
+        """
         report, saving = event.report, self._saving
         if self._metric is None or report.set != chosen_set(self._metric, self._schedule.header.set_names)[0]:
             return
@@ -247,6 +306,8 @@ class Checkpointing:
             saving is not None and bool(saving.taken) and saving.step == report.step and saving.wanted.folder == self._folder
         )
         there = self._last_here == report.step
+        # Neither the folder nor the trainers' memory has this step, and training can still wait:
+        # hold it until the checkpoint is taken.
         if better and event.waits_in is not None and not there and not has_replica:
             self._best.held = HeldTraining(event.waits_in, best, self._call.clock())
             return
@@ -260,44 +321,55 @@ class Checkpointing:
                 self._open(saving)
             elif saving.opening is None and saving.best is None:
                 self._give_up("it is not the best", again=True)
+        # Training waits, but no checkpoint of this step is to be taken.
         if event.waits_in is not None:
             self._rendezvous.publish(GoOnAfter(), event.waits_in, report.step)
 
     def _open(self, saving: CheckpointUnderWay) -> None:
-        """Its step is known: make the draft of it, unless it is there already, from before the run was broken off."""
+        """Make the draft of a checkpoint whose step is known.
+
+        No draft is made if this run has a checkpoint of that step already, from before it crashed.
+        """
         folder, step, run, planned = saving.wanted.folder, saving.step, self._call.manifest, self._planned(saving.step)
         field_name = "--checkpoint" if saving.wanted.asked is None else "--to"
         totals = self._report.totals
-        # With auto never fewer than before: a checkpoint with more bits could not be an increment of that.
+        # With --checkpoint-bits auto the bits never decrease: a later checkpoint with more bits
+        # could not be an increment of one with fewer.
         bits = next_bits(self._bits, run, totals.steps, totals.seconds, self._failures_a_day, self._most_bits)
         policy, self._most_bits, first_step = self._policy, bits, self._schedule.header.first_step
 
         def opened() -> Opened | None:
-            begun = draft(folder, field_name, step, run.run_id)  # from here on none is deleted there
+            # While the draft is held, foreload deletes no checkpoint in this folder, so the base
+            # that is chosen below stays.
+            begun = draft(folder, field_name, step, run.run_id)
             try:
                 own = of_run(folder, run)
                 if any(one.contents.step == step for one in own):
                     begun.discard()
                     return None
-                check_absent(folder, step)  # of another run
+                check_absent(folder, step)  # one of another run
                 increment = next_increment(own, run, step, policy, bits, planned)
             except BaseException:
                 begun.discard()
                 raise
-            # Of what an earlier schedule changed, this one says nothing.
+            # This schedule does not say which rows an earlier schedule changed, so a base from
+            # before this schedule cannot be used.
             known = increment is not None and increment.base.contents.step >= first_step - 1
             return Opened(begun, bits, increment if known else None)
 
         saving.opening = self._folder_work.submit(opened)
 
     def _planned(self, step: int) -> Plan | None:
-        """For policy planned: the checkpoints that are to come, this one first."""
+        """Return the checkpoints to come, this one first, for policy "planned"; otherwise None.
+
+        It is None also if checkpoints are not due by steps.
+        """
         if self._policy != "planned" or self._every is None or self._every.steps is None:
             return None
         return Plan.of(self._schedule, step, self._every.steps, self._call.layouts)
 
     def _have_written(self, saving: CheckpointUnderWay, opened: Opened | None) -> None:
-        """Have trainers write their parts."""
+        """Have the trainers write their parts into the draft."""
         if opened is None:
             if saving.best is not None:
                 self._best.note(saving.best)
@@ -311,7 +383,11 @@ class Checkpointing:
         self._change(part=PartPlan(str(opened.draft.path.absolute()), since, known, opened.bits))
 
     def receive(self, trainer: int, report: CheckpointReport) -> None:
-        """What a trainer reports of one; of one before the last it does not count. Raises DenseDiverged."""
+        """Handle a trainer's report. Reports of earlier checkpoints are ignored.
+
+        Raises:
+            DenseDiverged: The trainer's dense part differs from the others'.
+        """
         saving = self._saving
         if saving is None or saving.number != report.number:
             return
@@ -320,7 +396,8 @@ class Checkpointing:
             self._give_up(f"trainer {trainer}: {report.failed}")
         elif saving.note(trainer, report):
             self._report.keep_totals(saving.step)
-            # One for an evaluation waits for what that says.
+            # A checkpoint that is only for an evaluation is opened when the evaluation turns out to
+            # be the best so far.
             every, held = saving.wanted.every, self._best.held
             if first and (saving.best is not None or (every is not None and (saving.step + 1) % every == 0)):
                 self._open(saving)
@@ -328,15 +405,24 @@ class Checkpointing:
                 saving.seconds_waited = self._best.has_replica()
 
     def on_term(self) -> None:
-        """The trainers, or their lanes, are others now: what they have not written cannot be finished; what they waited behind is reported again."""
+        """Give up the checkpoint under way: the trainers, or their lanes, have changed.
+
+        Its parts can no longer be finished, unless it is being published already. If training
+        waited after an evaluation, the new term reports that evaluation again.
+        """
         held, self._best.held = self._best.held, None
         if self._saving is not None and self._saving.publishing is None:
+            # A better evaluation was held, so this one is no longer the best.
             if held is not None:
-                self._saving.best = None  # it is not any more
+                self._saving.best = None
             self._give_up("the trainers, or their lanes, changed meanwhile", again=True)
 
     def close(self, at_rest: bool) -> None:
-        """Trainers are gone: leave nothing half written. at_rest: the run has come to rest."""
+        """Discard unfinished checkpoints. Call it once the trainers have ended.
+
+        Args:
+            at_rest: Whether the run has stopped, with everything saved.
+        """
         over = why_over(at_rest)
         saving, self._saving = self._saving, None
         if saving is not None:
@@ -345,13 +431,20 @@ class Checkpointing:
                 self._best.tell_missing(saving.best, over)
             if saving.taken or saving.wanted.asked is not None:
                 self._failed(saving.wanted, over)
+        # Discard given up drafts once more: a trainer may have written there after the first time.
         for given_up in self._discarded:
-            self._folder_work.submit(given_up.discard)  # again: a trainer may have been writing there
+            self._folder_work.submit(given_up.discard)
         self._folder_work.close()
         self.wanted.refuse(over)
 
     def _give_up(self, why: str, again: bool = False) -> None:
-        """again: begin another one at once, as nothing is wrong with where it is put."""
+        """Give up the checkpoint under way.
+
+        Args:
+            why: The reason, for the user.
+            again: Whether another one is begun at once instead of counting a failure, since nothing
+                is wrong with its folder. A requested checkpoint is then the next.
+        """
         saving, self._saving = self._saving, None
         assert saving is not None
         self._plan.change(checkpoint=None)
@@ -359,15 +452,16 @@ class Checkpointing:
         held = self._best.held
         if held is not None and held.number == saving.number:
             self._best.go_on(why)
+        # Otherwise the evaluation is reported again, and gets its checkpoint then.
         elif saving.best is not None and (not again or self._report.last_step > saving.best.step):
-            self._best.tell_missing(saving.best, why)  # otherwise it is reported again
+            self._best.tell_missing(saving.best, why)
         if again:
             self.wanted.again(saving.wanted)
         else:
             self._failed(saving.wanted, why)
 
     def _discard(self, saving: CheckpointUnderWay) -> None:
-        """Leave nothing of its files, once what is being done with them is over."""
+        """Delete the files of a checkpoint, once the folder's thread is through with them."""
         opening = saving.opening
 
         def discard() -> None:
@@ -379,7 +473,7 @@ class Checkpointing:
         self._folder_work.submit(discard)
 
     def _failed(self, wanted: Wanted, why: str) -> None:
-        """Report that there is no checkpoint, though one was due or asked for."""
+        """Report that a checkpoint which was due or requested was not saved."""
         self.failed += 1
         self._report.checkpoint({"failed": why})
         self._call.events.note(CheckpointNotSaved(cause=why))
@@ -393,6 +487,7 @@ class Checkpointing:
         contents = saving.contents(self._call.manifest, totals, self._schedule.header, self._call.layouts)
 
         def published() -> Checkpoint:
+            # An increment whose base was removed or replaced meanwhile would be of no use.
             if opened.increment is not None:
                 opened.increment.check_base()
             checkpoint = opened.draft.publish(contents, lambda: self._at_point("manifest written"))
@@ -426,15 +521,16 @@ class Checkpointing:
             self._prune()
 
     def _prune(self) -> None:
-        """Delete the checkpoints that are to go."""
+        """Delete the run's checkpoints but the --keep newest, the best, and those they build on."""
         run = self._call.manifest
 
         def pruned() -> None:
             try:
                 best = best_in(self._folder)
                 prune(self._folder, run, self._keep, () if best is None else (folder_of(best.step),))
+            # Another process is saving there. The next checkpoint prunes the folder again.
             except FolderBusy:
-                pass  # the next one sees to it
+                pass
             except CheckpointError as error:
                 self._call.say(f"foreload: warning: {error}")
             self._at_point("old ones deleted")
@@ -442,7 +538,7 @@ class Checkpointing:
         self._folder_work.submit(pruned)
 
     def summary(self) -> dict[str, Any]:
-        """What summary.json has of all of them."""
+        """Return the figures of all checkpoints for summary.json."""
         return {
             "saved": self.saved,
             "failed": self.failed,

@@ -1,4 +1,8 @@
-"""RUN/control.sock, the queue that brings users' requests to the coordinator's thread, and those that all trainers do together."""
+"""RUN/control.sock, and the handling of the requests that arrive there.
+
+A queue brings users' requests to the coordinator's thread. `RunRequests` handles those that all
+trainers work on together.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +51,21 @@ _Bound = TypeVar("_Bound")
 
 
 class ControlSocket:
-    """The side of the run that trains. respond: answers a request, in the thread of the connection that it came by."""
+    """The control socket of a run that trains.
+
+    Args:
+        respond: Answers a request. It is called in the thread of the request's connection.
+    """
 
     def __init__(self, run: Path, respond: Callable[[ControlRequest], Answer]) -> None:
         self._path = run / CONTROL
+        # A launcher that was killed may have left its socket.
         self._path.unlink(missing_ok=True)
         self._elsewhere: Path | None = None
 
         class Handler(socketserver.StreamRequestHandler):
             def handle(self) -> None:
-                # A client that goes away wants no answer any more.
+                # A client may close its connection before it has read the answer.
                 with contextlib.suppress(ConnectionError):
                     for line in self.rfile:
                         self.wfile.write(json.dumps(to_json(answered(line))).encode() + b"\n")
@@ -75,12 +84,14 @@ class ControlSocket:
         self._server: Server | None = None
         try:
             self._server = self._bound(lambda path: Server(str(path), Handler))
+            # Only the user who owns the run may send requests.
             self._path.chmod(0o600)
         except OSError as error:
             why = error.strerror or error
             if self._server is not None:
+                # The server has not served yet, so `shutdown` would block.
                 self._server.server_close()
-                self._server = None  # it never served, and so cannot be shut down
+                self._server = None
             self._remove()
             sys.stderr.write(
                 f"foreload: warning: {self._path}: cannot be made ({why}), so the run cannot be asked anything while it trains\n"
@@ -90,7 +101,13 @@ class ControlSocket:
         self._thread.start()
 
     def _bound(self, bind: Callable[[Path], _Bound]) -> _Bound:
-        """A socket in the run's folder or, where its path is too long or its file system has none, elsewhere, with a link to it. Raises OSError."""
+        """Bind a socket in the run's folder, or elsewhere with a link to it from there.
+
+        It is elsewhere if the path is too long or the file system has no sockets.
+
+        Raises:
+            OSError: No socket can be bound.
+        """
         path = self._path.absolute()
         if len(os.fsencode(path)) <= _SOCKET_PATH_BYTES:
             with contextlib.suppress(OSError):
@@ -116,32 +133,47 @@ class ControlSocket:
 
 
 def _refused(error: BaseException) -> Refused:
-    """The answer where one of the package's errors says why not. A fault in what answers is told, too: it is no reason to end the training."""
+    """Return the refusal of a request whose handling raised an error."""
     if isinstance(error, ForeloadError):
         return Refused(str(error))
+    # Any other error is a fault in the handling. It is logged and answered, and does not end the
+    # training.
     traceback.print_exception(error, file=sys.stderr)
     return Refused(f"it cannot be answered: {type(error).__name__}: {error}")
 
 
 class RequestQueue:
-    """The requests of one call. Any thread may call `ask`, the coordinator's own all else; so what requests change needs no lock."""
+    """The requests of one call.
+
+    Any thread may call `ask`; only the coordinator's thread calls the other methods. So requests
+    are handled in one thread, and what they change needs no lock.
+    """
 
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[tuple[ControlRequest, Future[Answer]]] = queue.SimpleQueue()
-        self._later: list[tuple[Future[Answer], Future[Answer]]] = []  # what is yet to be known, and the answers that wait for it
+        # Pairs of a result that is not known yet, and the answer that waits for it.
+        self._later: list[tuple[Future[Answer], Future[Answer]]] = []
         self._wakes, self._wake = socket.socketpair()
         self._wakes.setblocking(False)
         self._wake.setblocking(False)
         self._closed = False
 
     def ask(self, request: ControlRequest) -> Answer:
-        """Have the coordinator answer, and wait for that. Raises ConnectionError once it answers nothing any more."""
+        """Put a request to the coordinator and wait for the answer.
+
+        Raises:
+            ConnectionError: The coordinator no longer answers requests.
+        """
         answer: Future[Answer] = Future()
+        # Put the request first and then check `_closed`: `close` may have emptied the queue before,
+        # and nobody else would cancel this request.
         self._asked.put((request, answer))
         if self._closed:
             self._refuse_rest()
         else:
-            with contextlib.suppress(OSError):  # many wait already, or it was closed just now
+            # Sending fails if so many requests wait that the buffer is full, or if the queue was
+            # closed just now. Neither matters.
+            with contextlib.suppress(OSError):
                 self._wake.send(b"\0")
         try:
             return answer.result()
@@ -149,11 +181,18 @@ class RequestQueue:
             raise ConnectionAbortedError("the run answers nothing any more") from None
 
     def fileno(self) -> int:
-        """A descriptor that can be read from while a request waits."""
+        """Return a descriptor that is readable while a request waits."""
         return self._wakes.fileno()
 
     def answer(self, respond: Callable[[ControlRequest], Answer | Future[Answer]]) -> None:
-        """Answer what was asked since. respond: gives the answer, or a future that the coordinator's thread sets; the package's errors refuse."""
+        """Answer the requests that came since the last call.
+
+        Args:
+            respond: Returns the answer to a request, or a future of it. If either raises an error,
+                the request is refused.
+        """
+        # Clear the wake-ups before taking requests. In the other order, the wake-up of a request
+        # that comes in between would be lost.
         with contextlib.suppress(BlockingIOError):
             self._wakes.recv(4096)
         for request, answer in self._taken():
@@ -177,7 +216,7 @@ class RequestQueue:
                 yield self._asked.get_nowait()
 
     def close(self) -> None:
-        """Answer nothing any more."""
+        """Stop answering: requests that wait, and all later ones, are cancelled."""
         self._closed = True
         self._refuse_rest()
         for _, answer in self._later:
@@ -190,12 +229,19 @@ class RequestQueue:
             answer.cancel()
 
 
-COUNT_TIMEOUT = timedelta(seconds=3)  # less than an answer on the control socket may take
+COUNT_TIMEOUT = timedelta(seconds=3)  # shorter than a client waits for an answer
 
 
 @dataclass(slots=True)
 class _Scrub:
-    """The last scrub: by which trainers, what each of them last reported of it, and why it is over, if that is not since all are through."""
+    """The last scrub.
+
+    Attributes:
+        number: The number of the request.
+        members: The trainers that take part.
+        reports: The last report of each trainer.
+        failed: Why the scrub ended early. None if it has not.
+    """
 
     number: int
     members: frozenset[int]
@@ -204,7 +250,7 @@ class _Scrub:
 
     @property
     def done(self) -> bool:
-        """Whether each trainer is through with its lanes."""
+        """Whether each trainer has checked all of its lanes."""
         return self.reports.keys() == self.members and all(scrubbed.done for scrubbed in self.reports.values())
 
     @property
@@ -214,7 +260,14 @@ class _Scrub:
 
 @dataclass(slots=True)
 class _Count:
-    """The last count: what each trainer counted; answer: set once all have, or it is until then, by the clock, and they have not."""
+    """A count of the rows that the store holds.
+
+    Attributes:
+        number: The number of the request.
+        until: When the count has taken too long, by the call's clock.
+        answers: The count of each trainer that has answered.
+        answer: Set once all trainers have answered, or at `until`.
+    """
 
     number: int
     until: float
@@ -223,7 +276,7 @@ class _Count:
 
 
 class RunRequests:
-    """The coordinator's side. members: the trainers' numbers; plan: what they are told."""
+    """The coordinator's side of the requests on which all trainers work: scrubs and counts."""
 
     def __init__(self, call: TrainingCall, members: Iterable[int], plan: PublishedPlan) -> None:
         self._call, self._members, self._plan = call, frozenset(members), plan
@@ -232,7 +285,10 @@ class RunRequests:
         self._count: _Count | None = None
 
     def on_term(self, members: Iterable[int]) -> None:
-        """Who the trainers are from now on. What the earlier ones were asked for may never be answered: it has failed."""
+        """Begin a term with these members.
+
+        A scrub or count under way fails, since the earlier trainers may never answer it.
+        """
         self._members = frozenset(members)
         if self._scrub is not None and self._scrub.under_way:
             self._scrub.failed = "its trainers, or their lanes, changed meanwhile; scrub it again"
@@ -240,7 +296,7 @@ class RunRequests:
         self._end_count(())
 
     def scrub(self, request: AskScrub) -> ScrubBegun | Refused:
-        """Begin a scrub, if none is under way."""
+        """Begin a scrub unless it must be refused, as while another one is under way."""
         if not self._call.run.placement.r:
             return Refused("it has no parity, so there is nothing to check its rows against; train with --parity")
         if self._call.job.coordinator is not None:
@@ -252,7 +308,7 @@ class RunRequests:
         return ScrubBegun(self._scrub.number)
 
     def scrubbed(self) -> ScrubProgress | Refused:
-        """How far the last scrub is."""
+        """Return the progress of the last scrub."""
         scrub = self._scrub
         if scrub is None:
             return ScrubProgress(False, 0, ())
@@ -262,19 +318,22 @@ class RunRequests:
         return ScrubProgress(scrub.done, sum(part.stripes for part in parts), parts)
 
     def row_counts(self) -> Future[Answer]:
-        """What each trainer counts; nothing at all where one does not answer within COUNT_TIMEOUT."""
+        """Have each trainer count its rows on the store.
+
+        If a trainer does not answer within `COUNT_TIMEOUT`, the answer has no counts at all.
+        """
         if self._count is None:
             self._count = _Count(self._next_number(), self._call.clock() + COUNT_TIMEOUT.total_seconds())
             self._plan.change(count=self._count.number)
         return self._count.answer
 
     def poll(self) -> None:
-        """Answer a count that takes too long."""
+        """End a count that takes too long."""
         if self._count is not None and self._call.clock() > self._count.until:
             self._end_count(())
 
     def receive(self, trainer: int, report: RequestReport) -> None:
-        """What a trainer reports of a request; of one before the last it does not count."""
+        """Handle a trainer's report on a request. Reports on earlier requests are ignored."""
         scrub, count = self._scrub, self._count
         if count is not None and count.number == report.number and report.held is not None:
             count.answers[trainer] = report.held

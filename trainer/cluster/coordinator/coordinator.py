@@ -1,4 +1,7 @@
-"""The coordinator of a call of `foreload train`: it follows the trainers from their start to their end, and answers what users ask meanwhile."""
+"""The coordinator of one `foreload train` call.
+
+It follows the trainers from their start to their end, and meanwhile answers users' requests.
+"""
 
 from __future__ import annotations
 
@@ -64,15 +67,25 @@ from foreload.trainer.job.scheduler import under_scheduler
 from foreload.trainer.run.event_log import StopAsked, TrainerLost
 from foreload.trainer.run.report import RunReport
 
-POLL = timedelta(milliseconds=30)  # between two looks at events and requests
-CHANGE_POLL = timedelta(milliseconds=2)  # while trainers wait for their next term
-GRACE = timedelta(seconds=5)  # for trainers to say why one failed, and to leave when all is saved
+POLL = timedelta(milliseconds=30)  # between two polls for events and requests
+CHANGE_POLL = timedelta(milliseconds=2)  # the same while trainers wait for their next term
+# How long trainers have to report why one of them failed, and to exit once everything is saved.
+GRACE = timedelta(seconds=5)
 
 
 class Coordinator:
-    """Of one call; one thread uses it. trainers: their processes; requests: what users ask; report: of the trainers' steps.
+    """The coordinator of one call. One thread uses it.
 
-    members, scaling, moves, checkpointing: its parts; ended: how members of the term have, so far.
+    Args:
+        trainers: The trainers' processes.
+        requests: The queue of users' requests.
+
+    Attributes:
+        members: The membership of the current term.
+        scaling: Changes of the number of trainers.
+        moves: The migration of rows between store shards.
+        checkpointing: The checkpoints that are saved during training.
+        ended: The end of each member of the current term that has ended, by trainer number.
     """
 
     def __init__(
@@ -99,40 +112,58 @@ class Coordinator:
         self._run_requests = RunRequests(call, term.members, self._plan)
         self._failures = Failures(call.machines)
         self.ended: dict[int, TrainerEnd] = {}
-        self._training = False  # whether all trainers were ready once
+        self._training = False  # True once all trainers of the first term are ready
         self._stop_wanted = self._stop_published = False
-        self._dead: dict[int, str] = {}  # how processes have ended
-        self._lingered = False  # whether a trainer failed, and the others were given time to say why
+        self._dead: dict[int, str] = {}  # trainer -> how its process ended
+        # Whether a trainer failed, and the others have had their time to report why.
+        self._lingered = False
 
     def begin(self) -> None:
-        """State the first term, and the plan, before trainers are told what they are started for."""
+        """Publish the first term and the plan. Call it before the launch spec is published."""
         self._rendezvous.publish(self.members.term, self.members.term.number)
         self._plan.begin()
 
     def follow(self) -> None:
-        """Take in events, and pass on what is asked, until every trainer has ended. Raises why one ended before its time, or KeyboardInterrupt."""
+        """Handle events and requests until every trainer has ended.
+
+        Raises:
+            ForeloadError: A trainer ended before its time; the error is the reason.
+            GuestsRefused: Training did not begin, and only trainers of other hosts are to blame.
+            KeyboardInterrupt: A signal came before training began, or a second signal came.
+        """
         while not self.all_ended:
             if (at_most := self.look()) is not None:
                 self._trainers.pause(at_most, self._dead)
 
     @property
     def all_ended(self) -> bool:
-        """Whether every member has."""
+        """Whether every member of the current term has ended."""
         return self.ended.keys() == set(self.members.term.members)
 
     def look(self) -> timedelta | None:
-        """Take in what came since the last look, and decide what follows. Returns for how long nothing may be done; None where a trainer failed, and
-        was given time to say why. Raises as `follow` does.
+        """Handle everything that came since the last call, and decide what follows.
+
+        Returns:
+            How long the caller may pause before the next call. If None, a trainer has just failed
+            and the others had time to report why, so the caller should not pause.
+
+        Raises:
+            ForeloadError, GuestsRefused, KeyboardInterrupt: As `follow` does.
         """
         members, term = self.members, self.members.term
-        # Before the event is read: what a process sent before it ended is then there.
+        # Look for dead processes before reading events. The last events of a process that is found
+        # dead are then already in the rendezvous store, and are read below.
         self._dead = dead = self._failures.with_reports(self._trainers.ended())
         self._take_events()
         self._requests.answer(self._respond)
         missing = dead.keys() & set(term.members) - self.ended.keys()
+        # A trainer on another host has no process here whose death would show, so before training
+        # begins its silence counts. Once training runs, the membership watches all leases itself.
         silent: dict[int, str] = {}
         if not self._training and (guests := self._failures.guests(term)):
             silent = dict.fromkeys(guests & set(members.silent()), SILENT)
+        # While losses are survived, the membership handles them. Otherwise a trainer that failed or
+        # died ends the call, once the others have had time to report why.
         if self._training and not self._failures and (members.survives or not missing):
             self._see_to_members(dead)
         elif self._failures or missing or silent:
@@ -155,10 +186,16 @@ class Coordinator:
         return CHANGE_POLL if self._training and members.changing else POLL
 
     def _heed_signals(self) -> None:
-        """Have training end where that is asked for. Raises KeyboardInterrupt."""
+        """Ask the trainers for a clean stop after a signal or a user's request.
+
+        Raises:
+            KeyboardInterrupt: A signal came before training began, or a second signal came.
+        """
         received = self._call.interrupts.received
+        # Until all trainers are ready, nothing of the run has changed, so no clean stop is needed.
+        # A second signal means that the user does not want to wait for one.
         if len(received) > 1 or (received and not self._training):
-            raise KeyboardInterrupt  # before all are ready nothing of the run has changed
+            raise KeyboardInterrupt
         if (received or self._stop_wanted) and not self._stop_published:
             self._stop_published = True
             self._rendezvous.publish(StopWanted())
@@ -166,17 +203,22 @@ class Coordinator:
             self._call.events.note(StopAsked(cause=signals[0] if signals else "by the control socket"))
 
     def wait(self, future: Future[Any], at_most: float = math.inf) -> None:
-        """Return when a future is done, or after so many seconds; what is asked meanwhile is answered."""
+        """Answer requests until a future is done, or for `at_most` seconds."""
         until = time.monotonic() + at_most
         while not future.done() and time.monotonic() < until:
             self._requests.answer(self._respond)
             wait([future], POLL.total_seconds())
 
     def see_last(self) -> None:
-        """All is saved: end those that are not members yet, and wait for the others to leave. Those that take longer are ended with the rest."""
+        """End the trainers that have not joined yet, and wait for the members to exit.
+
+        Call it once everything is saved. It waits up to `GRACE` for each process; the caller kills
+        those that take longer.
+        """
         self.scaling.end_starting()
         self._trainers.await_end(GRACE)
-        # Who had stood still, and was taken for lost, may only now have found out.
+        # A trainer that had stalled and was declared lost may have noticed only now. Its report is
+        # read here, so that the user sees it.
         self._take_events()
 
     @property
@@ -186,10 +228,11 @@ class Coordinator:
         return "training" if self._training else "starting"
 
     def _see_to_members(self, dead: Mapping[int, str]) -> None:
-        """Whoever is lost, joins or leaves: one term ends then, and the next begins."""
+        """End the term and begin the next one if members were lost, join or leave."""
         goes_on = self._phase == "training"
         if self.members.poll(dead, self.ended, goes_on):
-            # Who had ended sees to the lanes of those that had not.
+            # Members that had already ended go on in the new term, since they may have to take over
+            # lanes of the members that were lost. They end, and report it, once more.
             self.ended.clear()
             self._copies.on_term(self.members.term)
             self.report.on_term(self.members.term.members, self.members.term.committed)
@@ -198,6 +241,7 @@ class Coordinator:
             self._shards.on_term(self.members.term.members)
             for trainer in self.members.lost:
                 self.scaling.lost(trainer)
+        # Under a scheduler the number of trainers is fixed, since the scheduler starts them.
         if not under_scheduler():
             for trainer in self._trainers.take_offers(lambda: self.scaling.offer() if goes_on else None, self._plan.now.version):
                 self._receiver.add(trainer)
@@ -212,7 +256,10 @@ class Coordinator:
         self._trainers.start(trainer, self._plan.now.version)
 
     def _linger(self) -> None:
-        """A trainer failed: give the others a moment to say why, since who speaks first is seldom the one to blame."""
+        """Give the other trainers up to `GRACE` to report why one failed.
+
+        The first trainer to report is seldom the one to blame: it mostly lost its peer.
+        """
         deadline = time.monotonic() + GRACE.total_seconds()
         while time.monotonic() < deadline and self._trainers.ended().keys() != self._trainers.pids.keys():
             self._take_events()
@@ -227,6 +274,7 @@ class Coordinator:
             self._receive(trainer, event)
 
     def _receive(self, trainer: int, event: TrainerEvent) -> None:
+        # A trainer that is starting is no member yet. Of its events only these two matter.
         if self.scaling.is_starting(trainer):
             self._call.observer.on_event(trainer, event)
             match event:
@@ -236,7 +284,7 @@ class Coordinator:
                     self.scaling.cannot_join(trainer, event.message)
             return
         if trainer not in self.members.term.members:
-            # It was taken for lost, and the others went on without it, or it has left.
+            # The trainer was declared lost and the others went on without it, or it has left.
             if isinstance(event, Failed):
                 self._call.say(f"trainer {trainer}: was lost, and has stopped now: {event.message}")
             return
@@ -245,7 +293,7 @@ class Coordinator:
             case TermLeft():
                 self.members.receive(trainer, event)
             case LeaveWanted():
-                # Where all were asked to leave, it is training that ends.
+                # If no trainer would stay, training stops instead.
                 self._stop_wanted |= not self.scaling.leave(trainer, self.members)
             case StepEnded():
                 self.scaling.has_trained(trainer, event.report)
@@ -273,16 +321,19 @@ class Coordinator:
             case Failed():
                 self._failures.receive(trainer, event, self._training and self.members.survives)
             case FaultInjected() | CanJoin():
-                pass  # the observer's; and it has joined
+                # The former is only for the observer; the sender of the latter is a member by now.
+                pass
             case _:
                 assert_never(event)
 
     def _begin(self) -> None:
-        """Training begins, if all are ready. From the first step on rows change on the store, while the dense part at rest does not."""
+        """Begin training if all members are ready."""
         call, members = self._call, self.members
         if not members.all_ready:
             return
         self._training = True
+        # Write the status "training" before the first step: from then on rows change on the store,
+        # while the saved dense part does not.
         call.write_manifest(call.manifest.under(members.ready[members.term.members[0]].fingerprint, call.start.step + 1))
         call.run.write_status(call.start)
         self._rendezvous.publish(Go())
@@ -290,11 +341,16 @@ class Coordinator:
         self._shards.term_begins()
 
     def _end_process(self, trainer: int) -> bool:
-        """End a trainer that is lost, or only seems to be; returns whether it is dead."""
+        """End the process of a trainer that is, or seems, lost. Returns whether it is dead."""
         return self._call.observer.may_kill(trainer) and self._trainers.end(trainer)
 
     def _reason(self, term: Term, silent: dict[int, str]) -> ForeloadError | GuestsRefused:
-        """Why trainers ended before their time. silent: those that are alive, but silent, and so to be given here."""
+        """Return the error that says why trainers ended before their time.
+
+        Args:
+            silent: The silent trainers of other hosts, and what is wrong with each. They count as
+                ended, although they may be alive.
+        """
         heard, unheard = self._failures.heard() | self.ended.keys(), silent | self._trainers.ended()
         unheard = {trainer: how for trainer, how in unheard.items() if trainer in term.members and trainer not in heard}
         why = self._failures.reason(term, unheard, self._training)
@@ -305,10 +361,14 @@ class Coordinator:
             self._call.events.note(TrainerLost(trainer=trainer, cause=how))
         return why
 
-    # What users ask.
+    # Users' requests.
 
     def _respond(self, request: ControlRequest) -> Answer | Future[Answer]:
-        """The answer to a request, or what will be the answer. Raises the package's errors, which say why it is refused."""
+        """Return the answer to a request, or a future of it.
+
+        Raises:
+            ForeloadError: The request is refused; the error is the reason.
+        """
         if (why := self._why_not(request)) is not None:
             return Refused(why)
         match request:
@@ -337,7 +397,7 @@ class Coordinator:
                 return self.checkpointing.wanted.progress(request)
 
     def _why_not(self, request: ControlRequest) -> str | None:
-        """Why a request cannot be met, as training begins or ends; None: it can."""
+        """Return why a request is refused while training begins or ends, or None if it is not."""
         if isinstance(request, AskScale) and under_scheduler():
             return "a scheduler starts its trainers: stop it, and go on with --resume and another number of them"
         if isinstance(request, AskMove | AskScale | AskScrub) and self._phase == "starting":

@@ -1,4 +1,7 @@
-"""Why trainers ended before their time, and what follows: the call ends, or, where only other hosts' trainers are to blame, these alone."""
+"""Why trainers ended before their time, and what follows from that.
+
+The call ends, or, if only trainers of other hosts are to blame, only these are refused.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,11 @@ _OF_OTHERS = {PeerLost.code, CopyLost.code}
 
 
 class GuestsRefused(Exception):
-    """Training did not begin, and only guests, the trainers of other hosts, are to blame.
+    """Training did not begin, and only guests are to blame: trainers of other hosts.
 
-    why: of each of them, what is wrong; said: those that have said so themselves, on their hosts.
+    Attributes:
+        why: For each guest to blame, what is wrong with it.
+        said: The trainers that have reported the reason themselves, on their hosts.
     """
 
     def __init__(self, why: Mapping[int, str], said: Collection[int]) -> None:
@@ -27,65 +32,82 @@ class GuestsRefused(Exception):
 
 
 class Failures:
-    """What trainers reported before they ended. machines: which machine each trainer is on, "" for the coordinator's."""
+    """The failures that trainers reported before they ended.
+
+    Args:
+        machines: The machine of each trainer. "" stands for the coordinator's.
+    """
 
     def __init__(self, machines: Mapping[int, str]) -> None:
         self._machines = machines
         self._reports: list[tuple[int, Failed]] = []
-        self._of_lost: dict[int, str] = {}  # what guests reported whose loss is survived
+        self._of_lost: dict[int, str] = {}  # the reports of guests whose loss the job survives
 
     def __bool__(self) -> bool:
         return bool(self._reports)
 
     @property
     def explained(self) -> bool:
-        """Whether a trainer reported the cause, and not only that it lost another one, or rows."""
+        """Whether a trainer reported a cause other than the loss of another trainer or of rows."""
         return any(failed.code not in _OF_OTHERS and failed.lost is None for _, failed in self._reports)
 
     def guests(self, term: Term) -> set[int]:
-        """The members of a term that other hosts run."""
+        """Return the members of a term that run on other hosts."""
         return {trainer for trainer in term.members if self._machines.get(trainer)}
 
     def receive(self, trainer: int, failed: Failed, survived: bool) -> None:
-        """Take in a trainer's report. survived: whether training goes on without a trainer; then a guest that fails is only lost."""
+        """Record a trainer's report.
+
+        Args:
+            survived: Whether training goes on without a trainer. A guest that fails is then only
+                lost, and its failure does not end the call.
+        """
         if survived and self._machines.get(trainer):
             self._of_lost[trainer] = failed.message
         else:
             self._reports.append((trainer, failed))
 
     def with_reports(self, ended: Mapping[int, str]) -> dict[int, str]:
-        """How processes ended, in the words of their trainers where a guest reported why."""
+        """Return how processes ended, with the reason that a guest reported, if it did."""
         return {trainer: self._of_lost.get(trainer, how) for trainer, how in ended.items()}
 
     def reason(self, term: Term, unheard: Mapping[int, str], begun: bool) -> ForeloadError | GuestsRefused:
-        """Why trainers ended before their time. unheard: the members that ended without a report, or are silent, and how. begun: training did."""
+        """Return the error that says why trainers ended before their time.
+
+        Args:
+            unheard: The members that ended without a report or are silent, and how.
+            begun: Whether training has begun.
+        """
         if not begun and (refused := guests_to_blame(self.guests(term), self._reports, unheard)):
             return GuestsRefused(refused, self.heard())
         return _reason([failed for _, failed in self._reports], unheard, term)
 
     def heard(self) -> set[int]:
-        """The trainers that reported."""
+        """Return the trainers that reported a failure."""
         return {trainer for trainer, _ in self._reports}
 
 
 def guests_to_blame(guests: Collection[int], reports: Sequence[tuple[int, Failed]], unheard: Mapping[int, str]) -> dict[int, str]:
-    """Return the guests because of which training did not begin, each with the reason; none if one of the coordinator's own trainers failed.
+    """Return the guests because of which training did not begin, each with the reason.
+
+    There are none if one of the coordinator's own trainers failed.
 
     Args:
-        guests: The trainers that other hosts run.
-        reports: What trainers reported.
-        unheard: The trainers that ended without a report, or are silent, and how.
+        guests: The trainers that run on other hosts.
+        unheard: The trainers that ended without a report or are silent, and how.
     """
     causes = {trainer: failed.message for trainer, failed in reports if failed.code not in _OF_OTHERS} | dict(unheard)
     if causes or not reports:
         return causes if causes.keys() <= set(guests) else {}
+    # Every report blames another trainer. The guests that reported nothing are then to blame or, if
+    # all guests have reported, all of them.
     heard = {trainer for trainer, _ in reports}
     why = f"the trainers do not reach each other: {reports[0][1].message}"
     return dict.fromkeys(set(guests) - heard or guests, why)
 
 
 def _all_lost(reports: Sequence[LostRows]) -> ShardsLost:
-    """What trainers reported of the rows that are gone, as one error."""
+    """Combine the trainers' reports of lost rows into one error."""
     rows: Counter[str] = Counter()
     for report in reports:
         rows.update(report.rows or {})
@@ -95,9 +117,13 @@ def _all_lost(reports: Sequence[LostRows]) -> ShardsLost:
 
 
 def _reason(failures: Sequence[Failed], unheard: Mapping[int, str], term: Term) -> ForeloadError:
-    """Why trainers ended before their time: rows that are lost; else the first reason that is not a lost peer; else who ended without a word.
+    """Return the error that says why trainers ended before their time.
 
-    unheard: how those did.
+    It is the rows that were lost; else the first reported reason that is not a lost peer; else the
+    trainer that ended without a report.
+
+    Args:
+        unheard: The trainers that ended without a report or are silent, and how.
     """
     causes = [failed for failed in failures if failed.code != PeerLost.code]
     if lost := [failed.lost for failed in causes if failed.lost is not None]:

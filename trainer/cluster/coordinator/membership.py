@@ -1,4 +1,7 @@
-"""The coordinator's side of terms: the members, the copies that they hold, who was lost, and the next term (docs/internals/trainer.md, Terms)."""
+"""The coordinator's side of terms: the members, their replicas, their losses, and the next term.
+
+See "Terms" in docs/internals/trainer.md.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +27,33 @@ from foreload.trainer.run.event_log import (
     TrainerLost,
 )
 
-# For a member that is alive to leave a term that is over, which it may not see before a store shard that it asks has been silent for too long, or a
-# group has failed to form; one that does not is lost, too.
+# How long a live member has to leave a term that is over. It may notice the end only once a silent
+# store shard has timed out, or a process group has failed to form. A member that takes longer is
+# lost, too.
 LEAVE_TIMEOUT = timedelta(seconds=30)
-# For members that are silent, or do not leave, where the others have no complete copy of their lanes: as long as they are not dead, all may go on.
+# How long to wait for members that are silent, or do not leave, if the others lack a complete
+# replica of one of their lanes. As long as such a member is not dead, training may still go on.
 UNCOVERED_TIMEOUT = timedelta(seconds=300)
 SILENT, _LATE = "it is silent", "it does not leave the term"
-FRUITLESS_TERMS = (
-    3  # ended in a row without a step committed, all members alive: then one of them must go, since two cannot reach each other
-)
+# After so many terms in a row that ended without a committed step although all members were alive,
+# two members cannot reach each other, and one of them must go.
+FRUITLESS_TERMS = 3
 
 
 class Membership:
     """The members of a job through its terms.
 
-    term: the newest, which is in the rendezvous store once the first was put there; ready: who has reported in it that it can begin. kill: ends a
-    trainer's process, if it is this machine's, and returns whether it is dead.
+    Args:
+        term: The first term. The caller publishes it; the later ones are published here.
+        kill: Ends a trainer's process and returns whether the trainer is known to be dead.
 
-    change: who can join and who is to leave, set by the caller; members and lanes then change as soon as may be.
+    Attributes:
+        term: The newest term.
+        ready: The members that have reported that they can begin it, with their reports.
+        begun: Whether the steps of the term have begun.
+        change: The trainers that can join, the members that are to leave, and planned lane
+            targets. The caller sets it; members and lanes then change as soon as possible.
+        lost: The trainers that were lost with the term before.
     """
 
     def __init__(
@@ -54,66 +66,77 @@ class Membership:
         self._call, self._rendezvous, self.term, self._kill, self._clock = call, rendezvous, term, kill, call.clock
         self._copies, self._silence = call.job.replicas_wanted, call.job.peer_silence
         self.ready: dict[int, Ready] = {}
-        self.begun = False  # whether the term's steps have begun
+        self.begun = False
         self.change = NO_CHANGE
-        self.lost: tuple[int, ...] = ()  # with the term before
+        self.lost: tuple[int, ...] = ()
         self._left: dict[int, TermLeft] = {}
-        self._lost: dict[int, str] = {}  # of this term: who is gone, and why
-        self._complete: dict[int, set[int]] = {}  # trainer -> the lanes whose copies it has reported complete
-        self._asked = False  # whether the end of this term was asked for
+        self._lost: dict[int, str] = {}  # members lost in this term -> why
+        self._complete: dict[int, set[int]] = {}  # trainer -> lanes of which it reported a complete replica
+        self._asked = False  # whether a planned end of this term was requested
         self._over_at: float | None = None  # when the term was ended
-        self._waited_for: list[int] = []  # those that were reported to the user
+        # The lost members of which the user has already read that they are waited for.
+        self._waited_for: list[int] = []
         self._stated_at = call.clock()
-        self._handing: set[int] = set()  # who left with the term before, and has yet to hand its lanes over
+        # Trainers that left with the term before and have not handed over their lanes yet.
+        self._handing: set[int] = set()
         self._fruitless = 0
-        self._leases: dict[int, tuple[int, float]] = {}  # trainer -> its last count, and when that came
+        self._leases: dict[int, tuple[int, float]] = {}  # trainer -> last lease count, and when it came
         self._looked_at = call.clock()
 
     @property
     def survives(self) -> bool:
-        """Whether the loss of a trainer is survived at all, in this term."""
+        """Whether the job can survive the loss of a trainer in this term at all."""
         return any(self.term.copies)
 
     @property
     def all_ready(self) -> bool:
-        """Whether every member can begin."""
+        """Whether every member has reported that it can begin the term."""
         return self.ready.keys() == set(self.term.members)
 
     @property
     def changing(self) -> bool:
-        """Whether a term is over, or about to be, or the next one has not begun: then somebody waits."""
+        """Whether trainers may be waiting: a term is over or ending, or the next has not begun."""
         return self._over_at is not None or bool(self._left) or not self.begun
 
     @property
     def at_rest(self) -> bool:
-        """Whether nothing is to change: the term's steps run, and every lane is where it is to be."""
+        """Whether the term's steps run, every lane is with its target, and no change is planned."""
         return self.begun and not self.lanes_to_move and not self._asked and not wants_change(self.term, (), self.change)
 
     @property
     def lanes_to_move(self) -> int:
-        """How many lanes are not where they are to be."""
+        """The number of lanes whose host is not yet their target."""
         return sum(host != target for host, target in zip(self.term.hosts, self.term.targets, strict=True))
 
     def receive(self, trainer: int, event: Ready | TermLeft | CopiesTold) -> None:
-        """What a member reports; of an earlier term it does not count."""
+        """Handle a member's report. Reports of earlier terms are ignored."""
         if event.term != self.term.number:
             return
         match event:
             case Ready():
                 self.ready[trainer] = event
             case TermLeft() if self._lost.get(trainer, SILENT) in (SILENT, _LATE):
-                # It has come back in time.
+                # A member that was only silent or late is back in time, so it is not lost.
                 self._lost.pop(trainer, None)
                 self._left[trainer] = event
             case CopiesTold():
-                # In a term none becomes incomplete again, whatever an older report says that comes later.
+                # Within a term a complete replica stays complete, so the sets only grow, even if an
+                # older report arrives late.
                 self._complete.setdefault(trainer, set()).update(lane for lane, copy in event.copies.items() if copy.complete)
 
     def poll(self, gone: Mapping[int, str], ended: Iterable[int], may_change: bool = True) -> bool:
-        """See to the term: end it where a member is gone, begin the next one when all that are there have left. Returns whether one began.
+        """End the term if a member was lost or a change is due; begin the next once all have left.
 
-        gone: whose process has ended before its time, and how; ended: who needs no other trainer any more; may_change: whether a term may be ended so
-        that members or lanes change. Raises LanesLost.
+        Args:
+            gone: The trainers whose process has ended before its time, and how.
+            ended: The members that have ended and no longer need the others.
+            may_change: Whether a term may be ended so that members or lanes change.
+
+        Returns:
+            Whether a new term began.
+
+        Raises:
+            LanesLost: No owner and no complete replica of a lane is left.
         """
         dead = {trainer: gone[trainer] for trainer in self.term.members if trainer in gone}
         if self.survives:
@@ -122,6 +145,8 @@ class Membership:
                 if trainer not in self._left:
                     self._lost.setdefault(trainer, SILENT)
         self._see_handed_over(gone)
+        # `_over_at` is None while the term goes on. A term is over once a member is lost, a member
+        # has left because of a failure, or all have left as planned.
         if self._over_at is None:
             planned = all(left.why is None for left in self._left.values())
             if not self._lost and planned and self._left.keys() != set(self.term.members):
@@ -135,9 +160,10 @@ class Membership:
                     self._rendezvous.publish(StopWanted(self.term.number))
                 return False
             self._over_at = self._clock()
+            # After a planned end all members have left already, and none has to be interrupted.
             if self._lost or not planned:
                 self._rendezvous.publish(TermOver(), self.term.number)
-        # Who has ended is needed, too, by those that have not.
+        # From here on a dead member is lost even if it had ended: the others need its lanes, too.
         self._lost = dead | self._lost
         present = [trainer for trainer in self.term.members if trainer not in self._lost]
         late = [trainer for trainer in present if trainer not in self._left]
@@ -152,7 +178,7 @@ class Membership:
         return True
 
     def _is_waited_for(self, there: list[int], gone: Container[int]) -> bool:
-        """Whether one that is lost, but not known to be dead, may have lanes that nobody else has, and is waited for."""
+        """Whether to wait for a lost member that may be alive and has the only state of a lane."""
         alive = [trainer for trainer in self._lost if trainer not in gone]
         complete = [[trainer for trainer in there if lane in self._left[trainer].copies] for lane in range(len(self.term.hosts))]
         lacking = [lane for lane, host in enumerate(next_hosts(self.term.hosts, complete, there)) if host is None]
@@ -168,14 +194,19 @@ class Membership:
         return True
 
     def _complete_replicas(self) -> list[set[int]]:
-        """Of each lane, the trainers with complete copies by now."""
+        """Return, for each lane, the trainers that have a complete replica by now."""
         return [
             {*complete, *(trainer for trainer, lanes in self._complete.items() if lane in lanes)}
             for lane, complete in enumerate(self.term.complete)
         ]
 
     def _see_handed_over(self, gone: Mapping[int, str]) -> None:
-        """See to those that left with the term before: once one is dead, nobody waits for what it hands over, and one that is too slow is ended."""
+        """Follow the handing over by the trainers that left with the term before.
+
+        A trainer that takes longer than `LEAVE_TIMEOUT` is killed. For it, and for one that died,
+        the coordinator publishes `HandedOver`, so that the new owners stop waiting and go on by the
+        fence.
+        """
         for trainer in list(self._handing):
             handed = self._rendezvous.poll(HandedOver, self.term.number, trainer) is not None
             if not handed and (trainer in gone or self._clock() - self._stated_at > LEAVE_TIMEOUT.total_seconds()):
@@ -192,7 +223,7 @@ class Membership:
             self.term = changed_term(before, positions, self._copies, self.change, self._call.machines)
         else:
             if not self._lost and not any(position.keeps for position in positions.values()):
-                # All are alive: a connection between two of them broke.
+                # All members are alive, so a connection between two of them broke.
                 self._fruitless += 1
                 if self._fruitless >= FRUITLESS_TERMS and len(present) > 1:
                     last = present.pop()
@@ -209,6 +240,7 @@ class Membership:
         self._call.events.step, self._call.events.term = self.term.committed, self.term.number
         self._tell_lost(before)
         self._tell_changed(before)
+        # The term's number is in the run's folder before any trainer owns lanes in that term.
         self._call.raise_term(self.term.number)
         clear_agreement(self._rendezvous, before)
         self.lost = tuple(self._lost)
@@ -221,7 +253,7 @@ class Membership:
             self._rendezvous.publish(Admitted(self.term.number), trainer)
 
     def _tell_lost(self, before: Term) -> None:
-        """Report those that were lost, and who has their lanes."""
+        """Report the lost trainers and the new hosts of their lanes."""
         term = self.term
         for trainer, why in self._lost.items():
             takers = {lane: term.hosts[lane] for lane in before.lanes_of(trainer)}
@@ -238,7 +270,7 @@ class Membership:
             )
 
     def _tell_changed(self, before: Term) -> None:
-        """Report those that came and left in order, and the lanes that were handed over."""
+        """Report the trainers that joined or left as planned, and the lanes handed over."""
         term = self.term
         for trainer in term.members:
             if trainer not in before.members:
@@ -258,7 +290,7 @@ class Membership:
                 self._call.say(f"trainer {trainer}: left {after_step(term.committed)}")
 
     def begin(self) -> bool:
-        """Have the term's steps begin if all members are ready; returns whether they did just now."""
+        """Begin the term's steps if all members are ready. Returns whether they began just now."""
         if self.begun or self._over_at is not None or not self.all_ready:
             return False
         self.begun = True
@@ -267,19 +299,24 @@ class Membership:
         return True
 
     def silent(self) -> list[int]:
-        """Members whose lease has run out; none where there is only one, whose lanes nobody else has."""
+        """Return the members whose lease has run out.
+
+        An only member never counts as silent, since no other trainer could host its lanes.
+        """
         if len(self.term.members) == 1:
             return []
         now = self._clock()
-        # Where this process was stopped itself, nobody can be blamed for its silence meanwhile.
+        # If this process was itself stopped since the last look, no lease could be seen meanwhile,
+        # so all leases start anew.
         if now - self._looked_at > self._silence.total_seconds() / 2:
             self._leases = {trainer: (count, now) for trainer, (count, _) in self._leases.items()}
         self._looked_at = now
         silent = []
         for trainer in self.term.members:
             lease = self._rendezvous.poll(Lease, trainer)
+            # Without a lease the trainer is still starting. Its death shows by its process.
             if lease is None:
-                continue  # it is still starting; if it dies, its process ends
+                continue
             known = self._leases.get(trainer)
             if known is None or known[0] != lease.count:
                 self._leases[trainer] = lease.count, now
@@ -292,24 +329,26 @@ _NOTHING = SeededCopy(0, 0, False)
 
 
 class LaneReplicas:
-    """The copies in the term that is."""
+    """The state of the lanes' replicas in the current term."""
 
     def __init__(self, call: TrainingCall, term: Term) -> None:
         self._call, self._term = call, term
-        self._reported: dict[int, CopiesTold] = {}  # by each trainer, of the term
-        self._exposed = False  # whether the user knows that the loss of a trainer is not survived for now
+        self._reported: dict[int, CopiesTold] = {}  # trainer -> its last report of this term
+        # Whether the last message to the user was that the loss of a trainer is not survived.
+        self._exposed = False
 
     def on_term(self, term: Term) -> None:
-        """A further term: how its copies are is reported anew."""
+        """Begin a new term, in which trainers report their replicas anew."""
         self._term, self._reported = term, {}
 
     def on_copies(self, trainer: int, event: CopiesTold) -> None:
-        """Note how a trainer's copies are, and tell the user when that decides whether a further loss is survived."""
+        """Record a trainer's replicas, and report when a further loss becomes (un)survivable."""
         if event.term != self._term.number:
             return
         self._reported[trainer] = event
         holders = {holder for lane in self._term.copies for holder in lane}
-        # Without --copies there are some only of lanes that are to move.
+        # Without --copies only the lanes that are to move have replicas, and there is nothing to
+        # report. Until every holder has reported, the state is not known.
         if not all(self._term.copies) or not holders <= self._reported.keys():
             return
         lacking = self.lacking
@@ -324,13 +363,13 @@ class LaneReplicas:
 
     @property
     def lacking(self) -> list[int]:
-        """The lanes that no trainer but their owner has whole, as far as the trainers have reported."""
+        """The lanes without a complete replica, as far as trainers have reported."""
         status = self.status
         return [lane for lane in range(len(self._term.hosts)) if not any(copy.lane == lane and copy.complete for copy in status)]
 
     @property
     def status(self) -> tuple[CopyStatus, ...]:
-        """Each copy of each lane."""
+        """The state of each replica of each lane."""
         term, reported = self._term, self._reported
         found = []
         for lane, holders in enumerate(term.copies):

@@ -1,9 +1,12 @@
-"""The coordinator's side of what changes about store shards while trainers run: servers that take the place of others, and rows that move since
-shards are added, removed or moved.
+"""The coordinator's side of changes of the store shards while trainers run.
 
-For the latter, at first the new servers are noted as the run's, and RUN says where rows move to; then trainers get the command, and move the rows of
-their lanes. What they report of the shards says how far that is. Once all of it has moved, RUN has the new placement, and trainers get that; a server
-that they ask no more is left: what the run has there is removed.
+These are servers that replace other servers, and migrations, in which rows move because shards are
+added, removed or moved.
+
+A migration first notes the new servers as the run's, and writes the new placement to RUN. Then the
+trainers get the placement and move the rows of their lanes; their reports of the shards contain
+their progress. Once all rows have moved, RUN and the trainers get the settled placement. When no
+trainer uses a removed shard's server any longer, the run's rows there are deleted.
 """
 
 from __future__ import annotations
@@ -29,7 +32,13 @@ from foreload.trainer.saved.migration import NewServers, check_whole
 
 @dataclass(frozen=True, slots=True)
 class _Preparation:
-    """A move that is asked for, while a thread makes its new servers ready. urls: of all shards then."""
+    """A requested migration, while a thread makes its new servers ready.
+
+    Attributes:
+        placement: The placement to migrate to.
+        urls: The URLs of all shards, once the new servers are ready.
+        answer: The answer to the request.
+    """
 
     placement: Placement
     urls: Future[tuple[str, ...]]
@@ -37,29 +46,31 @@ class _Preparation:
 
 
 class RowMigration:
-    """Of one call.
-
-    shards: the run's; plan: what trainers are told.
-    """
+    """The migrations of one call."""
 
     def __init__(self, call: TrainingCall, shards: StoreShards, plan: PublishedPlan) -> None:
         self._call, self._shards, self._local, self._plan = call, shards, shards.local, plan
         room = partial(check_room, call.manifest, call.schedule, call.layouts)
         self._new = NewServers(call.manifest, call.job.store_silence, shards.local, room)
-        # Servers of an earlier call, which did not come to leaving them, are left, too.
+        # The program also leaves the servers that an earlier call had yet to leave.
         self._program = ShardProgram.found(call.manifest, call.run.placement)
         self._preparing: _Preparation | None = None
-        self._wanted: tuple[Placement, tuple[str, ...]] | None = None  # what is to begin, and the URLs of all shards then
-        self._left: Future[set[str]] | None = None  # what leaves servers
+        # The migration to begin: its placement, and the URLs of all shards with the new servers.
+        self._wanted: tuple[Placement, tuple[str, ...]] | None = None
+        self._left: Future[set[str]] | None = None  # the leaving of servers, in a thread
         self._shown = 0.0
 
     @property
     def under_way(self) -> bool:
-        """Whether rows move, or are about to."""
+        """Whether rows move or are about to, or a server is still to be left."""
         return self._wanted is not None or self._program.placement.migrating or bool(self._program.leaving)
 
     def want(self, request: AskMove) -> Refused | Future[Answer]:
-        """Have rows begin to move as is asked, if they can; when it is answered, the new servers are ready. Raises CacheError, RunError."""
+        """Prepare a requested migration. Once the request is answered, the new servers are ready.
+
+        Raises:
+            CacheError, RunError: The migration cannot be begun; the error is the reason.
+        """
         if self._preparing is not None:
             return Refused("another change of its store shards is asked for right now; try again in a moment")
         change = ShardChange(request.change, request.shard, request.urls)
@@ -71,7 +82,7 @@ class RowMigration:
         return self._preparing.answer
 
     def _see_prepared(self) -> None:
-        """Answer once the new servers are ready."""
+        """Answer the request once the new servers are ready."""
         preparing = self._preparing
         if preparing is None or not preparing.urls.done():
             return
@@ -83,7 +94,7 @@ class RowMigration:
         preparing.answer.set_result(MoveBegun(placement.version, placement.joining, placement.leaving))
 
     def _check_free(self) -> None:
-        """Raise RunError where nothing can be begun."""
+        """Raise RunError if no migration can be begun now."""
         if self.under_way:
             placement = self._program.placement
             share = self._shards.share_moved(placement.version) if placement.migrating else 1.0
@@ -97,7 +108,7 @@ class RowMigration:
             raise RunError("a server is about to take a store shard's place; ask again when that is whole")
 
     def poll(self, members: Collection[int]) -> None:
-        """Announce servers that take the place of others; begin a move that is wanted, look how far one is, settle it when it is through."""
+        """Announce replacement servers; start a requested migration, report it, and complete it."""
         while (replacement := self._shards.take_replacement()) is not None:
             shard, url = replacement
             self._plan.change(servers=self._shards.plain_urls)
@@ -111,17 +122,22 @@ class RowMigration:
                 self._call.say(f"store shards: {moved:.0%} of the rows have moved")
         if self._wanted is not None:
             (placement, urls), self._wanted = self._wanted, None
+            # Only the new servers' URLs are taken: a server of another shard may have been replaced
+            # since the request.
             self._shards.use((*self._shards.urls, *urls[len(self._shards.urls) :]))
             self._program, self._shown = self._program.ask(placement), 0.0
         before = self._program.placement
         self._go_on(members)
+        # Trainers get a placement only once it is in RUN.
         if self._program.placement is not before:
             self._plan.move_rows(self._program.placement, self._shards.plain_urls)
 
     def _go_on(self, members: Collection[int], wait: Callable[[Future[Any]], None] | None = None) -> None:
-        """Do what the program of a change says, up to what must be waited for.
+        """Do the next steps of the migration, up to one that must be waited for.
 
-        wait: returns when a future is done, at the end of the trainers. If None, they train, and may use the servers of removed shards.
+        Args:
+            wait: Returns when a future is done. Given once the trainers have ended. If None, they
+                train, and may still use the servers of removed shards.
         """
         while True:
             program, placement = self._program, self._program.placement
@@ -138,6 +154,8 @@ class RowMigration:
                 return
 
     def _name(self) -> None:
+        # The manifest is written before the program goes on. If this call is killed, the next one
+        # finds in it the servers that may have rows of the run.
         self._call.write_manifest(self._program.named_in(self._call.manifest, self._shards.plain_urls))
         self._program = self._program.name()
 
@@ -164,7 +182,13 @@ class RowMigration:
             self._shards.memory.use(self._program.placement)
 
     def _leave(self, wait: Callable[[Future[Any]], None] | None) -> bool:
-        """Remove what the run has on servers that nobody asks any more, in a thread, since one may not answer; returns whether that is done."""
+        """Delete the run's rows from the servers that the run no longer uses.
+
+        A thread does that, since a server may not answer.
+
+        Returns:
+            Whether it is done.
+        """
         leaving, local = self._program.leaving, self._local
 
         def leave() -> set[str]:
@@ -180,7 +204,8 @@ class RowMigration:
             wait(self._left)
         if not self._left.done():
             return False
-        # Training goes on where that failed: the manifest has the servers among those that may have something of the run.
+        # If it failed, training goes on: the manifest still lists the servers among those that may
+        # have rows of the run.
         if (error := self._left.exception()) is not None:
             traceback.print_exception(error)
         emptied = self._left.result() if error is None else ()
@@ -188,13 +213,18 @@ class RowMigration:
         return True
 
     def finish(self, members: Collection[int], wait: Callable[[Future[Any]], None]) -> None:
-        """All trainers, these, have ended: settle what is through, and leave servers that nobody asks any more. The rest goes on at the next call.
+        """Complete a migration of which all rows have moved, and leave unused servers.
 
-        wait: returns when a future is done.
+        Call it once all trainers have ended. The next call continues an incomplete migration.
+
+        Args:
+            members: The trainers that have ended, which are all members of the last term.
+            wait: Returns when a future is done.
         """
         if self._preparing is not None:
             wait(self._preparing.urls)
             self._see_prepared()
+        # A migration that has not begun is dropped, and its new servers are given back.
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
             placement, urls = wanted
@@ -209,11 +239,11 @@ class RowMigration:
 
     @property
     def removed(self) -> tuple[int, ...]:
-        """The store shards that there are no more."""
+        """The numbers of the store shards that were removed."""
         return self._program.placement.removed
 
 
 def said_of(placement: Placement) -> str:
-    """What becomes of store shards by a placement under way, in words."""
+    """Describe which shards join and leave by a placement."""
     said = [f"shard {shard} joins" for shard in placement.joining] + [f"shard {shard} leaves" for shard in placement.leaving]
     return ", ".join(said)

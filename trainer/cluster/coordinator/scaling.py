@@ -1,4 +1,4 @@
-"""The number of trainers: start trainers and have them leave while the others train, and move lanes away from slow ones (`--rebalance`)."""
+"""Change the number of trainers during training, and move lanes from slow ones (--rebalance)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,26 @@ from foreload.trainer.cluster.messages.control import AskScale, AskScaled, Refus
 from foreload.trainer.compute.reports import StepReport
 from foreload.trainer.run.event_log import Rebalanced
 
-WINDOW = timedelta(seconds=5)  # of computing by the trainer that computes longest: as long as one look at the trainers' speed
-WINDOWS = 3  # in a row in which the same trainer must be the slowest before a lane leaves it
-GAIN = 0.1  # by which part the slowest trainer's time to compute a step must become shorter at least
+# The trainers' speeds are compared once the slowest one has computed for this long.
+WINDOW = timedelta(seconds=5)
+# The same trainer must be the slowest in this many windows in a row before a lane leaves it.
+WINDOWS = 3
+# The slowest trainer's time to compute a step must shrink by at least this share.
+GAIN = 0.1
 
 
 def better_hosts(hosts: Sequence[int], held: Sequence[Collection[int]], seconds: Mapping[int, float]) -> tuple[int, ...] | None:
-    """Of each lane the trainer that is to host it, so that who computes longest does so for a shorter time; None where that gains too little.
+    """Return hosts for the lanes with which the slowest trainer takes less time for a step.
 
-    hosts: lane -> its trainer so far; held: lane -> the trainers that have copies of it; seconds: trainer -> what it took to compute for its lanes,
-    each of which is taken to cost as much as another one there. Every trainer keeps a lane.
+    Every trainer keeps a lane. All lanes of a trainer are assumed to take the same time there.
+
+    Args:
+        hosts: lane -> its trainer so far.
+        held: lane -> the trainers that have replicas of it.
+        seconds: trainer -> the seconds that it takes to compute a step for its lanes.
+
+    Returns:
+        The new trainer of each lane. If None, the gain is below `GAIN`.
     """
     lanes = {trainer: sum(host == trainer for host in hosts) for trainer in seconds}
     each = {trainer: seconds[trainer] / lanes[trainer] for trainer in seconds}
@@ -33,7 +43,7 @@ def better_hosts(hosts: Sequence[int], held: Sequence[Collection[int]], seconds:
         taker = min(others, key=lambda trainer: ((lanes[trainer] + 1) * each[trainer], trainer), default=giver)
         if taker == giver or lanes[giver] == 1 or (lanes[taker] + 1) * each[taker] >= lanes[giver] * each[giver]:
             break
-        # The last lanes go first: who has lane 0 leads, and had better stay.
+        # The last lanes move first. The host of lane 0 leads the others, so lane 0 should stay.
         lane = max(
             (lane for lane, host in enumerate(targets) if host == giver), key=lambda lane: (lane > 0, taker in held[lane], lane)
         )
@@ -46,7 +56,12 @@ def better_hosts(hosts: Sequence[int], held: Sequence[Collection[int]], seconds:
 
 @dataclass(slots=True)
 class _Window:
-    """What trainers reported of the steps since it began: how many, and how long each computed."""
+    """The steps that trainers reported since the window began.
+
+    Attributes:
+        steps: trainer -> the number of its steps.
+        seconds: trainer -> the seconds that it computed.
+    """
 
     steps: dict[int, int] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
@@ -56,29 +71,40 @@ class _Window:
         self.seconds[trainer] = self.seconds.get(trainer, 0.0) + report.seconds_compute
 
     def mean_seconds(self, members: Collection[int]) -> dict[int, float] | None:
-        """Of a step, once every member has reported one, and the one that takes longest has computed for as long as a window."""
+        """Return each member's mean seconds per step, or None while the window is not over.
+
+        It is over once every member has reported a step and the slowest has computed for `WINDOW`.
+        """
         if self.steps.keys() < set(members) or max(self.seconds.values(), default=0.0) < WINDOW.total_seconds():
             return None
         return {trainer: self.seconds[trainer] / self.steps[trainer] for trainer in members}
 
 
 class Rebalancing:
-    """The coordinator's side. moves: what was done so far, as the run's report has it."""
+    """The coordinator's side of --rebalance.
+
+    Attributes:
+        moves: The lane moves that were planned so far, in the form of the run's report.
+    """
 
     def __init__(self, call: TrainingCall) -> None:
         self._call = call
         self.moves: list[dict[str, object]] = []
         self._window = _Window()
-        self._slowest, self._times = -1, 0  # from whom the last windows would have a lane move, and how many in a row
-        self._term = -1  # which these are of
-        self._targets: tuple[int, ...] | None = None  # asked for in this term
+        # The slowest trainer, and the number of windows in a row that would take a lane from it.
+        self._slowest, self._times = -1, 0
+        self._term = -1  # the term of these windows
+        self._targets: tuple[int, ...] | None = None  # planned in this term
 
     def add(self, trainer: int, report: StepReport) -> None:
-        """A trainer has trained a step."""
+        """Add a step that a trainer has trained."""
         self._window.add(trainer, report)
 
     def poll(self, members: Membership) -> None:
-        """Have lanes move, if it is time. To be called after whoever else says what is to change, which comes first."""
+        """Plan lane moves if the speeds call for them.
+
+        Call it after all others have set `members.change`: their changes come first.
+        """
         term = members.term
         if term.number != self._term:
             self._term, self._targets, self._times = term.number, None, 0
@@ -89,7 +115,7 @@ class Rebalancing:
             members.change = replace(members.change, targets=self._targets)
 
     def _look(self, members: Membership) -> None:
-        """See whether the slowest trainer is to give lanes away."""
+        """Plan lane moves if the same trainer was the slowest in `WINDOWS` windows in a row."""
         term = members.term
         seconds = self._window.mean_seconds(term.members)
         if seconds is None:
@@ -120,18 +146,19 @@ def _moves(before: Sequence[int], after: Sequence[int]) -> str:
     )
 
 
-JOIN_PATIENCE = timedelta(
-    seconds=60
-)  # for which trainers that can join wait for others that are still starting, so that all join at once
-FRUITLESS_STARTS = (
-    3  # trainers started in a row that were lost before they trained a step; then no further one is started by itself
-)
+# How long trainers that can join wait for others that are still starting, so that all join at once.
+JOIN_PATIENCE = timedelta(seconds=60)
+# After so many started trainers in a row that were lost before they trained a step, no further
+# trainer is started unless the user asks for it.
+FRUITLESS_STARTS = 3
 
 
 class Scaling:
-    """The coordinator's side.
+    """The coordinator's side of changing the number of trainers.
 
-    start, end: start a trainer's process by its number, and end it.
+    Args:
+        start: Starts the process of the trainer with this number.
+        end: Ends that process.
     """
 
     def __init__(
@@ -145,18 +172,19 @@ class Scaling:
         self._rebalancing = Rebalancing(call) if call.job.rebalance else None
         self._wanted, self._next = trainers, trainers
         self._starting: dict[int, bool] = {}  # trainer -> whether it can join
-        self._offered: set[int] = set()  # those of these that other hosts started, and nobody asked for
-        self._waited_since: float | None = None  # since when one that can join waits for others
+        # The starting trainers that other hosts offered, without a request for more trainers.
+        self._offered: set[int] = set()
+        self._waited_since: float | None = None  # since when a trainer that can join waits
         self._leaving: set[int] = set()
         self._new: set[int] = set()  # members that have not trained a step yet
-        self._reasons: dict[int, str] = {}  # why trainers that could not join say so
+        self._reasons: dict[int, str] = {}  # trainer -> why it cannot join, in its own words
         self._fruitless = 0
-        self._asked = 0  # how often another number was asked for
+        self._asked = 0  # the number of requests for another number of trainers
         self._failed: str | None = None
         self._progress = (0, ScaleProgress(trainers, trainers, 0, 0, True))
 
     def ask(self, request: AskScale) -> ScaleBegun | Refused:
-        """Have so many trainers from now on."""
+        """Set the number of trainers to have from now on."""
         trainers = request.trainers
         if not 1 <= trainers <= self._lanes:
             return Refused(
@@ -168,7 +196,11 @@ class Scaling:
         return ScaleBegun(self._asked, before, trainers)
 
     def offer(self) -> int | None:
-        """A further trainer, which another host starts, is to join: its number; None where there are as many as lanes already."""
+        """Accept a further trainer, which another host starts.
+
+        Returns:
+            The trainer's number. If None, the job already has as many trainers as lanes.
+        """
         if self._wanted >= self._lanes:
             return None
         self._wanted += 1
@@ -178,7 +210,7 @@ class Scaling:
         return trainer
 
     def progress(self, request: AskScaled) -> ScaleProgress | Refused:
-        """How far what was asked for is."""
+        """Return the progress of a request for another number of trainers."""
         seen, progress = self._progress
         if request.number != self._asked:
             return Refused(f"another number of trainers was asked for meanwhile, {self._wanted}")
@@ -187,20 +219,20 @@ class Scaling:
         return progress
 
     def can_join(self, trainer: int) -> None:
-        """A trainer that was started can join."""
+        """Note that a started trainer can join."""
         if trainer in self._starting:
             self._starting[trainer] = True
 
     def cannot_join(self, trainer: int, why: str) -> None:
-        """A trainer that was started says why it cannot join; it ends."""
+        """Note why a started trainer cannot join. It ends by itself."""
         self._reasons[trainer] = why
 
     def is_starting(self, trainer: int) -> bool:
-        """Whether it was started, and is no member yet."""
+        """Return whether a trainer was started and is not a member yet."""
         return trainer in self._starting
 
     def has_trained(self, trainer: int, report: StepReport) -> None:
-        """A trainer has trained a step."""
+        """Note a step that a trainer has trained."""
         if trainer in self._new:
             self._new.discard(trainer)
             self._fruitless = 0
@@ -209,11 +241,11 @@ class Scaling:
 
     @property
     def rebalanced(self) -> list[dict[str, object]]:
-        """Which lanes were to leave slow trainers, and why, as the run's report has it."""
+        """The lane moves that were planned, and why, in the form of the run's report."""
         return [] if self._rebalancing is None else self._rebalancing.moves
 
     def leave(self, trainer: int, members: Membership) -> bool:
-        """A trainer is to leave, since it was asked to. Returns false where no other one stays."""
+        """Have a trainer leave at its own request. Returns False if no other trainer would stay."""
         if not self._staying(members) - {trainer}:
             return False
         if trainer not in self._leaving:
@@ -222,7 +254,11 @@ class Scaling:
         return True
 
     def lost(self, trainer: int) -> None:
-        """A member is lost; another one takes its place, where that is wanted. One on another host has to be offered by that again."""
+        """Note that a member was lost.
+
+        Unless --no-restart is given, another trainer takes its place. A trainer of another host is
+        not replaced: its host has to offer it again.
+        """
         if trainer in self._leaving:
             return
         if not self._restarts or self._call.machines.get(trainer):
@@ -231,7 +267,12 @@ class Scaling:
             self._fruitless += 1
 
     def poll(self, members: Membership, ended: Mapping[int, str], goes_on: bool) -> None:
-        """Start trainers, have some leave, and tell `members` who joins and leaves. ended: of processes, how; goes_on: false where training ends."""
+        """Start and end trainers as needed, and set in `members.change` who joins and leaves.
+
+        Args:
+            ended: The trainers whose process has ended, and how.
+            goes_on: Whether training goes on. If False, no trainer is started.
+        """
         there = set(members.term.members)
         for trainer in there & self._starting.keys():
             del self._starting[trainer]
@@ -245,10 +286,11 @@ class Scaling:
             self._wanted = len(staying) + len(self._starting)
             self._failed = f"{self._fruitless} trainers in a row were lost before they trained a step; no further one is started"
             self._call.say(f"{self._failed}, until `foreload scale` asks for it")
-        # A process that starts takes a core for seconds: not while the others take lanes over.
+        # A starting process uses a core for seconds, so none is started during a takeover.
         self._start_and_end(staying, goes_on, members.begun)
         joining = self._can_join_now()
-        # The last one stays until another one joins, though it was asked to leave before the others were lost.
+        # If all members are to leave, since those that would have stayed were lost, they stay until
+        # another trainer can join.
         members.change = Change(joining, tuple(sorted(self._leaving)) if joining or self._staying(members) else ())
         if self._rebalancing is not None:
             self._rebalancing.poll(members)
@@ -257,7 +299,7 @@ class Scaling:
         self._progress = self._asked, progress
 
     def end_starting(self) -> None:
-        """End those that are not members yet: there is nothing to join any more."""
+        """End the trainers that are not members yet, since there is no longer a term to join."""
         for trainer in list(self._starting):
             del self._starting[trainer]
             self._end(trainer)
@@ -268,7 +310,7 @@ class Scaling:
     def _did_not_join(self, trainer: int, how: str) -> None:
         del self._starting[trainer]
         if trainer in self._offered:
-            # It would have been one more; none is started here in its place.
+            # The offer had raised the wanted number by one. No trainer is started in its place.
             self._offered.discard(trainer)
             self._wanted -= 1
         else:
@@ -278,7 +320,13 @@ class Scaling:
         self._end(trainer)
 
     def _start_and_end(self, staying: set[int], goes_on: bool, may_start: bool) -> None:
-        """Have as many on their way as are missing, if any may be started now, and none that is not."""
+        """Start the missing trainers, or end or dismiss those that are too many.
+
+        Args:
+            staying: The members that are not to leave.
+            goes_on: Whether training goes on. If False, no trainer is missing.
+            may_start: Whether trainers may be started now.
+        """
         missing = self._wanted - len(staying) - len(self._starting) if goes_on else -len(self._starting)
         for _ in range(missing if may_start else 0):
             self._starting[self._next] = False
@@ -290,11 +338,14 @@ class Scaling:
                 del self._starting[last]
                 self._end(last)
             else:
-                # Those that came last, so that who leads stays.
+                # The members that joined last leave first, so that the leader stays.
                 self._leaving.add(max(staying - self._leaving))
 
     def _can_join_now(self) -> tuple[int, ...]:
-        """Those that can join, once all that are starting can, or were waited for."""
+        """Return the trainers that can join.
+
+        There are none until all starting trainers can join, or `JOIN_PATIENCE` is over.
+        """
         ready = tuple(sorted(trainer for trainer, can in self._starting.items() if can))
         if not ready:
             self._waited_since = None

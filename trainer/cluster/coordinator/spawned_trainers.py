@@ -1,4 +1,7 @@
-"""The processes of trainers, on this host and on others that join: started at the beginning and during training, and ended."""
+"""The trainers' processes, on this host and on other hosts that join.
+
+They are started at the beginning and during training, and ended.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,21 @@ from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import TOKEN
 from foreload.trainer.run.servers import plain
 
-_SAID = timedelta(seconds=15)  # between two lines that trainers are waited for
-_SILENCE = timedelta(seconds=5)  # more than a trainer may be silent: so the trainer is taken for lost before its host
+_SAID = timedelta(seconds=15)  # between two messages that trainers are waited for
+# A host may be silent for this much longer than a trainer, so the trainer is lost before its host.
+_SILENCE = timedelta(seconds=5)
 
 
 class Hosts:
-    """Listens at the job's --coordinator. machines: which one each trainer is on, "" for this one.
+    """Connections to the other hosts of a job, which join at the job's --coordinator.
 
-    Raises SettingError.
+    Attributes:
+        machines: The machine of each trainer. "" stands for this one.
+        first: The trainers of other hosts with which training begins.
+        on_host: What the trainers of this host get for a job over several hosts.
+
+    Raises:
+        SettingError: The job's token or its --coordinator cannot be used.
     """
 
     def __init__(self, job: TrainJob, run: Path) -> None:
@@ -42,11 +52,13 @@ class Hosts:
         given = given_token(job.token_file)
         token = given or new_token()
         self._token_file = job.token_file if given is not None else str(run / TOKEN)
+        # If the user gave no token, leave a new one in the run's folder. The message to the user
+        # names that file.
         if given is None:
             write_token(run / TOKEN, token)
         self.on_host = OnHost(token, has_run=True)
         self.machines: dict[int, str] = dict.fromkeys(range(job.trainers_here), "")
-        self.first: list[HostedTrainer] = []  # those that training begins with
+        self.first: list[HostedTrainer] = []
         assert job.coordinator is not None
         self._place = job.coordinator
         self._silence = job.peer_silence + _SILENCE
@@ -55,7 +67,7 @@ class Hosts:
     @classmethod
     @contextlib.contextmanager
     def of(cls, job: TrainJob, run: Path) -> Iterator[Hosts | None]:
-        """Those of a job while entered; None where it has this one alone."""
+        """Listen for the job's other hosts while entered. Yields None if the job has none."""
         if job.coordinator is None:
             yield None
             return
@@ -66,7 +78,7 @@ class Hosts:
             hosts.close()
 
     def await_first(self) -> None:
-        """Wait for the trainers that training is to begin with and that are not started here: `first`."""
+        """Wait until other hosts have offered all trainers of `first`, and assign their numbers."""
         wanted = self._job.trainers - self._job.trainers_here
 
         def said(there: int) -> None:
@@ -81,11 +93,18 @@ class Hosts:
             self.machines[trainer] = hosted.host
 
     def take(self) -> HostedTrainer | None:
-        """A trainer that another host offers while others train."""
+        """Take a trainer that another host offers during training, or None without an offer."""
         return self._connections.take()
 
     def start(self, hosted: HostedTrainer, trainer: int, rendezvous: str, stores: tuple[str, ...], plan: int | None) -> None:
-        """Have its host start it as this trainer."""
+        """Have its host start a trainer.
+
+        Args:
+            trainer: The number that it gets.
+            rendezvous: Where trainers find the rendezvous store.
+            stores: The URLs of the store shards, without passwords.
+            plan: As in `TrainerStart`.
+        """
         job = self._job
         self.machines[trainer] = hosted.host
         hosted.tell(
@@ -96,7 +115,10 @@ class Hosts:
         )  # fmt: skip
 
     def begin_again(self, refused: GuestsRefused) -> None:
-        """Training did not begin: refuse those of the first trainers that are to blame, and keep the others for the next attempt."""
+        """Refuse the guests because of which training did not begin.
+
+        The other trainers of `first` are kept for the next attempt.
+        """
         kept = []
         for trainer, hosted in enumerate(self.first, self._job.trainers_here):
             if trainer in refused.why:
@@ -110,19 +132,24 @@ class Hosts:
 
     @staticmethod
     def refuse(hosted: HostedTrainer, why: str) -> None:
-        """Tell a host that its trainer is not needed."""
+        """Send a host the message that its trainer is not wanted."""
         hosted.tell(NotWanted(why))
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._connections.close()
 
 
 class SpawnedTrainers:
-    """The processes, by trainers' numbers. urls: of the store shards by number as they are now, with passwords. lock: the descriptor of the run's,
-    if any; wakes: a descriptor; once that can be read from, no pause lasts.
+    """The trainers' processes, by trainer number.
 
-    A trainer that outlives this process goes on holding the lock on the run. hosts: the other hosts of the job, on which trainers can be, too.
+    Args:
+        start: Starts a process on this host.
+        urls: Returns the current URLs of the store shards by number, with passwords.
+        lock: The descriptor of the run's lock, if there is one. Trainers inherit it, so a trainer
+            that outlives this process goes on holding the lock.
+        hosts: The other hosts of the job. If None, all trainers are on this host.
+        wakes: A descriptor that ends every pause once it is readable.
     """
 
     def __init__(
@@ -139,26 +166,49 @@ class SpawnedTrainers:
         self._place, self._wakes = ("", ""), wakes
 
     def meet_at(self, rendezvous: str, address: str, held: Sequence[int]) -> None:
-        """Where trainers meet, at which address of this machine each is reached, and what descriptors they inherit."""
+        """Set where trainers meet. Call it before any trainer is started.
+
+        Args:
+            rendezvous: The address of the rendezvous store.
+            address: The address of this machine at which its trainers are reached.
+            held: Further descriptors that trainers inherit.
+        """
         self._place = rendezvous, address
         self._held = (*held, *self._held)
 
     def start(self, trainer: int, plan: int | None = None) -> None:
-        """Start a trainer. plan: as in `TrainerStart`."""
+        """Start a trainer on this host.
+
+        Args:
+            plan: As in `TrainerStart`.
+        """
         rendezvous, address = self._place
         on_host = None if self._hosts is None else self._hosts.on_host
         trainer_start = TrainerStart(trainer, rendezvous, address, tuple(self._urls()), os.getpid(), plan, on_host)
         self._processes[trainer] = self._start(ProcessStart(WORKER, (), trainer_start.environment(), self._held))
 
     def start_first(self, here: Sequence[int]) -> None:
-        """Start the trainers that training begins with: those of this host, and those that other hosts have offered for that, which follow them."""
+        """Start the trainers with which training begins.
+
+        Args:
+            here: The numbers of the trainers on this host. Those of other hosts get the numbers
+                that follow.
+        """
         for trainer in here:
             self.start(trainer)
         for trainer, hosted in enumerate(() if self._hosts is None else self._hosts.first, len(here)):
             self._start_elsewhere(trainer, hosted, None)
 
     def take_offers(self, offer: Callable[[], int | None], plan: int) -> list[int]:
-        """Have other hosts start the trainers that they have offered since; returns these. offer: gives the number of one, None: it is not needed."""
+        """Have other hosts start the trainers that they have offered since the last call.
+
+        Args:
+            offer: Returns the number of the offered trainer, or None if it is not needed.
+            plan: As in `TrainerStart`.
+
+        Returns:
+            The numbers of the trainers that are started.
+        """
         taken = []
         while self._hosts is not None and (hosted := self._hosts.take()) is not None:
             trainer = offer()
@@ -176,47 +226,59 @@ class SpawnedTrainers:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Their process ids."""
+        """The process id of each trainer."""
         return {trainer: process.pid for trainer, process in self._processes.items()}
 
     def ended(self) -> dict[int, str]:
-        """How those have ended that have."""
+        """Return how the trainers that have ended did so."""
         statuses = {trainer: process.poll() for trainer, process in self._processes.items()}
         return {trainer: ended_how(status) for trainer, status in statuses.items() if status is not None}
 
     def pause(self, at_most: timedelta, ended: Container[int]) -> None:
-        """Return after a while, or as soon as one ends, or the coordinator is asked something. ended: those that have."""
+        """Pause until a trainer of this host ends, a request arrives, or the time is over.
+
+        Args:
+            ended: The trainers that have ended already.
+        """
+        # A trainer of another host has no process here to wait for.
         left = [process for trainer, process in self._processes.items() if trainer not in ended]
         pause([process for process in left if not isinstance(process, HostedTrainer)], at_most, self._wakes)
 
     def forget(self, trainer: int) -> None:
-        """One that has ended is of no interest any more."""
+        """Drop a trainer that has ended."""
         self._processes.pop(trainer, None)
 
     def end(self, trainer: int) -> bool:
-        """End a trainer that is lost, or only seems to be, or is not needed; returns whether it is dead."""
+        """Kill a trainer that is lost, or seems lost, or is not needed.
+
+        Returns:
+            Whether it is known to be dead.
+        """
         process = self._processes.pop(trainer, None)
         if process is None:
             return False
         process.kill()
         process.wait()
-        # Of one on another host, which may be cut off, this is not always known.
+        # A trainer on another host that is cut off may still be alive.
         return process.poll() not in (None, HOST_GONE)
 
     def await_end(self, patience: timedelta) -> None:
-        """Wait until each has ended, but no longer than that for any. Those of other hosts, which then see to their own end, are let go."""
+        """Wait until all trainers have ended, for at most `patience` each.
+
+        Trainers of other hosts are then left to their hosts, and end by themselves.
+        """
         for process in self._processes.values():
             process.wait(patience)
         self.let_go_of_guests()
 
     def let_go_of_guests(self) -> None:
-        """Leave the trainers of other hosts to their hosts."""
+        """Drop the trainers of other hosts, and leave them to their hosts."""
         self._processes = {
             trainer: process for trainer, process in self._processes.items() if not isinstance(process, HostedTrainer)
         }
 
     def kill(self) -> None:
-        """End all at once."""
+        """Kill all trainers, and wait until they are dead."""
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():

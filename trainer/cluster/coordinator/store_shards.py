@@ -1,5 +1,7 @@
-"""What the launcher does about store shards while trainers run: it knows how each is, starts dead local servers again, and has spares and
-servers that the user names take the place of others.
+"""The launcher's care of the store shards while trainers run.
+
+It tracks the state of each shard, restarts dead local servers, and replaces servers by spares and
+by servers that the user names.
 """
 
 from __future__ import annotations
@@ -29,7 +31,14 @@ from foreload.trainer.run.shard_change import shard_named
 
 
 def check_spares(job: TrainJob, manifest: Manifest, urls: Sequence[StoreUrl | str], placement: Placement) -> None:
-    """Raise SettingError for what is wrong with them before anything is started or deleted. urls: of the run's shards, by number."""
+    """Check the spares of a job before anything is started or deleted.
+
+    Args:
+        urls: The URLs of the run's shards, by number.
+
+    Raises:
+        SettingError: A spare cannot be used, or the run has no parity.
+    """
     if job.spare is None:
         return
     if not placement.r:
@@ -37,23 +46,33 @@ def check_spares(job: TrainJob, manifest: Manifest, urls: Sequence[StoreUrl | st
     in_use = [(shard, parse_url(url) if isinstance(url, str) else url) for shard, url in enumerate(urls) if url]
     for url in parse_urls(job.spare):
         try:
-            # One that had a shard before may have it again.
+            # A server that this run used for a shard before may be a spare.
             spare_check(job, manifest)(url, in_use, identity=manifest.identity)
         except StoreError as error:
             raise SettingError(f"--spare: {error}") from error
 
 
 def spare_check(job: TrainJob, manifest: Manifest) -> Callable[..., None]:
-    """`check_spare` for a run: called with a server and those in use, it raises StoreError where the server cannot take a shard."""
+    """Return `check_spare` for a run.
+
+    It is called with a server and the servers in use, and raises StoreError if that server cannot
+    take a shard.
+    """
     return partial(check_spare, namespace=manifest.namespace, lanes=manifest.lanes, timeout=job.store_silence)
 
 
-SHOWN_STEP = 0.1  # the share of a rebuild after which the user gets the next report
+SHOWN_STEP = 0.1  # the share of a rebuild or migration after which the user gets the next report
 
 
 @dataclass(frozen=True, slots=True)
 class _Replacement:
-    """A server that a user names to take a shard's place, while a thread looks whether it can. url: without password."""
+    """A server that the user names for a shard, while a thread checks whether it can be used.
+
+    Attributes:
+        url: The server's URL, without password.
+        checked: The check.
+        answer: The answer to the user's request.
+    """
 
     shard: int
     url: str
@@ -64,22 +83,30 @@ class _Replacement:
 class StoreShards:
     """The store shards of one call.
 
-    urls: of their servers by number, with passwords, "" where a shard was removed; those that trainers know of. local: where they are the run's own.
+    Attributes:
+        urls: The servers' URLs by shard number, with passwords, as trainers know them. "" stands
+            for a removed shard.
+        local: The run's own local servers. If None, the servers are not the run's own.
+        protected: Whether the run has parity.
+        memory: The watch of the servers' memory.
     """
 
     def __init__(self, call: TrainingCall, urls: Sequence[str], local: LocalStores | None) -> None:
         job, self._call, self.urls, self.local = call.job, call, list(urls), local
         self.protected = call.run.placement.r > 0
+        # A restarted server is empty, so without parity its rows would be lost.
         self._restarted = local if self.protected and not job.no_restart else None
         self._spares = [url.plain for url in parse_urls(job.spare)] if job.spare else []
         self._checking: list[_Replacement] = []
-        self._wanted: deque[tuple[int, str]] = deque()  # servers that are to take the place of shards'
-        self._reported: dict[int, ShardSnapshot] = {}  # by each trainer, the last
-        # How they were for the trainers of the term before, until those of this one have reported.
+        self._wanted: deque[tuple[int, str]] = deque()  # shards and their replacement servers
+        self._reported: dict[int, ShardSnapshot] = {}  # trainer -> its last report
+        # The shards' state for the trainers of the term before, until those of this one report.
         self._before_term: ShardSnapshot | None = None
-        self._begun = False  # whether the trainers of the first term have reported all lanes that they have; before, some
-        self._shown: dict[int, float] = {}  # shard -> how much of its rebuild was reported to the user
-        self.memory: StoreWatch | None = None  # where servers have a limit
+        # Whether the trainers of the first term have reported all of their lanes. Before that,
+        # their reports may miss some.
+        self._begun = False
+        self._shown: dict[int, float] = {}  # shard -> the share of its rebuild that the user has seen
+        self.memory: StoreWatch | None = None
 
     @property
     def plain_urls(self) -> tuple[str, ...]:
@@ -88,24 +115,29 @@ class StoreShards:
 
     @property
     def about_to_come(self) -> list[tuple[int, str]]:
-        """The servers that are to take the place of shards', and those shards."""
+        """The shards whose servers are about to be replaced, each with its new server."""
         return [*self._wanted, *((one.shard, one.url) for one in self._checking)]
 
     def use(self, urls: Sequence[str]) -> None:
-        """These are the URLs from now on, since shards were added or removed."""
+        """Set the URLs, since shards were added or removed."""
         self.urls[:] = urls
 
     def share_moved(self, version: int) -> float:
-        """How much of all trainers' rows is where the placement of that version has it, from 0 to 1."""
+        """Return the share of rows that have moved to the placement of that version, from 0 to 1.
+
+        It is the least share of any trainer.
+        """
+        # Until the members of a new term have reported, the state before it counts, too. So the
+        # share is never overestimated.
         before = () if self._before_term is None else (self._before_term,)
         return min((one.migrated if one.version == version else 0.0 for one in (*self._reported.values(), *before)), default=0.0)
 
     def all_moved(self, trainers: Collection[int], version: int) -> bool:
-        """Whether each of these trainers has reported that all of its rows are where the placement of that version has them."""
+        """Return whether every one of these trainers has reported that all its rows have moved."""
         return self._begun and self._reported.keys() >= set(trainers) and self.share_moved(version) >= 1.0
 
     def all_without(self, trainers: Collection[int], shards: Collection[int]) -> bool:
-        """Whether each of these trainers has reported that these shards are removed."""
+        """Return whether every one of these trainers has reported these shards as removed."""
         snapshots = [self._reported.get(trainer) for trainer in trainers]
         return all(
             snapshot is not None and all(snapshot.shards[shard].state == REMOVED for shard in shards) for snapshot in snapshots
@@ -113,11 +145,11 @@ class StoreShards:
 
     @property
     def servers_return(self) -> bool:
-        """Whether a lost shard may get a server again without its user: its own, started again, or a spare."""
+        """Whether a lost shard may get a server by itself: a restarted one or a spare."""
         return self._restarted is not None or bool(self._spares)
 
     def restart_dead(self) -> None:
-        """Start dead local servers again, empty, where that is wanted."""
+        """Restart dead local servers, empty, unless --no-restart is given or there is no parity."""
         if self._restarted is None:
             return
         for shard in range(self._restarted.count):
@@ -127,12 +159,19 @@ class StoreShards:
 
     @property
     def together(self) -> ShardSnapshot:
-        """How the shards are for all trainers that reported them; while a term is about to begin at best as they were before."""
+        """The combined state of the shards for all trainers that reported.
+
+        While a term is about to begin, it is no better than it was in the term before.
+        """
         before = self._before_term
         return ShardSnapshot.together(self._reported.values() if before is None else (*self._reported.values(), before))
 
     def on_shards(self, trainer: int, shards: ShardSnapshot) -> None:
-        """Note how the shards are for a trainer, and tell the user where that changes how they are for all together; spares may take places."""
+        """Record a trainer's report of the shards.
+
+        Changes of the combined state are reported to the user. A shard that is newly lost for this
+        trainer may get a spare.
+        """
         before = self.together if self._reported else None
         changes = shards.changes_since(self._reported.get(trainer))
         self._reported[trainer] = shards
@@ -142,18 +181,22 @@ class StoreShards:
                 self._use_spare(shard, status.url)
 
     def on_term(self, trainers: Collection[int]) -> None:
-        """Who reports shards from now on: what others reported counts no more, once these have reported the lanes that they have now."""
+        """Begin a term: drop the reports of trainers that are no longer members.
+
+        The combined state of the term before counts until the members have reported the lanes that
+        they now host (`term_begins`).
+        """
         self._before_term = self.together if self._reported or self._before_term is not None else None
         self._reported = {trainer: shards for trainer, shards in self._reported.items() if trainer in trainers}
 
     def term_begins(self) -> None:
-        """All trainers of the term have reported how the shards are for their lanes."""
+        """Note that all trainers of the term have reported the shards for their lanes."""
         before, self._before_term, self._begun = self._before_term, None, True
         if before is not None:
             self._show(before)
 
     def _show(self, before: ShardSnapshot | None) -> None:
-        """Tell the user what changed for all trainers together."""
+        """Report the changes of the combined state to the user."""
         after = self.together
         for shard, status in after.changes_since(before).items():
             if status.state == LOST:
@@ -169,36 +212,46 @@ class StoreShards:
                 self._call.say(f"store shard {shard}: {status.rebuilt:.0%} rebuilt")
 
     def unreachable(self, event: ServerUnreachable) -> None:
-        """A trainer looks for the server of a lost shard in vain; a spare may take its place."""
+        """Handle a trainer's report that a lost shard has no server. A spare may replace it."""
         if self._in_use(event.shard, event.url):
             self._call.say(f"store shard {event.shard}: no server for it yet ({event.why})")
         self._use_spare(event.shard, event.url)
 
     def _use_spare(self, shard: int, url: str) -> None:
-        """Have the next spare take the place of a shard's server, if that is the one at `url`, and none that comes back by itself."""
+        """Replace a shard's server at `url` by the next spare.
+
+        Nothing happens if the shard has another server by now, or if local servers are restarted.
+        """
         if self._spares and self._restarted is None and self._in_use(shard, url):
             self._wanted.append((shard, self._spares.pop(0)))
 
     def _in_use(self, shard: int, url: str) -> bool:
-        """Whether it is a shard's server, and not one that another takes the place of."""
+        """Return whether `url` is the shard's server and no replacement is pending for it."""
         return url == self.plain_urls[shard] and all(wanted != shard for wanted, _ in self._wanted)
 
     def want_replacement(self, request: AskReplace) -> Refused | Future[Answer]:
-        """Have a server take the place of a shard's, if it can. request.old: the shard's number, or its server's URL without password. Raises
-        CacheError, RunError.
+        """Replace a shard's server by the one that the user names, if a check allows it.
+
+        Args:
+            request: The request. Its `old` is the shard's number, or its server's URL without
+                password.
+
+        Raises:
+            CacheError, RunError: The request is refused; the error is the reason.
         """
         if not self.protected:
             return Refused("the run has no parity, so a shard's rows are nowhere else; train with --parity")
         shard = shard_named(request.old, self.plain_urls)
         url = parse_url(request.new)
         in_use = [(number, parse_url(used)) for number, used in [*enumerate(self.urls), *self.about_to_come] if used]
+        # A thread does the check, since the server may not answer.
         check = spare_check(self._call.job, self._call.manifest)
         replacement = _Replacement(shard, url.plain, in_background(lambda: check(url, in_use)))
         self._checking.append(replacement)
         return replacement.answer
 
     def _see_checked(self) -> None:
-        """Answer for the servers that were looked at since."""
+        """Answer the requests whose servers have been checked."""
         for one in [one for one in self._checking if one.checked.done()]:
             self._checking.remove(one)
             if (error := one.checked.exception()) is not None:
@@ -208,7 +261,11 @@ class StoreShards:
             one.answer.set_result(Replacing(one.shard, one.url))
 
     def take_replacement(self) -> tuple[int, str] | None:
-        """The next shard whose server another is to take the place of from now on, and that one's URL, without password; None: there is none."""
+        """Take the next replacement server into use.
+
+        Returns:
+            The shard and the new server's URL, without password. If None, there is no replacement.
+        """
         self._see_checked()
         if not self._wanted:
             return None

@@ -1,4 +1,8 @@
-"""What the launcher does about servers that will be full: it says so before training begins, looks at them meanwhile, and says when to stop."""
+"""The launcher's forecast of servers that will run out of memory.
+
+It reports them before training begins, watches the servers during training, and determines the step
+by which training must stop.
+"""
 
 from __future__ import annotations
 
@@ -27,33 +31,47 @@ from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.servers import asked
 from foreload.trainer.saved.model_rows import given_ordinals
 
-_LOOK = timedelta(seconds=2)  # between two looks at the servers
-_LOOKS = 3  # of which the least counts: what is on its way comes and goes
-_LEAST_STEPS = 2  # of a call: who leads names the step one before it
+_LOOK = timedelta(seconds=2)  # between two measurements of the servers
+# The least of so many measurements counts, since memory for data in transit comes and goes.
+_LOOKS = 3
+# The fewest steps that a call can train: the leader names the last step one step before it.
+_LEAST_STEPS = 2
 
 
 class StoreWatch:
-    """The memory of the servers of one call, over the steps to come.
+    """The forecast of the servers' memory for the steps to come of one call.
 
-    stop_by: the step after which training must stop, so that all rows can be written back; None while all that is known of the schedule fits. A
-    thread of its own looks at the servers from `begin` to `close`; what it finds goes into `stop_by`. Where none has a limit, it does so again only
-    once rows have moved.
+    A thread measures the servers from `begin` to `close` and updates `stop_by`. If no server has a
+    memory limit, it looks again only after rows have moved to another placement.
+
+    Attributes:
+        stop_by: The step after which training must stop, so that all rows can be written back. None
+            while everything known of the schedule fits.
+        shortages: The servers that will be full.
+        step: The last step known to be trained. The launcher sets it.
     """
 
     def __init__(
         self, job: TrainJob, store: Store, schedule: Schedule, placement: Placement, layouts: Sequence[RowLayout], start: Status
     ) -> None:
-        """Look at the servers before training begins, after the last clean stop.
+        """Make a forecast before training begins, from the rows of the last clean stop.
 
-        Raises StoreTooSmall where the memory will not suffice and the job does not say `--until-full`; and where not even a step would fit.
+        Args:
+            store: Connections to the run's servers.
+            placement: The placement of the rows.
+            start: How the call begins.
+
+        Raises:
+            StoreTooSmall: The memory will not suffice and the job does not have `--until-full`, or
+                not even the fewest steps fit.
         """
         self._job, self._schedule, self._layouts, self._start = job, schedule, layouts, start
         self._placement = self._known = placement
         self.stop_by: int | None = None
         self.shortages: Sequence[Shortage] = ()
-        self.step = start.step  # the last that is known to be trained; the launcher says so
+        self.step = start.step
         self._urls: Sequence[str] = ()
-        self._warned: set[int] = set()  # shards that the user was warned of
+        self._warned: set[int] = set()  # shards of which the user was warned
         self._seen: dict[int, deque[float]] = {}
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -62,7 +80,11 @@ class StoreWatch:
         self._refuse_or_tell()
 
     def _forecast(self, placement: Placement, store: Store) -> StoreMemory | None:
-        """Of rows that are where a placement has them; None where no server has a limit. Raises CacheError, ScheduleError."""
+        """Return the forecast for rows in a placement, or None if no server has a memory limit.
+
+        Raises:
+            CacheError, ScheduleError: The servers or the schedule cannot be read.
+        """
         up = [shard for shard in store.used if shard not in store.down]
         if not any(int(store.info(shard).get("maxmemory", 0)) for shard in up):
             return None
@@ -90,23 +112,27 @@ class StoreWatch:
         sys.stderr.write(f"{problem}; training stops after step {self.stop_by:,}\n")
 
     def use(self, placement: Placement) -> None:
-        """Rows are where a placement has them from now on; while they are on their way there, nothing is said of what is to come."""
+        """Set the placement. While a migration is under way, the forecast is not updated."""
         self._placement = placement
 
     def begin(self, urls: Sequence[str]) -> None:
-        """Look at the servers now and then. urls: with passwords; those of all shards, as they change."""
+        """Start the thread that measures the servers at regular intervals.
+
+        Args:
+            urls: The URLs of all shards, with passwords. The caller updates this list in place.
+        """
         self._urls = urls
         self._thread = threading.Thread(target=self._serve, name="store memory", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop measuring, and wait for the thread."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
 
     def why_stopped(self, step: int) -> str | None:
-        """Why training stopped after this step, in words, if that was for want of memory."""
+        """Return why training stopped after this step, or None if it was not for lack of memory."""
         memory = self._memory
         if memory is None or not self._job.until_full or self.stop_by is None or step < self.stop_by or not self.shortages:
             return None
@@ -117,13 +143,19 @@ class StoreWatch:
             try:
                 self.look()
             except (CacheError, ScheduleError):
-                # Who has to do with shards that fail, or a schedule that is damaged, says so.
+                # The parts that work with a failing shard, or a damaged schedule, report it.
                 continue
 
     def look(self) -> None:
-        """Ask the servers what they use, and reckon anew. Raises CacheError, ScheduleError."""
+        """Measure the servers' memory and update the forecast.
+
+        Raises:
+            CacheError, ScheduleError: The servers or the schedule cannot be read.
+        """
+        # `anew` is true once after each migration: the forecast is then made for its placement.
         placement, lanes = self._placement, range(self._schedule.header.lanes)
         anew = placement is not self._known
+        # During a migration the placement does not say where each row is.
         if placement.migrating or (self._memory is None and not anew):
             return
         with Store.connect(asked(self._urls), self._job.store_silence, 1) as store:
@@ -139,6 +171,7 @@ class StoreWatch:
             infos = {server.shard: store.info(server.shard) for server in up}
         for server in up if memory.timeline.known else ():
             info = infos[server.shard]
+            # The user may have changed the limit of a running server.
             server.limit_bytes = int(info.get("maxmemory", 0)) or None
             rows = np.array([found[server.shard][lane].rows for lane in lanes])
             self._correct(memory, server, rows, counted_bytes(info), anew)
@@ -150,8 +183,15 @@ class StoreWatch:
                 sys.stderr.write(f"foreload: warning: {shortage_text(shortage)}{then}\n")
 
     def _correct(self, memory: StoreMemory, server: ShardServer, rows: np.ndarray, used_bytes: int, anew: bool) -> None:
-        """A server uses so much, with so many rows of each lane (int64 [lanes]). anew: what it has beside them is not known yet."""
+        """Correct the forecast of a server by a measurement.
+
+        Args:
+            rows: The rows that it has of each lane: int64 [lanes].
+            used_bytes: The bytes that it uses.
+            anew: Whether the forecast is new, so that the server's other data is not known yet.
+        """
         expected = float(memory.used_when(server, memory.reached(server, rows, self.step)))
+        # What a first measurement finds beyond the run's rows counts as the server's other data.
         if anew:
             server.used_bytes += used_bytes - expected
             expected = used_bytes
@@ -167,7 +207,7 @@ class StoreWatch:
 
 
 def _ordinals(schedule: Schedule, step: int) -> np.ndarray:
-    """How many ordinals were given up to a step, the last one trained: int64 [lanes, tables]."""
+    """Return how many ordinals were given up to the last trained step: int64 [lanes, tables]."""
     if step < schedule.header.first_step:
         first = schedule.segment(0)
         assert first is not None
@@ -177,7 +217,10 @@ def _ordinals(schedule: Schedule, step: int) -> np.ndarray:
 
 
 def warn_of_machine(schedule: Schedule, placement: Placement, layouts: Sequence[RowLayout]) -> None:
-    """Say so where local stores will hardly fit this machine's memory: they have no limit of their own."""
+    """Warn if local stores will hardly fit into this machine's memory.
+
+    They have no memory limit of their own, so `StoreWatch` does not cover them.
+    """
     if not schedule.complete or not (available := available_bytes()):
         return
     rows = schedule.rows_per_table()

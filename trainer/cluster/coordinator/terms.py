@@ -1,7 +1,10 @@
-"""Who hosts which lane, and who has copies of it, in the first term of a job and in the one after another. Pure: no clock, no messages.
+"""Compute the hosts and replicas of all lanes in a job's first term, and in each term after it.
 
-A term ends for one of two reasons. A member is lost: then its lanes go to trainers that have complete copies, and nothing else moves. Or it was
-planned, all members are at the same step, and then trainers join, lanes go where they are to be, and trainers that have none left leave.
+The functions are pure: they read no clock and exchange no messages.
+
+A term ends for one of two reasons. If a member was lost, its lanes go to trainers that have
+complete replicas, and nothing else moves. If the end was planned, all members are at the same step;
+then trainers join, lanes go to their targets, and leaving trainers without lanes leave.
 """
 
 from __future__ import annotations
@@ -17,9 +20,13 @@ from foreload.trainer.job.succession import ONE_MACHINE, balanced_hosts, next_co
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What is to become of the members: joining, those that can join; leaving, those that are to leave once they host no lane.
+    """A planned change of the members and of the lanes' hosts.
 
-    targets: of each lane the trainer that is to host it, where that is planned elsewhere, for the members as they are.
+    Attributes:
+        joining: The trainers that can join.
+        leaving: The members that are to leave once they host no lane.
+        targets: For each lane the trainer that is to host it, planned for the current members. If
+            None, no such plan exists.
     """
 
     joining: tuple[int, ...] = ()
@@ -33,7 +40,16 @@ NO_CHANGE = Change()
 def first_term(
     number: int, members: Sequence[int], lanes: int, copies: int, step: int, machines: Mapping[int, str] = ONE_MACHINE
 ) -> Term:
-    """The term that a call of `foreload train` begins with. copies: how many trainers have each lane, its owner included; step: the last trained."""
+    """Return the term with which a call of `foreload train` begins.
+
+    Args:
+        members: The trainers' numbers, in the order of their ranks.
+        lanes: The number of lanes.
+        copies: The number of trainers that have each lane, its owner included.
+        step: The last step trained.
+        machines: trainer -> its machine. A replica goes to another machine than its lane's host
+            if possible.
+    """
     hosts = tuple(members[rank] for rank in contiguous_lanes(lanes, len(members)))
     none: tuple[tuple[int, ...], ...] = ((),) * lanes
     return Term(number, tuple(members), hosts, next_copies(hosts, none, members, copies, machines), none, step, targets=hosts)
@@ -47,15 +63,27 @@ def next_term(
     machines: Mapping[int, str] = ONE_MACHINE,
     leaving: Collection[int] = (),
 ) -> Term:
-    """The term after one in which members were lost: their lanes go to trainers that have complete copies, all others stay where they are.
+    """Return the term that follows one in which members were lost.
 
-    positions: of the members that are there, by number. It goes on from the least step that any of them stands at: what others did beyond is undone.
-    dead: whether those that are lost are known to be dead. leaving: those that are to leave: others get copies of what they have, so that they can.
-    Raises LanesLost for lanes that neither their owner nor a complete copy is left of.
+    The lanes of the lost members go to trainers that have complete replicas; all other lanes stay
+    with their hosts. The new term begins after the lowest step in `positions`; members that are
+    beyond it undo what they did since.
+
+    Args:
+        positions: The positions of the members that are left, by trainer number.
+        copies: The number of trainers that have each lane, its owner included.
+        dead: Whether all lost members are known to be dead.
+        leaving: The members that are to leave. Other trainers get replicas of the lanes they hold,
+            so that they can leave later.
+
+    Raises:
+        LanesLost: Neither the owner nor a complete replica of some lane is left.
     """
     members, complete, hosts = _left_of(before, positions)
+    # If a member cannot go on, the new term trains no step and only keeps what the store lacks.
     keeps = next((position.why for position in positions.values() if position.keeps), None)
-    # A copy that was made since a lane is to move to it is still made.
+    # Planned moves stay planned: a lane whose target is still a member keeps that target, and the
+    # replica that it needs there is still made.
     pending = [target if target in members else host for target, host in zip(before.targets, hosts, strict=True)]
     stay = [trainer for trainer in members if trainer not in leaving] or members
     kept = _only_copies(hosts, complete, stay, leaving) if copies > 1 else {}
@@ -78,15 +106,24 @@ def next_term(
 def changed_term(
     before: Term, positions: Mapping[int, TermLeft], copies: int, change: Change, machines: Mapping[int, str] = ONE_MACHINE
 ) -> Term:
-    """The term after one that all members have left at the same step, as was planned.
+    """Return the term that follows one which all members have left at the same step, as planned.
 
-    Lanes go where they are to be if a complete copy is there; where there is none, one is made, so that they can go in a later term. Where they are
-    to be is planned anew where somebody joins, or is to leave, or hosts nothing. A trainer that is to leave does so as soon as it hosts no lane, and
-    others have all copies that it alone had.
+    A lane goes to its target if the target has a complete replica. If not, the target gets a
+    replica in the new term, so that the lane can move in a later one. The targets are planned anew
+    if a trainer joins, is to leave, or is the target of no lane. A leaving trainer leaves as soon
+    as it hosts no lane and other trainers have every replica that it alone had.
+
+    Args:
+        positions: The positions of the members, by trainer number.
+        copies: The number of trainers that have each lane, its owner included.
+
+    Raises:
+        LanesLost: Neither the owner nor a complete replica of some lane is left.
     """
     members, complete, before_hosts = _left_of(before, positions)
     there = (*members, *change.joining)
     stay = [trainer for trainer in there if trainer not in change.leaving]
+    # A trainer that has a replica of a lane, or is getting one, is preferred as its target.
     held = [{*complete[lane], *before.copies[lane]} for lane in range(len(before_hosts))]
     targets = before.targets if change.targets is None else change.targets
     if set(targets) != set(stay):
@@ -95,7 +132,7 @@ def changed_term(
         target if target in complete[lane] else host
         for lane, (host, target) in enumerate(zip(before_hosts, targets, strict=True))
     )
-    # Who hosted a lane and goes on without it has a copy that lacks nothing.
+    # The former host of a lane that moves keeps its rows, so it has a complete replica.
     complete = tuple(
         holders if hosts[lane] == before_hosts[lane] else (*holders, before_hosts[lane]) for lane, holders in enumerate(complete)
     )
@@ -117,15 +154,22 @@ def changed_term(
 
 
 def wants_change(term: Term, complete: Sequence[Collection[int]], change: Change) -> bool:
-    """Whether a term is to end so that members or lanes change. complete: lane -> the trainers with complete copies by now."""
+    """Return whether a term should end so that members or lanes can change.
+
+    Args:
+        complete: lane -> the trainers that have a complete replica by now.
+    """
     stay = {trainer for trainer in term.members if trainer not in change.leaving}
     if change.joining or set(term.targets) != stay:
         return True
     if change.targets is not None and change.targets != term.targets:
         return True
+    # Lanes move together, once the targets of all of them have complete replicas.
     moves = [lane for lane, host in enumerate(term.hosts) if term.targets[lane] != host]
     if moves:
         return all(term.targets[lane] in complete[lane] for lane in moves)
+    # All lanes are with their targets. A leaving trainer can leave, unless it has the only complete
+    # replica of some lane.
     leaving = [trainer for trainer in term.members if trainer in change.leaving]
     return bool(leaving) and not (
         set(_only_copies(term.hosts, complete, stay, leaving).values()) if len(stay) > 1 and any(term.copies) else ()
@@ -135,7 +179,15 @@ def wants_change(term: Term, complete: Sequence[Collection[int]], change: Change
 def _left_of(
     before: Term, positions: Mapping[int, TermLeft]
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """Of a term that is over: the members that are there, of each lane the complete copies that they have, and who of them can host it."""
+    """Return what is left of a term that is over.
+
+    Returns:
+        The members that are left, for each lane those of them with a complete replica, and for each
+        lane its next host among them.
+
+    Raises:
+        LanesLost: Neither the owner nor a complete replica of some lane is left.
+    """
     members = tuple(trainer for trainer in before.members if trainer in positions)
     lanes = range(len(before.hosts))
     complete = tuple(tuple(trainer for trainer in members if lane in positions[trainer].copies) for lane in lanes)
@@ -148,12 +200,12 @@ def _left_of(
 
 
 def _least_step(before: Term, positions: Mapping[int, TermLeft]) -> int:
-    """The step that everyone can go on from; who has no state yet can from any."""
+    """Return the step from which all members can go on. A member without state can from any."""
     return min((position.step for position in positions.values() if not position.joins), default=before.committed)
 
 
 def _without_state(members: Sequence[int], positions: Mapping[int, TermLeft]) -> tuple[int, ...]:
-    """The members that have not yet got what the others have in memory."""
+    """Return the members that have not received the others' in-memory state yet."""
     return tuple(trainer for trainer in members if trainer in positions and positions[trainer].joins)
 
 
@@ -165,7 +217,7 @@ def _copied(
     copies: int,
     machines: Mapping[int, str],
 ) -> list[tuple[int, ...]]:
-    """Who holds copies of each lane: those that stay, and until they are complete there, whom `_only_copies` names."""
+    """Return the holders of replicas of each lane: staying trainers, and those in `kept`."""
     return [
         (*holders, kept[lane]) if lane in kept and kept[lane] not in holders else holders
         for lane, holders in enumerate(next_copies(hosts, complete, stay, copies, machines))
@@ -175,7 +227,10 @@ def _copied(
 def _only_copies(
     hosts: Sequence[int], complete: Sequence[Collection[int]], stay: Collection[int], leaving: Collection[int]
 ) -> dict[int, int]:
-    """Lanes of which only a trainer that is to leave has a complete copy, and that trainer: it stays until another one has."""
+    """Map each lane whose complete replicas are all on leaving trainers to one of these.
+
+    That trainer stays until another one has a complete replica.
+    """
     kept = {}
     for lane, holders in enumerate(complete):
         others = [holder for holder in holders if holder != hosts[lane]]
@@ -185,7 +240,7 @@ def _only_copies(
 
 
 def _with_targets(copies: Sequence[Sequence[int]], hosts: Sequence[int], targets: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Further copies, where lanes are to go to a trainer that would have none."""
+    """Add a replica of each lane on its target, if the target would have none."""
     return tuple(
         tuple(holders) if targets[lane] in (hosts[lane], *holders) else (*holders, targets[lane])
         for lane, holders in enumerate(copies)

@@ -1,4 +1,4 @@
-"""The trainers of one call of `foreload train`: they are started with the job's facts and followed to their end."""
+"""Start the trainers of one `foreload train` call, and follow them to their end."""
 
 from __future__ import annotations
 
@@ -32,10 +32,15 @@ from foreload.trainer.saved.kept import keep_schedule
 
 
 def launch_spec(call: TrainingCall, servers_return: bool) -> LaunchSpec:
-    """What trainers are told of a call, as it begins. servers_return: as LaunchSpec has it."""
+    """Return the launch spec that all trainers of a call get as it begins.
+
+    Args:
+        servers_return: As in `LaunchSpec`.
+    """
     job, run, manifest, start = call.job, call.run, call.manifest, call.start
     return LaunchSpec(
-        # Other hosts' trainers bring their own credentials, and their own address; those of this call never reach the rendezvous store.
+        # Trainers of other hosts bring their own credentials and address. The credentials of this
+        # call never reach the rendezvous store.
         job=job.to_dict() | {"store": manifest.job["store"], "spare": None, "address": None},
         first_term=start.term,
         start_step=start.step,
@@ -61,8 +66,11 @@ def _totals(run: Run, start: Status) -> Totals:
 class TrainerGroup:
     """The trainers of one call, from the coordinator's side.
 
-    at_rest: whether the run came to rest. Then status and failure are how far it is, and what stopped it before its end though all is saved; None:
-    nothing did. kept: it did not, but all that the store lacks is kept in its folder.
+    Attributes:
+        at_rest: Whether the run has stopped, with everything saved.
+        kept: Whether it has not, but everything that the store lacks is kept in the run's folder.
+        status: The run's status after the call, if `at_rest` or `kept`.
+        failure: Why training ended before its time. None if nothing failed.
     """
 
     def __init__(self, call: TrainingCall, shards: StoreShards, start_process: StartProcess, hosts: Hosts | None) -> None:
@@ -74,16 +82,25 @@ class TrainerGroup:
         self.at_rest = self.kept = False
 
     def train(self, meeting: Meeting | None, spawned: Sequence[int]) -> Ending:
-        """Start trainers and follow them; returns when all have left in order, and no process is left in any case."""
+        """Start the trainers and follow them until all have left in order.
+
+        No process of the call is left, however this method ends.
+
+        Args:
+            meeting: Where a scheduler's trainers meet. If None, there is no scheduler.
+            spawned: The trainers to start on this host.
+        """
         with contextlib.ExitStack() as stack:
             stack.callback(self._requests.close)
             spec = launch_spec(self._call, self._shards.servers_return)
             self._call.interrupts.defer_signals = True
             address = self._call.job.own_address()
             rendezvous_host = RendezvousHost(address, self._start_process)
+            # Callbacks run in reverse order: trainers are killed before their rendezvous host is
+            # closed.
             stack.callback(rendezvous_host.close)
             stack.callback(self._trainers.kill)
-            # Trainers start while the rendezvous host does.
+            # The trainers start at the same time as the rendezvous host, and wait for it.
             self._trainers.meet_at(rendezvous_host.address, address, (rendezvous_host.held,))
             self._trainers.start_first(spawned)
             store = rendezvous_host.join()
@@ -92,11 +109,13 @@ class TrainerGroup:
             return self._lead(Rendezvous(store), spec)
 
     def _lead(self, rendezvous: Rendezvous, spec: LaunchSpec) -> Ending:
-        """Tell trainers who hosts what, follow them to their end, and publish how far the run is then."""
+        """Publish the first term, follow the trainers to their end, and publish the status."""
         call, run, report = self._call, self._call.run, self._report(spec)
         coordinator = Coordinator(call, rendezvous, self._trainers, self._shards, self._requests, report)
         coordinator.begin()
         publish_dense(rendezvous, run, spec)
+        # The spec comes last: a trainer that has read it finds the term, the plan and the dense
+        # part.
         rendezvous.publish(spec)
         control = ControlSocket(run.path, self._requests.ask)
         try:
@@ -109,7 +128,8 @@ class TrainerGroup:
             save_over_hosts(rendezvous, run, spec, term.number, ended)
             self.kept = keep_run(run, call.manifest, self.status, ended)
             if not self.kept:
-                # The rows are where the status says, in servers that run: if these cannot be saved, the next command finds them so.
+                # The servers still run, with the rows of this status. If they cannot save, they
+                # stay up, and the next command uses them as they are.
                 run.come_to_rest(call.manifest, self.status)
                 self.at_rest = True
                 call.events.note(CallEnded(state=self.status.state, cause=self.failure or ending.early))
@@ -133,7 +153,11 @@ class TrainerGroup:
         )  # fmt: skip
 
     def _finish(self, coordinator: Coordinator, report: RunReport, left: Sequence[Departed]) -> Ending:
-        """What all trainers' ends come to: sets status and failure, and writes the summary. left: of those that left before."""
+        """Combine the ends of all trainers: set `status` and `failure`, and write the summary.
+
+        Args:
+            left: The reports of the trainers that left before the end.
+        """
         call, ended = self._call, coordinator.ended
         ends: tuple[TrainerEnd | Departed, ...] = (*ended.values(), *left)
         first = first_of(ended)

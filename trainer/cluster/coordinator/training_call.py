@@ -1,4 +1,7 @@
-"""One call of `foreload train`, for the parts of its coordinator: the job, the run, the events, and the plan that is published."""
+"""One call of `foreload train`, as the parts of its coordinator share it.
+
+It consists of the job, the run, the events, and the published plan.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,17 @@ def _say(line: str) -> None:
 
 @dataclass(slots=True)
 class TrainingCall:
-    """manifest: the run's, as it is by now; start: how the call began, but for the term, which is the newest. interrupts: what
-    asks for an end. machines: which one each trainer is on, "" for this one. say: called with each line for the user; clock: seconds.
+    """One call of `foreload train`.
+
+    Attributes:
+        manifest: The current manifest of the run.
+        start: The run's status as the call began, but with the newest term.
+        layouts: The row layout of each table.
+        observer: Sees every event of a trainer, and allows or forbids restarts and kills in tests.
+        interrupts: The signals that ask for an end.
+        machines: The machine of each trainer. "" stands for this one.
+        say: Called with each message for the user.
+        clock: Returns the time in seconds.
     """
 
     job: TrainJob
@@ -45,18 +57,22 @@ class TrainingCall:
     clock: Callable[[], float] = time.monotonic
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Publish another one."""
+        """Publish another manifest of the run."""
         self.manifest = manifest
         self.run.write_manifest(manifest)
 
     def raise_term(self, term: int) -> None:
-        """Note a term's number in the run before anyone owns lanes in it."""
+        """Note a term's number in the run. Call it before any trainer owns lanes in that term."""
         self.start = replace(self.start, term=term)
         self.run.raise_term(term)
 
 
 class PublishedPlan:
-    """now: the newest version."""
+    """The plan that the coordinator publishes to all trainers.
+
+    Attributes:
+        now: The newest version.
+    """
 
     def __init__(self, rendezvous: Rendezvous, placement: Placement, servers: Sequence[str], stop_by: int | None) -> None:
         self._rendezvous, self._placement = rendezvous, placement
@@ -68,7 +84,10 @@ class PublishedPlan:
         self._rendezvous.publish(self.now, self.now.version)
 
     def change(self, **fields: Any) -> None:
-        """Publish a version in which these fields of a Plan are others, if they are. When this returns, whoever asks sees it."""
+        """Publish a version of the plan with these fields changed, if any differs.
+
+        When this returns, every trainer that asks sees the new version.
+        """
         changed = replace(self.now, **fields)
         if changed == self.now:
             return
@@ -76,7 +95,8 @@ class PublishedPlan:
         self._rendezvous.publish(self.now, self.now.version)
 
     def move_rows(self, placement: Placement, servers: Sequence[str]) -> None:
-        """Rows are, or move, where another placement has them, on these servers."""
+        """Publish another placement, to which rows move or have moved, and its servers' URLs."""
         number = self.now.placement + 1
+        # The plan refers to the placement by its number, so the placement is published first.
         self._rendezvous.publish(PlacementText(placement.text), number)
         self.change(placement=number, servers=tuple(servers))

@@ -1,4 +1,7 @@
-"""Decide which checkpoint is wanted next: one that a user asked for, one that is due, or one of the best evaluation so far."""
+"""Decide which checkpoint is saved next.
+
+It is one that a user requested, one that is due, or one of an evaluation that may be the best.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +21,35 @@ from foreload.trainer.errors import CheckpointError
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.storage import AnyFolder, place
 
-_AFTER_FAILURE_SECONDS = 10.0  # before another one is begun
-_BUSY_PAUSE_SECONDS = 1.0  # before it is tried again in a folder where another process is saving one
-_BUSY_SECONDS = 60.0  # after which that is a failure
-_NOTICE_STEPS = 32  # before the step of an evaluation, and at most a quarter of the steps between two, nothing but the checkpoint of that is begun
-_EVALUATIONS_AHEAD = 100
+_AFTER_FAILURE_SECONDS = 10.0  # pause after a failed checkpoint before the next one that is due
+# While another process saves a checkpoint in the folder: the pause between two tries, and how long
+# they go on before the checkpoint has failed.
+_BUSY_PAUSE_SECONDS = 1.0
+_BUSY_SECONDS = 60.0
+# In the last steps before an evaluation only the checkpoint of that evaluation is begun. They are
+# so many, but at most a quarter of the steps between two evaluations.
+_NOTICE_STEPS = 32
+_EVALUATIONS_AHEAD = 100  # the most evaluations of which a plan names the steps
 
 
 def why_over(at_rest: bool) -> str:
-    """Why a checkpoint was not saved while its run trained. at_rest: the run has come to rest since, or else was broken off."""
+    """Return why a checkpoint was not saved while its run trained.
+
+    Args:
+        at_rest: Whether the run has stopped since, with everything saved. If False, it crashed.
+    """
     return "its training is over" + ("; save one now that it rests, with `foreload checkpoint save`" if at_rest else "")
 
 
 @dataclass(slots=True)
 class Asked:
-    """What a user asked for: where it is to be, and what became of it. gave_way: to the checkpoint of an evaluation, once."""
+    """A checkpoint that a user requested.
+
+    Attributes:
+        folder: The folder of checkpoints that gets it.
+        progress: What the user learns about it.
+        gave_way: Whether it was given up once for the checkpoint of an evaluation.
+    """
 
     folder: AnyFolder
     progress: CheckpointProgress = field(default_factory=lambda: CheckpointProgress(False))
@@ -41,7 +58,13 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A checkpoint that is to be. asked: by whom, None: it is due; every, steps: as in CheckpointPlan."""
+    """A checkpoint to save.
+
+    Attributes:
+        folder: The folder of checkpoints that gets it.
+        asked: The user's request. If None, the checkpoint is due or for an evaluation.
+        every, steps: As in `CheckpointPlan`.
+    """
 
     folder: AnyFolder
     asked: Asked | None
@@ -50,38 +73,50 @@ class Wanted:
 
 
 class WantedCheckpoints:
-    """Which one of a call is next."""
+    """Decides which checkpoint of a call is next."""
 
     def __init__(self, job: TrainJob, folder: AnyFolder, header: Header, clock: Callable[[], float]) -> None:
-        """folder: where they are to be, unless who asks for one says otherwise; clock: seconds."""
+        """Set up the decision for one call.
+
+        Args:
+            folder: The folder of checkpoints, unless a request names another one.
+            clock: Returns the time in seconds.
+        """
         self._clock = clock
         self._every, self._folder = job.checkpoint_every, folder
         self._next_evaluated = header.next_evaluated if job.keep_best is not None else lambda step: None
         self._notice = min(_NOTICE_STEPS, min(header.eval_every or header.steps_per_epoch, header.steps_per_epoch) // 4)
-        self._took_steps = 0  # how many steps were trained while a checkpoint was being saved, at most
+        self._took_steps = 0  # the most steps that were trained while a checkpoint was being saved
         interval = None if self._every is None else self._every.seconds
-        self._due_at = self._clock() + (interval or 0.0)  # the next one is not begun before
-        self._busy_since: float | None = None  # for how long others have saved where one was to be
+        self._due_at = self._clock() + (interval or 0.0)  # no checkpoint is due earlier
+        # Since when, and at least until when, other processes save in the folder of the next one.
+        self._busy_since: float | None = None
         self._busy_until = 0.0
         self._asked: list[Asked] = []
         self._to_begin: list[Asked] = []
 
     def ask(self, request: AskCheckpoint) -> CheckpointBegun:
-        """Have one begun as soon as none is under way."""
+        """Begin a requested checkpoint as soon as none is under way."""
         asked = Asked(place(request.to) if request.to is not None else self._folder)
         self._asked.append(asked)
         self._to_begin.append(asked)
         return CheckpointBegun(len(self._asked) - 1)
 
     def progress(self, request: AskCheckpointed) -> CheckpointProgress | Refused:
-        """What became of one that was asked for."""
+        """Return the progress of a requested checkpoint."""
         if not 0 <= request.number < len(self._asked):
             return Refused(f"no checkpoint {request.number} was asked for")
         return self._asked[request.number].progress
 
     def next(self, last: int) -> Wanted | None:
-        """The one that is to be begun now, if any. last: the last step trained."""
+        """Return the checkpoint to begin now, or None.
+
+        Args:
+            last: The last step trained.
+        """
         steps = self._evaluations_after(last)
+        # An evaluation that is near comes first. Then come requests, then what is due or may be of
+        # the best evaluation.
         if self._is_near(steps, last):
             return Wanted(self._folder, None, None, steps)
         if self._to_begin and self.may_begin():
@@ -91,19 +126,28 @@ class WantedCheckpoints:
         return None if every is None and not steps else Wanted(self._folder, None, every, steps)
 
     def _due(self, steps: tuple[int, ...], last: int) -> int | None:
-        """Of how many steps a multiple is due; None: no one is, or it might not be over when the next evaluation comes."""
+        """Return the number of steps of which a multiple is due for a checkpoint.
+
+        Returns None if no checkpoint is due, or if it might not be over at the next evaluation.
+        """
         if self._every is None or self._clock() < self._due_at or not self.may_begin():
             return None
         every = self._every.steps or 1
+        # The first step that trainers can still agree on is `last + 1`. Steps are numbered from 0,
+        # so after step s there are s + 1.
         step = -(-(last + 2) // every) * every - 1
         return None if steps and steps[0] - 2 * self._took_steps <= step < steps[0] else every
 
     def may_begin(self) -> bool:
-        """Whether no other process was saving one in its folder a moment ago."""
+        """Whether no other process was saving a checkpoint in the folder a moment ago."""
         return self._busy_since is None or self._clock() >= self._busy_until
 
     def waits(self) -> bool:
-        """Another process saves one in its folder: whether that is waited for. If not, it has failed."""
+        """Note that another process saves a checkpoint in the folder.
+
+        Returns:
+            Whether to wait and try again. If False, the checkpoint has failed.
+        """
         now = self._clock()
         if self._busy_since is None:
             self._busy_since = now
@@ -114,7 +158,10 @@ class WantedCheckpoints:
         return True
 
     def _evaluations_after(self, step: int) -> tuple[int, ...]:
-        """The steps of the next evaluations: so many that training does not pass all of them before a checkpoint is of one."""
+        """Return the steps of the next evaluations.
+
+        They are so many that training does not pass all of them before one gets a checkpoint.
+        """
         steps: list[int] = []
         while len(steps) < _EVALUATIONS_AHEAD and (following := self._next_evaluated(step)) is not None:
             steps.append(following)
@@ -125,15 +172,29 @@ class WantedCheckpoints:
         return bool(steps) and steps[0] - last <= self._notice
 
     def is_sooner(self, wanted: Wanted, last: int) -> bool:
-        """Whether another one is to be now, while the step of this one, which is not taken yet, may be far away."""
+        """Return whether another checkpoint comes before one whose step may still be far away.
+
+        Args:
+            wanted: The checkpoint under way. No trainer has taken it yet.
+            last: The last step trained.
+        """
         steps = self._evaluations_after(last)
         if wanted.asked is not None or self._is_near(steps, last):
             return False
-        # It is for an evaluation to come, while one is due by the clock.
+        # The checkpoint under way gives way to a request. If it is only for an evaluation to come,
+        # it also gives way to a checkpoint that is due.
         return (bool(self._to_begin) and self.may_begin()) or (wanted.every is None and self._due(steps, last) is not None)
 
     def gives_way(self, wanted: Wanted, step: int, last: int) -> bool:
-        """Whether one of a step, which is being written, is to make room for that of an evaluation which is near. last: the last step trained."""
+        """Return whether a checkpoint that is being written gives way to that of a near evaluation.
+
+        A requested checkpoint gives way once; this is noted here.
+
+        Args:
+            wanted: The checkpoint that is being written.
+            step: Its step.
+            last: The last step trained.
+        """
         if self._next_evaluated(step - 1) == step or (wanted.asked is not None and wanted.asked.gave_way):
             return False
         if not self._is_near(self._evaluations_after(last), last):
@@ -143,12 +204,17 @@ class WantedCheckpoints:
         return True
 
     def again(self, wanted: Wanted) -> None:
-        """Nothing came of it, and nothing is wrong with where it is put: what was asked for is next."""
+        """Put a requested checkpoint first in line again. It was given up, but did not fail."""
         if wanted.asked is not None:
             self._to_begin.insert(0, wanted.asked)
 
     def now_saved(self, wanted: Wanted, path: str, began: float, steps: int) -> None:
-        """It is there. began: when it began; steps: how many were trained meanwhile."""
+        """Note that a checkpoint was published.
+
+        Args:
+            began: When it began, by the clock.
+            steps: The number of steps trained since its own.
+        """
         self._took_steps, self._busy_since = max(self._took_steps, steps), None
         if wanted.asked is not None:
             wanted.asked.progress = CheckpointProgress(True, path)
@@ -156,14 +222,14 @@ class WantedCheckpoints:
             self._due_at = began + self._every.seconds
 
     def failed(self, wanted: Wanted, why: str) -> None:
-        """There is none, though one was due or asked for."""
+        """Note that a checkpoint which was due or requested has failed."""
         if self._every is not None:
             self._due_at = self._clock() + (self._every.seconds or _AFTER_FAILURE_SECONDS)
         if wanted.asked is not None:
             wanted.asked.progress = CheckpointProgress(True, failed=why)
 
     def refuse(self, why: str) -> None:
-        """None that was asked for will be begun any more."""
+        """Fail all requests whose checkpoint has not begun. No checkpoint is begun from now on."""
         for asked in self._to_begin:
             asked.progress = CheckpointProgress(True, failed=why)
         self._to_begin.clear()
@@ -174,8 +240,14 @@ OVERDUE = f"it could not be begun within {GRACE_SECONDS:.0f} s, and training was
 
 @dataclass(slots=True)
 class HeldTraining:
-    """Training waits behind an evaluation, the best so far, until a copy is made for its checkpoint. term: in which; since: when it began to, by
-    the call's clock; number: of that checkpoint, once it is begun; until: when training goes on in any case, once it is to end.
+    """Training that waits after the best evaluation so far, until trainers take its checkpoint.
+
+    Attributes:
+        term: The term in which training waits.
+        best: The evaluation after which it waits.
+        since: When the wait began, by the call's clock.
+        number: The number of the checkpoint, once it is begun.
+        until: When training goes on in any case. None until training, or the term, is to end.
     """
 
     term: int
@@ -186,12 +258,16 @@ class HeldTraining:
 
 
 class BestEvaluation:
-    """Of one call. noted: the best one whose checkpoint is there; held: training waits behind one that is better; seconds_waited: how long
-    it did so in all.
+    """The best evaluation of one call.
+
+    Attributes:
+        noted: The best evaluation whose checkpoint exists.
+        held: Training that waits after a better evaluation, or None if training goes on.
+        seconds_waited: How long training has waited in all.
     """
 
     def __init__(self, call: TrainingCall, folder: AnyFolder, rendezvous: Rendezvous, folder_work: FolderWork) -> None:
-        """folder: of checkpoints."""
+        """Read the best evaluation that this run noted in the folder of checkpoints."""
         noted = best_in(folder, call.manifest.run_id)
         self.noted = noted if noted is not None and noted.metric == call.job.keep_best else None
         self._say, self._clock = call.say, call.clock
@@ -200,7 +276,7 @@ class BestEvaluation:
         self._folder, self._rendezvous, self._folder_work = folder, rendezvous, folder_work
 
     def note(self, best: Best) -> None:
-        """The checkpoint of its step is there."""
+        """Note a best evaluation, the checkpoint of whose step exists."""
         self.noted = best
 
         def note() -> None:
@@ -212,11 +288,19 @@ class BestEvaluation:
         self._folder_work.submit(note)
 
     def so_far(self, under_way: Best | None) -> Best | None:
-        """The best evaluation of all. under_way: that whose checkpoint is being written, if it is of one."""
+        """Return the best evaluation so far.
+
+        Args:
+            under_way: The best evaluation whose checkpoint is being written, if one is.
+        """
         return self.held.best if self.held is not None else under_way or self.noted
 
     def is_overdue(self, goes_on: bool) -> bool:
-        """Whether training has waited for long enough, as it is to end, or to change trainers. goes_on: it is not."""
+        """Return whether training has waited too long, now that it or its term is to end.
+
+        Args:
+            goes_on: Whether training goes on, with the same trainers.
+        """
         held = self.held
         assert held is not None
         if held.until is None and (not goes_on or self._rendezvous.poll(StopWanted) is not None):
@@ -224,7 +308,7 @@ class BestEvaluation:
         return held.until is not None and self._clock() > held.until
 
     def has_replica(self) -> float:
-        """All that wait have made their copy, and go on; returns how long they waited, in seconds."""
+        """Record that the wait is over, with the checkpoint taken or not. Returns its seconds."""
         assert self.held is not None
         waited = self._clock() - self.held.since
         self.held = None
@@ -232,7 +316,11 @@ class BestEvaluation:
         return waited
 
     def go_on(self, missing: str) -> None:
-        """Have training wait no more, though there is to be no checkpoint of its step. missing: why."""
+        """Let training go on without a checkpoint of its step.
+
+        Args:
+            missing: Why there is no checkpoint, for the user.
+        """
         held = self.held
         assert held is not None
         self.has_replica()
@@ -240,14 +328,14 @@ class BestEvaluation:
         self.tell_missing(held.best, missing)
 
     def tell_missing(self, best: Best, why: str) -> None:
-        """Report that an evaluation was better than those whose checkpoints are there, and that there is no checkpoint of its step."""
+        """Warn that the best evaluation so far has no checkpoint of its step."""
         self._say(
             f"foreload: warning: the evaluation after step {best.step} was better than all whose checkpoints are there, but that of its "
             f"own step is missing: {why}"
         )
 
     def summary(self) -> dict[str, Any]:
-        """What summary.json has of it."""
+        """Return the figures of the best evaluation for summary.json."""
         noted = self.noted
         best = None if noted is None else {"step": noted.step, noted.metric: noted.value}
         return {"seconds_waited": self.seconds_waited, "best": best}

@@ -142,7 +142,7 @@ class HostedLog(TermLog):
             self._place(trainer)
         of = {}
         # The host of a lane and every trainer with a replica of it hold its records, so that
-        # whoever of them takes the lane over reads the records from its own memory.
+        # the lane's next owner finds the records in its own memory.
         for lane in {*hosted, *term.lanes_of(self.trainer)}:
             holders = {term.hosts[lane], *term.copies[lane], *term.complete[lane]} - {self.trainer}
             of[lane] = sorted(holders & set(term.members))

@@ -1,4 +1,4 @@
-"""How a trainer's training ends: early stopping, and the wait until the run's state is published."""
+"""How a trainer's training ends: early stopping, and the wait until the run's state is saved."""
 
 from __future__ import annotations
 
@@ -107,6 +107,6 @@ class EarlyStopping:
         )
         value, higher = session.exchange.agree(encoded).tolist()
         self.so_far = after_evaluation(self.so_far, self._rule, step, MetricValue(value, bool(higher)))
-        # An evaluation that is repeated after a rollback does not count again, so it may be older
-        # than the last one that counted. Then it does not end training.
+        # An evaluation that is repeated after a rollback is not counted again. One that is older
+        # than the last counted evaluation does not end training.
         return step == self.so_far.step and self.so_far.ends(self._rule)

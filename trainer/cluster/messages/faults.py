@@ -76,8 +76,8 @@ TAKEOVER_POINTS = (
 """Points of a takeover.
 
 First line: the trainer has noticed the loss, reported it, undone the step, and formed the next
-group. Second line: what the trainer that takes lanes over reaches (`cache.protocol.handover.takeover`;
-without parity there are no records), up to where the term's steps may begin.
+group. Second line: the points of a trainer that takes lanes over, up to where the term's steps may
+begin (`cache.protocol.handover.takeover`). Without parity there are no records.
 """
 CHECKPOINT_POINTS = ("checkpoint asked for", "checkpoint taken", "checkpoint file written", "checkpoint part written")
 """Points of a checkpoint.
@@ -152,7 +152,7 @@ class FaultPoints:
 
     def in_traffic(self, action: str) -> None:
         """Note that the traffic's thread reaches a point, and inject the faults due there."""
-        # One action of the traffic has the same name as a point of a step, which this is not.
+        # "rows staged" is also a point of a step, and only that one counts.
         if action not in STEP_POINTS:
             self.reach_point(action)
 
@@ -170,10 +170,13 @@ class FaultPoints:
 
 
 class RunObserver:
-    """Observes a call of `foreload train`, in the launcher's thread. This base class does nothing."""
+    """Observes a call of `foreload train`, in the launcher's thread. This class does nothing."""
 
     faults: Sequence[Fault | TrainerFault] = ()
-    """The faults to inject: a Fault by the host of lane 0, a TrainerFault by the trainer it names."""
+    """The faults to inject.
+
+    The trainer that hosts lane 0 injects a Fault. The trainer that a TrainerFault names injects it.
+    """
 
     def on_event(self, trainer: int, event: TrainerEvent) -> None:
         """Receive an event of a trainer."""

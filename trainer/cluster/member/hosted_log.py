@@ -119,6 +119,7 @@ class HostedLog(TermLog):
         self._rendezvous, self.trainer = rendezvous, trainer
         records = HeldRecords()
         self.log: CopiedLog = CopiedLog(records, on_host.token, joined.job.peer_silence, on_lost)
+        # The log starts in memory, so it must learn where each lane's batches ended before.
         for lane, number in enumerate(joined.spec.last_batches):
             if number:
                 self.log.begin_with(lane, number)

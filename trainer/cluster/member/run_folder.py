@@ -233,6 +233,7 @@ def cannot_go_on(error: Exception | SystemExit, trainer: Trainer, number: int) -
         error = exit_error(f"trainer {number}", error)
     if isinstance(error, ForeloadError):
         return CannotGoOn(str(error))
+    # foreload's own errors are messages for the user. Any other error needs its traceback.
     traceback.print_exception(error, file=sys.stderr)
     return CannotGoOn(f"trainer {number}: {type(error).__name__}: {error} (see above)")
 
@@ -286,6 +287,7 @@ def keep(
             return KeptLane.of(
                 hosted.partitions[lane], hosted.given_after(lane, term.committed), left.owed, left.released, record
             )
+        # The term gives this trainer a lane whose owner is gone, of which it holds a replica.
         assert commits is not None
         copy = commits.copies[lane]
         return KeptLane.of(copy.partition, copy.given, sorted(copy.owed.items()), (copy.released, copy.batch), record)

@@ -38,7 +38,8 @@ from foreload.trainer.step.term_session import TermSession
 from foreload.trainer.step.transport import LinkedTransport, Transport
 
 PAUSE = timedelta(milliseconds=20)  # between two polls whether the term is over
-RENEWALS = 10  # of a lease, within the time after which a silent trainer counts as lost
+# Lease renewals within the time after which a silent trainer counts as lost.
+RENEWALS = 10
 
 
 class TermWatch:
@@ -241,6 +242,8 @@ class TrainerTerms:
         given = [lane for lane in hosted if self.term.hosts[lane] != self._trainer]
         if given:
             assert commits is not None
+            # `give_away` returns when all rows that were given to the traffic are stored. Only then
+            # may the next owner fence the lanes.
             commits.give_away(given)
             self._rendezvous.publish(HandedOver(), self.term.number, self._trainer)
 

@@ -19,7 +19,7 @@ PURPOSE = "coordinator"
 BEAT = timedelta(seconds=1)  # between two signs of life, on both sides
 HOST_GONE = 1000
 """Exit status of a trainer whose host cannot be reached, so that its real status is unknown."""
-_MOST_BYTES = 1 << 20  # of a message
+_MOST_BYTES = 1 << 20  # size limit of a message
 
 
 @dataclass(frozen=True, slots=True)

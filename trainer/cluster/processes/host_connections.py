@@ -87,6 +87,7 @@ class HostedTrainer:
                     self._status = message.status
                     self._ended.set()
         finally:
+            # A connection that ends without TrainerExited says nothing about the trainer itself.
             if self._status is None:
                 self._status = HOST_GONE
             self._ended.set()
@@ -158,6 +159,7 @@ class HostConnections:
                     said_at = time.monotonic()
                     said(len(there))
                 self._changed.wait(BEAT.total_seconds())
+            # Sending may take long, so it happens without the lock.
             for one in there:
                 one.tell(Waits(len(there), wanted))
 
@@ -173,6 +175,7 @@ class HostConnections:
             if not isinstance(asked, AskJoin):
                 return
             offered = HostedTrainer(connection, address, asked.pid)
+            # Messages carry no version number, so all hosts must run the same version.
             if asked.version != self._version:
                 offered.tell(
                     NotWanted(f"this host has foreload {asked.version}, the coordinator {self._version}; install that one")

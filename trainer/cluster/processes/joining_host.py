@@ -265,6 +265,7 @@ def _follow(
     # heeded: number of signals handled so far. alone: the launcher's death was reported.
     name, heeded, alone = f"trainer {start.trainer}", 0, False
     while (status := process.poll()) is None:
+        # StartAgain has removed or replaced the message that started this trainer.
         if coordinator.start is not start:
             return True
         if coordinator.refused is not None:
@@ -275,6 +276,7 @@ def _follow(
             heeded = len(interrupts.received)
             if heeded > 1:
                 raise TrainerError(f"{name}: ended at once, by a second signal; the others go on if its lanes have copies")
+            # The trainer handles SIGTERM by handing over its lanes (`worker`).
             tell(f"{name}: leaves, as soon as others have its lanes; a second signal ends it at once")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGTERM)

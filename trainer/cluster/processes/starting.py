@@ -142,6 +142,7 @@ class ChildProcess:
     def kill(self) -> None:
         """See StartedProcess."""
         if self._process.poll() is None:
+            # The process leads a session of its own, so its group has all that it started itself.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 

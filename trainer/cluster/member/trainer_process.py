@@ -129,8 +129,8 @@ class TrainerProcess:
 
     def _run_terms(self, parts: TrainerParts, access: StoreAccess) -> None:
         """Train in one term after the other, until training ends or this trainer has left."""
-        # before: the Trainer that ran the last steps. hosted: the lanes hosted here. Both outlive a
-        # term, and are None until this trainer has them.
+        # before: the Trainer that ran the last steps. hosted: the lanes hosted here. Both are kept
+        # from one term to the next, and are None until this trainer has them.
         terms, before, hosted = self._terms, None, None
         with contextlib.ExitStack() as stack:
             if self._joined.joins:
@@ -289,7 +289,7 @@ class TrainerProcess:
     def _see_over(self) -> None:
         """Stop every wait for other trainers, because the term is over.
 
-        The thread that watches the term calls this.
+        The thread that watches the term calls this, and so does the main thread.
         """
         why = f"trainer {self._trainer}: term {self._terms.term.number} is over"
         self._log.interrupt(why)

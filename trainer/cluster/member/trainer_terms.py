@@ -127,7 +127,7 @@ class TrainerTerms:
     Attributes:
         term: The term that the trainer is in, or was in last.
         keeps_folder: `TermLog.keeps_folder` of the trainer's log, once the log is open.
-        on_over: Called by another thread when a term is over.
+        on_over: Called when a term is over, also by the thread that watches the term.
     """
 
     def __init__(self, joined: JoinedTrainer) -> None:

@@ -1,1 +1,1 @@
-"""A trainer of a run: its part of each term, and what it does at the coordinator's command."""
+"""A trainer of a run: its part in each term, and what it does at the coordinator's request."""

@@ -1,4 +1,4 @@
-"""Between two steps: report store shards and requests to the coordinator, and do what its plan says."""
+"""A trainer's link to the coordinator: reports between two steps, and what the plan asks for."""
 
 from __future__ import annotations
 
@@ -33,17 +33,26 @@ from foreload.trainer.step.hosted_lanes import HostedLanes, LaneReplica
 
 
 class TrainerRequests:
-    """A trainer's side; its main thread uses it."""
+    """A trainer's side of run requests: scrubs and counts of stored rows.
+
+    Only the trainer's main thread uses it.
+    """
 
     def __init__(self, joined: JoinedTrainer, lanes: HostedLanes, layouts: Sequence[RowLayout], counted: int) -> None:
-        """counted: the number of the last count that is not for this trainer."""
+        """Serve the requests that come after `counted`.
+
+        Args:
+            counted: Number of the last row count that was requested before this trainer serves
+                requests, and so is not for it.
+        """
         self._joined, self._lanes, self._traffic, self._layouts = joined, lanes, lanes.traffic, layouts
-        self._scrubbed, self._counted = 0, counted  # the numbers of those that were begun last
+        # The numbers of the scrub and the count that this trainer began last.
+        self._scrubbed, self._counted = 0, counted
         self._scrub: int | None = None
         self._row_counts: int | None = None
 
     def follow(self, plan: Plan) -> None:
-        """Begin what is planned."""
+        """Start the scrub or row count that the plan asks for, unless it was started before."""
         if plan.count > self._counted:
             self._row_counts = self._counted = plan.count
             self._traffic.inspection.begin_row_counts()
@@ -57,7 +66,7 @@ class TrainerRequests:
                 self._joined.events.send(RequestReport(scrub.number, failed=str(error)))
 
     def tell(self) -> None:
-        """Report how far the requests are."""
+        """Report a finished row count and the progress of the scrub under way."""
         counted = self._traffic.inspection.row_counts()
         if self._row_counts is not None and counted is not None:
             held = HeldRows(
@@ -76,22 +85,28 @@ class TrainerRequests:
                 self._scrub = None
 
     def finish(self) -> None:
-        """Finish what was begun, and report it."""
+        """Run the scrub under way to its end, and report all results."""
         if self._scrub is not None:
             self._traffic.inspection.scrubbed(finish=True)
         self.tell()
 
 
-RETURN_TIMEOUT = timedelta(seconds=30)  # for a server that is to take the place of one that is gone, once training is over
-SHARDS_PAUSE = timedelta(milliseconds=100)  # between two looks at the plan and at what is rebuilt
-BOARD_PAUSE = timedelta(milliseconds=10)  # between two looks for a fact that is waited for
+# How long a finished training waits for the replacement of a lost server.
+RETURN_TIMEOUT = timedelta(seconds=30)
+SHARDS_PAUSE = timedelta(milliseconds=100)  # between two polls of the plan and of the rebuild
+BOARD_PAUSE = timedelta(milliseconds=10)  # between two polls for an awaited fact
 
 
 class CoordinatorLink:
-    """Of one trainer; its main thread uses it, but for `shard_news`, which the traffic's threads call.
+    """One trainer's link to the coordinator.
 
-    plan: the newest that is known here. placement: of the run's rows; stores: the URLs of its store shards by number, with passwords, "" for those
-    removed. Both are as the trainer is to begin with.
+    Only the trainer's main thread uses it, except `shard_news`, which the traffic's threads call.
+
+    Attributes:
+        plan: Newest plan that this trainer has read.
+        placement: Placement of the run's rows that the trainer starts with.
+        stores: URLs of the store shards by number that the trainer starts with; they include
+            passwords, and a removed shard has "".
     """
 
     def __init__(self, joined: JoinedTrainer, checkpoints: TrainerCheckpoints) -> None:
@@ -99,22 +114,28 @@ class CoordinatorLink:
         self._rendezvous, self._events, self._run = joined.rendezvous, joined.events, joined.run
         self._stop_asked = False
         self._news: deque[tuple[ServerUnreachable | ShardSnapshot, float]] = deque()
-        self._reported: ShardSnapshot | None = None  # what was last reported to the coordinator
+        self._reported: ShardSnapshot | None = None  # the last snapshot reported to the coordinator
         self.plan = joined.rendezvous.read(Plan, joined.start.plan or 0)
         self.placement = self._placement_of(self.plan)
         self.stores = numbered(joined.start.store_urls or self.plan.servers, self.placement)
         self._copies: Callable[[], CopiesTold | None] = lambda: None
         self._copies_reported: CopiesTold | None = None
-        self._lost = 0  # how many times a shard was lost, or had its server replaced, for this trainer
-        self._asked_at = 0.0  # when the plan was last looked at, time.monotonic()
+        # How many times a shard was lost, or had its server replaced, for this trainer.
+        self._lost = 0
+        self._asked_at = 0.0  # when the plan was last polled, time.monotonic()
 
     def serve(self, lanes: HostedLanes, layouts: Sequence[RowLayout]) -> None:
-        """Have run requests done by the traffic of these lanes, for those that are hosted then."""
+        """Let the traffic of these lanes serve run requests, for the lanes hosted at that time."""
         self._traffic = lanes.traffic
         self._requests = TrainerRequests(self._joined, lanes, layouts, self.plan.count)
 
     def serve_replicas(self, term: int, copies: Mapping[int, LaneReplica]) -> None:
-        """Report these copies of lanes from now on."""
+        """Report the state of these replicas of lanes from now on.
+
+        Args:
+            term: Number of the term in which this trainer holds them.
+            copies: Lane -> replica.
+        """
 
         def report() -> CopiesTold:
             seeded = {lane: SeededCopy(copy.cursor, copy.partition.slots, copy.complete) for lane, copy in sorted(copies.items())}
@@ -127,7 +148,11 @@ class CoordinatorLink:
         return Placement.of_text(text, "the coordinator's placement")
 
     def catch_up(self) -> None:
-        """Use the servers and the placement that were published by now: before it serves lanes that were another trainer's, which may know more."""
+        """Adopt the servers and the placement of every plan version published so far.
+
+        A trainer calls this before it hosts lanes of another trainer, because that trainer may
+        have read a newer plan.
+        """
         while (plan := self._rendezvous.poll(Plan, self.plan.version + 1)) is not None:
             before, self.plan = self.plan, plan
             if plan.placement != before.placement:
@@ -139,17 +164,21 @@ class CoordinatorLink:
             for shard, (was, url) in enumerate(zip(before.servers, plan.servers, strict=False)):
                 if was and url and was != url:
                     self._traffic.replace(shard, url)
-                    self._lost += 1  # of the server that had the shard
+                    self._lost += 1  # the shard lost its former server
 
     def shard_news(self, news: ShardNews) -> None:
-        """What became of store shards, to be reported at the next `tell`; that they are waited for is printed at once: nothing else is done then."""
+        """Queue news of the store shards for the next report to the coordinator.
+
+        News that the trainer waits for shards is printed at once instead.
+        """
+        # A trainer that waits for shards does nothing else, so no report would follow soon.
         if isinstance(news, ShardsAwaited):
             sys.stderr.write(f"trainer {self._trainer}: {news}\n")
         else:
             self._news.append((news, time.monotonic()))
 
     def inject(self, faults: Sequence[Fault | TrainerFault], step: int) -> None:
-        """Put in the store shards' faults that are due after a step."""
+        """Inject the faults of store shards that are due after training step `step`."""
         for fault in faults:
             if isinstance(fault, Fault) and fault.step == step:
                 at = time.monotonic()
@@ -157,9 +186,12 @@ class CoordinatorLink:
                 self._events.send(FaultInjected(fault, at))
 
     def tell(self, at_once: bool = False) -> None:
-        """Report to the coordinator what became of store shards, and how far run requests are; do what is planned.
+        """Report to the coordinator, then read the newest plan and do what it asks for.
 
-        Changes are reported at every call, the rest every SHARDS_PAUSE, or at once.
+        Each call reports changes of store shards. The rest is done once every SHARDS_PAUSE.
+
+        Args:
+            at_once: Do all of it in this call.
         """
         self._tell_news()
         if not at_once and time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
@@ -180,9 +212,13 @@ class CoordinatorLink:
         self._checkpoints.follow(self.plan.checkpoint)
 
     def tell_shards(self) -> None:
-        """Report how the store shards are for the lanes that are hosted now, where that differs from the last report, or more is rebuilt."""
+        """Report how the lanes hosted now see the store shards, if the last report said otherwise.
+
+        Progress of a rebuild counts as a difference.
+        """
         self._tell_news()
         shards = self._traffic.shards
+        # A first report of whole shards at placement version 0 would contain nothing new.
         if shards != self._reported and not (self._reported is None and shards.whole and not shards.version):
             self._tell_shards(shards, time.monotonic())
 
@@ -195,20 +231,35 @@ class CoordinatorLink:
                 self._tell_shards(news, at)
 
     def _tell_shards(self, shards: ShardSnapshot, at: float) -> None:
-        """Report to the coordinator how the store shards are for this trainer. at: since when, time.monotonic()."""
+        """Report to the coordinator how this trainer sees the store shards.
+
+        Args:
+            shards: The snapshot.
+            at: When it was taken, time.monotonic().
+        """
         self._lost += sum(status.state == LOST for status in shards.changes_since(self._reported).values())
         self._reported = shards
         self._events.send(ShardsTold(shards, at))
 
     def finish(self, term: Term, check: Callable[[], None]) -> list[int]:
-        """Bring a checkpoint under way and run requests to their end, and wait until all shards are whole again and rows that move have moved, for
-        every trainer, as long as there is hope; returns the shards that are not whole. check: called while others are waited for, raises where they
-        are not to be waited for any more.
+        """Finish what is under way when training ends, and wait until the store is whole.
 
-        A shard that one trainer finds lost may have been whole when another looked, so all look, turn by turn, until none finds a further one. There
-        is hope where servers come back by themselves, for RETURN_TIMEOUT at most, and not again once a shard was given up.
+        A checkpoint under way and run requests are finished. The trainer then waits until every
+        shard is whole for every trainer and every migration is done. It waits for lost shards only
+        where servers come back by themselves, for RETURN_TIMEOUT at most, and not again once it
+        gave up a shard.
+
+        Args:
+            term: The term that ends.
+            check: Called while this trainer waits for others. It raises an error once waiting is
+                pointless.
+
+        Returns:
+            The shards that are not whole.
         """
         self._checkpoints.finish(check, self.tell)
+        # A shard that one trainer finds lost may have been whole when another trainer looked. So
+        # all of them look in turns, until no trainer finds a further loss.
         lost: list[int] = []
         turn, known = 0, self._lost
         while True:
@@ -218,7 +269,7 @@ class CoordinatorLink:
                 lost = self._traffic.repair_shards(SHARDS_PAUSE)
                 self.tell()
                 shards = self._traffic.shards
-                # Rows that are to move do, as long as no shard is lost.
+                # A migration completes only while no shard is lost, so it is waited for only then.
                 through = shards.not_whole.keys() <= set(lost) if lost else shards.whole and shards.migrated >= 1.0
                 if through and (not lost or time.monotonic() >= deadline):
                     break
@@ -232,7 +283,10 @@ class CoordinatorLink:
         return lost
 
     def _found_lost(self, term: Term, turn: int, trainer: int, check: Callable[[], None]) -> bool:
-        """Whether a trainer found a shard lost in a turn of `finish`, waited for as long as its rebuilding takes."""
+        """Return whether a trainer found a lost shard in a turn of `finish`.
+
+        Waits for the trainer's answer for as long as its rebuild takes.
+        """
         while (looked := self._rendezvous.poll(ShardsLooked, term.number, turn, trainer)) is None:
             check()
             self.tell()

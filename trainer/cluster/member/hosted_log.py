@@ -1,4 +1,7 @@
-"""A trainer's batch log where trainers are on several hosts (`cache.protocol.copied_log`), from term to term."""
+"""A trainer's batch log from term to term: in the run's folder, or in the memory of other trainers.
+
+The second form is for trainers on several hosts (`cache.protocol.ownership.batch_log.CopiedLog`).
+"""
 
 from __future__ import annotations
 
@@ -23,73 +26,100 @@ from foreload.trainer.run.directory import LOG
 
 
 class TermLog(ABC):
-    """Of one trainer, whose main thread uses it. log: what the traffic holds batches in; trainer: which one it is."""
+    """One trainer's batch log.
+
+    Only the trainer's main thread uses it, except where a method says otherwise.
+
+    Attributes:
+        log: The log to which the traffic writes its batches.
+        trainer: Number of the trainer.
+    """
 
     log: BatchLog
     trainer: int
 
     @abstractmethod
     def begin_term(self, term: Term, hosted: Collection[int]) -> None:
-        """Hold what is logged from now on where the term says. hosted: the lanes that are hosted here as it begins, also those that it gives away.
+        """Keep new log records where the new term says.
 
-        Raises CopyLost, PeerLost.
+        Args:
+            term: The term that begins.
+            hosted: Lanes hosted here when the term begins, including those that the term gives to
+                other trainers.
+
+        Raises:
+            CopyLost: A trainer that must hold a lane's records does not answer.
+            PeerLost: The rendezvous store does not answer.
         """
 
     @abstractmethod
     def interrupt(self, why: str) -> None:
-        """Have nobody wait for other trainers any more, since the term is over; any thread may."""
+        """Stop every wait for other trainers, because the term is over. Any thread may call this.
+
+        Args:
+            why: The reason, for error messages.
+        """
 
     @abstractmethod
     def record_to_keep(self, lane: int) -> LoggedBatch | None:
-        """The last record of a lane, where it is not in the run's folder."""
+        """Return the last record of a lane, or None if the run's folder has it."""
 
     @abstractmethod
     def keeps_folder(self, term: Term) -> int | None:
-        """The member that does in the run's folder what is to be done there, where the launcher was killed; None where no member has that folder.
+        """Return the member that updates the run's folder if the launcher was killed.
 
-        Raises PeerLost.
+        Returns None if no member has the folder. Raises PeerLost.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Have nobody wait for a further term."""
+        """Stop every wait for a further term."""
 
 
 class FolderLog(TermLog):
-    """In a folder, which all trainers have: the run's."""
+    """A batch log in the run's folder, to which all trainers have access."""
 
     def __init__(self, folder: Path, trainer: int) -> None:
         self.log, self.trainer = FileLog(folder), trainer
 
     def begin_term(self, term: Term, hosted: Collection[int]) -> None:
-        """See TermLog: nothing is to be done."""
+        """See TermLog. Does nothing: the files stay where they are."""
 
     def interrupt(self, why: str) -> None:
-        """See TermLog: nobody waits."""
+        """See TermLog. Does nothing: a log in files waits for no other trainer."""
 
     def record_to_keep(self, lane: int) -> LoggedBatch | None:
-        """See TermLog: it is there."""
+        """See TermLog. The run's folder has every record."""
         return None
 
     def keeps_folder(self, term: Term) -> int | None:
-        """See TermLog: all have it."""
+        """See TermLog. All members have the folder, so the leader updates it."""
         return term.leader
 
     def close(self) -> None:
-        """See TermLog: nobody waits."""
+        """See TermLog. Does nothing: a log in files waits for no other trainer."""
 
 
 class HostedLog(TermLog):
-    """With the copies. Takes records of others at `address` until `close`.
+    """A batch log in the memory of the trainers that hold replicas of a lane.
 
-    on_lost: as CopiedLog has it. Raises SettingError where it cannot listen.
+    The object listens at the trainer's address and stores records of other trainers until `close`.
     """
 
     def __init__(self, joined: JoinedTrainer, on_host: OnHost, on_lost: Callable[[str], None]) -> None:
+        """Start listening, and publish the address and port to the other trainers.
+
+        Args:
+            on_lost: As in `CopiedLog`.
+
+        Raises:
+            SettingError: The trainer cannot listen at its address.
+        """
         rendezvous, trainer, address = joined.rendezvous, joined.number, joined.start.address
         self._rendezvous, self.trainer = rendezvous, trainer
         records = HeldRecords()
         self.log: CopiedLog = CopiedLog(records, on_host.token, joined.job.peer_silence, on_lost)
+        # The log starts in memory, so it must learn where each lane's batches ended before.
         for lane, number in enumerate(joined.spec.last_batches):
             if number:
                 self.log.begin_with(lane, number)
@@ -108,10 +138,12 @@ class HostedLog(TermLog):
         return self._places[trainer]
 
     def begin_term(self, term: Term, hosted: Collection[int]) -> None:
-        """See TermLog. Waits until every member has published its place."""
+        """See TermLog. Waits until every member has published its address."""
         for trainer in term.members:
             self._place(trainer)
         of = {}
+        # The host of a lane and every trainer with a replica of it hold its records, so that
+        # the lane's next owner finds the records in its own memory.
         for lane in {*hosted, *term.lanes_of(self.trainer)}:
             holders = {term.hosts[lane], *term.copies[lane], *term.complete[lane]} - {self.trainer}
             of[lane] = sorted(holders & set(term.members))
@@ -131,12 +163,19 @@ class HostedLog(TermLog):
         return min((trainer for trainer in term.members if self._place(trainer).has_run), default=None)
 
     def close(self) -> None:
-        """See TermLog. Takes no records any more, either."""
+        """See TermLog. Also stops taking records of other trainers."""
         self.log.close()
         self._service.close()
 
 
 def open_log(joined: JoinedTrainer, on_lost: Callable[[str], None]) -> TermLog:
-    """The log of a trainer. on_lost: as `HostedLog` has it. Raises SettingError."""
+    """Open a trainer's log: in the run's folder, or, for a job over several hosts, with replicas.
+
+    Args:
+        on_lost: As in `CopiedLog`; only a job over several hosts uses it.
+
+    Raises:
+        SettingError: The trainer cannot listen at its address.
+    """
     on_host = joined.start.on_host
     return FolderLog(joined.run / LOG, joined.number) if on_host is None else HostedLog(joined, on_host, on_lost)

@@ -1,4 +1,4 @@
-"""What a trainer has once it has come to the rendezvous of its job, for the parts of its process."""
+"""What a trainer knows after it has joined its job, shared by the parts of its process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,15 @@ JOIN_TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True, slots=True)
 class JoinedTrainer:
-    """start: what its process was started with; store: the rendezvous store, which `rendezvous` is on; job: the spec's, with the schedule's folder on
-    this host. interrupts: of a process that a scheduler started; None: the launcher started it. reach_point: called with the points of `faults`.
+    """A trainer that has joined the rendezvous of its job.
+
+    Attributes:
+        start: What the process was started with.
+        store: The rendezvous store, on which `rendezvous` is built.
+        job: The job of `spec`, with the schedule's folder on this host.
+        interrupts: The signals received, if a scheduler started this process. None if the launcher
+            started it.
+        reach_point: Called with each fault point that the trainer reaches (`messages.faults`).
     """
 
     start: TrainerStart
@@ -36,30 +43,33 @@ class JoinedTrainer:
 
     @property
     def number(self) -> int:
-        """Which trainer it is."""
+        """The trainer's number."""
         return self.start.trainer
 
     @property
     def joins(self) -> bool:
-        """Whether it was started while others train."""
+        """Whether this trainer was started while others train."""
         return self.start.plan is not None
 
     @property
     def run(self) -> Path:
-        """The run's folder, on hosts that have it."""
+        """Path of the run's folder, on hosts that have it."""
         return Path(self.job.run)
 
     @property
     def has_run(self) -> bool:
-        """Whether this host does."""
+        """Whether this host has the run's folder."""
         return self.start.on_host is None or self.start.on_host.has_run
 
     @property
     def device(self) -> str:
-        """Where the dense part is."""
+        """The torch device of the dense part; trainers share the CUDA devices in turn."""
         return "cpu" if self.job.device != "cuda" else f"cuda:{self.number % max(torch.cuda.device_count(), 1)}"
 
     @property
     def connect(self) -> Callable[[], Any] | None:
-        """Makes a further connection to the rendezvous store; None where the loss of another trainer is not survived: under a scheduler."""
+        """A function that opens a further connection to the rendezvous store.
+
+        None under a scheduler, where the job does not survive the loss of a trainer.
+        """
         return None if self.interrupts is not None else lambda: join_store(self.start.rendezvous, JOIN_TIMEOUT)

@@ -1,4 +1,7 @@
-"""What a trainer reads from the run's folder and leaves there, directly or, on another host, over the rendezvous store."""
+"""What a trainer reads from the run's folder and writes to it.
+
+A trainer on a host without the folder does both over the rendezvous store.
+"""
 
 from __future__ import annotations
 
@@ -45,45 +48,85 @@ _Kept = TypeVar("_Kept")
 
 
 class RunFolder(ABC):
-    """Of one trainer. identity: of the run, as the manifest has it."""
+    """One trainer's access to the run's folder.
+
+    Attributes:
+        identity: Identity of the run, as in the manifest.
+    """
 
     identity: dict[str, Any]
 
     @abstractmethod
     def check_schedule(self, schedule: Schedule, resumes: bool) -> None:
-        """Raise RunError unless a schedule is the one to be trained, with the segments that were trained on already where the run resumes."""
+        """Check that a schedule is the one to train.
+
+        Args:
+            resumes: The run is resumed, so the schedule must also have the segments that were
+                trained before.
+
+        Raises:
+            RunError: It is a different schedule.
+        """
 
     @abstractmethod
     def check_stores(self, store: Store, namespace: str) -> None:
-        """Raise StoreError unless the servers that answer are the run's shards, each in its place."""
+        """Check that the servers that answer are the run's shards, in the right order.
+
+        Raises:
+            StoreError: A server is not the shard that its place says.
+        """
 
     @abstractmethod
     def load_dense(self, dense: DenseModel, step: int) -> None:
-        """Put the dense part of the last clean stop, after `step`, in its place. Raises RunError."""
+        """Load the dense part of the last clean stop, which was after `step`, into `dense`.
+
+        Raises:
+            RunError: The dense part cannot be read, or is of another step or another model.
+        """
 
     @abstractmethod
     def save_dense(self, dense: DenseModel, step: int, term: int, written: Callable[[], None]) -> None:
-        """Leave the dense part after `step` for the run. written: called before it takes the place of the one before. Raises RunError."""
+        """Save the dense part after `step` for the run.
+
+        Args:
+            written: Called before the new dense part replaces the former one.
+
+        Raises:
+            RunError: The dense part cannot be written.
+        """
 
     @abstractmethod
     def keep(self, write: Callable[[Path], _Kept], step: int, term: int, trainer: int) -> _Kept:
-        """Have files written below a run's folder (`kept_lanes`), and leave them for the run; returns what `write` does. Raises OSError."""
+        """Write files that the run is to keep (`saved.kept_lanes`).
+
+        Args:
+            write: Writes the files below a run's folder, given as its argument.
+            step: Training step after which the files are.
+            term: Number of the current term.
+            trainer: Number of this trainer.
+
+        Returns:
+            What `write` returns.
+
+        Raises:
+            OSError: A file cannot be written.
+        """
 
 
 class OwnFolder(RunFolder):
-    """The folder is here."""
+    """Access to a run's folder that exists on this host."""
 
     def __init__(self, path: Path) -> None:
         self._run = Run.open(path)
         self.identity = self._run.manifest.identity
 
     def check_schedule(self, schedule: Schedule, resumes: bool) -> None:
-        """See RunFolder. Its launcher has opened the same schedule."""
+        """See RunFolder. Checks only a resumed run: the launcher has opened the same schedule."""
         if resumes:
             check_same(self._run.manifest.stages[-1], schedule)
 
     def check_stores(self, store: Store, namespace: str) -> None:
-        """See RunFolder. Its launcher has claimed the same servers."""
+        """See RunFolder. Does nothing: the launcher has claimed the same servers."""
 
     def load_dense(self, dense: DenseModel, step: int) -> None:
         """See RunFolder."""
@@ -99,7 +142,7 @@ class OwnFolder(RunFolder):
 
 
 class FolderElsewhere(RunFolder):
-    """The folder is on another host."""
+    """Access, over the rendezvous store, to a run's folder on another host."""
 
     def __init__(self, rendezvous: Rendezvous, facts: RunFacts) -> None:
         self._rendezvous, self._facts = rendezvous, facts
@@ -108,6 +151,8 @@ class FolderElsewhere(RunFolder):
     def check_schedule(self, schedule: Schedule, resumes: bool) -> None:
         """See RunFolder."""
         stage = self._facts.stage
+        # The checksum of a schedule is known only once it is complete; until then, only the
+        # checksum of its header can be compared.
         same = schedule.identity == stage.identity
         if same and schedule.complete and stage.checksum is not None:
             same = schedule.checksum == stage.checksum
@@ -136,13 +181,13 @@ class FolderElsewhere(RunFolder):
         load_dense_bytes(data, dense.module, dense.optimizer)
 
     def save_dense(self, dense: DenseModel, step: int, term: int, written: Callable[[], None]) -> None:
-        """See RunFolder: the coordinator writes it."""
+        """See RunFolder. Publishes the dense part, which the coordinator writes to the folder."""
         data = dense_bytes(dense.module, dense.optimizer, step)
         written()
         self._rendezvous.publish_bytes(DenseAtEnd.of(data, step), data, term)
 
     def keep(self, write: Callable[[Path], _Kept], step: int, term: int, trainer: int) -> _Kept:
-        """See RunFolder: the coordinator writes them."""
+        """See RunFolder. Publishes the files, which the coordinator writes to the folder."""
         with tempfile.TemporaryDirectory() as folder:
             kept = write(Path(folder))
             for count, path in enumerate(sorted(folder_of(Path(folder)).glob("*"))):
@@ -152,23 +197,34 @@ class FolderElsewhere(RunFolder):
 
 
 def open_folder(joined: JoinedTrainer) -> RunFolder:
-    """A run's folder, as a trainer has it that is on a host where it is here, or is not. Raises RunError."""
+    """Open a trainer's access to the run's folder, whether this host has it or not.
+
+    Raises RunError.
+    """
     hosts = joined.spec.hosts
     return OwnFolder(joined.run) if joined.has_run or hosts is None else FolderElsewhere(joined.rendezvous, hosts)
 
 
+# Errors after which the servers may still have every row that they had.
 _ROWS_STAY = (StoreUnavailable, StoreFull, StoreAuth, StoreTls, CommandRefused, ShardsRefuse)
 
 
 class CannotGoOn(Exception):
-    """A trainer failed, and its rows, and those of the others, are as after a step that was trained."""
+    """A trainer failed, but all trainers' rows are as after a trained step, and can be kept."""
 
 
 def cannot_go_on(error: Exception | SystemExit, trainer: Trainer, number: int) -> CannotGoOn | None:
-    """What becomes of an error that a trainer's steps ended with; None where another trainer, or rows that are lost, are why, or a step is half done.
+    """Turn an error of a trainer's steps into CannotGoOn, if the run can be kept after it.
 
-    number: the trainer's, for messages.
+    Args:
+        error: The error that ended the trainer's steps.
+        trainer: The trainer that ran them.
+        number: Number of the trainer, for messages.
+
+    Returns:
+        None if the cause is another trainer or lost rows, or if a step is half applied.
     """
+    # Without commits no step can be undone, so a half applied step cannot be kept.
     if isinstance(error, PeerLost | DenseDiverged) or (trainer.commits is None and trainer.applying):
         return None
     if isinstance(error, CacheError):
@@ -177,12 +233,13 @@ def cannot_go_on(error: Exception | SystemExit, trainer: Trainer, number: int) -
         error = exit_error(f"trainer {number}", error)
     if isinstance(error, ForeloadError):
         return CannotGoOn(str(error))
+    # foreload's own errors are messages for the user. Any other error needs its traceback.
     traceback.print_exception(error, file=sys.stderr)
     return CannotGoOn(f"trainer {number}: {type(error).__name__}: {error} (see above)")
 
 
 def rows_stay(error: CacheError) -> bool:
-    """Whether the servers may have every row that they had."""
+    """Return whether the servers may still have every row that they had before this error."""
     return isinstance(error, _ROWS_STAY) and not isinstance(error, ForeignKey)
 
 
@@ -196,9 +253,28 @@ def keep(
     last_step: int,
     dense: DenseModel,
 ) -> tuple[KeptFile, ...]:
-    """Leave what the store lacks of the lanes that a term gives a trainer, hosted or copied here, for the run; who leads, the dense part, too.
+    """Write the rows that the store lacks to files that the run keeps.
 
-    trainer: who ran the last steps, up to last_step; None where this one had joined, and has nothing. Raises TrainerError, OSError.
+    The trainer does this for the lanes that the term gives it, of which it is the owner or holds a
+    replica. The leader also writes the dense part.
+
+    Args:
+        folder: Access to the run's folder.
+        log: Batch log of this trainer.
+        term: The last term, in which no step is trained.
+        number: Number of this trainer.
+        hosted: Lanes that this trainer hosts.
+        trainer: What ran the last steps, up to `last_step`. None if this trainer has just joined
+            and holds no state.
+        last_step: Last training step applied here.
+        dense: Dense part after the committed step.
+
+    Returns:
+        The files written, one for each lane.
+
+    Raises:
+        TrainerError: Steps cannot be undone, and the trainers stopped after different steps.
+        OSError: A file cannot be written.
     """
     commits = None if trainer is None else trainer.commits
     if trainer is not None and commits is None and last_step != term.committed:
@@ -211,6 +287,7 @@ def keep(
             return KeptLane.of(
                 hosted.partitions[lane], hosted.given_after(lane, term.committed), left.owed, left.released, record
             )
+        # The term gives this trainer a lane whose owner is gone, of which it holds a replica.
         assert commits is not None
         copy = commits.copies[lane]
         return KeptLane.of(copy.partition, copy.given, sorted(copy.owed.items()), (copy.released, copy.batch), record)

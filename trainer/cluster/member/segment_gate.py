@@ -1,4 +1,7 @@
-"""Segments of a schedule are begun by all trainers or by none, so that they stop after the same step where one cannot be had."""
+"""The agreement by which all trainers begin a segment of the schedule, or none does.
+
+So all trainers stop after the same step if a segment is not available.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,13 @@ _Fact = TypeVar("_Fact")
 
 
 class StoppedAtSegment(Exception):
-    """Training ends before a segment. failure: what is wrong with the schedule, None if the user wants the stop; goes_on: the term alone ends."""
+    """Training stops before a segment begins.
+
+    Attributes:
+        failure: What is wrong with the schedule. None if the user asked for the stop, or if only
+            the term ends.
+        goes_on: Only the term ends; training continues in the next one.
+    """
 
     def __init__(self, failure: str | None, goes_on: bool) -> None:
         super().__init__(failure)
@@ -26,11 +35,12 @@ class StoppedAtSegment(Exception):
 
 
 class SegmentGate:
-    """A trainer's side of the agreement, in a term: its leader decides, when all members have a segment's files.
+    """A trainer's side of the agreement within a term.
 
-    events: the program, from where training begins; its first segment is opened by the constructor, which raises ScheduleError, before any trainer
-    begins. begins: the number of that segment, where a further term begins with it: it may not be there yet, and is agreed on like all later ones.
-    begun: how many segments of the schedule were begun, those of earlier calls included.
+    The term's leader decides when all members have a segment's files.
+
+    Attributes:
+        begun: Number of segments of the schedule that were begun, including those of earlier calls.
     """
 
     def __init__(
@@ -42,6 +52,17 @@ class SegmentGate:
         term: Term,
         begins: int | None = None,
     ) -> None:
+        """Open the first segment, unless the trainers must agree on it first.
+
+        Args:
+            events: The program from the point where training begins.
+            begins: Number of the first segment, if a later term begins with it. That segment may
+                not be published yet, so the trainers agree on it as on all later ones. If None,
+                it is opened here, before any trainer begins.
+
+        Raises:
+            ScheduleError: The first segment cannot be opened.
+        """
         self._rendezvous, self._schedule, self._events = rendezvous, schedule, events
         self._trainer, self._leader, self._term = trainer, term.leader, term.number
         self._others = [other for other in term.members if other != term.leader]
@@ -53,9 +74,13 @@ class SegmentGate:
             self.begun = self._first.segment + 1
 
     def events(self, meanwhile: Callable[[], None]) -> Iterator[Event]:
-        """The events, each further segment's once all trainers have it. Raises StoppedAtSegment, on all of them, where that will not be.
+        """Yield the events, those of each further segment once all trainers have its files.
 
-        meanwhile: called again and again while files or other trainers are waited for.
+        Args:
+            meanwhile: Called repeatedly while this trainer waits for files or other trainers.
+
+        Raises:
+            StoppedAtSegment: A segment does not begin. Every trainer raises this.
         """
         self._meanwhile = meanwhile
         event = self._first
@@ -66,17 +91,18 @@ class SegmentGate:
         while event is not None:
             yield event
             segment = self._schedule.segment(event.segment)
-            assert segment is not None  # it was opened, so its files are there
-            # Behind the segment's last event.
+            assert segment is not None  # it was opened, so its files exist
+            # After the segment's last event, the trainers agree on the next segment.
             if event.row + 1 == len(segment.samples):
                 self._agree(event.segment + 1)
                 self.begun = event.segment + 2
             event = next(self._events, None)
 
     def _agree(self, segment: int) -> None:
-        """Return when every trainer can begin a segment, or knows that there is none."""
+        """Return once every trainer has a segment's files, else raise StoppedAtSegment."""
         if self._trainer != self._leader:
-            # A verdict that is there already can only be against it: the leader waits for this trainer otherwise.
+            # A verdict that exists before this trainer's report can only be negative: for any other
+            # verdict, the leader waits for that report.
             failure = self._map_files(segment, lambda: self._rendezvous.poll(SegmentVerdict, self._term, segment) is not None)
             self._rendezvous.publish(SegmentFound(failure), self._term, segment, self._trainer)
             verdict = self._awaited(SegmentVerdict, self._term, segment)
@@ -88,12 +114,17 @@ class SegmentGate:
             raise StoppedAtSegment(verdict.failure, verdict.goes_on)
 
     def _verdict(self, segment: int) -> SegmentVerdict:
-        """What the leader decides, when it and all others have the files, cannot have them, or a stop is wanted before they are there."""
+        """Return the leader's verdict on a segment.
+
+        Waits until the leader and all other members have the files or a failure, or until a stop is
+        requested before the leader has the files.
+        """
         wanted: StopWanted | None = None
 
         def stop() -> bool:
             nonlocal wanted
             wanted = self._rendezvous.poll(StopWanted)
+            # A request to end another term does not concern this one.
             if wanted is not None and wanted.term not in (None, self._term):
                 wanted = None
             return wanted is not None
@@ -107,7 +138,15 @@ class SegmentGate:
         return SegmentVerdict(failure is None, failure)
 
     def _map_files(self, segment: int, give_up: Callable[[], bool]) -> str | None:
-        """Wait until a segment is published, and map its files; returns what is wrong with them, or None. give_up: whether to wait no more."""
+        """Wait until a segment is published, and map its files.
+
+        Args:
+            segment: Number of the segment.
+            give_up: Returns whether to stop waiting.
+
+        Returns:
+            What is wrong with the schedule. None if the files are mapped or waiting was given up.
+        """
         try:
             while not self._schedule.published(segment):
                 if give_up():
@@ -120,7 +159,7 @@ class SegmentGate:
         return None
 
     def _awaited(self, kind: type[_Fact], *place: int) -> _Fact:
-        """A fact of the rendezvous, waited for without end."""
+        """Wait for a fact of the rendezvous, without a timeout, and return it."""
         while (fact := self._rendezvous.poll(kind, *place)) is None:
             self._pause()
         return fact

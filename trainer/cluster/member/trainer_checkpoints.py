@@ -1,8 +1,13 @@
-"""A trainer's side of checkpoints that are saved while it trains: the step is agreed on, the copy made behind it, the files written meanwhile.
+"""A trainer's side of checkpoints that are saved during training.
 
-No step asks the rendezvous for anything while none is wanted. A checkpoint is wanted by the plan. When all trainers have reported that they
-know of it, the coordinator lets the one that leads name the step. It does so behind a step, before it sends anything of the next: so no other one can
-end that without seeing the name, if it looks behind every step from then on.
+The trainers agree on a step. After it each of them copies what the next step changes, and a thread
+writes the files while training goes on.
+
+The plan says that a checkpoint is wanted; while none is, no step asks the rendezvous for anything.
+Once all trainers have reported that they know of the checkpoint, the coordinator lets the leader
+name its step. The leader names it after a step, before it sends anything of the next one. No other
+trainer can finish that next step without the leader's messages, and each polls for the name after
+every step, so each reads it in time.
 """
 
 from __future__ import annotations
@@ -45,13 +50,21 @@ from foreload.trainer.step.program import Trainer
 from foreload.trainer.step.term_session import TrainerParts
 from foreload.trainer.storage import place
 
-LEAST_SHARE = 0.1  # so that a checkpoint comes to its end
-_STEPS = 16  # that are looked at together
-_TOO_SLOW, _HARDLY_SLOWER = 1.06, 1.03  # of a step, against one without a checkpoint
+LEAST_SHARE = 0.1  # of the traffic's time, so that a checkpoint completes at all
+_STEPS = 16  # number of steps whose median is compared
+# Median step time during a checkpoint, relative to the median without one. Above the first the
+# share goes down, below the second it goes up.
+_TOO_SLOW, _HARDLY_SLOWER = 1.06, 1.03
 
 
 class StepPace:
-    """Of one trainer. Its steps are reported one after the other; medians of some are compared, so that single slow ones do not count."""
+    """Adapts the checkpoint's share of the traffic's time to how much it slows a trainer's steps.
+
+    Medians over several steps are compared, so that a single slow step does not count.
+
+    Attributes:
+        share: Share of the traffic's time that a checkpoint may take.
+    """
 
     def __init__(self) -> None:
         self._before: deque[float] = deque(maxlen=8 * _STEPS)
@@ -60,7 +73,12 @@ class StepPace:
         self.share = SHARE
 
     def step(self, now: float, beside: bool) -> None:
-        """A step has ended. now: in seconds; beside: a checkpoint was being saved."""
+        """Note that a step has ended, and adapt the share.
+
+        Args:
+            now: Time in seconds, by a monotonic clock.
+            beside: Whether a checkpoint was being saved during the step.
+        """
         last, self._last = self._last, now
         if last is None:
             return
@@ -70,6 +88,7 @@ class StepPace:
         self._meanwhile.append(now - last)
         if len(self._meanwhile) < _STEPS:
             return
+        # Without enough earlier steps to compare with, the steps count as not slower.
         slower = median(self._meanwhile) / median(self._before) if len(self._before) >= _STEPS else 1.0
         self._meanwhile.clear()
         if slower > _TOO_SLOW:
@@ -78,14 +97,19 @@ class StepPace:
             self.share = min(self.share * 1.2, SHARE)
 
 
-_PAUSE_SECONDS = 0.02  # between two looks whether a part is written, or training goes on
-_GO_ON, _TAKE, _WAIT = 0, 1, 2  # what the trainer that leads says behind an evaluation
+_PAUSE_SECONDS = 0.02  # between two polls whether a part is written, or whether training goes on
+# The leader's message to the other trainers after an evaluation.
+_GO_ON, _TAKE, _WAIT = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """What a trainer has in memory of a checkpoint. dense: gives file name and contents of the dense part; began: time.monotonic() of the copy;
-    room: what it was made in, by lane.
+    """What a trainer holds in memory of a checkpoint.
+
+    Attributes:
+        dense: Returns file name and contents of the dense part. None if this trainer does not lead.
+        began: When the copy was begun, time.monotonic().
+        room: Memory that holds the copy of the slots, by lane.
     """
 
     snapshot: Snapshot
@@ -96,44 +120,56 @@ class _Taken:
 
 
 class TrainerCheckpoints:
-    """Of one trainer, the checkpoint under way; its main thread uses it."""
+    """One trainer's part of the checkpoint under way. Only its main thread uses this.
+
+    Attributes:
+        watched: Returns the evaluation results of early stopping so far. It is called after the
+            checkpoint's step.
+    """
 
     def __init__(self, joined: JoinedTrainer) -> None:
         self._rendezvous, self._events, self._come_to = joined.rendezvous, joined.events, joined.reach_point
         self._job = joined.job
         self._begun: Callable[[], int] = lambda: 0
-        # What evaluations have been, asked behind the step that a checkpoint is of.
         self.watched: Callable[[], Watched | None] = lambda: None
         self._wanted: CheckpointPlan | None = None
-        self._last = 0  # the number of the one that was begun last
-        self._at: int | None = None
+        self._last = 0  # number of the checkpoint that was begun last
+        self._at: int | None = None  # step of the checkpoint, once it is named
         self._taken: _Taken | None = None
-        self._report: CheckpointReport  # once it is taken
+        self._report: CheckpointReport  # set once the checkpoint is taken
         self._part: PartWriter | None = None
-        # Memory for the copy, by lane. Whoever writes it has it meanwhile, and gives it back if all goes well.
+        # Memory for the copy, by lane. `_taken` holds it while a checkpoint is written, and gives
+        # it back when the thread that writes has ended.
         self._room: dict[int, Future[SlotCopy]] = {}
         self._room_stays = False
         self._keeps_best = False
-        # The term in which training waits behind the evaluation that is over, where this trainer leads.
+        # On the leader: the term in which training waits after the last evaluation.
         self._waits_in: int | None = None
         self._pace = StepPace()
-        self._maker = ThreadPoolExecutor(1, "checkpoint memory")  # to be given memory takes long
+        # A thread allocates the memory, because that takes long.
+        self._maker = ThreadPoolExecutor(1, "checkpoint memory")
 
     def prepare(self, layouts: Sequence[RowLayout]) -> None:
-        """Before training: have ready what the job's checkpoints need."""
+        """Prepare the job's checkpoints before training begins, so that no step waits for that."""
         job = self._job
         self._room_stays, self._keeps_best = job.saves_checkpoints, job.keep_best is not None
         if job.saves_checkpoints:
             rehearse_part(layouts, LEAST_BITS if job.checkpoint_bits == "auto" else job.checkpoint_bits)
 
     def now_trains(self, trainer: Trainer, begun: Callable[[], int]) -> None:
-        """A term begins. begun: how many segments of the schedule were begun, asked behind the step that a checkpoint is of."""
+        """Note that a term begins.
+
+        Args:
+            trainer: The trainer of this term.
+            begun: Returns how many segments of the schedule were begun. It is called after the
+                checkpoint's step.
+        """
         self._begun = begun
         if self._room_stays:
             self._make_room(trainer)
 
     def _make_room(self, trainer: Trainer) -> None:
-        """Have memory for copies of the lanes' slots made, where there is none."""
+        """Start allocating memory for copies of the lanes' slots, for lanes that have none yet."""
         partitions = trainer.lanes.partitions
         if self._room.keys() != partitions.keys():
             self._room = {
@@ -141,7 +177,11 @@ class TrainerCheckpoints:
             }
 
     def follow(self, plan: CheckpointPlan | None) -> None:
-        """Do what is planned for the checkpoint under way, or another one."""
+        """Do what the plan says about the checkpoint under way, or begin a new one.
+
+        Args:
+            plan: The plan's checkpoint. If None, the checkpoint under way is dropped.
+        """
         if self._wanted is not None and (plan is None or plan.number != self._wanted.number):
             self.drop("it is given up")
         if plan is None:
@@ -150,19 +190,24 @@ class TrainerCheckpoints:
             self._begin(plan)
         elif self._wanted is not None:
             before, self._wanted = self._wanted, plan
-            # Where others were faster, it is known where it is to be written before it is taken here.
+            # Where other trainers were faster, the plan names the folder before this trainer has
+            # taken its copy. Then this does nothing, and `_take` starts the writing.
             if before.part is None:
                 self._begin_writing()
 
     def _begin(self, wanted: CheckpointPlan) -> None:
-        """Look for the step of this checkpoint from now on."""
+        """Poll for the step of this checkpoint after every step from now on."""
         warm_up()
         self._wanted, self._at, self._last = wanted, None, wanted.number
         self._events.send(CheckpointReport(wanted.number))
         self._come_to("checkpoint asked for")
 
     def drop(self, why: str) -> None:
-        """Do no more for the checkpoint under way; nobody waits for it any more."""
+        """Abandon the checkpoint under way, for which no process waits.
+
+        Args:
+            why: The reason, for messages.
+        """
         if self._wanted is not None:
             if self._taken is not None:
                 self._taken.snapshot.abandon(why)
@@ -171,7 +216,10 @@ class TrainerCheckpoints:
                 self._room = {}
 
     def after_step(self, trainer: Trainer, step: int) -> None:
-        """Behind each training step, before anything of the next one leaves: make the copy, if the checkpoint is of this step."""
+        """Take the copy if the checkpoint is of this step.
+
+        To be called after each training step, before this trainer sends anything of the next one.
+        """
         wanted, taken = self._wanted, self._taken
         self._pace.step(time.monotonic(), beside=taken is not None)
         if taken is not None:
@@ -185,7 +233,7 @@ class TrainerCheckpoints:
             self._take_if_room(wanted, trainer, step)
 
     def _take_if_room(self, wanted: CheckpointPlan, trainer: Trainer, step: int) -> None:
-        """Copy what changes with the next step, or report that there is no memory for that."""
+        """Copy what the next step changes, or report that there is not enough memory for it."""
         try:
             self._take(wanted, trainer, step)
         except MemoryError:
@@ -193,8 +241,17 @@ class TrainerCheckpoints:
             self._events.send(CheckpointReport(wanted.number, failed="there is not enough memory for it"))
 
     def waits_in(self, term: int, step: int) -> int | None:
-        """The term, if training is to wait behind an evaluation, after training step `step`, as no copy of that step was made for evaluations. The
-        trainer that leads asks this, and then tells the coordinator.
+        """Decide whether training waits after an evaluation for a checkpoint of its step.
+
+        With --keep-best training waits if no copy of that step was taken for this evaluation. Only
+        the leader calls this, and reports the result to the coordinator.
+
+        Args:
+            term: Number of the current term.
+            step: Training step before the evaluation.
+
+        Returns:
+            The term if training waits, else None.
         """
         wanted, taken = self._wanted, self._taken
         has_replica = wanted is not None and taken is not None and taken.snapshot.step == step and step in wanted.steps
@@ -202,15 +259,25 @@ class TrainerCheckpoints:
         return self._waits_in
 
     def after_evaluation(self, trainer: Trainer, step: int, check: Callable[[], None], look: Callable[[bool], object]) -> None:
-        """Behind each evaluation, on every trainer alike: where the one that leads says so, wait until the coordinator wants none of this step, or
-        a checkpoint of it is begun, and make the copy. check, look: as in `finish`. Raises PeerLost.
+        """Wait after an evaluation if the leader says so, until its checkpoint is decided.
 
-        All ask the one that leads again and again, so that nobody waits for one that is gone, or stands still, for longer than in a step.
+        Every trainer calls this after each evaluation. The wait ends when the coordinator wants no
+        checkpoint of this step, or when it begins one, of which this trainer then takes its copy.
+
+        Args:
+            trainer: The trainer of this term.
+            step: Training step before the evaluation.
+            check, look: As in `finish`. `look` is called with True here: do everything at once.
+
+        Raises:
+            PeerLost: Another trainer was lost.
         """
         if not self._keeps_best:
             return
         waits_in, self._waits_in = self._waits_in, None
         leads, session = trainer.session.leads, trainer.session
+        # The leader repeats its message, so that a trainer that died or stopped is noticed within
+        # the timeout of a step.
         while True:
             said = self._next_of_wait(waits_in, step) if leads else _GO_ON
             said = int(session.exchange.agree(torch.tensor([said], device=session.transport.device)).item())
@@ -225,7 +292,8 @@ class TrainerCheckpoints:
             self._events.flush()
             look(True)
             if said == _TAKE:
-                # What the one that leads had received before, this one has received by now.
+                # `look` has just read the plan, so this trainer knows what the leader knew when it
+                # said _TAKE.
                 if self._wanted is not None and self._wanted.behind == step:
                     self._make_room(trainer)
                     self._take_if_room(self._wanted, trainer, step)
@@ -233,7 +301,12 @@ class TrainerCheckpoints:
             time.sleep(_PAUSE_SECONDS)
 
     def _next_of_wait(self, waits_in: int | None, step: int) -> int:
-        """What the trainer that leads says to the others, which wait with it."""
+        """Return the leader's next message to the trainers that wait with it.
+
+        Args:
+            waits_in: The term in which training waits. If None, training does not wait.
+            step: Training step before the evaluation.
+        """
         if (
             waits_in is None
             or self._rendezvous.poll(GoOnAfter, waits_in, step) is not None
@@ -243,7 +316,10 @@ class TrainerCheckpoints:
         return _TAKE if self._wanted is not None and self._wanted.behind == step and self._taken is None else _WAIT
 
     def _named(self, wanted: CheckpointPlan, step: int, leads: bool) -> int | None:
-        """The step of the checkpoint, once it has one: whoever leads names one that is yet to come."""
+        """Return the step of the checkpoint, or None while it is not named.
+
+        The leader names a step after `step`, and publishes it. The other trainers poll for it.
+        """
         if not leads:
             at = self._rendezvous.poll(CheckpointAt, wanted.number)
             return None if at is None else at.step
@@ -251,6 +327,8 @@ class TrainerCheckpoints:
             return None
         to_come = [one for one in wanted.steps if one > step]
         if wanted.every is not None:
+            # Steps count from 0, so after step n there were n + 1 steps. This is the first step
+            # after `step` at which that number is a multiple of `every`.
             to_come.append(-(-(step + 2) // wanted.every) * wanted.every - 1)
         if not to_come:
             return None
@@ -259,7 +337,7 @@ class TrainerCheckpoints:
         return named.step
 
     def _take(self, wanted: CheckpointPlan, trainer: Trainer, step: int) -> None:
-        """Copy what changes with the next step."""
+        """Copy what the next step changes, and report that to the coordinator."""
         began = time.monotonic()
         parts, lanes, room = trainer.parts, trainer.lanes, self._room
         self._room = {}
@@ -285,10 +363,11 @@ class TrainerCheckpoints:
         self._begin_writing()
 
     def _begin_writing(self) -> None:
-        """Write the files of what is taken, in a thread of their own, once it is known where."""
+        """Start the thread that writes the files, if the copy is taken and the folder known."""
         plan, taken, changed = None if self._wanted is None else self._wanted.part, self._taken, None
         if plan is None or taken is None:
             return
+        # An increment holds only the rows that changed after the step of its base.
         if plan.since >= 0:
             schedule = taken.parts.schedule
             changed = partial(_changed, schedule.path, schedule.follow, plan.since, taken.snapshot.step)
@@ -298,7 +377,7 @@ class TrainerCheckpoints:
         self._part.start()
 
     def tell(self) -> None:
-        """Report to the coordinator when the files are written, or cannot be."""
+        """Report to the coordinator once the files are written, or that they cannot be written."""
         part, wanted = self._part, self._wanted
         if part is None or wanted is None or part.is_alive():
             return
@@ -315,16 +394,21 @@ class TrainerCheckpoints:
         self._come_to("checkpoint part written")
 
     def finish(self, check: Callable[[], None], look: Callable[[], object]) -> None:
-        """Training is over: finish what is under way, or give it up, within a bound from where it is not the best model, or an end is asked for.
+        """Finish the checkpoint under way when training is over, or drop it after GRACE_SECONDS.
 
-        check: called again and again meanwhile, may raise; look: does what is planned, and reports what is.
+        While the checkpoint may be of the best model, and nobody asks for an end, the time limit
+        starts anew.
+
+        Args:
+            check: Called repeatedly during the wait; it may raise an error.
+            look: Does what the plan says, and reports to the coordinator.
         """
         deadline = time.monotonic() + GRACE_SECONDS
         if self._taken is not None:
             self._taken.snapshot.hurry()
         while self._taken is not None and time.monotonic() < deadline:
             if self._part is None and self._rendezvous.poll(Orphaned) is not None:
-                break  # nobody will say where it is to be written
+                break  # the launcher is gone, so no plan will name the folder
             if self._may_take_longer():
                 deadline = time.monotonic() + GRACE_SECONDS
             check()
@@ -333,7 +417,7 @@ class TrainerCheckpoints:
         self.drop("training is over")
 
     def _may_take_longer(self) -> bool:
-        """Whether what is written may be the best model of all, and nobody wants an end."""
+        """Return whether the checkpoint may be of the best model, and nobody asks for an end."""
         wanted, taken = self._wanted, self._taken
         if (
             wanted is None
@@ -347,8 +431,13 @@ class TrainerCheckpoints:
 
 
 def _changed(schedule: Path, follow: bool, since: int, until: int) -> dict[int, np.ndarray]:
-    """By lane, the rows that changed, as `Snapshot.want` has it."""
-    # One of its own: the schedule of the steps belongs to their thread.
+    """Return which rows changed after step `since`, up to and including step `until`.
+
+    Returns:
+        Lane -> bool array over the lane's tables, one after the other, and their ordinals, as
+        `Snapshot.want` takes it.
+    """
+    # A schedule object of its own, because the one that training reads belongs to its thread.
     lanes = changed_rows(Schedule(schedule, follow), since, until)
     return {lane: np.concatenate(tables) for lane, tables in enumerate(lanes)}
 

@@ -1,4 +1,4 @@
-"""How a trainer's training ends: early, where evaluations get no better, and with a wait until the run's state is published."""
+"""How a trainer's training ends: early stopping, and the wait until the run's state is saved."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ from foreload.trainer.job.metric_choice import MetricValue, StopEarly, Watched, 
 from foreload.trainer.run.directory import Run
 from foreload.trainer.step.term_session import TermSession
 
-_PAUSE = timedelta(milliseconds=10)  # between two looks
+_PAUSE = timedelta(milliseconds=10)  # between two polls
 
 
 def await_saved(joined: JoinedTrainer, schedule: Schedule, term: Term, log: TermLog, check: Callable[[], None]) -> None:
-    """Wait until the launcher has published how far the run is; if it was killed, have that done in its place, when all have ended.
+    """Wait until the launcher has published the state of the run.
 
-    log: says whether it falls to this trainer. check: called meanwhile; raises PeerLost where another trainer was lost that has not ended, so that
-    its lanes are to be taken over.
+    If the launcher was killed, one trainer publishes the state in its place once all members have
+    ended, and the others return.
+
+    Args:
+        log: Says whether this trainer is the one that publishes.
+        check: Called during the wait. It raises PeerLost if another trainer was lost before it
+            ended, so that its lanes must be taken over.
     """
     rendezvous, spec, run = joined.rendezvous, joined.spec, Run(joined.run)
     while rendezvous.poll(RunSaved) is None:
@@ -45,7 +50,14 @@ def await_saved(joined: JoinedTrainer, schedule: Schedule, term: Term, log: Term
 
 
 def _ends(rendezvous: Rendezvous, term: Term, silence: timedelta) -> dict[int, TrainerEnd]:
-    """How each member ended. silence: after which a member that has not reported counts as lost. Raises PeerLost then."""
+    """Wait for the end report of each member, and return them by trainer.
+
+    Args:
+        silence: Time after which a member that has not reported counts as lost.
+
+    Raises:
+        PeerLost: A member has not reported in time.
+    """
     ended: dict[int, TrainerEnd] = {}
     deadline = time.monotonic() + silence.total_seconds()
     while missing := [trainer for trainer in term.members if trainer not in ended]:
@@ -58,16 +70,35 @@ def _ends(rendezvous: Rendezvous, term: Term, silence: timedelta) -> dict[int, T
 
 
 class EarlyStopping:
-    """A trainer's side. Every trainer of a call has one, and all have seen the same: the leader sends the others the value of each evaluation.
+    """A trainer's side of early stopping.
 
-    rule: None: training does not end so; so_far: what was seen before.
+    Every trainer of a call has one, and all have seen the same values, because the leader sends the
+    others the value of each evaluation.
+
+    Attributes:
+        so_far: Results of the evaluations so far.
     """
 
     def __init__(self, rule: StopEarly | None, so_far: Watched | None) -> None:
+        """Continue from the results of earlier evaluations.
+
+        Args:
+            rule: When to stop. If None, evaluations do not stop training.
+            so_far: Results of the evaluations before.
+        """
         self._rule, self.so_far = rule, so_far
 
     def ends_after(self, session: TermSession, step: int, reports: Sequence[EvaluationReport]) -> bool:
-        """Whether training ends, after an evaluation behind step `step`; reports: of its sets, where this trainer leads. Raises PeerLost."""
+        """Return whether training ends after the evaluation that follows training step `step`.
+
+        Args:
+            session: The session of the current term.
+            step: Training step before the evaluation.
+            reports: Metrics of each evaluation set, if this trainer leads; otherwise empty.
+
+        Raises:
+            PeerLost: Another trainer was lost.
+        """
         if self._rule is None:
             return False
         measured = metric_of(reports, self._rule.metric) if reports else MetricValue(0.0, False)
@@ -76,4 +107,6 @@ class EarlyStopping:
         )
         value, higher = session.exchange.agree(encoded).tolist()
         self.so_far = after_evaluation(self.so_far, self._rule, step, MetricValue(value, bool(higher)))
+        # An evaluation that is repeated after a rollback is not counted again. One that is older
+        # than the last counted evaluation does not end training.
         return step == self.so_far.step and self.so_far.ends(self._rule)

@@ -1,4 +1,7 @@
-"""One trainer's part of a job, from joining to leaving, over as many terms as there are (docs/internals/trainer.md, Terms)."""
+"""One trainer's part of a job, from joining to leaving, through all terms.
+
+See docs/internals/trainer.md, Terms.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +54,15 @@ from foreload.trainer.step.term_session import TermSession, TrainerParts
 
 
 class TrainerProcess:
-    """One trainer's part of a spec. ready: set when this process no longer leaves with the launcher; leaving: set when it is to hand its lanes
-    over.
-    """
+    """One trainer's part of a job, as the launch spec says."""
 
     def __init__(self, joined: JoinedTrainer, ready: threading.Event, leaving: threading.Event) -> None:
+        """Read the first term and the plan.
+
+        Args:
+            ready: This object sets it when the process no longer ends together with the launcher.
+            leaving: The caller sets it when this trainer shall hand over its lanes and leave.
+        """
         spec = joined.spec
         self._points = FaultPoints(spec.faults, joined.number, self._tell_fault)
         self._joined = joined = replace(joined, reach_point=self._points.reach_point)
@@ -66,15 +73,22 @@ class TrainerProcess:
         self._checkpoints = TrainerCheckpoints(joined)
         self._checkpoints.watched = lambda: self._early.so_far
         self._link = CoordinatorLink(joined, self._checkpoints)
-        self._last_step, self._totals = spec.start_step, Totals()  # and what its steps of this call add up to
-        self._segments = self._flushed = 0  # how many of the schedule were begun; rows written beyond the schedule
+        # The last step trained, and the totals of this trainer's steps in this call.
+        self._last_step, self._totals = spec.start_step, Totals()
+        # Segments of the schedule that were begun, and rows written beyond the schedule.
+        self._segments = self._flushed = 0
         self._early = EarlyStopping(self._job.stop_early, spec.watched)
-        # How the last term ended, until a step of the next one is through: its frames hold the group, which takes as long to end as to form.
+        # The error that ended the last term. Its frames hold the old group, which takes as long to
+        # close as to form. So the error is kept until a step of the next term is finished.
         self._over: PeerLost | CopyLost | None = None
-        self._hosted: HostedLanes | None = None  # once there are any
+        self._hosted: HostedLanes | None = None  # set once lanes are opened
 
     def run(self) -> None:
-        """Train to the end of the schedule, or to an agreed stop. Raises the package's errors."""
+        """Train to the end of the schedule, or to an agreed stop.
+
+        Raises:
+            ForeloadError: Training failed.
+        """
         joined, spec, job = self._joined, self._spec, self._job
         numerics.set_up(job.threads, joined.device, job.cpu_capability)
         self._terms.check_fingerprint(numerics.fingerprint(joined.device), spec.fingerprint)
@@ -102,7 +116,10 @@ class TrainerProcess:
             self._run_terms(dense.parts(job, schedule), access)
 
     def _lose_holder(self, why: str) -> None:
-        """A trainer that holds the batch log of a lane that is hosted here does not answer: the term is over. The traffic's thread says so."""
+        """End the term, because another trainer with the batch log of a lane does not answer.
+
+        The lane is hosted here. The traffic's thread calls this.
+        """
         self._end_waits(why)
         self._terms.break_off()
 
@@ -111,13 +128,15 @@ class TrainerProcess:
             self._hosted.traffic.interrupt(CopyLost(why))
 
     def _run_terms(self, parts: TrainerParts, access: StoreAccess) -> None:
-        """Train in one term after the other, until there is no further one, or none with this trainer."""
+        """Train in one term after the other, until training ends or this trainer has left."""
+        # before: the Trainer that ran the last steps. hosted: the lanes hosted here. Both are kept
+        # from one term to the next, and are None until this trainer has them.
         terms, before, hosted = self._terms, None, None
         with contextlib.ExitStack() as stack:
             if self._joined.joins:
                 hosted = open_no_lanes(parts, access)
                 self._serve(hosted, parts, stack)
-                self._link.catch_up()  # once the traffic is there
+                self._link.catch_up()  # needs the traffic
                 terms.join()
             self._log.begin_term(terms.term, ())
             while True:
@@ -143,7 +162,8 @@ class TrainerProcess:
                 except (PeerLost, CopyLost) as error:
                     if hosted is None:
                         raise PeerLost(str(error)) from error
-                    # It may be gone because rows are: then that is said, of this trainer's rows.
+                    # The peer may be gone because rows were lost. The probe below finds out whether
+                    # this trainer's rows are affected, and reports that instead.
                     self._terms.on_over()
                     self._over, why = error, str(error)
                     if not terms.ends_keeping:
@@ -158,6 +178,7 @@ class TrainerProcess:
                 self._next_term(before, why, keeps)
                 self._points.reach_point("rolled back")
                 assert hosted is not None
+                # A term that keeps trains no step: write what the store lacks to files, and end.
                 if terms.term.keeps is not None:
                     given = terms.term, self._trainer, hosted, before, self._last_step, self._dense
                     files = keep(self._folder, self._log, *given)
@@ -171,19 +192,28 @@ class TrainerProcess:
                     return
 
     def _serve(self, hosted: HostedLanes, parts: TrainerParts, stack: contextlib.ExitStack) -> None:
-        """Have what is asked of this trainer done by the traffic of its lanes, which lives as long as `stack`."""
+        """Start the traffic of the lanes, which serves run requests until `stack` is closed."""
         self._link.serve(hosted, parts.layouts)
         stack.enter_context(hosted.traffic)
-        # Whatever waits there for the next term does not, once there is none.
+        # The traffic's thread may wait in the log for a further term. `stack` closes the log before
+        # it closes the traffic, so that this wait ends when no further term comes.
         stack.callback(self._log.close)
         self._hosted = hosted
         if self._joined.start.on_host is not None:
             self._terms.on_over = self._see_over
 
     def _found_to_fail(self, error: Exception | SystemExit, trainer: Trainer | None) -> Exception | SystemExit:
-        """What a term ends with that ended with an error: CannotGoOn, where the run can come to rest in the next one; then the others know it.
+        """Turn an error that ended a term into CannotGoOn, if the next term can keep the run.
 
-        trainer: who trained in it, or in the one before; None where nobody has here.
+        In that case the other trainers are notified, too.
+
+        Args:
+            error: The error.
+            trainer: What ran the steps of this term, or of the one before. None if this trainer has
+                not trained.
+
+        Returns:
+            CannotGoOn, or `error` itself.
         """
         if trainer is None or not self._begun:
             return error
@@ -194,17 +224,35 @@ class TrainerProcess:
         return failed
 
     def _cannot_go_on(self, error: CacheError, trainer: Trainer | None) -> tuple[str, bool]:
-        """Why the run is to come to rest in the next term, where it can after this error behind a term's steps, and True. Raises it otherwise."""
+        """Return why the next term shall keep the run, and True; for errors outside a term's steps.
+
+        Raises:
+            CacheError: `error` itself, if the run cannot be kept after it.
+        """
         failed = self._found_to_fail(error, trainer)
         if not isinstance(failed, CannotGoOn):
             raise error
         return str(failed), True
 
     def _next_term(self, before: Trainer | None, why: str | None, keeps: bool) -> None:
-        """Leave the term and come to the next, at the step that is committed, without the lanes that go to others. Raises PeerLost, TrainerError."""
+        """Leave the term, and enter the next one at the committed step.
+
+        On return, the lanes that the new term gives to other trainers are handed over.
+
+        Args:
+            before: What ran the last steps. None if this trainer has no state yet.
+            why: Why the term ended. If None, the end was planned.
+            keeps: This trainer cannot go on, so the next term keeps what the store lacks.
+
+        Raises:
+            PeerLost: No further term comes.
+            TrainerError: The others counted this trainer as lost.
+        """
         terms = self._terms
         self._checkpoints.drop("the term is over")
         commits = None if before is None else before.commits
+        # If preparing the new term fails, for example because a trainer with the batch log does not
+        # answer, this trainer leaves the new term at once and waits for the one after it.
         while True:
             position = None
             if before is not None:
@@ -218,6 +266,8 @@ class TrainerProcess:
                     why = str(error)
                     continue
             if self._hosted is not None:
+                # Waits in the traffic were interrupted when the term ended; from here on they work
+                # again.
                 self._hosted.traffic.interrupt(None)
                 if keeping:
                     self._log.close()
@@ -237,7 +287,10 @@ class TrainerProcess:
                 why, keeps = self._cannot_go_on(error, before)
 
     def _see_over(self) -> None:
-        """The term is over: nobody here waits for other trainers any more. The thread that watches the term says so."""
+        """Stop every wait for other trainers, because the term is over.
+
+        The thread that watches the term calls this, and so does the main thread.
+        """
         why = f"trainer {self._trainer}: term {self._terms.term.number} is over"
         self._log.interrupt(why)
         self._end_waits(why)
@@ -245,8 +298,20 @@ class TrainerProcess:
     def _continue(
         self, parts: TrainerParts, access: StoreAccess, session: TermSession, before: Trainer | None, hosted: HostedLanes
     ) -> tuple[Trainer, Iterator[Event]]:
-        """Take part in a further term, after the step that is committed. before: who trained in the last; None where this trainer joins."""
+        """Prepare to train in a further term, after the committed step.
+
+        Args:
+            parts: Schedule, dense model, optimizer and kernels of this trainer.
+            access: Access to the store.
+            session: Session of the new term.
+            before: What trained in the last term. None if this trainer joins.
+            hosted: Lanes hosted here.
+
+        Returns:
+            The new term's trainer, and its events.
+        """
         term = self._terms.term
+        # A trainer that joins gets the dense part and the totals from the leader.
         if before is None:
             self._totals, self._early.so_far = receive_state(session.transport, term.members.index(term.leader), parts)
             self._last_step = term.committed
@@ -254,7 +319,8 @@ class TrainerProcess:
             ranks = [term.members.index(trainer) for trainer in term.joined]
             send_state(session.transport, ranks, parts, term.committed, self._totals.shared(), self._early.so_far)
         self._terms.await_handed_over([lane for lane in session.hosted if lane not in hosted.partitions])
-        self._link.catch_up()  # who had these lanes may know of servers that this trainer does not know of yet
+        # The former owners of these lanes may know of servers that this trainer does not know yet.
+        self._link.catch_up()
         access = replace(access, ownership=replace(access.ownership, term=term.number))
         copies = dict(before.commits.copies) if before is not None and before.commits is not None else {}
         return continue_term(
@@ -262,8 +328,15 @@ class TrainerProcess:
         )
 
     def _run_term(self, trainer: Trainer, events: Iterator[Event]) -> bool:
-        """Train in a term, to the end or to a stop, and leave everything where the next one finds it. Returns whether there is a further term, since
-        this one alone has ended. Raises PeerLost.
+        """Train in a term, to the end of the schedule, to a stop, or to the term's planned end.
+
+        At the end of training all rows are written back, and the leader saves the dense part.
+
+        Returns:
+            Whether only the term ended, so that a further one follows.
+
+        Raises:
+            PeerLost: The term ended early, because a trainer was lost.
         """
         terms, lanes, session, schedule = self._terms, trainer.lanes, trainer.session, self._schedule
         term = terms.term
@@ -273,7 +346,8 @@ class TrainerProcess:
         self._segments = max(self._segments, gate.begun)
         if self._points.any:
             trainer.on_point = self._points.in_step
-        # From here on it is the rendezvous host that says whether the launcher is there.
+        # From here on this process outlives the launcher, and learns from the rendezvous host when
+        # the launcher has died.
         self._ready.set()
         if self._joined.interrupts is not None:
             self._joined.interrupts.defer_signals = True
@@ -283,14 +357,16 @@ class TrainerProcess:
         stopped, failure, goes_on = self._train(trainer, gate)
         self._segments = max(self._segments, gate.begun)
         if goes_on:
-            # Who leaves closes its connections; another one may still wait for a message of the last step.
+            # A trainer that leaves closes its connections, while another one may still wait for a
+            # message of the last step. So all of them leave together.
             session.barrier()
             return True
         self._points.reach_point("last write-back")
         self._flushed = lanes.write_everything_back(self._last_step + 1, at_stop=stopped)
         self._points.reach_point("last rows written")
         lost = self._link.finish(term, lambda: terms.check_waiting(session.transport))
-        # From here on no lane of any trainer is written any more: the dense part of this step may replace that of the last clean stop.
+        # After this barrier no trainer writes rows, so all rows in the store are of the last step.
+        # Only now may the dense part of this step replace that of the last clean stop.
         session.barrier()
         if session.leads:
             self._folder.save_dense(self._dense, self._last_step, term.number, self._on_dense_written)
@@ -303,7 +379,7 @@ class TrainerProcess:
     def _publish_end(
         self, step: int, stopped: bool, failure: str | None, batches: dict[int, int], lost: Sequence[int] = (), kept: tuple[KeptFile, ...] = ()
     ) -> None:  # fmt: skip
-        """Publish how this trainer ended; the arguments as `TrainerEnd` has them."""
+        """Publish how this trainer ended. The arguments are as in `TrainerEnd`."""
         assert self._hosted is not None
         end = TrainerEnd(
             step=step, stopped=stopped, failure=failure, flushed=self._flushed, last_batches=batches, lost=tuple(lost),
@@ -317,12 +393,21 @@ class TrainerProcess:
         await_saved(self._joined, self._schedule, self._terms.term, self._log, check)
 
     def _train(self, trainer: Trainer, gate: SegmentGate) -> tuple[bool, str | None, bool]:
-        """Run the program; returns whether training stopped early, what went wrong if that is why, and whether it is the term alone that ended."""
+        """Run the program of a term.
+
+        Args:
+            trainer: What runs the steps.
+            gate: The agreement on segments, which gives the events.
+
+        Returns:
+            Whether training stopped early; what went wrong, or None; whether only the term ended.
+        """
         agreement = StopAgreement(self._rendezvous, trainer.session.leads, self._terms.term.number, self._stop_by)
         self._checkpoints.now_trains(trainer, lambda: gate.begun)
 
         def tell() -> None:
             self._link.tell()
+            # After SIGTERM, ask the coordinator once to give this trainer's lanes to others.
             if self._leaving.is_set() and not self._leave_sent:
                 self._leave_sent = True
                 self._events.send(LeaveWanted())
@@ -363,7 +448,7 @@ class TrainerProcess:
             stopped = trainer.run(events, stop_after, on_step, on_evaluation, agreement.goes_on) is not None
             return stopped, None, agreement.goes_on() and stopped
         except StoppedAtSegment as stop:
-            # Every trainer is here, after the same step.
+            # Every trainer comes here, after the same step.
             trainer.commit_last(stopping=not stop.goes_on)
             if stop.failure is None:
                 return True, None, stop.goes_on
@@ -381,7 +466,8 @@ class TrainerProcess:
 
     def _on_dense_written(self) -> None:
         self._points.reach_point("dense part written")
-        # Where this trainer stood still meanwhile, the run may have gone far beyond it.
+        # If this process was suspended for a while, the others may have gone on without it. Then it
+        # must not replace the dense part.
         self._terms.check()
 
     def _tell_fault(self, fault: TrainerFault) -> None:

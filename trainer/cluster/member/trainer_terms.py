@@ -1,4 +1,7 @@
-"""A trainer's side of terms: the one that it is in, its group, whether it is over, and the way into the next (docs/internals/trainer.md, Terms)."""
+"""A trainer's side of terms (docs/internals/trainer.md, Terms).
+
+A trainer joins a term, forms its group, watches whether it is over, and moves to the next one.
+"""
 
 from __future__ import annotations
 
@@ -34,19 +37,26 @@ from foreload.trainer.step.cuda_transport import NcclTransport, StagedTransport,
 from foreload.trainer.step.term_session import TermSession
 from foreload.trainer.step.transport import LinkedTransport, Transport
 
-PAUSE = timedelta(milliseconds=20)  # between two looks whether the term is over
-RENEWALS = 10  # of a lease, within the time after which a silent trainer counts as lost
+PAUSE = timedelta(milliseconds=20)  # between two polls whether the term is over
+# Lease renewals within the time after which a silent trainer counts as lost.
+RENEWALS = 10
 
 
 class TermWatch:
-    """Of one trainer, while entered. connect: makes a connection to the rendezvous store for this thread alone; silence: after which the coordinator
-    takes a trainer for lost that renews no lease.
-    """
+    """A thread that renews one trainer's lease and notices the end of a term, while entered."""
 
     def __init__(self, connect: Callable[[], Any], trainer: int, silence: timedelta) -> None:
+        """Prepare the thread.
+
+        Args:
+            connect: Opens a connection to the rendezvous store, for this thread alone.
+            trainer: Number of the trainer.
+            silence: Time without a lease renewal after which the coordinator counts a trainer as
+                lost.
+        """
         self._connect, self._trainer, self._silence = connect, trainer, silence
         self._watched: tuple[int, Transport, Callable[[], None]] | None = None
-        self._broken = 0  # the term that this trainer has found to be over
+        self._broken = 0  # the term that this trainer itself found to be over
         self._changed = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="term watch", daemon=True)
@@ -61,23 +71,26 @@ class TermWatch:
 
     @contextlib.contextmanager
     def watching(self, term: int, transport: Transport, on_over: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """While entered, `transport` is interrupted as soon as the term is over, and `on_over` called, in the thread."""
+        """Watch a term while entered.
+
+        As soon as the term is over, the thread interrupts `transport` and calls `on_over`.
+        """
         with self._changed:
             self._watched = term, transport, on_over
         try:
             yield
         finally:
-            # The thread is not at the transport any more when this returns.
+            # The thread uses the transport only with this lock held, so not after this returns.
             with self._changed:
                 self._watched = None
 
     def break_off(self, term: int) -> None:
-        """A term is over for this trainer, though nobody has said so: any thread may call this."""
+        """Treat a term as over before the coordinator says so. Any thread may call this."""
         self._broken = term
 
     def _run(self) -> None:
         rendezvous = Rendezvous(self._connect())
-        # Where the coordinator is gone, there is nobody to tell, and no further term.
+        # If the rendezvous store does not answer, nobody reads leases and no further term comes.
         with contextlib.suppress(PeerLost):
             looks = 0
             every = max(int(self._silence / PAUSE / RENEWALS), 1)
@@ -95,17 +108,26 @@ class TermWatch:
                         self._watched = None
 
 
-BOARD_PAUSE = timedelta(milliseconds=2)  # between two looks for a fact that is waited for
-PATIENCE = timedelta(hours=1)  # for a peer's message where losses are survived: whether it is gone, the coordinator knows
-FIRST_FORMING = timedelta(minutes=5)  # for the first group to be formed: trainers are still starting
-STEP_PATIENCE = timedelta(seconds=1)  # for a step that one trainer has ended to end on the others, which have all that it takes
-FORMING = timedelta(seconds=5)  # for a later one; when it begins, all members were there a moment ago
+BOARD_PAUSE = timedelta(milliseconds=2)  # between two polls for an awaited fact
+# Timeout for a peer's message where losses are survived. There the coordinator notices a lost peer,
+# so this timeout need not.
+PATIENCE = timedelta(hours=1)
+# Timeout for forming the first group, while trainers are still starting.
+FIRST_FORMING = timedelta(minutes=5)
+# How long a step that one trainer has finished may take on the other trainers, which have all that
+# they need for it.
+STEP_PATIENCE = timedelta(seconds=1)
+# Timeout for forming a later group, whose members have all left the term before a moment ago.
+FORMING = timedelta(seconds=5)
 
 
 class TrainerTerms:
-    """The terms of one trainer; its main thread uses it.
+    """The terms of one trainer. Only its main thread uses this.
 
-    term: the one that it is in, or was in last. keeps_folder: `TermLog.keeps_folder`, once there is that log.
+    Attributes:
+        term: The term that the trainer is in, or was in last.
+        keeps_folder: `TermLog.keeps_folder` of the trainer's log, once the log is open.
+        on_over: Called when a term is over, also by the thread that watches the term.
     """
 
     def __init__(self, joined: JoinedTrainer) -> None:
@@ -114,20 +136,29 @@ class TrainerTerms:
         self.term = joined.rendezvous.read(Term, self._first_term)
         self._watch = None if joined.connect is None else TermWatch(joined.connect, joined.number, joined.job.peer_silence)
         self.keeps_folder: Callable[[Term], int | None] = lambda term: None
-        self.on_over: Callable[[], None] = lambda: None  # called, in another thread, when a term is over
+        self.on_over: Callable[[], None] = lambda: None
 
     @property
     def survives(self) -> bool:
-        """Whether this trainer goes on in a further term where another one is lost."""
+        """Whether this trainer continues in a further term if another trainer is lost."""
         return self._watch is not None and any(self.term.copies)
 
     @property
     def is_member(self) -> bool:
-        """Whether the term is one that this trainer takes part in."""
+        """Whether this trainer is a member of the term."""
         return self._trainer in self.term.members
 
     def check_fingerprint(self, mine: dict[str, str], of_run: dict[str, str] | None) -> None:
-        """Raise FingerprintError unless the numerics here are the run's, or, where it has none or others are accepted, the first trainer's."""
+        """Check that the numerics of this trainer are those that the run requires.
+
+        Args:
+            mine: Numerics fingerprint of this trainer.
+            of_run: Fingerprint of the run. If None, the run has none yet or accepts another one;
+                then the first trainer publishes its own, and the others must have the same.
+
+        Raises:
+            FingerprintError: The fingerprints differ.
+        """
         if of_run is not None:
             numerics.check(mine, of_run, goes_on="--resume")
         elif self._joined.joins or self._trainer != self.term.members[0]:
@@ -136,7 +167,11 @@ class TrainerTerms:
             self._rendezvous.publish(Fingerprint(mine))
 
     def join(self) -> None:
-        """Report that this trainer can join, and wait until a term has it as a member. Raises PeerLost where training is over before."""
+        """Report that this trainer can join, and wait until it is a member of a term.
+
+        Raises:
+            PeerLost: The launcher is gone, so no further term comes.
+        """
         self._events.send(CanJoin())
         while (admitted := self._rendezvous.poll(Admitted, self._trainer)) is None:
             if self._rendezvous.poll(Orphaned) is not None:
@@ -146,13 +181,18 @@ class TrainerTerms:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """While entered, the coordinator knows that this trainer is alive, where that matters."""
+        """Renew this trainer's lease while entered, unless it runs under a scheduler."""
         with self._watch or contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
     def transport(self) -> Iterator[Transport]:
-        """The group of the term, formed while entered, and interrupted when the term is over. Raises PeerLost, TrainerError."""
+        """Form the term's group, which exists while entered. The term's end interrupts it.
+
+        Raises:
+            PeerLost: A member is gone, or does not answer in time.
+            SettingError: The trainer's address is not one of this machine.
+        """
         joined, job, number, members = self._joined, self._joined.job, self.term.number, self.term.members
         silence = PATIENCE if self.survives else job.peer_silence
         transport: Transport
@@ -172,27 +212,47 @@ class TrainerTerms:
             transport.close()
 
     def await_begin(self, fingerprint: dict[str, str], session: TermSession) -> None:
-        """Report that this trainer is ready for the term's steps, and wait until all members are. Raises PeerLost."""
+        """Report that this trainer is ready for the term's steps, and wait until all members are.
+
+        Raises:
+            PeerLost: The term is over, or a member is gone.
+        """
         self._events.send(Ready(self.term.number, fingerprint))
         self._come_to("ready")
         while self._rendezvous.poll(TermBegins, self.term.number) is None:
             self.check()
+            # The coordinator may have published TermBegins just before it died, so that is polled
+            # once more after Orphaned was seen.
             if self._rendezvous.poll(Orphaned) is not None and self._rendezvous.poll(TermBegins, self.term.number) is None:
-                # The coordinator is gone, so the members find out among themselves.
+                # The coordinator is gone, so the members wait for each other by a barrier.
                 session.barrier()
                 return
             time.sleep(BOARD_PAUSE.total_seconds())
 
     def hand_over(self, commits: Commits | None, hosted: list[int]) -> None:
-        """Hand over the lanes hosted here that the term gives to others. Raises CacheError."""
+        """Hand over the lanes hosted here that the term gives to other trainers.
+
+        Args:
+            commits: Commits of the term before. Not None where there are lanes to hand over.
+            hosted: Lanes hosted here so far.
+
+        Raises:
+            CacheError: The rows of these lanes cannot be written to the store.
+        """
         given = [lane for lane in hosted if self.term.hosts[lane] != self._trainer]
         if given:
             assert commits is not None
+            # `give_away` returns when all rows that were given to the traffic are stored. Only then
+            # may the next owner fence the lanes.
             commits.give_away(given)
             self._rendezvous.publish(HandedOver(), self.term.number, self._trainer)
 
     def await_handed_over(self, lanes: list[int]) -> None:
-        """Wait until the trainers that hosted these lanes, and are there, have handed them over. Raises PeerLost."""
+        """Wait until the former hosts of these lanes, where the term names them, handed them over.
+
+        Raises:
+            PeerLost: The term is over, or the launcher is gone.
+        """
         number = self.term.number
         for trainer in sorted({former for lane in lanes if self.term.former and (former := self.term.former[lane]) is not None}):
             while self._rendezvous.poll(HandedOver, number, trainer) is None:
@@ -202,31 +262,40 @@ class TrainerTerms:
                 time.sleep(BOARD_PAUSE.total_seconds())
 
     def depart(self, departed: Departed) -> None:
-        """Publish what this trainer has done, which is no member any more and has handed its lanes over."""
+        """Publish the totals of this trainer, which is no longer a member and hosts no lane."""
         self._rendezvous.publish(departed, self._trainer)
 
     def break_off(self) -> None:
-        """The term is over for this trainer, though nobody has said so; any thread may call this."""
+        """Treat the term as over before the coordinator says so. Any thread may call this."""
         if self._watch is not None:
             self._watch.break_off(self.term.number)
 
     def check(self) -> None:
-        """Raise PeerLost if the term is over: whoever waits for another trainer by the rendezvous calls this again and again."""
+        """Raise PeerLost if the term is over.
+
+        Every wait for another trainer over the rendezvous calls this repeatedly.
+        """
         if self.survives and self._rendezvous.poll(TermOver, self.term.number) is not None:
             raise PeerLost(f"trainer {self._trainer}: term {self.term.number} is over")
 
     def check_waiting(self, transport: Transport) -> None:
-        """The same, while none may leave; also where nobody else would find a peer gone: under a scheduler, whose launcher starts one trainer alone,
-        and when the launcher has died.
+        """Raise PeerLost if the term is over or a peer is gone, while no member may leave.
+
+        The peers' connections are checked where no other process would notice a lost peer: under a
+        scheduler, whose launcher starts only one trainer, and after the launcher has died.
         """
         self.check()
         if not self.survives or self._rendezvous.poll(Orphaned) is not None:
             transport.check_peers()
 
     def end_keeping(self, together: bool) -> None:
-        """Tell the others that this trainer cannot go on, before they find it gone: the next term is to keep what the store lacks.
+        """Announce that this trainer cannot go on, so the next term keeps what the store lacks.
 
-        together: no step can be undone, so they are given the time to end the one that this trainer has ended.
+        To be called before this trainer leaves, so that the others do not count it as lost.
+
+        Args:
+            together: No step can be undone. So this trainer gives the others time to finish the
+                step that it has finished.
         """
         self._rendezvous.publish(EndsKeeping(), self.term.number)
         if together and len(self.term.members) > 1:
@@ -234,15 +303,23 @@ class TrainerTerms:
 
     @property
     def ends_keeping(self) -> bool:
-        """Whether a trainer has reported that, in this term."""
+        """Whether a trainer announced in this term that it cannot go on (`end_keeping`)."""
         return self._rendezvous.poll(EndsKeeping, self.term.number) is not None
 
     def next(self, position: TermPosition | None, why: str | None, keeps: bool = False) -> None:
-        """Leave the term, and come to the next, which `term` then is. position: None where this trainer has nothing yet. why: what was noticed, None
-        where the end was planned. keeps: it cannot go on.
+        """Leave the term, and wait for the next one, which becomes `term`.
 
-        This trainer may be no member of the next term if it has left in order: then it hands its lanes over. Raises PeerLost where there will be
-        none, since the coordinator is gone, and a trainer too, and TrainerError where it was taken for lost.
+        A trainer that leaves the job in order is no member of the next term. It then hands over its
+        lanes.
+
+        Args:
+            position: Where this trainer stands. If None, it has no state yet.
+            why: Why the term ended. If None, the end was planned.
+            keeps: This trainer cannot go on, so the next term keeps what the store lacks.
+
+        Raises:
+            PeerLost: No further term comes, because the launcher and a trainer are gone.
+            TrainerError: The others counted this trainer as lost and went on without it.
         """
         number = self.term.number
         if position is None:
@@ -253,7 +330,7 @@ class TrainerTerms:
         number += 1
         while (term := self._rendezvous.poll(Term, number)) is None:
             if self._rendezvous.poll(Orphaned) is not None:
-                # It may have stated one before it died.
+                # The coordinator may have published the term before it died, after the poll above.
                 term = self._rendezvous.poll(Term, number) or self._last_term(position, why)
                 break
             time.sleep(BOARD_PAUSE.total_seconds())
@@ -264,16 +341,27 @@ class TrainerTerms:
         self.term = term
 
     def _last_term(self, position: TermPosition | None, why: str | None) -> Term:
-        """The term after one that was to end for lanes to change hands, where the launcher died before it stated one: its members stand at the same
-        step, so each of them knows that they go on as they were, to the stop that the rendezvous host asks for. Raises PeerLost where one was lost,
-        or where none has the run's folder.
+        """Return the next term where the launcher died before it published one.
+
+        This is possible after a term whose end was planned so that lanes change owners. All its
+        members then stand at the same step. So each of them knows, without any message, that they
+        continue with the same lanes until the stop that the rendezvous host asks for.
+
+        Args:
+            position: Where this trainer stands. If None, it has no state yet.
+            why: Why the term ended. If None, the end was planned.
+
+        Raises:
+            PeerLost: A trainer was lost, this trainer has no state, or no member has the run's
+                folder.
         """
         before, nobody = self.term, ((),) * len(self.term.hosts)
         keeps_folder = self.keeps_folder(before)
         if why is not None or position is None or keeps_folder is None:
             raise PeerLost(f"{why or 'the term is over'}; and the launcher is gone, so there is no further one")
         if keeps_folder == self._trainer:
-            # On disk before it is on a server, for the others wait for this trainer before they own anything in it.
+            # The term must be on disk before any server sees it. It is, because the others wait for
+            # this trainer before they own a lane in that term.
             Run(self._joined.run).raise_term(before.number + 1)
         return Term(
             before.number + 1, before.members, before.hosts, nobody, nobody, position.step, position.stopping, left=before.left

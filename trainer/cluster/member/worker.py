@@ -1,7 +1,8 @@
-"""A trainer process: it joins a job, trains its lanes, and leaves rows and dense part where the next one finds them.
+"""A trainer process: it joins a job, trains its lanes, and saves rows and dense part for a resume.
 
-The launcher starts it (`own_process`), or has a forked process run `main`; a scheduler's process calls `work` itself.
-Its instructions come over the rendezvous store, passwords in its environment.
+The launcher starts it (`own_process`), or lets a forked process run `main`. A process of a
+scheduler calls `work` itself. The trainer gets its instructions over the rendezvous store, and
+passwords from its environment.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from foreload.trainer.errors import PeerLost, TrainerError
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.model_code import exits_reported
 
-LAUNCHER_PAUSE = timedelta(milliseconds=200)  # between two looks whether the launcher lives, before training begins
+# Between two checks whether the launcher is alive, before training begins.
+LAUNCHER_PAUSE = timedelta(milliseconds=200)
 
-_ready = threading.Event()  # set when this process no longer leaves with the launcher
-_leaving = threading.Event()  # set when it is to hand its lanes over, and leave
+_ready = threading.Event()  # set when this process no longer ends together with the launcher
+_leaving = threading.Event()  # set when this trainer shall hand over its lanes and leave
 
 
 def main() -> int:
-    """The process that the launcher starts; returns its exit status."""
+    """Run a trainer in the process that the launcher started, and return the exit status."""
     signal.signal(signal.SIGTERM, _leave)
     start = TrainerStart.of_environment(os.environ)
     threading.Thread(target=_leave_with, args=(start.launcher,), name="launcher", daemon=True).start()
@@ -48,27 +50,39 @@ def main() -> int:
 
 
 def _leave(number: int, _: object) -> None:
-    """SIGTERM at this trainer alone: as soon as it trains it leaves in order; before, nothing is lost with it."""
+    """Handle a SIGTERM that was sent to this trainer alone: once it trains, it leaves in order."""
     if _ready.is_set():
         _leaving.set()
     else:
+        # Before training begins nothing is lost with this process, so the signal ends it at once.
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 
 
 def _leave_with(launcher: int) -> None:
-    """End this process if the launcher dies before the trainer is ready: until then nothing is lost, whatever it waits for."""
+    """End this process if the launcher dies before the trainer is ready.
+
+    Until then nothing is lost with it, so it ends whatever it waits for.
+    """
     while not _ready.wait(LAUNCHER_PAUSE.total_seconds()):
         if os.getppid() != launcher:
             os._exit(2)
 
 
 def work(start: TrainerStart, interrupts: Interrupts | None = None) -> int:
-    """Train; returns the exit status: 0, 2 where it reported to the coordinator why it failed, 1 for an error that was not foreseen, with its
-    traceback.
+    """Join a job, and train until the end.
 
-    interrupts: of a process that a scheduler started; once training begins, a signal asks for a clean stop of all trainers. Raises PeerLost where the
-    rendezvous store is not there.
+    Args:
+        start: What the process was started with.
+        interrupts: Signals of a process that a scheduler started. Once training begins, a signal
+            asks for a clean stop of all trainers. If None, the launcher started this process.
+
+    Returns:
+        The exit status: 0 for success; 2 for a known error, which the trainer reports to the
+        coordinator; 1 for an unexpected error, whose traceback it prints.
+
+    Raises:
+        PeerLost: The rendezvous store cannot be reached.
     """
     trainer, store = start.trainer, join_store(start.rendezvous, JOIN_TIMEOUT)
     rendezvous = Rendezvous(store)
@@ -78,14 +92,16 @@ def work(start: TrainerStart, interrupts: Interrupts | None = None) -> int:
         job, on_host = TrainJob.of(spec.job), start.on_host
         if on_host is not None and on_host.schedule is not None:
             job = replace(job, schedule=on_host.schedule)
-        # What was imported stays: a search for cycles of garbage that goes through it takes a tenth of a second, and may come in any step.
+        # A full garbage collection scans all imported modules, which takes a tenth of a second, and
+        # may come in any step. Imported modules stay anyway, so the collector can ignore them.
         gc.freeze()
         with exits_reported(f"trainer {trainer}"):
             joined = JoinedTrainer(start, store, rendezvous, sender, spec, job, interrupts)
             TrainerProcess(joined, _ready, _leaving).run()
     except ForeloadError as error:
         if start.on_host is not None and not start.on_host.has_run:
-            sys.stderr.write(f"foreload: error: trainer {trainer}: {error}\n")  # on its own host, the coordinator reports it
+            # The coordinator reports the error too, but only on its own host.
+            sys.stderr.write(f"foreload: error: trainer {trainer}: {error}\n")
         with contextlib.suppress(PeerLost):
             sender.send(Failed(error.code, str(error), _lost_rows(error) if isinstance(error, RowsLost) else None))
         return 2

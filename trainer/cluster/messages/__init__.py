@@ -1,1 +1,1 @@
-"""What the processes of a run tell each other, and how."""
+"""The messages between the processes of a run, and how they are sent."""

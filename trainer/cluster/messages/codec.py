@@ -1,4 +1,7 @@
-"""Messages between the processes of a job as JSON: dataclasses that name their class. Nothing received is executed."""
+"""Messages between the processes of a job: dataclasses as JSON that names their class.
+
+Nothing that a process receives is executed.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +16,32 @@ _Message = TypeVar("_Message")
 
 
 def encode(message: Any) -> str:
-    """A message (an instance of a dataclass) with its kind, on one line."""
+    """Encode a message, an instance of a dataclass, with its kind as one line of JSON."""
     return json.dumps(with_kind(message))
 
 
 def with_kind(message: Any) -> dict[str, Any]:
-    """A message with its kind, as JSON."""
+    """Return a message with its kind as a JSON object."""
     fields: dict[str, Any] = to_json(message)
     return {KIND: type(message).__name__} | fields
 
 
 def decode(text: str | bytes, kind: type[_Message]) -> _Message:
-    """The message of a kind that `encode` gave. Raises MessageError for another one, and for fields that it has not or must have."""
+    """Decode the text of `encode` to a message of class `kind`.
+
+    Raises:
+        MessageError: The text is not JSON, the message is of another class, or a field is unknown
+            or missing.
+    """
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:  # the latter where it is nested too deeply
+    except (ValueError, RecursionError) as error:  # the latter for JSON nested too deeply
         raise MessageError(f"message: must be JSON; got {text!r:.100}") from error
     return one_of(value, kind)
 
 
 def one_of(value: Any, *kinds: type[_Message]) -> _Message:
-    """The message of one of some kinds that `with_kind` gave. Raises MessageError."""
+    """Decode the JSON object of `with_kind` to a message of one of `kinds`. Raises MessageError."""
     try:
         message: _Message = tagged([*kinds])(value, "message")
     except FormError as error:
@@ -42,7 +50,7 @@ def one_of(value: Any, *kinds: type[_Message]) -> _Message:
 
 
 def of_json(value: Any, kind: type[_Message]) -> _Message:
-    """The inverse of `to_json`. Raises MessageError."""
+    """Decode the value of `to_json` to class `kind`. Raises MessageError."""
     try:
         return codec.of_json(value, kind)
     except FormError as error:

@@ -1,7 +1,8 @@
-"""RUN/control.sock: what other commands ask of a run that trains, and what it answers.
+"""RUN/control.sock: requests of other commands to a run that trains, and the answers.
 
-JSON lines over a Unix socket: one request a line, such as {"do": "status"} or {"do": "replace", "old": "1", "new": "redis://..."}, and one answer
-a line: the fields of the request's answer below, or {"error": "..."}.
+Both are lines of JSON over a Unix socket. A line asks for one thing, such as {"do": "status"} or
+{"do": "replace", "old": "1", "new": "redis://..."}. The answer is one line: the fields of the
+request's answer class below, or {"error": "..."}.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ _MALFORMED = 'a request is a line such as {"do": "status"}'
 
 @dataclass(frozen=True, slots=True)
 class CopyStatus:
-    """A copy of a lane, on a trainer that does not host it: slots seeded, of how many (0 where it has not reported); complete: it lacks nothing."""
+    """A replica of a lane, on a trainer that does not host the lane.
+
+    Attributes:
+        slots: Number of slots that are seeded.
+        of: Number of slots in all; 0 if the trainer has not reported yet.
+        complete: Whether the replica lacks nothing.
+    """
 
     lane: int
     trainer: int
@@ -39,9 +46,15 @@ class CopyStatus:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """How a training is. lanes: of each, the trainer; trainers: process ids by number, of those that the launcher
-    started; shards: how they are for all trainers together, none while no trainer has reported any. members: the trainers of the term; copies: of
-    lanes, none where one trainer has each.
+    """The status of a run that trains.
+
+    Attributes:
+        lanes: The trainer of each lane.
+        trainers: Process ids, by trainer, of the trainers that the launcher started.
+        shards: The store shards as all trainers together see them; empty while no trainer has
+            reported.
+        members: The trainers of the term.
+        copies: The replicas of lanes; empty if lanes have no replicas.
     """
 
     state: Literal["starting", "training"]
@@ -55,21 +68,26 @@ class RunStatus:
 
     @property
     def exposed(self) -> list[int]:
-        """The lanes whose trainer cannot be lost now: no other has a complete copy."""
+        """The lanes without a complete replica, whose trainer must not be lost now."""
         whole = {copy.lane for copy in self.copies if copy.complete}
         return [lane for lane in range(len(self.lanes)) if lane not in whole]
 
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """A clean stop is asked for."""
+    """Answer: the clean stop is requested."""
 
     stopping: Literal[True] = True
 
 
 @dataclass(frozen=True, slots=True)
 class Replacing:
-    """A server is about to take a shard's place. replacing: the shard's number; by: the server's URL, without password."""
+    """Answer: a server is about to replace a shard's server.
+
+    Attributes:
+        replacing: Number of the shard.
+        by: URL of the new server, without password.
+    """
 
     replacing: int
     by: str
@@ -77,7 +95,13 @@ class Replacing:
 
 @dataclass(frozen=True, slots=True)
 class MoveBegun:
-    """Rows are about to move. version: of the placement that says where to; joining, leaving: the numbers of shards."""
+    """Answer: a migration is about to begin.
+
+    Attributes:
+        version: Version of the placement to which rows migrate.
+        joining: Numbers of the shards that are added.
+        leaving: Numbers of the shards that are removed.
+    """
 
     version: int
     joining: tuple[int, ...]
@@ -86,14 +110,20 @@ class MoveBegun:
 
 @dataclass(frozen=True, slots=True)
 class ScrubBegun:
-    """A scrub is begun; its number."""
+    """Answer: the scrub of this number has begun."""
 
     scrub: int
 
 
 @dataclass(frozen=True, slots=True)
 class ScrubProgress:
-    """How far the last scrub is: done, for all trainers; stripes of those that have reported it, and what each reported."""
+    """Answer: the progress of the last scrub.
+
+    Attributes:
+        done: Whether all trainers have finished.
+        stripes: Number of stripes of the trainers that have reported.
+        trainers: The report of each of these trainers.
+    """
 
     done: bool
     stripes: int
@@ -102,14 +132,20 @@ class ScrubProgress:
 
 @dataclass(frozen=True, slots=True)
 class RowCountsAnswer:
-    """What each trainer counts; nothing where one does not answer in time."""
+    """Answer: the rows that each trainer counts, or nothing if one does not answer in time."""
 
     trainers: tuple[HeldRows, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleBegun:
-    """Another number of trainers is on its way: which change it is, counted from 1, and from how many to how many."""
+    """Answer: the change to another number of trainers has begun.
+
+    Attributes:
+        number: Number of the change, counted from 1.
+        before: Number of trainers before.
+        after: Number of trainers wanted.
+    """
 
     number: int
     before: int
@@ -118,8 +154,15 @@ class ScaleBegun:
 
 @dataclass(frozen=True, slots=True)
 class ScaleProgress:
-    """How far that is. trainers: how many train; wanted: how many are to; starting: how many are not members yet; lanes_to_move: how many lanes are
-    not yet where they are to be; done: nothing of it is left; failed: why it will not come to that.
+    """Answer: the progress of a change of the number of trainers.
+
+    Attributes:
+        trainers: Number of trainers that train.
+        wanted: Number of trainers that are wanted.
+        starting: Number of trainers that have started but are not members yet.
+        lanes_to_move: Number of lanes that are not yet on their new trainer.
+        done: Whether the change is complete.
+        failed: Why the change will not be completed, or None.
     """
 
     trainers: int
@@ -132,14 +175,20 @@ class ScaleProgress:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointBegun:
-    """A checkpoint is to be saved; the number of the request."""
+    """Answer: a checkpoint will be saved, for the request of this number."""
 
     checkpoint: int
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointProgress:
-    """What became of it. done: it is over; path: of the checkpoint, where there is one; failed: why there is none."""
+    """Answer: the progress of a requested checkpoint.
+
+    Attributes:
+        done: Whether the request is over, with or without success.
+        path: Path of the checkpoint, if it was saved.
+        failed: Why no checkpoint was saved, or None.
+    """
 
     done: bool
     path: str | None = None
@@ -148,7 +197,7 @@ class CheckpointProgress:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """What was asked for cannot be."""
+    """Answer: the request is refused."""
 
     error: str
 
@@ -157,7 +206,12 @@ _Answer = TypeVar("_Answer")
 
 
 class Asks(Generic[_Answer]):
-    """A request, whose answer is of the class `answer` or Refused. do: what it is called on the wire."""
+    """A request.
+
+    Attributes:
+        do: Name of the request on the wire.
+        answer: Class of the answer, unless it is Refused.
+    """
 
     __slots__ = ()
     do: ClassVar[str]
@@ -166,7 +220,7 @@ class Asks(Generic[_Answer]):
 
 @dataclass(frozen=True, slots=True)
 class AskStatus(Asks[RunStatus]):
-    """How is the training?"""
+    """Request the status of the training."""
 
     do = "status"
     answer = RunStatus
@@ -174,7 +228,7 @@ class AskStatus(Asks[RunStatus]):
 
 @dataclass(frozen=True, slots=True)
 class AskStop(Asks[Stopping]):
-    """Stop cleanly."""
+    """Request a clean stop."""
 
     do = "stop"
     answer = Stopping
@@ -182,7 +236,12 @@ class AskStop(Asks[Stopping]):
 
 @dataclass(frozen=True, slots=True)
 class AskReplace(Asks[Replacing]):
-    """Have a server take the place of a store shard's. old: URL or number of the shard; new: URL."""
+    """Request that a new server replaces the server of a store shard.
+
+    Attributes:
+        old: URL or number of the shard.
+        new: URL of the new server.
+    """
 
     do = "replace"
     answer = Replacing
@@ -192,7 +251,11 @@ class AskReplace(Asks[Replacing]):
 
 @dataclass(frozen=True, slots=True)
 class AskMove(Asks[MoveBegun]):
-    """Have shards added, or one removed or moved; change, shard, urls: as in `migrate.ShardChange`."""
+    """Request to add shards, or to remove or move a shard.
+
+    Attributes:
+        change, shard, urls: As in `run.shard_change.ShardChange`.
+    """
 
     do = "move"
     answer = MoveBegun
@@ -203,7 +266,11 @@ class AskMove(Asks[MoveBegun]):
 
 @dataclass(frozen=True, slots=True)
 class AskScrub(Asks[ScrubBegun]):
-    """Begin a scrub. rows: the folder in RUN/scrub that says which rows there are."""
+    """Request a scrub.
+
+    Attributes:
+        rows: Folder in RUN/scrub that lists the rows that exist.
+    """
 
     do = "scrub"
     answer = ScrubBegun
@@ -212,7 +279,7 @@ class AskScrub(Asks[ScrubBegun]):
 
 @dataclass(frozen=True, slots=True)
 class AskScrubbed(Asks[ScrubProgress]):
-    """How far is the last scrub?"""
+    """Request the progress of the last scrub."""
 
     do = "scrubbed"
     answer = ScrubProgress
@@ -220,7 +287,7 @@ class AskScrubbed(Asks[ScrubProgress]):
 
 @dataclass(frozen=True, slots=True)
 class AskRowCounts(Asks[RowCountsAnswer]):
-    """What do the stores hold?"""
+    """Request the number of rows that the store shards hold."""
 
     do = "row_counts"
     answer = RowCountsAnswer
@@ -228,7 +295,7 @@ class AskRowCounts(Asks[RowCountsAnswer]):
 
 @dataclass(frozen=True, slots=True)
 class AskScale(Asks[ScaleBegun]):
-    """Train with so many trainers from now on."""
+    """Request that the run trains with `trainers` trainers from now on."""
 
     do = "scale"
     answer = ScaleBegun
@@ -237,7 +304,7 @@ class AskScale(Asks[ScaleBegun]):
 
 @dataclass(frozen=True, slots=True)
 class AskScaled(Asks[ScaleProgress]):
-    """How far is that change of the number of trainers?"""
+    """Request the progress of change `number` of the number of trainers."""
 
     do = "scaled"
     answer = ScaleProgress
@@ -246,7 +313,11 @@ class AskScaled(Asks[ScaleProgress]):
 
 @dataclass(frozen=True, slots=True)
 class AskCheckpoint(Asks[CheckpointBegun]):
-    """Save a checkpoint. to: the folder of checkpoints, absolute; None: the run's."""
+    """Request a checkpoint.
+
+    Attributes:
+        to: Absolute path of the folder of checkpoints. If None, the run's own folder.
+    """
 
     do = "checkpoint"
     answer = CheckpointBegun
@@ -255,7 +326,7 @@ class AskCheckpoint(Asks[CheckpointBegun]):
 
 @dataclass(frozen=True, slots=True)
 class AskCheckpointed(Asks[CheckpointProgress]):
-    """What became of the checkpoint that was asked for?"""
+    """Request the progress of the checkpoint of request `number`."""
 
     do = "checkpointed"
     answer = CheckpointProgress
@@ -271,11 +342,12 @@ _REQUESTS: dict[str, type[ControlRequest]] = {kind.do: kind for kind in get_args
 
 
 def request_of(line: bytes) -> ControlRequest:
-    """What a line of a client asks. Raises MessageError for what is no request."""
+    """Decode a client's line to a request. Raises MessageError for anything else."""
     try:
         fields = json.loads(line)
         do = fields.pop("do")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # the last, of JSON nested too deeply
+    # RecursionError is for JSON nested too deeply.
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MessageError(_MALFORMED) from error
     if not isinstance(do, str) or do not in _REQUESTS:
         raise MessageError(f"cannot do {do!r}; there are {', '.join(_REQUESTS)}")
@@ -286,7 +358,10 @@ def request_of(line: bytes) -> ControlRequest:
 
 
 def training_status(run: Path) -> RunStatus | None:
-    """How a training is; None where nothing trains. Raises RunError and MessageError."""
+    """Return the status of a training run, or None if nothing trains there.
+
+    Raises RunError and MessageError as `ask` does, and RunError if the run refuses to answer.
+    """
     answer = ask(run, AskStatus())
     if isinstance(answer, Refused):
         raise RunError(f"run {run}: {answer.error}")
@@ -294,11 +369,21 @@ def training_status(run: Path) -> RunStatus | None:
 
 
 def ask(run: Path, request: Asks[_Answer], timeout: timedelta = timedelta(seconds=5)) -> _Answer | Refused | None:
-    """Ask a training run through its control socket; None if nothing trains there, or no more.
+    """Send a request to a training run over its control socket, and return the answer.
 
-    Raises RunError if it does not answer in time, MessageError for an answer that is none, as of another version.
+    Args:
+        run: Folder of the run.
+        request: The request.
+        timeout: How long to wait for the answer.
+
+    Returns:
+        The answer. None if nothing trains there, or training ended before the answer.
+
+    Raises:
+        RunError: The run does not answer in time.
+        MessageError: The answer is malformed, for example of another version of foreload.
     """
-    # A link leads to the socket where the run's own path is too long for one.
+    # If the run's path is too long for a socket, RUN/control.sock is a link to the socket.
     path = os.path.realpath(run / CONTROL)
     line = json.dumps({"do": request.do} | to_json(request)).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -317,13 +402,13 @@ def ask(run: Path, request: Asks[_Answer], timeout: timedelta = timedelta(second
             ) from error
         except OSError:
             return None
-    if not answer:  # it ended meanwhile
+    if not answer:  # training ended before the answer
         return None
     try:
         fields = json.loads(answer)
     except RecursionError as error:
         raise MessageError(f"run {run}: its answer is nested too deeply to be one") from error
-    except ValueError:  # it ended while it answered
+    except ValueError:  # training ended in the middle of the answer
         return None
     if isinstance(fields, dict) and "error" in fields:
         return of_json(fields, Refused)

@@ -1,4 +1,4 @@
-"""What a drill or a test puts into a training, and what it sees of it."""
+"""The faults that a drill or a test injects into a training, and what it observes of it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A signal for the server of a local store shard, sent by the trainer that hosts lane 0 as soon as it has trained a step."""
+    """A signal for the server of a local store shard.
+
+    The trainer that hosts lane 0 sends it as soon as it has trained step `step`.
+    """
 
     step: int
     shard: int
     signal_number: int
 
     def inject(self, stores: Path) -> None:
-        """Send it. stores: the folder of the servers. Raises TrainerError where there is no such process."""
+        """Send the signal.
+
+        Args:
+            stores: Folder of the run's local servers.
+
+        Raises:
+            TrainerError: The shard has no local server process.
+        """
         local = LocalStores.find(stores)
         pid = local.pids[self.shard] if local is not None else None
         if pid is None:
@@ -38,38 +48,68 @@ STEP_POINTS = (
     *("before fetch", "rows staged", "exchanged", "early rows sent", "forward done", "replicated", "gradients sent", "committed"),
     *("rows applied", "dense part applied", "evaluating"),
 )
-"""Of a step: in its order, in the trainer's own thread (`step.step`); and amid an evaluation pass, after the training step before it."""
+"""Points of a step, in their order, in the trainer's main thread (`step.step`).
+
+The last one is within an evaluation pass, and has the step of the training step before it.
+"""
 STORE_POINTS = (
     *("fetch leaves", "batch logged", "parity leaves", "parity acknowledged", "data leaves", "data acknowledged", "rows rebuilt"),
     *("base read", "rows to move read", "rows copied", "rows moved"),
 )
-"""Of the traffic with the store, in its thread (`cache.traffic`). rows rebuilt: a chunk of a lost shard; base read: of rows taken over; the last
-three: of a chunk of rows that move to other shards.
+"""Points of the traffic with the store, in its thread (`cache.traffic`).
+
+- "rows rebuilt": a chunk of a lost shard is rebuilt.
+- "base read": the base of rows that were taken over is read.
+- The last three belong to a chunk of rows that migrate to other shards.
 """
 END_POINTS = ("last write-back", "last rows written", "dense part written", "ended")
-"""Of the end: before everything is written back, and after it; before the dense part's new file takes the place of the old one, which one trainer
-alone comes to; when the trainer has reported that it is at its end.
+"""Points of the end of training.
+
+The first two lie before and after everything is written back. At "dense part written" the new file
+of the dense part is about to replace the old one; only one trainer reaches it. At "ended" the
+trainer has reported its end.
 """
 TAKEOVER_POINTS = (
     *("term over", "left", "rolled back", "group formed"),
     *("fenced", "record held", "batch finished", "rows looked at", "empty record held", "marker written", "ready"),
 )
-"""Of a takeover: the loss is seen, reported, the step undone, the next group there; the second line by who takes lanes over
-(`cache.protocol.takeover`; without parity there are no records), up to where the term's steps may begin.
+"""Points of a takeover.
+
+First line: the trainer has noticed the loss, reported it, undone the step, and formed the next
+group. Second line: the points of a trainer that takes lanes over, up to where the term's steps may
+begin (`cache.protocol.handover.takeover`). Without parity there are no records.
 """
 CHECKPOINT_POINTS = ("checkpoint asked for", "checkpoint taken", "checkpoint file written", "checkpoint part written")
-"""Of a checkpoint: the trainer knows of it; the copy is made; of its files, in the thread that writes them; all of them are there, and reported."""
+"""Points of a checkpoint.
+
+The trainer knows of it; the copy is taken; a file is written, in the thread that writes them; all
+files are written and reported.
+"""
 BEST_POINTS = ("best waited for",)
-"""Training waits behind an evaluation, until it is known whether it was the best, and a checkpoint of its step can be begun."""
+"""Point of a wait after an evaluation.
+
+Training waits until it is known whether the evaluation was the best, and until a checkpoint of its
+step can begin.
+"""
 KEPT_POINTS = ("kept",)
-"""The run cannot go on; what the store lacks of this trainer's lanes is in the run's folder, and that is yet to be reported."""
+"""Point of a run that cannot go on.
+
+The rows of this trainer's lanes that the store lacks are in the run's folder, but the trainer has
+not reported it yet.
+"""
 TRAINER_POINTS = (*STEP_POINTS, *STORE_POINTS, *END_POINTS, *TAKEOVER_POINTS, *CHECKPOINT_POINTS, *BEST_POINTS, *KEPT_POINTS)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerFault:
-    """A signal that a trainer's process sends itself at a point, one of TRAINER_POINTS: the first time that it comes there once it has begun a
-    training step, `step` or a later one. signal_number: SIGKILL, or SIGSTOP, by which the process stands still there.
+    """A signal that a trainer's process sends to itself at a fault point.
+
+    It does so the first time that it reaches the point after it has begun training step `step` or a
+    later one.
+
+    Attributes:
+        point: One of TRAINER_POINTS.
+        signal_number: SIGKILL, or SIGSTOP, which suspends the process at the point.
     """
 
     trainer: int
@@ -83,56 +123,78 @@ class TrainerFault:
 
 
 class FaultPoints:
-    """The points at which one trainer's faults are injected; any thread may come to one. tell: called before that by the thread that made this, and
-    by it alone, with the fault.
+    """The points at which one trainer's faults are injected. Any thread may reach a point.
+
+    Attributes:
+        any: Whether there are faults for this trainer.
     """
 
     def __init__(
         self, faults: Sequence[Fault | TrainerFault], trainer: int, tell: Callable[[TrainerFault], None] = lambda fault: None
     ) -> None:
+        """Select the faults of one trainer.
+
+        Args:
+            faults: The faults of the run.
+            trainer: Number of the trainer.
+            tell: Called with a fault before it is injected, but only at a point that the thread
+                which creates this object reaches.
+        """
         self._waiting = [fault for fault in faults if isinstance(fault, TrainerFault) and fault.trainer == trainer]
         self.any = bool(self._waiting)
         self._tell, self._thread = tell, threading.get_ident()
-        self._step: int | None = None  # the last one that began
+        self._step: int | None = None  # the last training step that began
 
     def in_step(self, point: str, step: int) -> None:
-        """The trainer comes to a point of a step."""
+        """Note that the trainer reaches a point of step `step`, and inject the faults due there."""
         self._step = step
         self.reach_point(point)
 
     def in_traffic(self, action: str) -> None:
-        """The traffic's thread comes to a point."""
-        if action not in STEP_POINTS:  # of which one has the same name
+        """Note that the traffic's thread reaches a point, and inject the faults due there."""
+        # "rows staged" is also a point of a step, and only that one counts.
+        if action not in STEP_POINTS:
             self.reach_point(action)
 
     def reach_point(self, point: str) -> None:
-        """The trainer comes to a point."""
+        """Note that the trainer reaches a point, and inject the faults due there."""
         for fault in list(self._waiting):
             if fault.point == point and self._step is not None and fault.step <= self._step:
                 self._waiting.remove(fault)
                 here = threading.get_ident()
                 if here == self._thread:
                     self._tell(fault)
-                # To this thread: it goes no further, whatever the others are at.
+                # The signal goes to this thread, so that it gets no further, whatever the other
+                # threads are doing.
                 signal.pthread_kill(here, fault.signal_number)
 
 
 class RunObserver:
-    """Sees what happens in a call of `foreload train`, in the launcher's thread. This one only lets it happen."""
+    """Observes a call of `foreload train`, in the launcher's thread. This class does nothing."""
 
     faults: Sequence[Fault | TrainerFault] = ()
-    """What is injected: a Fault by the trainer that hosts lane 0, a TrainerFault by the trainer that it names."""
+    """The faults to inject.
+
+    The trainer that hosts lane 0 injects a Fault. The trainer that a TrainerFault names injects it.
+    """
 
     def on_event(self, trainer: int, event: TrainerEvent) -> None:
-        """An event of a trainer."""
+        """Receive an event of a trainer."""
 
     def at_checkpoint(self, point: str) -> None:
-        """The launcher comes to a point of a checkpoint: "begun", "manifest written", "published", "old ones deleted"."""
+        """Receive a point of a checkpoint that the launcher reaches.
+
+        Args:
+            point: "begun", "manifest written", "published" or "old ones deleted".
+        """
 
     def may_start(self, shard: int) -> bool:
-        """Whether the dead server of a local store shard may be started again now."""
+        """Return whether the dead server of a local store shard may be started again now."""
         return True
 
     def may_kill(self, trainer: int) -> bool:
-        """Whether the process of a trainer that is taken for lost may be ended; otherwise it goes on for as long as it can, which is for tests."""
+        """Return whether the launcher may end the process of a trainer that counts as lost.
+
+        If not, that process goes on for as long as it can. Tests use this.
+        """
         return True

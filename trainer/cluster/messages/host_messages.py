@@ -1,4 +1,7 @@
-"""What the coordinator of a job over several hosts and `foreload join` on another one tell each other, over a connection that a token opened."""
+"""Messages between the coordinator of a job over several hosts and `foreload join` on another host.
+
+They go over a connection on which both sides have shown the job's token.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,19 @@ from foreload.trainer.errors import MessageError
 PURPOSE = "coordinator"
 BEAT = timedelta(seconds=1)  # between two signs of life, on both sides
 HOST_GONE = 1000
-"""The status of a trainer whose host is not reached any more: nobody knows whether it has ended."""
-_MOST_BYTES = 1 << 20  # of a message
+"""Exit status of a trainer whose host cannot be reached, so that its real status is unknown."""
+_MOST_BYTES = 1 << 20  # size limit of a message
 
 
 @dataclass(frozen=True, slots=True)
 class AskJoin:
-    """A host offers a trainer. host: its name; pid: of the process there that speaks; version: of the program."""
+    """A host offers a trainer.
+
+    Attributes:
+        host: Name of the host.
+        pid: Id of the process that sends this.
+        version: Version of foreload on that host.
+    """
 
     host: str
     pid: int
@@ -30,10 +39,16 @@ class AskJoin:
 
 @dataclass(frozen=True, slots=True)
 class StartTrainer:
-    """The host is to start this trainer. rendezvous: where trainers meet, "HOST:PORT"; stores: URLs without passwords; plan: as in TrainerStart.
+    """The coordinator asks the host to start a trainer.
 
-    schedule: the folder on the coordinator's host. threads, cpu_capability: what the numerics depend on before torch is imported. silence: seconds
-    after which a side that says nothing is gone.
+    Attributes:
+        trainer: Number of the trainer.
+        rendezvous: Address of the rendezvous store, "HOST:PORT".
+        stores: URLs of the store shards, without passwords.
+        plan: As in `TrainerStart`.
+        schedule: Folder of the schedule on the coordinator's host.
+        threads, cpu_capability: Settings on which the numerics depend before torch is imported.
+        silence: Seconds after which a side that sends nothing counts as gone.
     """
 
     trainer: int
@@ -48,19 +63,31 @@ class StartTrainer:
 
 @dataclass(frozen=True, slots=True)
 class NotWanted:
-    """The trainer, started or not, is not needed, or cannot be one of this job. why: a line."""
+    """The coordinator does not want the trainer, whether it was started or not.
+
+    Attributes:
+        why: The reason, in one line.
+    """
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class StartAgain:
-    """Training could not begin because of another host's trainer. The host ends its own, and waits for the next StartTrainer."""
+    """Training could not begin because of another host's trainer.
+
+    The host ends its own trainer, and waits for the next StartTrainer.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Training has not begun: so many trainers are there, of so many."""
+    """Training has not begun, because more trainers are needed.
+
+    Attributes:
+        there: Number of trainers that are offered.
+        wanted: Number of trainers that are needed.
+    """
 
     there: int
     wanted: int
@@ -68,17 +95,21 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The side that sends this is there."""
+    """A sign of life of the side that sends it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndTrainer:
-    """The trainer is to be ended at once: it was taken for lost, or is not needed."""
+    """The host must end the trainer at once, because it counts as lost or is not needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerExited:
-    """The trainer's process has ended. status: as `StartedProcess.poll` gives it."""
+    """The trainer's process has ended.
+
+    Attributes:
+        status: Exit status as in `StartedProcess.poll`.
+    """
 
     status: int
 
@@ -87,7 +118,7 @@ HostMessage = AskJoin | StartTrainer | StartAgain | NotWanted | Waits | Beat | E
 
 
 def program_version() -> str:
-    """What both sides must have."""
+    """Return the version of foreload, which must be the same on both sides."""
     try:
         return version("foreload")
     except PackageNotFoundError:
@@ -100,10 +131,15 @@ def tell_host(to: socket.socket, message: HostMessage) -> None:
 
 
 def hear_host(source: socket.socket) -> HostMessage | None:
-    """The next message; None at the end. Raises OSError, and MessageError for what is none."""
+    """Receive the next message, or None at the end of the connection.
+
+    Raises:
+        OSError: The connection is broken, or timed out.
+        MessageError: What was received is not a message.
+    """
     try:
         message = receive(source, _MOST_BYTES)
-    except ValueError as error:  # no JSON, or not even UTF-8
+    except ValueError as error:  # not JSON, or not even UTF-8
         raise MessageError(f"message: must be JSON ({error})") from error
     heard: HostMessage | None = None if message is None else one_of(message.values, *get_args(HostMessage))
     return heard

@@ -1,9 +1,14 @@
-"""What the coordinator and the trainers of a job agree on, through the rendezvous store that the coordinator holds.
+"""The rendezvous, over which the coordinator and the trainers of a job agree on facts.
 
-The coordinator is the launcher, under a scheduler that of rank 0; the store is held by a process beside it (`rendezvous host`), or is the one at
-which a scheduler's trainers meet. The coordinator alone says who hosts which lane in which term. A stop is agreed so that all trainers end after the
-same step: the trainer that hosts lane 0 sees after its step t that a stop is wanted, and publishes t + 1 before it takes part in that step; nobody
-finishes step t + 1 without it, so everybody reads this number after step t + 1 at the latest.
+The coordinator is the launcher; under a scheduler, it is the launcher of rank 0. The facts are in
+the rendezvous store. A process beside the launcher holds the store (`rendezvous_host`), or it is
+the store at which a scheduler's trainers meet. Only the coordinator decides who hosts which lane in
+which term.
+
+A stop is agreed so that all trainers stop after the same step. When the trainer that hosts lane 0
+sees after its step t that a stop is wanted, it publishes t + 1 before it takes part in that step.
+No trainer finishes step t + 1 without it. So every trainer reads the number after step t + 1 at the
+latest.
 """
 
 from __future__ import annotations
@@ -26,12 +31,20 @@ from foreload.trainer.errors import MessageError, PeerLost
 _Fact = TypeVar("_Fact")
 _Bytes = TypeVar("_Bytes", bound=Bytes)
 
-PART_BYTES = 1 << 22  # of bytes beside a fact, in one message of the rendezvous store
+PART_BYTES = 1 << 22  # the most bytes beside a fact in one message of the rendezvous store
 
 
 def host_store(address: str, timeout: timedelta, listening: int | None = None) -> Any:
-    """The rendezvous store of a job, which lives as long as the object. listening: the descriptor of a
-    bound socket, which the store takes over; None: a free port is taken.
+    """Host the rendezvous store of a job, which exists as long as the returned object.
+
+    Args:
+        address: Host name or address at which it listens.
+        timeout: How long a read waits for a fact.
+        listening: Descriptor of a bound socket, which the store takes over. If None, the store
+            listens at a free port.
+
+    Returns:
+        A TCPStore of torch.
     """
     if listening is None:
         return dist.TCPStore(address, 0, None, True, timeout, wait_for_workers=False)
@@ -41,8 +54,17 @@ def host_store(address: str, timeout: timedelta, listening: int | None = None) -
 
 
 def join_store(address: str, timeout: timedelta) -> Any:
-    """A trainer's connection to the rendezvous store at "HOST:PORT". timeout: for this, and for every read of a fact. Raises PeerLost if it is not
-    there.
+    """Connect a trainer to the rendezvous store.
+
+    Args:
+        address: Address of the store, "HOST:PORT".
+        timeout: Timeout of the connection attempt, and of every read of a fact.
+
+    Returns:
+        A TCPStore of torch.
+
+    Raises:
+        PeerLost: The store cannot be reached.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -52,37 +74,48 @@ def join_store(address: str, timeout: timedelta) -> Any:
 
 
 class Rendezvous:
-    """Facts of the job, each a message of a class of its own, published once and read by everybody. place: where there are
-    several facts of a class, the numbers that tell them apart, as (trainer,) or (segment, trainer); the class says which.
+    """The facts of a job, which are published once and read by every process.
 
-    One thread uses it. Where the coordinator has gone, every call raises PeerLost; MessageError where what stands there is something else.
+    Each fact is a message of its own class. Where there are several facts of a class, the argument
+    `place` of a method distinguishes them by numbers, such as (trainer,) or (segment, trainer). The
+    docstring of the class says which numbers.
+
+    One thread uses an object. If the rendezvous store does not answer, every call raises PeerLost.
+    A call that reads raises MessageError if the store has something else in the fact's place.
     """
 
     def __init__(self, store: Any) -> None:
         self._store = dist.PrefixStore("foreload", store)
 
     def publish(self, fact: Any, *place: int) -> None:
-        """State a fact. When this returns, whoever asks sees it."""
+        """Publish a fact. When this returns, every reader sees it."""
         name = _name(type(fact), place)
         with _reachable():
             self._store.set(name, encode(fact))
-            # `set` does not wait for the server; a question on the same connection does.
+            # `set` does not wait for the server. A query on the same connection does.
             self._store.check([name])
 
     def read(self, kind: type[_Fact], *place: int) -> _Fact:
-        """A fact, waited for as long as the store's timeout allows. Raises PeerLost when that is over."""
+        """Read a fact, and wait for it if necessary.
+
+        Raises:
+            PeerLost: The store's timeout is over.
+        """
         with _reachable():
             text = self._store.get(_name(kind, place))
         return decode(text, kind)
 
     def poll(self, kind: type[_Fact], *place: int) -> _Fact | None:
-        """A fact, or None if it was not stated yet."""
+        """Read a fact, or return None if it is not published yet."""
         with _reachable():
             stated = self._store.check([_name(kind, place)])
         return self.read(kind, *place) if stated else None
 
     def take(self, kind: type[_Fact], *place: int) -> _Fact | None:
-        """A fact that has one reader: it is deleted, so that the rendezvous does not grow. None if it was not stated yet."""
+        """Read and delete a fact that has only one reader, or return None if it does not exist yet.
+
+        Deleting keeps the rendezvous store from growing.
+        """
         fact = self.poll(kind, *place)
         if fact is not None:
             with _reachable():
@@ -90,16 +123,22 @@ class Rendezvous:
         return fact
 
     def publish_bytes(self, fact: Bytes, data: bytes, *place: int) -> None:
-        """State a fact with bytes of any number beside it, which `read_bytes` gives."""
+        """Publish a fact with any number of bytes, which `read_bytes` returns."""
         name = _name(type(fact), place)
-        store: Any = self._store  # torch's stubs know no bytes
+        store: Any = self._store  # torch's stubs do not allow bytes
+        # The bytes come before the fact, so that a reader who sees the fact finds all of them.
         with _reachable():
             for part, first in enumerate(range(0, len(data), PART_BYTES)):
                 store.set(f"{name}/{part}", data[first : first + PART_BYTES])
         self.publish(fact, *place)
 
     def read_bytes(self, kind: type[_Bytes], *place: int) -> tuple[_Bytes, bytes]:
-        """What `publish_bytes` stated, waited for as `read` does. Raises PeerLost, and MessageError where the bytes are other ones."""
+        """Read a fact and its bytes, and wait for them if necessary.
+
+        Raises:
+            PeerLost: The store's timeout is over.
+            MessageError: The bytes do not match the fact's size and checksum.
+        """
         fact, name = self.read(kind, *place), _name(kind, place)
         with _reachable():
             data = b"".join(self._store.get(f"{name}/{part}") for part in range(-(-fact.size // PART_BYTES)))
@@ -109,23 +148,31 @@ class Rendezvous:
 
 
 class StopAgreement:
-    """A trainer's side of the agreement on the step after which training stops, or the term ends. leads: whether this is the trainer that hosts lane
-    0, and so names the step; term: the number of the one that it is for; stop_by: gives the step by which training must stop, if there is one.
-    """
+    """A trainer's side of the agreement on the step after which training stops or the term ends."""
 
     def __init__(self, rendezvous: Rendezvous, leads: bool, term: int, stop_by: Callable[[], int | None] = lambda: None) -> None:
+        """Read what was agreed in an earlier term.
+
+        Args:
+            leads: Whether this trainer hosts lane 0, and so names the step.
+            term: Number of the term.
+            stop_by: Returns the step by which training must stop, or None.
+        """
         self._rendezvous, self._leads, self._term, self._stop_by = rendezvous, leads, term, stop_by
         self._after: StopAfter | None = None
-        # In an earlier term, by who led then.
+        # The leader of an earlier term may have named the step after which training stops.
         named = rendezvous.poll(StopAfter)
         self._named = named if named is not None and named.term is None else None
 
     def reached(self, step: int) -> bool:
-        """Whether the step after which training stops was named in an earlier term, and is none after `step`."""
+        """Return whether an earlier term named a last step, and `step` has reached it."""
         return self._named is not None and step >= self._named.step
 
     def stop_after(self, step: int) -> bool:
-        """Whether training stops after `step`; to be asked by every trainer after every step."""
+        """Return whether training stops, or the term ends, after `step`.
+
+        Every trainer must call this after every step.
+        """
         if self._after is None:
             if not self._leads:
                 after = self._rendezvous.poll(StopAfter)
@@ -141,19 +188,23 @@ class StopAgreement:
         return self._after is not None and step >= self._after.step
 
     def stop_now(self, step: int) -> None:
-        """Training stops after `step`, the last one trained, as every trainer knows; a further term is to know it, too."""
+        """Note that training stops after `step`, the last step trained, as all trainers know.
+
+        The leader publishes it, so that a further term knows it, too.
+        """
         self._after = StopAfter(step)
         if self._leads:
             self._rendezvous.publish(self._after)
 
     def goes_on(self) -> bool:
-        """Whether it is the term alone that ends, and not training."""
+        """Return whether only the term ends, and training goes on."""
         return self._after is not None and self._after.term is not None
 
 
 def clear_agreement(rendezvous: Rendezvous, term: Term) -> None:
-    """Take what was asked for, and agreed, on the end of a term from the rendezvous: it is over. The coordinator calls this, before it states the
-    next.
+    """Delete the request for the end of a term, and the agreed step, from the rendezvous.
+
+    The coordinator calls this when the term is over, before it publishes the next one.
     """
     for fact in (rendezvous.poll(StopWanted), rendezvous.poll(StopAfter)):
         if fact is not None and fact.term == term.number:
@@ -173,7 +224,7 @@ def _reachable() -> Iterator[None]:
         raise PeerLost(f"coordinator: the rendezvous store does not answer ({line}); is the launcher still there?") from error
 
 
-FLUSH_SECONDS = 0.1
+FLUSH_SECONDS = 0.1  # a step is held back if events were sent less than this time ago
 
 
 class EventSender:
@@ -187,18 +238,19 @@ class EventSender:
         self._sent_at = time.monotonic()
 
     def send(self, event: TrainerEvent) -> None:
-        """Report something; steps may be held back for a moment, all else goes at once."""
+        """Send an event at once, except a step, which may be held back for a moment."""
         self._held.append(event)
         if not isinstance(event, StepEnded) or time.monotonic() - self._sent_at > FLUSH_SECONDS:
             self.flush()
 
     def send_last(self, event: TrainerEvent) -> None:
-        """Report what the coordinator waits for last: it may leave as soon as it has that, before it confirms it."""
+        """Send the last event that the coordinator waits for."""
+        # The coordinator may exit as soon as it has the event, before the store confirms it.
         with contextlib.suppress(PeerLost):
             self.send(event)
 
     def flush(self) -> None:
-        """Send what is held back."""
+        """Send the events that are held back."""
         if self._held:
             self._rendezvous.publish(Events(tuple(self._held)), self._trainer, self._sent)
             self._sent += 1
@@ -207,18 +259,18 @@ class EventSender:
 
 
 class EventReceiver:
-    """The coordinator's side, for the trainers of these numbers."""
+    """The coordinator's side of the events of trainers."""
 
     def __init__(self, rendezvous: Rendezvous, members: Iterable[int]) -> None:
         self._rendezvous = rendezvous
         self._next = dict.fromkeys(members, 0)
 
     def add(self, trainer: int) -> None:
-        """Take in a further trainer's events, from its beginning."""
+        """Receive the events of a further trainer from now on, beginning with its first."""
         self._next[trainer] = 0
 
     def poll(self) -> Iterator[tuple[int, TrainerEvent]]:
-        """What has come in since, with the number of who sent it, in each trainer's order."""
+        """Yield (trainer, event) for each event since the last call, in each trainer's order."""
         for trainer in list(self._next):
             while (taken := self._rendezvous.take(Events, trainer, self._next[trainer])) is not None:
                 self._next[trainer] += 1

@@ -1,6 +1,8 @@
-"""What trainers and their coordinator send each other: how a trainer begins and ends, events to the coordinator, its plan for the trainers.
+"""Messages between trainers and their coordinator.
 
-What they agree on is in `facts`, what a user's command asks in `control`.
+They are: what a trainer begins with and how it ended, events to the coordinator, and the
+coordinator's plan for the trainers. What trainers and coordinator agree on is in `facts`; what a
+user's command asks is in `control`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from foreload.trainer.saved.kept_manifest import KeptFile
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What of a run's folder a trainer without it needs. identity: as the manifest has it; stage: its last."""
+    """What a trainer without the run's folder needs of it.
+
+    Attributes:
+        identity: Identity of the run, as in the manifest.
+        stage: Last stage in the manifest.
+    """
 
     identity: dict[str, Any]
     stage: Stage
@@ -30,13 +37,22 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """What the coordinator tells every trainer of one call of `foreload train`. job: TrainJob.to_dict, without passwords.
+    """What the coordinator sends to every trainer of one call of `foreload train`.
 
-    first_term: the one that it begins with. start_step: the last step trained before; last_batches: of each lane, the number of its last write-back
-    batch. fingerprint: what each trainer's numerics must be; None: those of the first trainer. resumes: there is a dense part, and a schedule's
-    prefix, to go on from. faults: as RunObserver has them. totals: of the run before this call. hosts: where trainers are on several
-    hosts, and only some have the run's folder. watched: as in Manifest. code: of the model, the checksums of the files by name, which each trainer's
-    must have.
+    Attributes:
+        job: `TrainJob.to_dict`, without passwords.
+        first_term: Number of the term with which the call begins.
+        start_step: The last step trained before this call.
+        last_batches: For each lane, the number of its last write-back batch.
+        fingerprint: Numerics fingerprint that each trainer must have. If None, that of the first
+            trainer.
+        resumes: Whether the run continues from a dense part and a prefix of the schedule.
+        servers_return: Whether servers of lost shards are started again or replaced.
+        faults: As in `RunObserver`.
+        totals: Totals of the run before this call.
+        hosts: Facts about the run, if trainers are on several hosts and only some have its folder.
+        watched: As in `Manifest`.
+        code: Checksums of the model's files by name, which each trainer's files must have.
     """
 
     job: dict[str, Any]
@@ -45,7 +61,7 @@ class LaunchSpec:
     last_batches: tuple[int, ...]
     fingerprint: dict[str, str] | None
     resumes: bool
-    servers_return: bool  # servers of lost shards are started again, or others take their place
+    servers_return: bool
     faults: tuple[Fault | TrainerFault, ...] = ()
     totals: Totals = field(default_factory=Totals)
     hosts: RunFacts | None = None
@@ -57,10 +73,21 @@ class LaunchSpec:
 class TrainerEnd:
     """How a trainer ended, at (term, trainer) in the rendezvous store.
 
-    step: the last one; stopped: before the schedule's end; failure: what went wrong, where that is why; flushed: rows written beyond the schedule.
-    last_batches: of each of its lanes, the number of the last write-back batch. traffic: cache.traffic.Counters, times in seconds. lost: store
-    shards that are not whole. segments: of the schedule, how many were begun; prefix: what identifies these. totals: of its steps in this call.
-    use: of its process. loads: of the store shards, by number. watched: as in Manifest. kept: files of rows of its lanes that the store lacks.
+    Attributes:
+        step: The last step trained.
+        stopped: Whether training stopped before the schedule's end.
+        failure: What went wrong, if training stopped because of that.
+        flushed: Number of rows written beyond the schedule.
+        last_batches: Number of the last write-back batch of each of the trainer's lanes.
+        traffic: `cache.traffic.Counters`, times in seconds.
+        lost: Store shards that are not whole.
+        segments: Number of segments of the schedule that were begun.
+        prefix: Checksum that identifies these segments.
+        totals: Totals of the trainer's steps in this call.
+        use: Resource use of the trainer's process.
+        loads: Load of the store shards, by number.
+        watched: As in `Manifest`.
+        kept: Files with rows of the trainer's lanes that the store lacks.
     """
 
     step: int
@@ -81,7 +108,12 @@ class TrainerEnd:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The trainer has all that it needs to begin a term. fingerprint: of its numerics."""
+    """The trainer is ready to begin a term.
+
+    Attributes:
+        term: Number of the term.
+        fingerprint: Fingerprint of the trainer's numerics.
+    """
 
     term: int
     fingerprint: dict[str, str]
@@ -89,10 +121,18 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class TermLeft:
-    """The trainer has left a term, which is over. step: the last one that it and its copies have all of; copies: lanes whose copies here are
-    complete; stopping: whether training was to end behind that step; why: what it noticed, None where the end was planned, and
-    all leave at this step. joins: it has not yet got what the others have in memory, and stands nowhere. keeps: it cannot go on, so the next term
-    is to keep what the store lacks.
+    """The trainer has left a term, which is over.
+
+    Attributes:
+        term: Number of the term.
+        step: The last step that the trainer applied and all its replicas have received.
+        copies: Lanes whose replicas on this trainer are complete.
+        stopping: Whether training was about to end after that step.
+        why: Why the term ended, as this trainer noticed. None if the end was planned; then all
+            members leave at this step.
+        joins: The trainer does not yet have the state that the others hold in memory, so it stands
+            at no step.
+        keeps: The trainer cannot go on, so the next term keeps what the store lacks.
     """
 
     term: int
@@ -106,17 +146,25 @@ class TermLeft:
 
 @dataclass(frozen=True, slots=True)
 class CanJoin:
-    """The trainer, which was started while others train, has all that it needs to be a member of the next term but what they have in memory."""
+    """The trainer, which was started while others train, can be a member of the next term.
+
+    It lacks only the state that the others hold in memory.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveWanted:
-    """The trainer was asked to leave (SIGTERM): others are to host its lanes."""
+    """The trainer was asked to leave by SIGTERM, so other trainers must host its lanes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Departed:
-    """What a trainer did that has left in order, at (trainer). totals: of its steps in this call; traffic, use, loads: as in TrainerEnd."""
+    """What a trainer did that has left in order, at (trainer).
+
+    Attributes:
+        totals: Totals of its steps in this call.
+        traffic, use, loads: As in `TrainerEnd`.
+    """
 
     totals: Totals
     traffic: dict[str, int | float]
@@ -126,7 +174,13 @@ class Departed:
 
 @dataclass(frozen=True, slots=True)
 class StepEnded:
-    """A training step, and when it ended: time.monotonic() of the trainer's machine, as all that is called `at`."""
+    """A training step has ended.
+
+    Attributes:
+        report: Report of the step.
+        at: When it ended, time.monotonic() of the trainer's machine. Every `at` of an event is such
+            a time.
+    """
 
     report: StepReport
     at: float
@@ -134,8 +188,13 @@ class StepEnded:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationEnded:
-    """An evaluation pass. waits_in: the term in which training waits behind it, as its step is in no copy: until one is taken for a checkpoint, or
-    the coordinator says that none is to be (`GoOnAfter`). None: it goes on.
+    """An evaluation pass has ended.
+
+    Attributes:
+        report: Metrics of one evaluation set.
+        waits_in: The term in which training waits after the evaluation, because no copy of its step
+            was taken. It waits until one is taken for a checkpoint, or until the coordinator wants
+            none (`GoOnAfter`). If None, training goes on.
     """
 
     report: EvaluationReport
@@ -144,8 +203,10 @@ class EvaluationEnded:
 
 @dataclass(frozen=True, slots=True)
 class FaultInjected:
-    """A fault is put in: at the server of a store shard, or now, by a signal that the trainer sends itself. The latter is reported by its own thread
-    alone, so not at STORE_POINTS or while it takes lanes over.
+    """A fault was injected into a store shard's server, or the trainer is about to signal itself.
+
+    The trainer's main thread alone reports the second kind, so faults at STORE_POINTS or during a
+    takeover are not reported.
     """
 
     fault: Fault | TrainerFault
@@ -154,7 +215,10 @@ class FaultInjected:
 
 @dataclass(frozen=True, slots=True)
 class ShardsTold:
-    """How the store shards are for the trainer's lanes from now on: reported when the state of one changes, and now and then while one is rebuilt."""
+    """The state of the store shards for the trainer's lanes from now on.
+
+    The trainer reports it when the state of a shard changes, and repeatedly during a rebuild.
+    """
 
     shards: ShardSnapshot
     at: float
@@ -162,7 +226,13 @@ class ShardsTold:
 
 @dataclass(frozen=True, slots=True)
 class SeededCopy:
-    """How far a copy of a lane is: slots that it holds, of how many; complete: the lane can be taken over from it."""
+    """The progress of a lane's replica.
+
+    Attributes:
+        slots: Number of slots that the replica holds.
+        of: Number of slots in all.
+        complete: Whether the lane can be taken over from the replica.
+    """
 
     slots: int
     of: int
@@ -171,7 +241,10 @@ class SeededCopy:
 
 @dataclass(frozen=True, slots=True)
 class CopiesTold:
-    """How the copies are that the trainer holds in a term, by lane: reported when that changes, now and then."""
+    """The progress of the replicas that the trainer holds in a term, by lane.
+
+    The trainer reports changes, but not each one.
+    """
 
     term: int
     copies: dict[int, SeededCopy]
@@ -179,8 +252,14 @@ class CopiesTold:
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """What each store shard holds of a trainer's lanes: rows, parity rows and their bytes, [shards] each; and what is on its way there. loads: of the
-    shards, by their numbers.
+    """What each store shard holds of a trainer's lanes.
+
+    Attributes:
+        rows: Number of rows, [shards].
+        parity_rows: Number of parity rows, [shards].
+        row_bytes: Bytes of both, [shards].
+        lag: What is on its way to the store.
+        loads: Load of the shards, by number.
     """
 
     rows: tuple[int, ...]
@@ -192,7 +271,14 @@ class HeldRows:
 
 @dataclass(frozen=True, slots=True)
 class RequestReport:
-    """How far the request of that number is in the trainer's lanes: a scrub, or a count. failed: why it cannot be done."""
+    """The progress of a request, a scrub or a row count, in the trainer's lanes.
+
+    Attributes:
+        number: Number of the request.
+        scrubbed: Progress of a scrub.
+        held: Result of a row count.
+        failed: Why the request cannot be served, or None.
+    """
 
     number: int
     scrubbed: Scrubbed | None = None
@@ -202,7 +288,7 @@ class RequestReport:
 
 @dataclass(frozen=True, slots=True)
 class LostRows:
-    """Rows that are gone, as cache.errors.RowsLost has them."""
+    """Rows that were lost. The fields are as in `cache.errors.RowsLost`."""
 
     shards: tuple[int, ...]
     covered: int
@@ -211,7 +297,13 @@ class LostRows:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The trainer ends for a reason: the code and the message of the error; lost: where rows are."""
+    """The trainer ends because of an error.
+
+    Attributes:
+        code: Code of the error.
+        message: Message of the error.
+        lost: The rows that were lost, if the error is RowsLost.
+    """
 
     code: str
     message: str
@@ -220,14 +312,20 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The trainer is at its end; its TrainerEnd is in the rendezvous store."""
+    """The trainer has ended; its TrainerEnd is in the rendezvous store."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyTaken:
-    """What a trainer has in memory for a checkpoint. seconds: how long training stood still for that; step: of which it is; segments, prefix: as in
-    TrainerEnd, of a stop behind it; given: of each of its lanes, how many ordinals each table has; dense: the checksums of its dense part by name,
-    which must be those of all other trainers; watched: as in Manifest.
+    """The copy that a trainer has taken for a checkpoint, in memory.
+
+    Attributes:
+        step: Step of the checkpoint.
+        seconds: How long training was stopped for the copy.
+        segments, prefix: As in `TrainerEnd`, for a stop after this step.
+        given: For each of the trainer's lanes, the number of ordinals of each table.
+        dense: Checksums of the dense part by name, which must be the same on all trainers.
+        watched: As in `Manifest`.
     """
 
     step: int
@@ -241,8 +339,16 @@ class CopyTaken:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReport:
-    """How far the checkpoint of that number is on a trainer. At first it knows that it is wanted, and looks for its step from then on. files: of its
-    part, which are on the disk; failed: why it cannot write that.
+    """The progress of a checkpoint on a trainer.
+
+    With the first report, which has only the number, the trainer says that it knows of the
+    checkpoint, and polls for its step from then on.
+
+    Attributes:
+        number: Number of the checkpoint.
+        taken: The copy in memory, once it is taken.
+        files: Files of the trainer's part, once they are on disk.
+        failed: Why the trainer cannot write its part, or None.
     """
 
     number: int
@@ -271,14 +377,19 @@ TrainerEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """A trainer's events, at (trainer, number of these)."""
+    """Some events of a trainer, at (trainer, number of Events before these)."""
 
     events: tuple[TrainerEvent, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ScrubPlan:
-    """Check every stripe of the lanes. number: which scrub it is; rows: the folder in RUN/scrub that says which rows there are."""
+    """A scrub: check every stripe of the lanes.
+
+    Attributes:
+        number: Number of the scrub.
+        rows: Folder in RUN/scrub that lists the rows that exist.
+    """
 
     number: int
     rows: str
@@ -286,8 +397,13 @@ class ScrubPlan:
 
 @dataclass(frozen=True, slots=True)
 class PartPlan:
-    """Write this trainer's part of the checkpoint that was taken. folder: where, without a manifest yet; since: the step of its base, -1: it holds
-    all rows; known: by lane and table, how many ordinals the base has; bits: of a weight.
+    """Where and how each trainer writes its part of the checkpoint that was taken.
+
+    Attributes:
+        folder: Folder of the checkpoint, which has no manifest yet.
+        since: Step of the checkpoint's base. If -1, the checkpoint holds all rows.
+        known: Number of ordinals that the base has, by lane and table.
+        bits: Bits of a weight.
     """
 
     folder: str
@@ -298,11 +414,19 @@ class PartPlan:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    """Have in memory what a checkpoint needs, behind a step that all agree on: the first one to come that is one of `steps`, or until which there are
-    a multiple of `every` steps; None: none such. behind: the step behind which all wait, if that is the one.
+    """A checkpoint to take after a step on which all trainers agree.
 
-    number: which checkpoint it is. ready: every trainer has reported that it knows of it, so who leads may name the step. part: what is to be written
-    of it; None: that is not known yet.
+    The step is the next one that is in `steps`, or after which the number of steps is a multiple of
+    `every`.
+
+    Attributes:
+        number: Number of the checkpoint.
+        every: Interval in steps. If None, only `steps` counts.
+        steps: Steps after which the checkpoint may be taken.
+        behind: The step after which all trainers wait now, if the checkpoint is of that step.
+        ready: Whether every trainer has reported that it knows of the checkpoint, so that the
+            leader may name the step.
+        part: What the trainers write. None while it is not known.
     """
 
     number: int
@@ -315,11 +439,19 @@ class CheckpointPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the coordinator wants of all trainers, at (version): each version is all of it, and none is left out.
+    """What the coordinator wants of all trainers, at (version).
 
-    placement: where rows live, and move to, the place of its PlacementText; servers: the URLs of the store shards by number, without passwords, ""
-    for those removed. checkpoint: the one that is to be saved, if any; scrub: the one that is under way; count: the number of the last count of what
-    the store holds of the lanes. stop_by: the step after which training must stop at the latest, since a store shard would be full later.
+    Each version is the whole plan, and no version number is left out.
+
+    Attributes:
+        version: Number of this version.
+        placement: Number of the PlacementText that says where rows are and where they migrate to.
+        servers: URLs of the store shards by number, without passwords, "" for a removed shard.
+        checkpoint: The checkpoint to save, if any.
+        scrub: The scrub under way, if any.
+        count: Number of the last requested count of the rows in the store.
+        stop_by: The step after which training must stop at the latest, because a store shard would
+            be full later. None if there is no such step.
     """
 
     version: int
@@ -333,6 +465,6 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class PlacementText:
-    """A placement as text, at (number of this)."""
+    """A placement as text, at (its number)."""
 
     text: str

@@ -1,1 +1,1 @@
-"""Starting the processes of a run, here and on other hosts."""
+"""How a run's processes are started, on this host and on other hosts."""

@@ -1,4 +1,8 @@
-"""The coordinator's own socket: there `foreload join` on other hosts offers trainers, by the job's token, and is told to start and end them."""
+"""The coordinator's socket for trainers on other hosts.
+
+`foreload join` on another host connects to it with the job's token, and offers a trainer. Over the
+same connection the coordinator asks it to start and end that trainer.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +33,18 @@ from foreload.trainer.cluster.messages.host_messages import (
 )
 from foreload.trainer.errors import MessageError
 
-END_PATIENCE = timedelta(seconds=0.5)  # for another host to say that a trainer has ended; a host that is cut off never does
-_SAID = timedelta(minutes=1)  # between two lines about peers that were refused
+# How long another host may take to report that its trainer has ended. A host that is cut off never
+# reports it.
+END_PATIENCE = timedelta(seconds=0.5)
+_SAID = timedelta(minutes=1)  # at least, between two log lines about refused peers
 
 
 class HostedTrainer:
-    """A trainer that another host offers or runs, a StartedProcess from the launcher's side. host: where it is."""
+    """A trainer that another host offers or runs: a StartedProcess from the launcher's side.
+
+    Attributes:
+        host: Address of that host.
+    """
 
     def __init__(self, connection: socket.socket, host: str, pid: int) -> None:
         self._connection, self.host, self._pid = connection, host, pid
@@ -44,47 +54,64 @@ class HostedTrainer:
 
     @property
     def pid(self) -> int:
-        """Of the process on that host that runs it."""
+        """Id of the process on that host that offers and runs the trainer."""
         return self._pid
 
     def tell(self, message: HostMessage) -> None:
-        """Send a message; who is gone does not get it."""
+        """Send a message to the host. Errors are ignored: a host that is gone does not get it."""
         with self._sending, contextlib.suppress(OSError):
             tell_host(self._connection, message)
 
     def poll(self) -> int | None:
-        """The status that its host reported, HOST_GONE where that is gone, or None while it is at work."""
+        """Return the exit status that the host reported, HOST_GONE if it is gone, or None."""
         return self._status
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Return when it has ended, or its host is gone; without a timeout, a moment after it was told to end."""
+        """Wait until the trainer has ended, its host is gone, or the timeout is over.
+
+        Args:
+            timeout: If None, END_PATIENCE.
+        """
         self._ended.wait((timeout or END_PATIENCE).total_seconds())
 
     def kill(self) -> None:
-        """Tell its host to end it."""
+        """Ask the host to end the trainer."""
         if self._status is None:
             self.tell(EndTrainer())
 
     def follow(self) -> None:
-        """Take in what its host reports, until it is gone. Raises OSError, MessageError."""
+        """Receive the host's messages until the connection ends. Raises OSError, MessageError."""
         try:
             while (message := hear_host(self._connection)) is not None:
                 if isinstance(message, TrainerExited) and self._status is None:
                     self._status = message.status
                     self._ended.set()
         finally:
+            # A connection that ends without TrainerExited says nothing about the trainer itself.
             if self._status is None:
                 self._status = HOST_GONE
             self._ended.set()
 
 
 class HostConnections:
-    """Listens from the beginning until `close`. Those that offer a trainer are kept until `take` gives them.
+    """The connections of other hosts to the coordinator.
 
-    silence: after which a host that says nothing is gone. Raises SettingError where it cannot listen.
+    The object listens from the beginning until `close`. It keeps offered trainers until `take`
+    returns them.
     """
 
     def __init__(self, host: str, port: int, token: str, version: str, silence: timedelta) -> None:
+        """Start listening.
+
+        Args:
+            host, port: Address at which to listen.
+            token: Token of the job.
+            version: Version of foreload that other hosts must have.
+            silence: Time after which a host that sends nothing counts as gone.
+
+        Raises:
+            SettingError: It cannot listen at this address.
+        """
         self._version, self._silence = version, silence
         self._changed = threading.Condition()
         self._offered: deque[HostedTrainer] = deque()
@@ -100,7 +127,7 @@ class HostConnections:
         threading.Thread(target=self._beat, name="beats", daemon=True).start()
 
     def take(self) -> HostedTrainer | None:
-        """A trainer that was offered, if any is."""
+        """Return a trainer that is offered, or None."""
         with self._changed:
             while self._offered:
                 offered = self._offered.popleft()
@@ -109,12 +136,18 @@ class HostConnections:
             return None
 
     def offer_again(self, trainers: Sequence[HostedTrainer]) -> None:
-        """Put trainers that were taken back, before those that are offered."""
+        """Put trainers that were taken back in front of those that are offered."""
         with self._changed:
             self._offered.extendleft(reversed(trainers))
 
     def await_offers(self, wanted: int, said: Callable[[int], None], every: timedelta) -> list[HostedTrainer]:
-        """Wait until so many are offered, and give them. said: called at once and then every so often with how many there are."""
+        """Wait until enough trainers are offered, and return them.
+
+        Args:
+            wanted: Number of trainers to wait for.
+            said: Called at once, and then repeatedly, with the number of trainers offered so far.
+            every: Time between two calls of `said`.
+        """
         said_at: float | None = None
         while True:
             with self._changed:
@@ -126,11 +159,12 @@ class HostConnections:
                     said_at = time.monotonic()
                     said(len(there))
                 self._changed.wait(BEAT.total_seconds())
+            # Sending may take long, so it happens without the lock.
             for one in there:
                 one.tell(Waits(len(there), wanted))
 
     def close(self) -> None:
-        """Take no more, and let go of those that there are."""
+        """Stop listening, and close all connections."""
         self._closed.set()
         self._server.close()
 
@@ -141,6 +175,7 @@ class HostConnections:
             if not isinstance(asked, AskJoin):
                 return
             offered = HostedTrainer(connection, address, asked.pid)
+            # Messages carry no version number, so all hosts must run the same version.
             if asked.version != self._version:
                 offered.tell(
                     NotWanted(f"this host has foreload {asked.version}, the coordinator {self._version}; install that one")
@@ -156,7 +191,7 @@ class HostConnections:
                 with self._changed:
                     self._there.remove(offered)
         except MessageError:
-            return  # it is no host of this program
+            return  # the peer is not `foreload join`
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT.total_seconds()):

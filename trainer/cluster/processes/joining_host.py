@@ -1,4 +1,8 @@
-"""`foreload join` on another host: offers the coordinator a trainer, runs it as a child, and stays until it has ended."""
+"""`foreload join` on another host.
+
+It offers the coordinator a trainer, runs the trainer as a child process, and stays until the
+trainer has ended.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +48,24 @@ from foreload.trainer.errors import MessageError, PeerLost, RunError, TrainerErr
 CONNECT_TIMEOUT = timedelta(seconds=10)
 _PAUSE = timedelta(seconds=1)  # between two attempts to reach the coordinator
 _POLL = timedelta(milliseconds=50)
-_SILENCE = timedelta(seconds=30)  # of the coordinator, before it has said how long it may be
+# How long the coordinator may send nothing before its StartTrainer names the limit.
+_SILENCE = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, slots=True)
 class HostJob:
-    """What a host that joins knows. host, port: the coordinator's; token: the job's; schedule: its folder here, None: as on the coordinator's host.
+    """The settings of a host that joins a job.
 
-    address: of this machine; None: that on the way to the coordinator. stores: URLs with passwords; None: the coordinator's, without. patience:
-    for the coordinator to be there.
+    Attributes:
+        host, port: Address of the coordinator.
+        token: Token of the job.
+        schedule: Folder of the schedule on this host. If None, the same path as on the
+            coordinator's host.
+        address: Address of this machine for other trainers. If None, that of its connection to the
+            coordinator.
+        stores: URLs of the store shards, with passwords. If None, the coordinator's URLs, which
+            have no passwords.
+        patience: How long to try to reach the coordinator.
     """
 
     host: str
@@ -65,7 +78,18 @@ class HostJob:
 
 
 class _Coordinator:
-    """The connection, and what came on it. A thread takes messages in, another one reports that this host is there."""
+    """The connection to the coordinator, and the messages received on it.
+
+    One thread receives messages, another one sends signs of life.
+
+    Attributes:
+        start: The trainer to start. None while there is none.
+        refused: Why the coordinator does not want the trainer, or None.
+        waits: The last message that the coordinator waits for more trainers, if any.
+        ends: Whether the coordinator wants the trainer to be ended.
+        gone: Whether the connection is closed.
+        heard_at: When the last message was received, time.monotonic().
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._sending = connection, threading.Lock()
@@ -73,10 +97,11 @@ class _Coordinator:
         self.start: StartTrainer | None = None
         self.refused: str | None = None
         self.waits: Waits | None = None
-        self.ends = False  # whether the trainer is to be ended
-        self.gone = False  # whether the connection is closed
+        self.ends = False
+        self.gone = False
         self.heard_at = time.monotonic()
-        # Before any sign of life: by this the coordinator knows what the connection is for.
+        # AskJoin goes out before any sign of life, because the coordinator expects it as the first
+        # message.
         self.tell(AskJoin(socket.gethostname(), os.getpid(), program_version()))
         for work in (self._hear, self._beat):
             threading.Thread(target=work, name="coordinator", daemon=True).start()
@@ -119,9 +144,19 @@ class _Coordinator:
 
 
 def run_host(job: HostJob, interrupts: Interrupts, tell: Callable[[str], None], start_process: StartProcess) -> None:
-    """Offer a trainer, and run it to its end. tell: called with each line for the user; start_process: starts the trainer.
+    """Offer a trainer to the coordinator, and run it to its end.
 
-    Raises TrainerError, RunError, PeerLost; KeyboardInterrupt before the trainer is started.
+    Args:
+        job: Settings of this host.
+        interrupts: Signals of this process.
+        tell: Called with each line for the user.
+        start_process: Starts the trainer's process.
+
+    Raises:
+        TrainerError: The trainer failed, or the coordinator or a signal ended it.
+        RunError: The coordinator refuses this host.
+        PeerLost: The coordinator cannot be reached, or is gone.
+        KeyboardInterrupt: A signal came before the trainer was started.
     """
     with contextlib.closing(_reached(job, tell)) as connection:
         coordinator = _Coordinator(connection)
@@ -138,11 +173,19 @@ def _run_trainer(
     tell: Callable[[str], None],
     start_process: StartProcess,
 ) -> bool:
-    """Wait until the coordinator starts a trainer, and run it to its end. Returns whether the coordinator will start another in its place.
+    """Wait until the coordinator starts a trainer, and run it to its end.
 
-    own_address: of this machine, on the way to the coordinator. Raises as `run_host` does.
+    Args:
+        own_address: Address of this machine on its connection to the coordinator.
+
+    Returns:
+        Whether the coordinator will start another trainer in its place.
+
+    Raises:
+        As `run_host`.
     """
     start = _started(job, coordinator, tell)
+    # From here on a signal asks the trainer to leave in order (`_follow`).
     interrupts.defer_signals = True
     trainer_start = TrainerStart(
         start.trainer,
@@ -170,7 +213,7 @@ def _run_trainer(
 
 
 def _reached(job: HostJob, tell: Callable[[str], None]) -> socket.socket:
-    """The connection to the coordinator, waited for."""
+    """Connect to the coordinator, and retry until `job.patience` is over."""
     deadline = time.monotonic() + job.patience.total_seconds()
     said = False
     while True:
@@ -192,7 +235,7 @@ def _reached(job: HostJob, tell: Callable[[str], None]) -> socket.socket:
 
 
 def _started(job: HostJob, coordinator: _Coordinator, tell: Callable[[str], None]) -> StartTrainer:
-    """What the coordinator says that is to be started, waited for."""
+    """Wait for the coordinator's StartTrainer, and return it."""
     place = f"coordinator at {job.host}:{job.port}"
     said: Waits | None = None
     while (start := coordinator.start) is None:
@@ -210,12 +253,19 @@ def _started(job: HostJob, coordinator: _Coordinator, tell: Callable[[str], None
 def _follow(
     start: StartTrainer, process: StartedProcess, coordinator: _Coordinator, interrupts: Interrupts, tell: Callable[[str], None]
 ) -> bool:
-    """Stay until the trainer has ended, and report how, or until the coordinator wants it started again: returns whether it does.
+    """Wait until the trainer has ended, or until the coordinator wants to start it again.
 
-    Raises TrainerError, PeerLost.
+    Returns:
+        Whether the coordinator wants to start it again.
+
+    Raises:
+        TrainerError: The trainer failed, or the coordinator or a second signal ended it.
+        PeerLost: The coordinator was silent for too long.
     """
+    # heeded: number of signals handled so far. alone: the launcher's death was reported.
     name, heeded, alone = f"trainer {start.trainer}", 0, False
     while (status := process.poll()) is None:
+        # StartAgain has removed or replaced the message that started this trainer.
         if coordinator.start is not start:
             return True
         if coordinator.refused is not None:
@@ -226,6 +276,7 @@ def _follow(
             heeded = len(interrupts.received)
             if heeded > 1:
                 raise TrainerError(f"{name}: ended at once, by a second signal; the others go on if its lanes have copies")
+            # The trainer handles SIGTERM by handing over its lanes (`worker`).
             tell(f"{name}: leaves, as soon as others have its lanes; a second signal ends it at once")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGTERM)
@@ -245,5 +296,5 @@ def _follow(
 
 
 def report(line: str) -> None:
-    """Tell the user a line."""
+    """Write a line for the user to stderr."""
     sys.stderr.write(f"foreload: {line}\n")

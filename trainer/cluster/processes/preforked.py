@@ -1,4 +1,7 @@
-"""Processes that were forked before the launcher had threads, and wait to be told what to run: no seconds of importing for them."""
+"""Processes that were forked before the launcher had threads, and wait for what to run.
+
+They start without the seconds that imports take.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,25 @@ _POLL = timedelta(milliseconds=5)
 
 
 class Preforked:
-    """Starts up to `count` processes, as a StartProcess (`processes`). One that is given nothing to run leaves with this process, the launcher.
+    """A StartProcess (`starting`) that uses forked processes, as long as it has some.
 
-    leave: closes, in each of them, what of this process is not theirs.
+    A forked process without anything to run ends together with this process, the launcher.
     """
 
     def __init__(self, count: int, leave: Callable[[], None]) -> None:
+        """Fork the processes. This process must not have further threads yet.
+
+        Args:
+            count: Number of processes to fork.
+            leave: Called in each forked process. It closes what belongs to this process alone.
+        """
         self._waiting: list[tuple[int, socket.socket]] = []
         for _ in range(count):
             mine, theirs = socket.socketpair()
 
             def main(mine: socket.socket = mine, theirs: socket.socket = theirs) -> int:
-                # A fork inherits the launcher's ends of its own socket and of those before: open here, they would hide the launcher's end.
+                # A fork inherits the launcher's ends of its own socket and of the earlier ones. If
+                # they stayed open here, the process would not notice that the launcher has ended.
                 for end in (mine, *(end for _, end in self._waiting)):
                     end.close()
                 leave()
@@ -41,20 +51,22 @@ class Preforked:
             theirs.close()
 
     def __call__(self, start: ProcessStart) -> StartedProcess:
-        """Have one of them run what a process started anew would run, with the launcher's environment as it is now.
+        """Let a forked process run the module, with the launcher's current environment.
 
-        Where none is left, since a trainer joins later, a process is started anew: this one may have threads by now.
+        If no forked process is left, as for a trainer that joins later, a new process is started.
         """
         if not self._waiting:
+            # No fork here: this process may have threads by now.
             return ChildProcess(start)
         pid, end = self._waiting.pop(0)
-        with end, contextlib.suppress(ConnectionError):  # one that is gone is found so by `poll`
+        # If the forked process has died, `poll` of the returned object shows that.
+        with end, contextlib.suppress(ConnectionError):
             values = {"module": start.module, "arguments": start.arguments, "environment": os.environ | start.environment}
             send(end, values, descriptors=start.descriptors)
         return ForkedProcess(pid)
 
     def close(self) -> None:
-        """End those that were given nothing to run."""
+        """End the forked processes that have nothing to run."""
         for pid, end in self._waiting:
             end.close()
             os.waitpid(pid, 0)
@@ -62,7 +74,11 @@ class Preforked:
 
 
 def _run(end: socket.socket) -> int:
-    """Wait to be told what to run, and run it; returns the exit status, 0 where the launcher has closed its end instead."""
+    """Wait for what to run, and run it.
+
+    Returns:
+        The exit status; 0 if the launcher closed its end instead.
+    """
     with end:
         message = receive(end)
     if message is None:
@@ -75,7 +91,7 @@ def _run(end: socket.socket) -> int:
 
 
 class ForkedProcess:
-    """A child of this process that was forked: foreload.trainer.cluster.processes.starting.StartedProcess."""
+    """A StartedProcess that is a forked child of this process."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

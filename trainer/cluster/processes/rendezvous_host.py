@@ -1,8 +1,9 @@
-"""The process that holds a job's rendezvous store, and with it the rendezvous: it outlives the launcher, so that trainers still agree when that is
-killed.
+"""The process that holds a job's rendezvous store.
 
-Where the launcher dies before training began, it leaves at once, and the trainers with it. Later it asks the trainers for a clean stop in the
-launcher's place, and leaves when they have.
+It outlives the launcher, so that trainers can still agree after the launcher was killed. If the
+launcher dies before training begins, this process ends at once, and so do the trainers. If the
+launcher dies later, this process asks the trainers for a clean stop in the launcher's place, and
+ends when they have ended.
 """
 
 from __future__ import annotations
@@ -18,16 +19,27 @@ from foreload.trainer.cluster.messages.facts import Go, Orphaned, StopWanted
 from foreload.trainer.cluster.processes.starting import RENDEZVOUS_HOST, ProcessStart, StartProcess
 from foreload.trainer.errors import TrainerError
 
-_PATIENCE = timedelta(minutes=5)  # for which a read of a fact waits until that is stated
+_PATIENCE = timedelta(minutes=5)  # how long a read waits for a fact to be published
 
 
 class RendezvousHost:
-    """The rendezvous host of one call, from the launcher's side. address: where trainers find the store, "HOST:PORT"; held: a descriptor that each of
-    them must inherit, by whose end the rendezvous host knows when all have left.
+    """The rendezvous host of one call, from the launcher's side.
+
+    Attributes:
+        held: Descriptor of a pipe, which each trainer must inherit. When the last of them closes
+            it, the rendezvous host knows that all trainers have ended.
     """
 
     def __init__(self, host: str, start: StartProcess) -> None:
-        """Start it, on a free port of `host`. Raises SettingError if that is no address of this machine."""
+        """Start the rendezvous host.
+
+        Args:
+            host: Address of this machine, at which the store listens on a free port.
+            start: Starts the process.
+
+        Raises:
+            SettingError: `host` is not an address of this machine.
+        """
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
             try:
                 listening.bind((host, 0))
@@ -36,7 +48,8 @@ class RendezvousHost:
             self._host, self._port = host, listening.getsockname()[1]
             launchers, self._launcher_end = os.pipe()
             trainers, self.held = os.pipe()
-            # Nothing is ever written to the first two: the rendezvous host reads their end when the last process that holds the other side is gone.
+            # Nothing is ever written to the first two pipes. The rendezvous host reads the end of a
+            # pipe when the last process that holds the other side has ended.
             self._ready, ready = os.pipe()
             handed = (listening.fileno(), launchers, trainers, ready)
             self._process = start(ProcessStart(RENDEZVOUS_HOST, (host,), descriptors=handed))
@@ -46,20 +59,25 @@ class RendezvousHost:
 
     @property
     def address(self) -> str:
-        """Where trainers find the store."""
+        """Address of the store, "HOST:PORT"."""
         return f"{self._host}:{self._port}"
 
     def join(self) -> Any:
-        """The launcher's connection to the store, waited for until that is there. Raises TrainerError if it will not be."""
+        """Wait until the store listens, and return the launcher's connection to it, a TCPStore.
+
+        Raises:
+            TrainerError: The rendezvous host ended before the store listened.
+        """
         import torch.distributed as dist
 
-        # Connected only when the store is there, since torch logs every connection that is refused to stderr.
+        # Connect only once the store listens, because torch logs every refused connection to
+        # stderr.
         if not os.read(self._ready, 1):
             raise TrainerError(f"coordinator at {self.address}: cannot be started, see above")
         return dist.TCPStore(self._host, self._port, None, False, _PATIENCE)
 
     def close(self) -> None:
-        """End it, once no trainer is left."""
+        """End the rendezvous host. To be called when no trainer is left."""
         os.close(self._launcher_end)
         os.close(self.held)
         os.close(self._ready)
@@ -68,8 +86,12 @@ class RendezvousHost:
 
 
 def main() -> int:
-    """The process: HOST, then the descriptors of the listening socket, and of pipes: held open by launcher and trainers, and to say "ready"."""
-    # No more than this is imported here, since trainers wait for it.
+    """Run the rendezvous host, and return its exit status.
+
+    The command line is HOST and four descriptors: the listening socket, the pipe that the launcher
+    holds open, the pipe that the trainers hold open, and the pipe on which to report "ready".
+    """
+    # Only these modules are imported, because trainers wait for this process.
     from foreload.trainer.cluster.messages.rendezvous import Rendezvous, host_store
 
     host = sys.argv[1]
@@ -77,12 +99,12 @@ def main() -> int:
     rendezvous = Rendezvous(host_store(host, _PATIENCE, listening))
     os.write(ready, b"1")
     os.close(ready)
-    # Returns when the launcher is gone.
+    # This read returns when the launcher has ended.
     os.read(launcher, 1)
     if rendezvous.poll(Go) is None:
         return 0
     rendezvous.publish(Orphaned())
     rendezvous.publish(StopWanted())
-    # Returns when the last trainer is gone, which needs the store until then.
+    # This read returns when the last trainer has ended. Until then the trainers need the store.
     os.read(trainers, 1)
     return 0

@@ -1,5 +1,6 @@
-"""How the launcher starts the processes of a call, its rendezvous host and its trainers, and ends them: one function, so that another may stand in
-for it.
+"""How the launcher starts and ends the processes of a call: its rendezvous host and its trainers.
+
+It starts all of them through one function, which can be replaced (`preforked`).
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ _TRAINER, _START = "FORELOAD_TRAINER", "FORELOAD_START"
 
 @dataclass(frozen=True, slots=True)
 class ProcessStart:
-    """A process to be started. module: WORKER or RENDEZVOUS_HOST, whose `main` it runs; arguments: its command line, to which the descriptors'
-    numbers are appended.
+    """A process to be started.
 
-    environment: variables beyond the launcher's. descriptors: what it inherits, and keeps open for as long as it lives.
+    Attributes:
+        module: WORKER or RENDEZVOUS_HOST. The process runs the module's `main`.
+        arguments: Command line, to which the numbers of the descriptors are appended.
+        environment: Variables in addition to the launcher's environment.
+        descriptors: Descriptors that the process inherits, and keeps open as long as it lives.
     """
 
     module: str
@@ -41,16 +45,16 @@ class StartedProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The process id."""
 
     def poll(self) -> int | None:
-        """The status that it ended with, the negative number of the signal that ended it, or None while it is at work."""
+        """Return the exit status, the negative number of a fatal signal, or None while it runs."""
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Return when it has ended, or when the time is over."""
+        """Wait until the process has ended, or until the timeout is over."""
 
     def kill(self) -> None:
-        """End it at once, with what it has started itself, if it has not ended."""
+        """Kill the process and all that it has started itself, unless it has ended."""
 
 
 StartProcess = Callable[[ProcessStart], StartedProcess]
@@ -58,8 +62,13 @@ StartProcess = Callable[[ProcessStart], StartedProcess]
 
 @dataclass(frozen=True, slots=True)
 class OnHost:
-    """What a trainer of a job over several hosts knows of the host that it is on. token: the job's; has_run: whether the run's folder is here;
-    schedule: the folder of the schedule here, None where that is as on the coordinator's host.
+    """What a trainer of a job over several hosts knows about its own host.
+
+    Attributes:
+        token: Token of the job.
+        has_run: Whether the host has the run's folder.
+        schedule: Folder of the schedule on this host. If None, the same path as on the
+            coordinator's host.
     """
 
     token: str
@@ -69,12 +78,17 @@ class OnHost:
 
 @dataclass(frozen=True, slots=True)
 class TrainerStart:
-    """What a trainer is started with; all else it finds in the rendezvous store. rendezvous: the address of the rendezvous store, which the
-    rendezvous is on, "HOST:PORT"; address: of this machine, at which other trainers reach this one.
+    """What a trainer is started with. It finds all else in the rendezvous store.
 
-    store_urls: with passwords; None: those of the plan. launcher: the process that it leaves with before training begins. plan: of a trainer
-    that is started while others train, the version of the plan that has these URLs; None: it is one of the first. on_host: of a job over several
-    hosts.
+    Attributes:
+        trainer: Number of the trainer.
+        rendezvous: Address of the rendezvous store, "HOST:PORT".
+        address: Address of this machine, at which other trainers reach this one.
+        store_urls: URLs of the store shards, with passwords. If None, those of the plan.
+        launcher: Id of the launcher's process. Before training begins, the trainer ends with it.
+        plan: For a trainer that is started while others train, the version of the plan that has
+            these URLs. None for a trainer that is started at the beginning.
+        on_host: Facts about this host, in a job over several hosts.
     """
 
     trainer: int
@@ -86,17 +100,24 @@ class TrainerStart:
     on_host: OnHost | None = None
 
     def environment(self) -> dict[str, str]:
-        """These fields as variables of the process's environment: all of them, and the trainer's number, by which a process is found."""
+        """Return these fields as variables of the process's environment.
+
+        One variable has all fields. Another has the trainer's number, by which its process can be
+        found.
+        """
         return {_TRAINER: str(self.trainer), _START: encode(self)}
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> TrainerStart:
-        """The inverse of `environment`."""
+        """Read the fields from the variables of `environment`."""
         return decode(environment[_START], cls)
 
 
 class ChildProcess:
-    """A process as a child of the launcher, in a session of its own: Ctrl-C is for the launcher, which stops all after the same step."""
+    """A process that is a child of the launcher, in a session of its own.
+
+    So Ctrl-C reaches the launcher alone, which then stops all trainers after the same step.
+    """
 
     def __init__(self, start: ProcessStart) -> None:
         self._process = subprocess.Popen(
@@ -121,12 +142,19 @@ class ChildProcess:
     def kill(self) -> None:
         """See StartedProcess."""
         if self._process.poll() is None:
+            # The process leads a session of its own, so its group has all that it started itself.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def pause(processes: Iterable[StartedProcess], at_most: timedelta, wakes: int) -> None:
-    """Return after a while, or as soon as one of these processes, none of which has ended by `poll`, ends, or a descriptor can be read from."""
+    """Wait for a while, or until a process ends or a descriptor becomes readable.
+
+    Args:
+        processes: Processes to watch. For none of them has `poll` returned a status.
+        at_most: How long to wait.
+        wakes: Descriptor to watch.
+    """
     with contextlib.ExitStack() as stack:
         watched = select.poll()
         watched.register(wakes, select.POLLIN)
@@ -136,7 +164,7 @@ def pause(processes: Iterable[StartedProcess], at_most: timedelta, wakes: int) -
                 stack.callback(os.close, descriptor)
                 watched.register(descriptor, select.POLLIN)
         except (AttributeError, OSError):
-            # No such call on this system, or none left.
+            # The system has no pidfds, or no free descriptor.
             time.sleep(at_most.total_seconds())
             return
         watched.poll(1000 * at_most.total_seconds())

@@ -128,7 +128,7 @@ def _cannot_write(path: Path | str, error: OSError) -> RunError:
 
 
 def _is_temporary(name: str) -> bool:
-    """Return whether a file is a run's temporary file from `replacing`, left by a killed process."""
+    """Return whether a file is a run's temporary file of `replacing`, left by a killed process."""
     match = re.fullmatch(r"\.(.+)\.[0-9a-f]{16}\.tmp", name)
     return match is not None and (match[1] in _FILES or _DENSE.fullmatch(match[1]) is not None)
 

@@ -119,7 +119,7 @@ def metric_of(reports: Sequence[EvaluationReport], name: str) -> MetricValue:
     of = report.labels.get(label, report)
     value = getattr(of, metric)
     if metric == "loss" and value is None:
-        # Without a loss of its own, the model is trained on the log loss.
+        # ^If a report has no loss, the trained loss is the log loss.
         value = report.log_loss
     return MetricValue(math.nan if value is None else value, metric in _HIGHER_IS_BETTER)
 

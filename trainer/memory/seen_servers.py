@@ -1,6 +1,4 @@
-"""Ask the servers of store shards for their present state, and check that they have room for the
-rows to come.
-"""
+"""Ask the servers of store shards for their state, and check their room for the rows to come."""
 
 from __future__ import annotations
 
@@ -41,8 +39,8 @@ class ShardReport(TypedDict, total=False):
     cannot be asked. Commands add what trainers report of the shard.
 
     Attributes:
-        state: up, down, lost, degraded, "at rest" (a local server that is saved and does not run),
-            or a state that trainers report.
+        state: up, down, lost, degraded, or a state that trainers report. A stopped local server
+            whose rows are saved has a state of its own.
         foreign: a key of another run.
         lane_entries: by lane, the number of entries in its hash.
         markers: by lane.

@@ -1,6 +1,4 @@
-"""Predict each store shard's memory use after each step of a schedule, and when it exceeds the
-limit.
-"""
+"""Predict each store shard's memory use over a schedule, and when it exceeds the limit."""
 
 from __future__ import annotations
 
@@ -219,11 +217,10 @@ class StoreMemory:
         return np.stack(list(of_lanes), axis=1)
 
     def _share_moved(self, server: ShardServer, lane: int, own: np.ndarray) -> np.ndarray:
-        """Return the share of the previous table that a lane's hash has moved, after each known
-        step.
+        """Return how much of its previous table a lane's hash has moved, after each known step.
 
         Returns:
-            float64 [known]; from 1 on, all has moved.
+            float64 [known], as a share; from 1 on, all has moved.
         """
         growth, placement = server.hashes.growth, self.timeline.placement
         entries = own.sum(axis=-1) + 1
@@ -241,8 +238,8 @@ class StoreMemory:
         return moved
 
     def shortages(self) -> list[Shortage]:
-        """Return the servers without enough memory for the known steps, in the order in which they
-        fill up.
+        """Return the servers that lack memory for the known steps, in the order in which they fill
+        up.
         """
         found = []
         for server in self.servers:
@@ -256,8 +253,9 @@ class StoreMemory:
         return sorted(found, key=lambda one: (one.step is None, one.step or 0))
 
     def last_step(self) -> int | None:
-        """Return the last step after which training can stop with all rows written back on every
-        server.
+        """Return the last step after which a clean stop fits the memory of every server.
+
+        After a clean stop, all rows are written back.
 
         Returns:
             The step, or None if all known steps fit. If no step can be trained, the step before the

@@ -27,7 +27,8 @@ from foreload.cache.client.local_server import READY_TIMEOUT, SERVER_VARIABLE, L
 from foreload.cache.errors import StoreError, StoreFull, StoreUnavailable
 
 _SOCKET_PATH_BYTES = 100  # sun_path holds 108 on Linux, 104 elsewhere, with the closing zero
-_SERVERS = "servers.json"  # in the directory; has the socket of each server, by which a later command finds them
+# A file in the directory with the socket of each server, by which a later command finds them.
+_SERVERS = "servers.json"
 # Added to the servers' niceness: their work is needed later than that of the trainers beside them.
 NICENESS = 5
 _HUGE_PAGES = {

@@ -238,9 +238,7 @@ class StoreMemory:
         return moved
 
     def shortages(self) -> list[Shortage]:
-        """Return the servers that lack memory for the known steps, in the order in which they fill
-        up.
-        """
+        """Return the servers that lack memory for the known steps, the first to fill up first."""
         found = []
         for server in self.servers:
             if not server.limit_bytes or not self.timeline.known:

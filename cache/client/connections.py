@@ -502,6 +502,7 @@ class Connections:
             load.exchanges += 1
             load.seconds += nanoseconds * 1e-9
             load.bytes = self.channels[shard].bytes_sent + self.channels[shard].bytes_received
+        # Only the last shard to answer holds the others up, by its distance to the second to last.
         loads[took[-1][1]].held_up += (took[-1][0] - took[-2][0]) * 1e-9
 
     def _not_ready(self, requests: dict[int, list[Request]], failures: dict[int, StoreError] | None) -> dict[int, list[Request]]:
@@ -521,6 +522,8 @@ class Connections:
                 if error is None:
                     continue
                 if error.split(" ", 1)[0] in RETRIED:
+                    # The parts of a read must see the same writes, so all requests of the shard are
+                    # repeated.
                     again[shard] = of_shard
                     continue
                 refusal = reply_error(self.channels[shard].url, error)
@@ -606,6 +609,7 @@ class Connections:
                 wait_ns = min(max(due_ns - seen, 0), _PAUSE_NS)
                 ready = selector.select(wait_ns * 1e-9)
                 before, seen = seen, now_ns()
+                # A stop of this process must not count as silence of the servers.
                 frames.discount_stall(self._states, seen - before - wait_ns)
                 for key, events in ready:
                     try:

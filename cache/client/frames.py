@@ -216,6 +216,7 @@ def _take_rows(data, start, end, request):  # type: ignore[no-untyped-def]
     into = request[INTO] + i * request[INTO_STRIDE]
     while i < count and end - start >= frame and end - start >= 8:
         last = start + frame
+        # The whole head of the frame is compared as one masked word.
         if _load(base + start) & mask != head or data[last - 2] != 13 or data[last - 1] != 10:
             request[NEXT] = i
             return start, IRREGULAR
@@ -419,6 +420,7 @@ def run_exchange(requests, connections, out, data, clock, timeout_ns, pause_ns):
         seen = clock_time[0] * 1_000_000_000 + clock_time[1]
         discount_stall(connections, seen - now - wait_ns)
         now = seen
+        # What each socket is ready for: sending comes before receiving.
         for place in range(n if ready > 0 else 0):
             c = busy[place]
             came = polls[place, 1] >> 16
@@ -430,5 +432,6 @@ def run_exchange(requests, connections, out, data, clock, timeout_ns, pause_ns):
             connection = connections[busy[place]]
             if connection[ANSWERED] < connection[LAST] and now - connection[PROGRESSED_NS] >= timeout_ns:
                 return SILENT, busy[place]
+        # Nothing moved, or a signal came, so Python gets a chance to handle signals.
         if ready <= 0:
             return PAUSED, 0

@@ -19,7 +19,7 @@ class ShardLoad:
         seconds: the sum of the times from an exchange's start to the shard's last answer.
         held_up: in exchanges in which this shard was the last to answer, the sum of the times by
             which it was later than the one before it.
-        bytes: both ways, in all exchanges.
+        bytes: the bytes in both directions, in all exchanges.
     """
 
     exchanges: int = 0
@@ -53,7 +53,7 @@ def slower(shard: int, seconds: Mapping[int, float], times: float, longer: float
     """Return a shard's answer time as a multiple of the median of the others.
 
     Args:
-        seconds: of an answer, by shard.
+        seconds: shard -> the seconds of an answer.
         times: the least multiple to report.
         longer: the least difference to report, in seconds.
 

@@ -55,8 +55,8 @@ class _Noted(TypedDict):
     """The content of servers.json.
 
     Attributes:
-        sockets: by shard number; None for removed shards.
-        inode: of the directory.
+        sockets: the sockets' paths by shard number; None for removed shards.
+        inode: the inode of the directory.
     """
 
     sockets: Annotated[list[Annotated[str, _socket] | None], filled]

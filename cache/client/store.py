@@ -398,10 +398,10 @@ class Store:
         A shard that fails is treated as in `attempt`, and so is Fenced.
 
         Args:
-            commands: by shard, as for `commands_at_once`.
+            commands: shard -> its commands, as for `commands_at_once`.
 
         Returns:
-            (by shard, the answers; by shard that failed, why).
+            (shard -> its answers; shard that failed -> the reason).
         """
         failures = {shard: error for shard, error in self.down.items() if shard in commands}
         requests = {

@@ -33,7 +33,7 @@ class StoreUrl:
 
     Attributes:
         host: None for a Unix socket.
-        path: of the Unix socket; else None.
+        path: the path of the Unix socket; else None.
         options: TLS options under the names of redis-py, as text, and evicts=never, by which the
             user guarantees that a server which does not report its policy never evicts keys.
         password_from_environment: the password is not part of the URL. If a server wants none, it

@@ -225,7 +225,7 @@ class Partition:
 
         Args:
             slots: the slots of `rows`.
-            rows: with their bases.
+            rows: the rows, with their bases.
         """
         width, state_width, cpu = self.weights.shape[1], self.state.shape[1], torch.device("cpu")
         self.base_weights, self.base_state = (_zeros(self.slots, columns, cpu).numpy() for columns in (width, state_width))
@@ -302,6 +302,7 @@ class Partition:
             assert ended.base_state is not None
             self._put_base(slots, ended.base_weights, ended.base_state)
             if self.base_known is not None:
+                # `_put_base` has marked these bases as known, which may be wrong for some of them.
                 self.base_known[slots] = True if ended.base_known is None else ended.base_known
 
     def mark_trained(self, slots: np.ndarray, step: int, before: np.ndarray | None = None) -> np.ndarray:

@@ -532,7 +532,7 @@ def layouts_of(job: TrainJob, features: FeatureSpec) -> list[RowLayout]:
     """Return the layout of each table's rows, in the order of the tables.
 
     Args:
-        features: of the job's schedule.
+        features: the features of the job's schedule.
 
     Raises:
         SettingError: the job's settings do not fit the tables.

@@ -80,9 +80,9 @@ def check_metric(flag: str, name: str, header: Header) -> None:
     """Raise SettingError if the evaluations of a schedule have no such metric.
 
     Args:
-        flag: for the message.
+        flag: the setting's name in the message.
         name: as `metric_name` returned it.
-        header: of the schedule.
+        header: the schedule's header.
     """
     whole, names = name, [label.name for label in header.features.labels]
     of, dot, metric = chosen_set(name, header.set_names)[1].rpartition(".")

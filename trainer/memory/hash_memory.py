@@ -127,7 +127,7 @@ class HashMemory:
     """The memory that hashes of rows take on one server.
 
     Attributes:
-        entry_bytes: by the bytes of a row, the bytes of its entry without the table.
+        entry_bytes: bytes of a row -> bytes of its entry, without the table.
         measured: whether the server reported these sizes.
     """
 
@@ -169,7 +169,7 @@ class HashMemory:
         Args:
             entries: the number of entries in the hashes.
             table_bytes: the bytes of their tables and keys.
-            row_bytes: by the bytes of a row, the share of rows of that size.
+            row_bytes: bytes of a row -> the share of rows of that size.
             all_bytes: the bytes that the server reports for the hashes, with tables and keys.
         """
         expected = entries * sum(share * self.entry_bytes[size] for size, share in row_bytes.items())

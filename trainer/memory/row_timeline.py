@@ -35,7 +35,7 @@ def counts_of(placement: Placement, ordinals: np.ndarray, layouts: Sequence[RowL
 
     Args:
         ordinals: int64 [lanes, tables], the number of ordinals given so far.
-        layouts: of the tables.
+        layouts: the layout of each table's rows.
 
     Returns:
         int64 [lanes, shards, sizes], with the sizes of `sizes_of`.
@@ -162,6 +162,7 @@ class RowTimeline:
         until = int(np.searchsorted(self.steps, last, side="right"))
         for counts, before in ((self.given, self.before), (self.stored, self.before), (self.work, np.zeros_like(self.work[0]))):
             for moment in range(self.known, until):
+                # Moments have changes until here, and totals from here on.
                 counts[moment] += counts[moment - 1] if moment else before
         self.known = until
 
@@ -170,9 +171,12 @@ class RowTimeline:
         state, tables, moments = self._lanes[lane], len(self.layouts), len(self.steps)
         table, ordinal, tag = (moves.values(f"arrival_{name}") for name in ("table", "ordinal", "tag"))
         arrived, ended = ((moves.steps(name) - self.start_step - 1) // self.apart for name in ("arrival_tag", "ends"))
+        # A row of tag 0 arrives for the first time: this is when it gets its ordinal.
         new = tag == 0
         self._add(self.given, state, lane, table[new], ordinal[new], arrived[new], None)
         ending = moves.occupants("ends", state.held, np.where(new, ordinal * tables + table, _STORED))
+        # A row is added to the store at the end of its first residency. Later write-backs only
+        # replace it, which is work, as fetches are.
         first = ending != _STORED
         self._add(self.stored, state, lane, ending[first] % tables, ending[first] // tables, ended[first], state.protected)
         self.work[:, lane] += np.bincount(ended[~first], minlength=moments) + np.bincount(arrived[~new], minlength=moments)

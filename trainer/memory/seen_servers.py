@@ -42,8 +42,8 @@ class ShardReport(TypedDict, total=False):
         state: up, down, lost, degraded, or a state that trainers report. A stopped local server
             whose rows are saved has a state of its own.
         foreign: a key of another run.
-        lane_entries: by lane, the number of entries in its hash.
-        markers: by lane.
+        lane_entries: the number of entries in each lane's hash.
+        markers: each lane's marker.
         rebuilt: the share of the rows that is rebuilt.
     """
 
@@ -74,7 +74,7 @@ def ask_servers(urls: Mapping[int, str], namespace: str, lanes: int) -> list[Sha
     All servers are asked at the same time.
 
     Args:
-        urls: by shard, with passwords.
+        urls: shard -> its URL, with password.
         namespace: the run's.
         lanes: the number of the run's lanes.
     """
@@ -145,8 +145,8 @@ def check_room(
     are skipped, and so is the check if the schedule does not know its number of rows yet.
 
     Args:
-        placement: of the migration.
-        urls: of all shards, with passwords.
+        placement: the placement of the migration.
+        urls: the URLs of all shards, with passwords.
     """
     if manifest.local_stores is not None:
         return

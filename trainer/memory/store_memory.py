@@ -14,7 +14,7 @@ from foreload.trainer.job.memory_check import readable
 from foreload.trainer.memory.hash_memory import KEY_BYTES, HashMemory, statistics_bytes
 from foreload.trainer.memory.row_timeline import RowTimeline, sizes_of
 
-CLIENT_BYTES = 16 << 10  # of a trainer's connection, about
+CLIENT_BYTES = 16 << 10  # about the bytes of a trainer's connection
 # A server keeps about this much for each connection once rows came over it.
 _BUFFER_BYTES, _VALKEY_BUFFER_BYTES = 40 << 10, 24 << 10
 # Valkey reads all commands into one buffer, which is as large as the longest command was.
@@ -22,7 +22,7 @@ _SHARED_BYTES = 128 << 10
 # A server takes this much besides each row of a command that it has read but not executed: two
 # strings and their objects.
 _ARGUMENT_BYTES = 120
-_UNCERTAIN = 0.005  # the relative error of a rehearsal, of what rows take
+_UNCERTAIN = 0.005  # the relative error of a rehearsal's sizes
 # Markers of a lane per shard and step: one with the rows that it fetches, one with those that it
 # writes back.
 _MARKERS = 2
@@ -96,7 +96,7 @@ class StoreMemory:
     """A run's memory forecast, for the steps that its timeline knows.
 
     Attributes:
-        servers: of the shards that are asked.
+        servers: the servers of the shards that are asked.
         trainers: the number of trainers that write.
     """
 

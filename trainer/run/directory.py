@@ -1,4 +1,4 @@
-"""The folder of a run: what was trained, how far it got, and the dense part of the model.
+"""The folder of a run: what was trained, how far training got, and the model's dense part.
 
 The folder holds:
 

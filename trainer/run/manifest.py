@@ -215,17 +215,17 @@ class Manifest:
         store_urls: URLs of its servers without passwords; empty for local stores.
         local_stores: the number of local stores, or None.
         stages: its schedules, in order.
-        fingerprint: of the numerics of its last training.
-        mixed_numerics: if the run went on under another fingerprint, {"step", "fingerprint"} of
+        fingerprint: the numerics fingerprint of its last training.
+        mixed_numerics: if the run was resumed under another fingerprint, {"step", "fingerprint"} of
             each in order, "step" being the first step under it; else empty.
         inexact: None if the model is exactly, to the bit, that of the data and the settings.
-        rates: if the run went on with other learning rates, {"step"} and RATE_SETTINGS of each, as
-            in mixed_numerics.
+        rates: if the run was resumed with other learning rates, {"step"} and RATE_SETTINGS of
+            each, as in mixed_numerics.
         watched: if the run may stop early, the evaluation results of its last schedule so far, up
             to where the run stopped or, in a checkpoint, was saved.
         code: the files of the user's model and loss in the last training. Empty for a built-in
             model, and for runs of earlier versions.
-        mixed_code: if the run went on with other code, {"step", "code"} of each, as in
+        mixed_code: if the run was resumed with other code, {"step", "code"} of each, as in
             mixed_numerics; "code" has the checksums by name.
         former_urls: servers that the run no longer uses but that may still have its rows. `delete`
             and `--overwrite` check them too.
@@ -257,7 +257,7 @@ class Manifest:
         return {"run": self.run_id, "lanes": self.lanes}
 
     def under(self, fingerprint: dict[str, Any], step: int) -> Manifest:
-        """Return the manifest of this run if it goes on under a numerics fingerprint.
+        """Return the manifest of this run, resumed under a numerics fingerprint.
 
         Args:
             step: the first training step under it.
@@ -268,7 +268,7 @@ class Manifest:
         return replace(self, fingerprint=fingerprint, mixed_numerics=mixed)
 
     def with_rates(self, job: TrainJob, step: int) -> Manifest:
-        """Return the manifest of this run if it goes on with the learning rates of a job.
+        """Return the manifest of this run, resumed with the learning rates of a job.
 
         Args:
             step: the first training step with them.
@@ -279,7 +279,7 @@ class Manifest:
         return replace(self, job=self.job | now, rates=self._since(self.rates, step, before, now))
 
     def with_code(self, code: tuple[CodeFile, ...], step: int) -> Manifest:
-        """Return the manifest of this run if it goes on with this code of its model.
+        """Return the manifest of this run, resumed with this code of its model.
 
         Args:
             step: the first training step with it.
@@ -374,7 +374,7 @@ def new_manifest(
     """Return the manifest of a new run.
 
     Args:
-        store_urls: without passwords.
+        store_urls: the servers' URLs, without passwords.
         local_stores: the number of local stores, or None.
         code: as in Manifest.
     """

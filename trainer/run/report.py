@@ -66,6 +66,8 @@ def evaluations_reported(path: Path, step: int) -> set[str]:
             number = _NUMBER.match(line)
             if number is not None:
                 before, last = last, int(number[1])
+                # A step number that does not rise means a rollback. If training then repeats `step`,
+                # the evaluations found so far no longer count.
                 if last <= min(before, step):
                     lines.clear()
             elif line.startswith(_EVALUATION % step):
@@ -105,7 +107,7 @@ class _Sums:
 
     Attributes:
         loss: the sum of each step's loss times its samples.
-        of: by column, the sums of the figures that `Totals` has.
+        of: column -> the sum of the figure; the columns are those that `Totals` has.
     """
 
     steps: int = 0
@@ -230,6 +232,7 @@ class RunReport:
         }
         if any(silent.values()):
             rows = self._rows_of(uncounted.start, step)
+            # The times and bytes of a lost trainer are not known, but the schedule gives its rows.
             self._instead |= {missed: {**rows[missed], "without": trainers} for missed, trainers in silent.items() if trainers}
         self._members = {trainer: self._members.get(trainer, step + 1) for trainer in members}
         for step in sorted(self._waiting):

@@ -102,6 +102,7 @@ def continued(
     Raises:
         RunRefused: the run cannot be continued in this way.
     """
+    # Settings that the model depends on must be those that the run was started with.
     before = manifest.training_job
     for name, setting in settings_of(TrainJob).items():
         of_numerics = setting.resume == "numerics"
@@ -120,6 +121,7 @@ def continued(
             f"schedule {schedule.path}: has {schedule.header.lanes} lanes, the run {manifest.lanes}; prepare it with --after"
         )
     last, stage = manifest.stages[-1], Stage.of(schedule)
+    # Either the schedule is the one that the run stopped on, or it continues that one.
     if stage.identity == last.identity:
         if goes_on and (why := why_at_end(manifest, state, step, job, schedule)) is not None:
             raise RunRefused(f"{what}: {why}")

@@ -131,7 +131,7 @@ def with_servers(manifest: Manifest, placement: Placement, urls: Sequence[str], 
     """Return the manifest of a run whose shards are on these servers.
 
     Args:
-        urls: by number, without passwords; ignored for local stores.
+        urls: the URLs by number, without passwords; ignored for local stores.
         emptied: servers that the run no longer uses and that hold none of its data.
     """
     local = None if manifest.local_stores is None else placement.shard_count
@@ -144,7 +144,7 @@ def with_servers(manifest: Manifest, placement: Placement, urls: Sequence[str], 
 
 
 def with_named(manifest: Manifest, placement: Placement, given: str) -> Manifest:
-    """Return the manifest of a run that goes on with the servers of --store.
+    """Return the manifest of a run that is resumed with the servers of --store.
 
     Servers that the run has yet to leave stay in the manifest.
 

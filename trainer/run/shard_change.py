@@ -34,7 +34,7 @@ class ShardChange:
 
     Attributes:
         shard: the shard's number or URL; "" if shards are added.
-        urls: of servers, or LOCAL.
+        urls: the URLs of servers, or LOCAL.
     """
 
     change: Change
@@ -50,7 +50,7 @@ class ShardChange:
         """Return the run's placement with this change under way.
 
         Args:
-            urls: of the run's shards, by number.
+            urls: the URLs of the run's shards, by number.
 
         Raises:
             RunError: no shard of the run is named `shard`.
@@ -65,7 +65,7 @@ class ShardChange:
         """Return whether the run is already making this change.
 
         Args:
-            urls: of the run's shards, by number, including those that join.
+            urls: the URLs of the run's shards, by number, including those that join.
         """
         joining = tuple(plain(urls)[shard] for shard in placement.joining)
         wanted = plain_or_local(self.urls)
@@ -83,7 +83,7 @@ def shard_named(text: str, urls: Sequence[str]) -> int:
     """Return the number of the store shard that a number or a server's URL names.
 
     Args:
-        urls: of the run's shards, by number, without passwords.
+        urls: the URLs of the run's shards, by number, without passwords.
 
     Raises:
         RunError: no shard of the run is named so.
@@ -175,7 +175,8 @@ class ShardProgram:
         """Return the manifest that names the servers.
 
         Args:
-            urls: of the shards by number, without passwords; those of removed shards are ignored.
+            urls: the URLs of the shards by number, without passwords. Those of removed shards are
+                ignored.
         """
         placement = self.placement if self.wanted is None else self.wanted
         numbered = enumerate(urls[: placement.shard_count])
@@ -195,7 +196,7 @@ class ShardProgram:
         """Continue after the placement without the left shards was published.
 
         Args:
-            urls: of the shards by number, without passwords, as before that.
+            urls: the URLs of the shards by number, without passwords, before that step.
         """
         leaving = {shard: urls[shard] for shard in self.placement.leaving}
         # The run may have left one of these servers before, and added it again since.

@@ -25,7 +25,7 @@ class LoadReport(TypedDict):
     Attributes:
         exchanges: the number of exchanges with this shard and others.
         ms_answer: how long its answers took, on average.
-        ms_a_step: per step, how long it kept others waiting whose answers were complete.
+        ms_a_step: how long, per step, the complete answers of other shards waited for its answer.
         bytes: the bytes to and from the shard.
         slow: its answer time as a multiple of the median of the others, if it is slow; else None.
         hot: its bytes as a multiple of the median of the others, if it is hot; else None.

@@ -66,8 +66,8 @@ def evaluations_reported(path: Path, step: int) -> set[str]:
             number = _NUMBER.match(line)
             if number is not None:
                 before, last = last, int(number[1])
-                # A step number that does not rise means a rollback. If training then repeats `step`,
-                # the evaluations found so far no longer count.
+                # A step number that does not rise means a rollback. If training then repeats
+                # `step`, the evaluations found so far no longer count.
                 if last <= min(before, step):
                     lines.clear()
             elif line.startswith(_EVALUATION % step):

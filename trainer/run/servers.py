@@ -113,8 +113,8 @@ def own_servers(manifest: Manifest, placement: Placement, given: str) -> str:
     """Return the --store of a run that the same command started, and now resumes.
 
     The run may use other servers by now. If it ever used any of the given ones, the result has its
-    present servers, in the form in which they are given if they are. Otherwise the result is
-    `given`: the rows are to live on these servers from now on.
+    present servers, with the given URL, and so the password, of each server that `given` names.
+    Otherwise the result is `given`: the rows are to live on these servers from now on.
 
     Args:
         given: the --store of the command.

@@ -49,9 +49,9 @@ def next_copies(
 ) -> tuple[tuple[int, ...], ...]:
     """Return, for each lane, the trainers that hold its replicas next.
 
-    Complete replicas stay where they are. To drop surplus replicas, and to place further ones,
-    trainers on another machine than the host are preferred, and among these the trainers with the
-    fewest replicas.
+    Complete replicas stay where they are. The replicas to keep, if there are too many, and the
+    trainers for further ones are chosen by the same rule: first trainers on another machine than
+    the host, and among these the ones with the fewest replicas.
 
     Args:
         hosts: lane -> its trainer.

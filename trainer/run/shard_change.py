@@ -184,16 +184,16 @@ class ShardProgram:
         return with_servers(manifest, placement, named, self.emptied)
 
     def name(self) -> ShardProgram:
-        """Continue after the manifest that names the servers was published."""
+        """Return the program after the manifest that names the servers was published."""
         return replace(self, named=True)
 
     def place(self) -> ShardProgram:
-        """Continue after the requested placement was published."""
+        """Return the program after the requested placement was published."""
         assert self.wanted is not None
         return replace(self, placement=self.wanted, wanted=None)
 
     def complete(self, urls: Sequence[str]) -> ShardProgram:
-        """Continue after the placement without the left shards was published.
+        """Return the program after the placement without the left shards was published.
 
         Args:
             urls: the URLs of the shards by number, without passwords, before that step.
@@ -204,7 +204,7 @@ class ShardProgram:
         return replace(self, placement=self.placement.completed(), leaving=leaving, emptied=emptied, named=False)
 
     def leave(self, emptied: Collection[str]) -> ShardProgram:
-        """Continue after the servers of removed shards were left.
+        """Return the program after the run left the servers of removed shards.
 
         Args:
             emptied: the URLs of those servers that hold none of the run's data.

@@ -1,1 +1,1 @@
-"""The store client: URLs, connections, RESP for whole arrays, and redis-servers of a run's own. Knows no rows."""
+"""The store client: URLs, connections, RESP for whole arrays, and local servers. Knows no rows."""

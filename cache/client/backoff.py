@@ -11,7 +11,11 @@ _LONGEST_PAUSE = timedelta(milliseconds=500)
 
 
 def pauses(limit: timedelta) -> Iterator[None]:
-    """Exponential backoff: each item follows a pause twice as long as the one before, until `limit`, from now on, would be passed."""
+    """Yield after pauses that grow exponentially.
+
+    Each pause is twice as long as the one before, up to a longest one. The iterator ends when the
+    next pause would pass `limit`, counted from now.
+    """
     return _pauses(time.monotonic() + limit.total_seconds())
 
 

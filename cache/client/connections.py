@@ -1,4 +1,8 @@
-"""The connections to all store shards: made by redis-py, then driven as raw sockets that never block, in one loop until the last reply."""
+"""The connections to all store shards.
+
+redis-py makes them. Then one loop drives them as raw sockets that never block, until the last reply
+is in.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +42,13 @@ from foreload.cache.errors import (
 
 
 def new_connection(url: StoreUrl, timeout: timedelta) -> Any:
-    """A redis-py connection, not yet connected, that never retries or reconnects by itself.
+    """Return a redis-py connection, not yet connected, that never retries or reconnects by itself.
 
-    timeout: for connecting and for each answer of the handshake. Raises StoreTls where an option names a file that is not there.
+    Args:
+        timeout: for connecting, and for each answer of the handshake.
+
+    Raises:
+        StoreTls: a TLS option names a file that does not exist.
     """
     settings: dict[str, Any] = {
         "db": url.database,
@@ -60,12 +68,13 @@ def new_connection(url: StoreUrl, timeout: timedelta) -> Any:
 
 
 RETRIED = ("LOADING", "BUSY", "TRYAGAIN")  # errors of a server that will be ready in a moment
-# The other end is gone, or went while the connection was made: it may be there again in a moment. Other TLS errors the user must set right.
+# The other end closed the connection, perhaps while it was made, and may be back in a moment. Other
+# TLS errors need the user.
 _TLS_CLOSED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 
 
 def reply_error(url: StoreUrl, text: str) -> StoreError:
-    """The exception for an error line of the server, with a remedy where there is one."""
+    """Return the exception for a server's error line, with a remedy if one is known."""
     code = text.split(" ", 1)[0]
     text = " ".join(text.split())
     if code == "OOM":
@@ -92,7 +101,7 @@ def reply_error(url: StoreUrl, text: str) -> StoreError:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it came from: redis-py wraps those of TLS in its own."""
+    """Yield an error and its causes, because redis-py wraps TLS errors in its own."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -121,9 +130,19 @@ def _connect_error(url: StoreUrl, error: Exception) -> StoreError:
 
 
 def connect(url: StoreUrl, timeout: timedelta, connect_timeout: timedelta) -> tuple[StoreUrl, Any]:
-    """A connected redis-py connection, and the URL as it was used (without a password from the environment that the server did not want).
+    """Connect to a server.
 
-    A server that cannot be reached is tried again for connect_timeout. Raises StoreUnavailable, StoreAuth, StoreTls, StoreError.
+    A server that cannot be reached is retried for `connect_timeout`.
+
+    Returns:
+        The URL as it was used, and the redis-py connection. The URL lacks the password of the
+        environment if the server wants none.
+
+    Raises:
+        StoreUnavailable: the server cannot be reached.
+        StoreAuth: the server refuses the user or password.
+        StoreTls: TLS failed.
+        StoreError: the server refuses the connection for another reason.
     """
     attempts = pauses(connect_timeout)
     while True:
@@ -146,7 +165,10 @@ def connect(url: StoreUrl, timeout: timedelta, connect_timeout: timedelta) -> tu
 
 
 def _unacknowledged_bytes(connection: socket.socket) -> int:
-    """How many bytes that were sent the other end's machine has not acknowledged yet; 0 where that is not known."""
+    """Return how many sent bytes the other end's machine has not acknowledged yet.
+
+    If that is not known, returns 0.
+    """
     try:
         (left,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, struct.pack("i", 0)))
     except OSError:
@@ -155,32 +177,39 @@ def _unacknowledged_bytes(connection: socket.socket) -> int:
 
 
 def now_ns() -> int:
-    """The clock of `frames.run_exchange`."""
+    """Return the time of the clock that `frames.run_exchange` uses, in nanoseconds."""
     return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
 
 
 class Channel:
-    """A connection with the requests under way on it. `send` and `receive` do what the socket allows at once; neither blocks.
+    """A connection with the requests under way on it.
 
-    state (int64 [CONNECTION_COLUMNS]), out and data (uint8, the outgoing and incoming buffers) are views that `place` gives; between calls
-    `frames.run_exchange` may go on with them.
+    `send` and `receive` do what the socket allows at once; neither blocks. `place` sets the views
+    state (int64 [CONNECTION_COLUMNS]), out and data (uint8, the outgoing and the incoming buffer).
+    Between calls `frames.run_exchange` may continue with them.
+
+    Attributes:
+        failure: why the channel cannot be used any longer, if that is recorded and not raised.
+        compiled: whether the socket carries the plain bytes of the protocol, so that compiled code
+            can read and write it. Not so with TLS.
     """
 
     def __init__(self, url: StoreUrl, timeout: timedelta, connect_timeout: timedelta) -> None:
         self.url, self._connection = connect(url, timeout, connect_timeout)
         self.socket: socket.socket = self._connection._sock
         self.socket.setblocking(False)
-        self.failure: StoreError | None = None  # why nothing more can be asked on it, where that is noted, not raised
-        self.compiled = not isinstance(self.socket, ssl.SSLSocket)  # whether its bytes are what the socket carries
+        self.failure: StoreError | None = None
+        self.compiled = not isinstance(self.socket, ssl.SSLSocket)
         self.tls_wants_write = False
-        self._left: int | None = None  # bytes sent that the server's machine did not have at the last look
+        # Bytes sent that the server's machine had not acknowledged at the last check.
+        self._left: int | None = None
         self._table = np.zeros((0, frames.REQUEST_COLUMNS), np.int64)
         self._requests: list[Request] = []
         self._first = 0  # the row of the table at which its requests begin
 
     @classmethod
     def absent(cls, url: StoreUrl, failure: StoreError) -> Channel:
-        """A channel whose server cannot be reached; nothing can be asked on it."""
+        """Return a channel for a server that cannot be reached. It takes no requests."""
         channel = cls.__new__(cls)
         channel.failure = failure
         channel.url, channel._connection = url, new_connection(url, timedelta(seconds=1))
@@ -191,12 +220,18 @@ class Channel:
         return channel
 
     def place(self, state: np.ndarray, out: np.ndarray, data: np.ndarray) -> None:
-        """Use this row and these buffers from now on. No request is under way."""
+        """Use this row and these buffers from now on. No request may be under way."""
         state[frames.FD] = self.socket.fileno()
         self._state, self._out, self._data = state, out, data
 
     def begin(self, table: np.ndarray, first: int, requests: list[Request]) -> None:
-        """Start on requests, which lie in the table from row `first` on; those before must have been answered."""
+        """Start on requests.
+
+        All earlier requests must have been answered.
+
+        Args:
+            table: int64 [n, REQUEST_COLUMNS], with these requests from row `first` on.
+        """
         self._table, self._first, self._requests = table, first, requests
         self._state[frames.ANSWERED : frames.FILLING + 1] = (first, first + len(requests), first)
         self._state[frames.PROGRESSED_NS] = now_ns()
@@ -218,8 +253,12 @@ class Channel:
         return int(self._state[frames.PROGRESSED_NS])
 
     def is_taken(self, timeout_ns: int) -> bool:
-        """Where nothing was sent or received for timeout_ns: whether the server's machine still takes what was sent, as it may for long behind a slow
-        link, so that it cannot have answered. How much is left is looked at again after a quarter of that time, the first time, and after all of it.
+        """Return whether a silent server's machine still takes the bytes sent to it.
+
+        Behind a slow link that can take long, and until it is done the server cannot have answered.
+        This is called when nothing was sent or received for timeout_ns. After the first call, the
+        unacknowledged bytes are checked again after a quarter of that time, and then each time
+        after all of it.
         """
         before, self._left = self._left, _unacknowledged_bytes(self.socket)
         if self._left == 0 if before is None else self._left >= before:
@@ -234,27 +273,35 @@ class Channel:
 
     @property
     def wants_write(self) -> bool:
-        """Whether there is something left to send."""
+        """Whether bytes are left to send."""
         state = self._state
         unsent = state[frames.OUT_START] < state[frames.OUT_END] or state[frames.FILLING] < state[frames.LAST]
         return bool(unsent or self.tls_wants_write)
 
     def handle_in_python(self) -> None:
-        """Do what `frames.run_exchange` cannot: read other replies, and let the socket say what ails it. Raises as send and receive do."""
+        """Do what `frames.run_exchange` cannot do.
+
+        That is to read replies of other kinds, and to raise the error of a broken socket. Raises as
+        `send` and `receive` do.
+        """
         self._read()
         self.send()
         if not self.answered:
             self.receive()
 
     def send(self) -> None:
-        """Send as much of the buffer, refilled when empty, as the socket takes. Raises StoreUnavailable."""
+        """Send as much of the buffer, refilled when empty, as the socket takes.
+
+        Raises StoreUnavailable.
+        """
         state = self._state
         if state[frames.OUT_START] == state[frames.OUT_END]:
             frames.fill(self._table, state, self._out)
             if not state[frames.OUT_END]:
                 return
         try:
-            # After SSLWantWrite the same bytes must be offered again: the buffer changes only once it is sent.
+            # After SSLWantWriteError the same bytes must be offered again, so the buffer changes
+            # only once it is sent.
             sent = self.socket.send(self._out[state[frames.OUT_START] : state[frames.OUT_END]].data)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return
@@ -265,7 +312,12 @@ class Channel:
         state[frames.PROGRESSED_NS] = now_ns()
 
     def receive(self) -> None:
-        """Receive and read what is there. Raises StoreUnavailable, and StoreError where it is not the Redis protocol."""
+        """Receive the bytes that have arrived, and read the replies in them.
+
+        Raises:
+            StoreUnavailable: the connection broke or was closed.
+            StoreError: the bytes are not the Redis protocol.
+        """
         state = self._state
         while True:
             self.tls_wants_write = False
@@ -284,12 +336,15 @@ class Channel:
             state[frames.RECEIVED_BYTES] += count
             state[frames.PROGRESSED_NS] = now_ns()
             self._read()
-            # What TLS has decrypted already, the selector does not see.
+            # The selector does not see bytes that TLS has decrypted already.
             if not (isinstance(self.socket, ssl.SSLSocket) and self.socket.pending()):
                 return
 
     def _read(self) -> None:
-        """Feed the incoming buffer to the replies that are due, in order. Raises StoreError where it is not the Redis protocol."""
+        """Feed the incoming buffer to the replies that are due, in order.
+
+        Raises StoreError if the bytes are not the Redis protocol.
+        """
         state = self._state
         start, end = int(state[frames.IN_START]), int(state[frames.IN_END])
         try:
@@ -307,37 +362,46 @@ class Channel:
         frames.to_front(state, self._data)
 
     def _broken(self, error: OSError) -> StoreUnavailable:
-        # Also where TLS says it: certificates and versions were agreed on when the connection was made, so it is the connection that broke.
+        # TLS errors count as a broken connection, too: certificates and versions were checked when
+        # the connection was made.
         why = error.reason if isinstance(error, ssl.SSLError) and error.reason else error.strerror or error
         return StoreUnavailable(f"store {self.url}: the connection broke ({why}); see the server's log")
 
     def fail(self, failure: StoreError) -> None:
-        """Close the connection and expect no more of what is under way; `failure` says why."""
+        """Close the connection, and drop the requests under way; `failure` says why."""
         self.failure = failure
         self._state[frames.ANSWERED] = self._state[frames.FILLING] = self._state[frames.LAST]
         self._state[frames.OUT_START] = self._state[frames.OUT_END] = 0
         self.close()
 
     def close(self) -> None:
-        """Close the connection, whatever is under way."""
+        """Close the connection, even if requests are under way."""
         with contextlib.suppress(OSError):
             self._connection.disconnect()
 
 
-_OUT_BYTES = 1 << 17  # a processor's nearer caches hold both buffers
+# Both buffers fit a processor's inner caches.
+_OUT_BYTES = 1 << 17
 _IN_BYTES = 1 << 18
-_RECENT = 0.125  # weight of the last exchange in what counts as recent
-_PAUSE_NS = 500_000_000  # how often, at least, Python may see to signals
+_RECENT = 0.125  # weight of the last exchange in `recent`
+_PAUSE_NS = 500_000_000  # the longest time until Python can handle signals
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class Connections:
-    """One channel a store shard, with their buffers. One thread uses it.
+    """One channel for each store shard, with their buffers.
 
-    timeout: for silence of a shard that owes an answer, and takes nothing of what was sent to it, and for how long LOADING, BUSY and TRYAGAIN are
-    tried again. commands, retries: counters.
-    loads: what each shard's server was asked, and how long that took; any thread may read it. recent: seconds of a shard's answer, the mean over
-    its last exchanges, whoever else was asked. judge: says why a shard answers that a key is of another type, where that may not be a fence.
+    One thread uses it.
+
+    Attributes:
+        timeout: how long a shard may be silent if it owes an answer and its machine takes no bytes
+            sent to it. Also how long LOADING, BUSY and TRYAGAIN are retried.
+        commands: the number of commands sent.
+        retries: the number of commands that were sent again.
+        loads: by shard, what its server was asked and how long that took. Any thread may read it.
+        recent: by shard, the mean seconds of its last answers, in all exchanges.
+        judge: returns why a shard answers that a key is of another type, if that may not be a
+            fence.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -350,12 +414,15 @@ class Connections:
         self._closed = ""
 
     def open(self) -> None:
-        """Begin with the channels that are there by now."""
+        """Begin with the channels added so far."""
         self._states = np.zeros((len(self.channels), frames.CONNECTION_COLUMNS), np.int64)
         self._make_buffers(_OUT_BYTES, _IN_BYTES)
 
     def replace(self, shard: int, channel: Channel) -> None:
-        """Use another channel for a shard from now on; the one before is closed. Nothing is under way on either."""
+        """Use another channel for a shard from now on, and close the previous one.
+
+        No request may be under way on either.
+        """
         self.channels[shard].close()
         self.channels[shard] = channel
         self.loads.pop(shard, None)
@@ -364,21 +431,25 @@ class Connections:
         channel.place(self._states[shard], self._out[shard], self._in[shard])
 
     def append(self, channel: Channel) -> None:
-        """Have one channel more. Nothing is under way on any."""
+        """Add a channel. No request may be under way on any channel."""
         self.channels.append(channel)
         self._states = np.concatenate([self._states, np.zeros((1, frames.CONNECTION_COLUMNS), np.int64)])
         self._make_buffers(self._out.shape[1], self._in.shape[1])
 
     def close(self) -> None:
-        """Close all channels. Does nothing the second time."""
+        """Close all channels. A second call does nothing."""
         self._closed = self._closed or "it was closed before"
         for channel in self.channels:
             channel.close()
 
     def perform(self, requests: dict[int, list[Request]], failures: dict[int, StoreError] | None = None) -> None:
-        """Run requests to their replies, again where a server was not ready, and raise what a server refused.
+        """Run requests until their replies are in, and raise errors that servers answer.
 
-        failures: where shards are noted whose connection fails; where it is None, that closes everything and is raised.
+        Requests are retried if a server is not ready.
+
+        Args:
+            failures: collects the shards whose connection fails. If None, such a failure closes
+                everything and is raised.
         """
         if self._closed:
             raise StoreUnavailable(f"store: the connections are closed ({self._closed}); make a new Store")
@@ -392,7 +463,8 @@ class Connections:
                 again = self._not_ready(
                     {shard: of_shard for shard, of_shard in requests.items() if shard not in (failures or ())}, failures
                 )
-                if again and next(attempts, self) is self:  # no attempt is left: self stands for that
+                # `next` returns self, as its default, if no attempt is left.
+                if again and next(attempts, self) is self:
                     for shard, of_shard in again.items():
                         error = next(request.reply.error for request in of_shard if request.reply.error is not None)
                         self.lose(shard, reply_error(self.channels[shard].url, error), failures)
@@ -404,12 +476,16 @@ class Connections:
         except StoreError:
             raise
         except BaseException as error:
-            # Replies may still be under way: nothing more can be asked on these connections.
+            # Replies may still be under way, so these connections cannot be used any longer.
             self._fail(repr(error))
             raise
 
     def _count(self, requests: Iterable[int], began: int) -> None:
-        """Note how long the shards' answers took, all of which are in. began: by `now_ns`."""
+        """Record how long the shards' answers took. All answers must be in.
+
+        Args:
+            began: when the requests began, by `now_ns`.
+        """
         took = sorted(
             (channel.progressed_ns - began, shard) for shard in requests if (channel := self.channels[shard]).failure is None
         )
@@ -426,13 +502,18 @@ class Connections:
             load.exchanges += 1
             load.seconds += nanoseconds * 1e-9
             load.bytes = self.channels[shard].bytes_sent + self.channels[shard].bytes_received
+        # Only the last shard to answer holds the others up, by its distance to the second to last.
         loads[took[-1][1]].held_up += (took[-1][0] - took[-2][0]) * 1e-9
 
     def _not_ready(self, requests: dict[int, list[Request]], failures: dict[int, StoreError] | None) -> dict[int, list[Request]]:
-        """All requests of the shards that were not ready; each may be repeated safely, and the parts of a read must see the same writes.
+        """Return all requests of the shards that were not ready.
 
-        A shard that refuses for any other reason is lost. Raises Fenced where the lane has another owner: then it is this one that must stop.
-        A key of another type may also be another program's: `judge` finds out.
+        All requests of such a shard are repeated: each may be repeated safely, and the parts of a
+        read must see the same writes. A shard that refuses for any other reason is lost.
+
+        Raises:
+            Fenced: the lane has another owner, so this process must stop. A key of another type may
+                also be another program's, which `judge` finds out.
         """
         again: dict[int, list[Request]] = {}
         for shard, of_shard in requests.items():
@@ -441,6 +522,8 @@ class Connections:
                 if error is None:
                     continue
                 if error.split(" ", 1)[0] in RETRIED:
+                    # The parts of a read must see the same writes, so all requests of the shard are
+                    # repeated.
                     again[shard] = of_shard
                     continue
                 refusal = reply_error(self.channels[shard].url, error)
@@ -455,14 +538,17 @@ class Connections:
         return again
 
     def _make_buffers(self, out_bytes: int, in_bytes: int) -> None:
-        """Buffers for all connections, none of which has a request under way."""
+        """Make buffers for all connections. No request may be under way."""
         self._out = np.empty((len(self.channels), out_bytes), np.uint8)
         self._in = np.empty((len(self.channels), in_bytes), np.uint8)
         for channel, state, out, data in zip(self.channels, self._states, self._out, self._in, strict=True):
             channel.place(state, out, data)
 
     def _begin(self, requests: dict[int, list[Request]]) -> None:
-        """Lay requests out in one table, and start each channel on its own; buffers grow where a frame would not fit."""
+        """Write requests to one table, and start each channel on its own requests.
+
+        The buffers grow if a frame would not fit.
+        """
         all_requests = [request for of_shard in requests.values() for request in of_shard]
         frame_bytes = max((request.frame_bytes for request in all_requests), default=0)
         if 2 * frame_bytes > self._out.shape[1]:
@@ -475,7 +561,7 @@ class Connections:
             first += len(of_shard)
 
     def _await_replies(self, busy: list[int], failures: dict[int, StoreError] | None) -> None:
-        """Send and receive on the channels of these shards until each has every reply, or has failed."""
+        """Send and receive on these shards' channels until each has every reply or has failed."""
         try:
             if all(self.channels[shard].compiled for shard in busy):
                 self._run_exchange(failures)
@@ -486,7 +572,11 @@ class Connections:
             raise
 
     def _run_exchange(self, failures: dict[int, StoreError] | None) -> None:
-        """The compiled loop. It returns now and then without need (PAUSED), so that Python sees to signals, and is called again."""
+        """Run the compiled loop.
+
+        It returns regularly without need (PAUSED), so that Python handles signals, and is called
+        again.
+        """
         timeout_ns = self._timeout_ns
         while True:
             why, shard = frames.run_exchange(
@@ -503,7 +593,7 @@ class Connections:
                     self.lose(shard, error, failures)
 
     def _select(self, busy: list[int], failures: dict[int, StoreError] | None) -> None:
-        """The same in Python, where the bytes of a socket are TLS's."""
+        """Do the same in Python, for sockets with TLS."""
         with selectors.DefaultSelector() as selector:
             for shard in busy:
                 channel = self.channels[shard]
@@ -519,6 +609,7 @@ class Connections:
                 wait_ns = min(max(due_ns - seen, 0), _PAUSE_NS)
                 ready = selector.select(wait_ns * 1e-9)
                 before, seen = seen, now_ns()
+                # A stop of this process must not count as silence of the servers.
                 frames.discount_stall(self._states, seen - before - wait_ns)
                 for key, events in ready:
                     try:
@@ -531,14 +622,17 @@ class Connections:
                     selector.unregister(key.fileobj)
 
     def lose(self, shard: int, error: StoreError, failures: dict[int, StoreError] | None) -> None:
-        """Go on without a shard, and note why in failures; where that is None, raise it."""
+        """Go on without a shard, and record why in `failures`; if that is None, raise the error."""
         if failures is None:
             raise error
         failures[shard] = error
         self.channels[shard].fail(error)
 
     def _serve(self, selector: selectors.BaseSelector, key: selectors.SelectorKey, events: int) -> None:
-        """Do what a socket is ready for, and wait on for what its channel then wants; no more once every reply is in."""
+        """Read and write a socket as far as it is ready, and update what to wait for.
+
+        When every reply is in, the socket is no longer waited for.
+        """
         channel = self.channels[key.data]
         if events & _READ or channel.tls_wants_write:
             channel.receive()
@@ -556,7 +650,10 @@ class Connections:
         return self.timeout // timedelta(microseconds=1) * 1000
 
     def _check_silence(self, busy: list[int], at_ns: int, failures: dict[int, StoreError] | None) -> list[int]:
-        """The shards that owe an answer and have been silent for too long: they are noted in failures, or raised (StoreSilent) where that is None."""
+        """Return the shards that owe an answer and have been silent for too long.
+
+        They are recorded in `failures`. If that is None, StoreSilent is raised.
+        """
         silent = []
         for shard in busy:
             channel = self.channels[shard]

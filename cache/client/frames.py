@@ -1,8 +1,11 @@
-"""Compiled: commands and replies of rows as arrays of RESP frames, and the loop that moves them over many sockets at once.
+"""Compiled: commands and replies of rows as arrays of RESP frames, moved over many sockets.
 
-Requests are rows of an int64 table, connections rows of another; the columns are named here. So one call does a whole exchange, without
-Python's lock: the thread that trains does not notice it. Whatever is not a row of the expected length, a marker of 8 bytes, nil for it, or a
-number is left to `foreload.cache.client.resp`, and whatever a socket refuses to `foreload.cache.client.connections`.
+Requests are rows of an int64 table, connections are rows of another; the columns are named here. So
+one call does a whole exchange without Python's lock, and the thread that trains is not disturbed.
+
+Replies other than a row of the expected length, a marker of 8 bytes, nil for the marker, or a
+number are left to `foreload.cache.client.resp`. Errors of sockets are left to
+`foreload.cache.client.connections`.
 """
 
 from __future__ import annotations
@@ -16,31 +19,37 @@ from numba.extending import intrinsic
 
 from foreload.base.compiled import nb
 
-# Bytes below: 13 10 is CR LF, 36 is $ (a string), 42 is * (an array), 58 is : (a number), 45 is -, 48 to 57 are the digits.
+# Bytes in this file: 13 10 is CR LF, 36 is $ (a string), 42 is * (an array), 58 is : (a number), 45
+# is -, 48 to 57 are the digits.
 FIELD_BYTES = 8
 FIELD_FRAME_HEAD = b"$8\r\n"
 MARKER_BYTES = 8
 
-# A request. To send: a head, then for each field a frame made from a template, with the row after it where there are rows. HEAD, TEMPLATE, FIELDS
-# and ROWS are addresses (ROWS 0: no rows), and so is INTO; COUNT is how many fields; strides are in bytes.
+# A request, to send: a head, then for each field a frame made from a template, followed by its row
+# if there are rows. HEAD, TEMPLATE, FIELDS, ROWS and INTO are addresses; ROWS is 0 if there are no
+# rows. COUNT is the number of fields. Strides are in bytes.
 (HEAD, HEAD_BYTES, TEMPLATE, TEMPLATE_BYTES, FIELDS, COUNT, ROWS, ROW_STRIDE, ROW_BYTES) = range(9)
-# To receive: what kind of reply; for rows where they go, the beginning of a row's frame as up to 8 bytes, what comes next, and the marker.
-# Of a number, NEXT is the number, NEXT_HEAD before it is there.
+# A request, to receive: the kind of reply. For rows: where they go, the beginning of a row's frame
+# as up to 8 bytes, what comes next, and the marker. For a number: NEXT is the number, or NEXT_HEAD
+# before it has arrived.
 (KIND, INTO, INTO_STRIDE, INTO_BYTES, FRAME_HEAD, FRAME_HEAD_BYTES, NEXT, HAS_MARKER, MARKER) = range(9, 18)
 REQUEST_COLUMNS = 18
 ANY_REPLY, NUMBER_REPLY, ROWS_REPLY = range(3)
 NEXT_HEAD, NEXT_MARKER = -2, -1  # from 0 on: the next row
 
-# A connection: its socket; its requests [ANSWERED, LAST) of the table; how far the request FILLING is written to the outgoing buffer.
+# A connection: its socket, its requests [ANSWERED, LAST) of the table, and how much of the request
+# FILLING is written to the outgoing buffer.
 (FD, ANSWERED, LAST, FILLING, FILLED_HEAD, FILLED_ROWS) = range(6)
 (OUT_START, OUT_END, IN_START, IN_END, SENT_BYTES, RECEIVED_BYTES, PROGRESSED_NS) = range(6, 13)
 CONNECTION_COLUMNS = 13
 
-MORE, COMPLETE, IRREGULAR = range(3)  # what `take` says of a reply
+MORE, COMPLETE, IRREGULAR = range(3)  # what `take` returns about a reply
 ALL_ANSWERED, PAUSED, IN_PYTHON, SILENT = range(4)  # why `run_exchange` returns
-_STALL_NS = 100_000_000  # this process did not run for so long beyond what it asked for, so it cannot say that others were silent
+# If this process did not run for so much longer than it asked to wait, it cannot conclude that
+# others were silent.
+_STALL_NS = 100_000_000
 _POLLIN, _POLLOUT = 1, 4
-_LINE_BYTES = 32  # the longest line that gives a number
+_LINE_BYTES = 32  # the longest line with a number
 
 _poll: Any = types.ExternalFunction("poll", types.intc(types.uintp, types.uintp, types.intc))
 _send: Any = types.ExternalFunction("send", types.intp(types.intc, types.uintp, types.uintp, types.intc))
@@ -54,7 +63,10 @@ def _byte_pointer(builder: Any, address: Any) -> Any:
 
 @intrinsic
 def copy_bytes(typing, target, source, count):  # type: ignore[no-untyped-def]
-    """Copy bytes between addresses; the two ranges may overlap. In numba, a loop over bytes takes ten times as long."""
+    """Copy bytes between addresses; the two ranges may overlap.
+
+    A loop over bytes in numba takes ten times as long.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         to, of, count = arguments
@@ -66,7 +78,7 @@ def copy_bytes(typing, target, source, count):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def _load(typing, address):  # type: ignore[no-untyped-def]
-    """The 8 bytes at an address, as they lie in memory."""
+    """Return the 8 bytes at an address, in memory order."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
@@ -89,14 +101,20 @@ def _store_big_endian(typing, address, value):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def fill(requests, connection, out):  # type: ignore[no-untyped-def]
-    """Write as much of a connection's next commands as fits to out (uint8), which is empty; a frame is never cut, a head may be.
+    """Write as much of a connection's next commands as fits to `out`, which must be empty.
 
-    requests: int64 [n, REQUEST_COLUMNS]; connection: int64 [CONNECTION_COLUMNS]. out must hold the longest frame of any request.
+    A frame is never cut; a head may be.
+
+    Args:
+        requests: int64 [n, REQUEST_COLUMNS].
+        connection: int64 [CONNECTION_COLUMNS].
+        out: uint8; holds at least the longest frame of any request.
     """
     base = np.int64(out.ctypes.data)
     at = 0
     while connection[FILLING] < connection[LAST]:
         request = requests[connection[FILLING]]
+        # The head goes out first. FILLED_HEAD and FILLED_ROWS keep the progress if `out` is full.
         head = min(request[HEAD_BYTES] - connection[FILLED_HEAD], out.size - at)
         copy_bytes(base + at, request[HEAD] + connection[FILLED_HEAD], head)
         connection[FILLED_HEAD] += head
@@ -107,6 +125,7 @@ def fill(requests, connection, out):  # type: ignore[no-untyped-def]
         row_bytes, template_bytes = request[ROW_BYTES], request[TEMPLATE_BYTES]
         frame = template_bytes + (row_bytes + 2 if with_row else 0)
         first = connection[FILLED_ROWS]
+        # Only whole frames are written, so a frame always lies in one piece.
         last = min(request[COUNT], first + (out.size - at) // frame) if frame else first
         row = request[ROWS] + first * request[ROW_STRIDE]
         for i in range(first, last):
@@ -131,7 +150,11 @@ def fill(requests, connection, out):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _number(data, start, end, kind):  # type: ignore[no-untyped-def]
-    """A line of the byte `kind` and digits at data[start:end]: (COMPLETE, the number, where it ends), or (MORE or IRREGULAR, 0, start)."""
+    """Parse a line of the byte `kind` and digits at data[start:end].
+
+    Returns:
+        (COMPLETE, the number, where the line ends), or (MORE or IRREGULAR, 0, start).
+    """
     if data[start] != kind:
         return IRREGULAR, 0, start
     value = 0
@@ -152,8 +175,13 @@ def _number(data, start, end, kind):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _take_marker(data, start, end, request):  # type: ignore[no-untyped-def]
-    """Take the marker's frame, "$8" and 8 bytes, or nil, "$-1", for none."""
-    if end - start < 5:  # the length of nil; a value of any length is longer
+    """Take the marker's frame: "$8" and 8 bytes, or nil, "$-1", if there is no marker.
+
+    Returns:
+        (where the rest begins, MORE, COMPLETE or IRREGULAR).
+    """
+    # 5 is the length of nil; a value of any length is longer.
+    if end - start < 5:
         return start, IRREGULAR if data[start] != 36 else MORE
     if data[start] == 36 and data[start + 1] == 56 and data[start + 2] == 13 and data[start + 3] == 10:
         after = start + 4 + MARKER_BYTES + 2
@@ -172,7 +200,13 @@ def _take_marker(data, start, end, request):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _take_rows(data, start, end, request):  # type: ignore[no-untyped-def]
-    """Take the frames of rows that are there, each of which must begin as FRAME_HEAD says, up to the first that is not whole or differs."""
+    """Take the frames of rows that have arrived, up to the first that is incomplete or differs.
+
+    Each frame must begin with FRAME_HEAD.
+
+    Returns:
+        (where the rest begins, MORE, COMPLETE or IRREGULAR).
+    """
     head_bytes, row_bytes = request[FRAME_HEAD_BYTES], request[INTO_BYTES]
     frame = head_bytes + row_bytes + 2
     head = np.uint64(request[FRAME_HEAD])
@@ -182,6 +216,7 @@ def _take_rows(data, start, end, request):  # type: ignore[no-untyped-def]
     into = request[INTO] + i * request[INTO_STRIDE]
     while i < count and end - start >= frame and end - start >= 8:
         last = start + frame
+        # The whole head of the frame is compared as one masked word.
         if _load(base + start) & mask != head or data[last - 2] != 13 or data[last - 1] != 10:
             request[NEXT] = i
             return start, IRREGULAR
@@ -192,21 +227,29 @@ def _take_rows(data, start, end, request):  # type: ignore[no-untyped-def]
     request[NEXT] = i
     if i == count:
         return start, COMPLETE
-    # A shorter frame may be all that comes: never wait for the rest of one whose beginning already differs.
+    # A shorter frame may be all that comes, so the rest of a frame whose beginning already differs
+    # is never waited for.
     for j in range(min(head_bytes, end - start)):
         if np.uint64(data[start + j]) != (head >> np.uint64(8 * j)) & np.uint64(255):
             return start, IRREGULAR
-    # So short a frame that 8 bytes cannot be looked at is left to the caller's slower ways.
+    # A frame shorter than 8 bytes cannot be loaded as a word, so the caller reads it in its slower
+    # way.
     return start, IRREGULAR if end - start >= frame else MORE
 
 
 @nb.njit(nogil=True, cache=True)
 def take(data, start, end, request):  # type: ignore[no-untyped-def]
-    """Take what can be used of a reply from data[start:end] (uint8): (where the rest begins, MORE, COMPLETE or IRREGULAR).
+    """Take what can be used of a reply from data[start:end].
 
-    IRREGULAR: what begins there is not what a request usually gets, or none of what is understood here.
+    Args:
+        data: uint8.
+        request: int64 [REQUEST_COLUMNS], which keeps the progress of its reply.
+
+    Returns:
+        (where the rest begins, status). The status is IRREGULAR if the rest is not what the request
+        usually gets, or is nothing that this module can read; else MORE or COMPLETE.
     """
-    # From here on COMPLETE says that the piece before is taken, and the next may be.
+    # From here on, COMPLETE means that the piece before is taken, and the next one may be.
     status = IRREGULAR if request[KIND] == ANY_REPLY else COMPLETE
     if status == COMPLETE and request[KIND] == NUMBER_REPLY:
         if start == end:
@@ -237,7 +280,14 @@ def take(data, start, end, request):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _send_some(requests, connection, out, now, polled):  # type: ignore[no-untyped-def]
-    """Send as much as the socket takes. polled: poll said that it takes some; False where it takes nothing all the same, since it is broken."""
+    """Send as much as the socket takes.
+
+    Args:
+        polled: whether poll reported that the socket takes bytes.
+
+    Returns:
+        False if poll reported that, but the socket takes nothing, because it is broken.
+    """
     fresh = not polled
     while True:
         if connection[OUT_START] == connection[OUT_END]:
@@ -258,7 +308,11 @@ def _send_some(requests, connection, out, now, polled):  # type: ignore[no-untyp
 
 @nb.njit(nogil=True, cache=True)
 def _receive_some(requests, connection, data, now):  # type: ignore[no-untyped-def]
-    """Receive once and take it. False where the socket is broken or closed, or there is something that is not understood here."""
+    """Receive once, and take the replies in what was received.
+
+    Returns:
+        False if the socket is broken or closed, or if a reply cannot be read here.
+    """
     space = data.size - connection[IN_END]
     count = _recv(np.int32(connection[FD]), np.uint64(data.ctypes.data + connection[IN_END]), np.uint64(space), np.int32(0))
     if count <= 0:
@@ -273,7 +327,7 @@ def _receive_some(requests, connection, data, now):  # type: ignore[no-untyped-d
             status = IRREGULAR
             break
         start, status = take(data, start, end, requests[connection[ANSWERED]])
-        # A request for no rows, and all that its reply has, may be complete before any byte of the next.
+        # A reply without rows may be complete before any byte of the next reply arrives.
         if status == COMPLETE:
             connection[ANSWERED] += 1
     connection[IN_START] = start
@@ -283,7 +337,7 @@ def _receive_some(requests, connection, data, now):  # type: ignore[no-untyped-d
 
 @nb.njit(nogil=True, cache=True)
 def to_front(connection, data):  # type: ignore[no-untyped-def]
-    """Move what is not yet taken to the front of the incoming buffer."""
+    """Move the bytes that are not taken yet to the front of the incoming buffer."""
     left = connection[IN_END] - connection[IN_START]
     base = np.int64(data.ctypes.data)
     copy_bytes(base, base + connection[IN_START], left)
@@ -293,7 +347,10 @@ def to_front(connection, data):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def discount_stall(connections, lapse_ns):  # type: ignore[no-untyped-def]
-    """Leave a time in which this process was itself stopped, or got no processor, out of everyone's silence."""
+    """Do not count a time in which this process itself did not run as silence of others.
+
+    The process may have been stopped, or may have got no processor.
+    """
     if lapse_ns > _STALL_NS:
         for c in range(connections.shape[0]):
             connections[c, PROGRESSED_NS] += lapse_ns
@@ -303,20 +360,35 @@ def discount_stall(connections, lapse_ns):  # type: ignore[no-untyped-def]
 def run_exchange(requests, connections, out, data, clock, timeout_ns, pause_ns):  # type: ignore[no-untyped-def]
     """Send and receive on all connections until every request is answered.
 
-    requests: int64 [n, REQUEST_COLUMNS]; connections: int64 [c, CONNECTION_COLUMNS]; out, data: uint8 [c, bytes]. Returns
-    (ALL_ANSWERED, 0); (PAUSED, 0) when a signal came or nothing moved for pause_ns; (SILENT, c) where connection c is silent for timeout_ns; or
-    (IN_PYTHON, c) where connection c needs what only Python knows.
+    Before each turn, every connection's requests below ANSWERED are answered completely, and those
+    below FILLING are in `out` or have been sent. The table keeps the progress of a reply that is
+    half received. So the function can be called again to continue, in whichever way it returned,
+    and Python may feed a reply in between (`Channel.handle_in_python`).
 
-    Before each turn every connection's requests below ANSWERED are answered as a whole, those below FILLING lie in `out` or have left, and of a
-    reply that is half there the table keeps how far it is. So whichever way this returns, calling it again goes on where it was, and Python may
-    feed a reply in between (`Channel.handle_in_python`). A turn asks `poll` for what each busy connection waits for, sends before it receives, and
-    takes replies in the order of the requests; it blocks nowhere but in `poll`, and there no longer than until the first connection is overdue.
+    A turn asks `poll` for what each busy connection waits for, sends before it receives, and takes
+    replies in the order of the requests. It blocks only in `poll`, and there no longer than until
+    the first connection is overdue.
+
+    Args:
+        requests: int64 [n, REQUEST_COLUMNS].
+        connections: int64 [c, CONNECTION_COLUMNS].
+        out: uint8 [c, bytes], the outgoing buffers.
+        data: uint8 [c, bytes], the incoming buffers.
+        clock: the id of the clock to read.
+        timeout_ns: the longest silence of a connection.
+        pause_ns: the longest time to wait in `poll`.
+
+    Returns:
+        (ALL_ANSWERED, 0); (PAUSED, 0) after a signal, or if nothing moved for pause_ns; (SILENT, c)
+        if connection c was silent for timeout_ns; or (IN_PYTHON, c) if connection c needs something
+        that only Python can do.
     """
-    # struct pollfd: the socket, then events and, in the upper half, what came.
+    # struct pollfd: the socket, then the events and, in the upper half, the events that came.
     polls = np.zeros((connections.shape[0], 2), np.int32)
     busy = np.empty(connections.shape[0], np.int64)
     clock_time = np.zeros(2, np.int64)
-    fresh = True  # sockets are mostly ready at once: the first turn sends without asking
+    # Sockets are mostly ready at once, so the first turn sends without polling.
+    fresh = True
     seen = np.int64(0)
     while True:
         _clock_gettime(np.int32(clock), np.uint64(clock_time.ctypes.data))
@@ -340,13 +412,15 @@ def run_exchange(requests, connections, out, data, clock, timeout_ns, pause_ns):
         if n == 0:
             return ALL_ANSWERED, 0
         fresh = False
-        # Whoever is overdue is looked at all the same: what came while this process did not run is there.
+        # Overdue connections are polled all the same, because replies may have arrived while this
+        # process did not run.
         wait_ns = max(wait_ns, np.int64(0))
         ready = _poll(np.uint64(polls.ctypes.data), np.uint64(n), np.int32((wait_ns + 999_999) // 1_000_000))
         _clock_gettime(np.int32(clock), np.uint64(clock_time.ctypes.data))
         seen = clock_time[0] * 1_000_000_000 + clock_time[1]
         discount_stall(connections, seen - now - wait_ns)
         now = seen
+        # What each socket is ready for: sending comes before receiving.
         for place in range(n if ready > 0 else 0):
             c = busy[place]
             came = polls[place, 1] >> 16
@@ -358,5 +432,6 @@ def run_exchange(requests, connections, out, data, clock, timeout_ns, pause_ns):
             connection = connections[busy[place]]
             if connection[ANSWERED] < connection[LAST] and now - connection[PROGRESSED_NS] >= timeout_ns:
                 return SILENT, busy[place]
+        # Nothing moved, or a signal came, so Python gets a chance to handle signals.
         if ready <= 0:
             return PAUSED, 0

@@ -1,4 +1,7 @@
-"""How long each store shard's answers take, and how much goes to it and comes from it: counted beside every exchange with several shards."""
+"""How long each store shard's answers take, and the bytes to and from it.
+
+Both are counted in every exchange with several shards.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,14 @@ from statistics import median
 
 @dataclass(slots=True)
 class ShardLoad:
-    """Of one store shard, over exchanges in which others were asked, too. seconds: from the beginning to its last answer, in all; held_up: how much
-    longer that took than the longest of all others, in the exchanges in which it was the last; bytes: both ways, in all exchanges.
+    """The load of one store shard, over exchanges in which other shards took part.
+
+    Attributes:
+        exchanges: the number of these exchanges.
+        seconds: the sum of the times from an exchange's start to the shard's last answer.
+        held_up: in exchanges in which this shard was the last to answer, the sum of the times by
+            which it was later than the one before it.
+        bytes: the bytes in both directions, in all exchanges.
     """
 
     exchanges: int = 0
@@ -20,11 +29,11 @@ class ShardLoad:
 
     @property
     def mean(self) -> float:
-        """Seconds that its answers took."""
+        """The mean seconds of an answer."""
         return self.seconds / self.exchanges if self.exchanges else 0.0
 
     def add(self, other: ShardLoad) -> None:
-        """Count in what was counted elsewhere, or at another time."""
+        """Add a load that was counted elsewhere, or at another time."""
         self.exchanges += other.exchanges
         self.seconds += other.seconds
         self.held_up += other.held_up
@@ -32,7 +41,7 @@ class ShardLoad:
 
 
 def together(counted: Iterable[dict[int, ShardLoad]]) -> dict[int, ShardLoad]:
-    """What several have counted, by shard."""
+    """Add several loads up, by shard."""
     total: dict[int, ShardLoad] = {}
     for loads in counted:
         for shard, load in loads.items():
@@ -41,9 +50,15 @@ def together(counted: Iterable[dict[int, ShardLoad]]) -> dict[int, ShardLoad]:
 
 
 def slower(shard: int, seconds: Mapping[int, float], times: float, longer: float) -> float | None:
-    """How many times the median of the others' a shard's answers take; None where that is not so many times, or not so many seconds longer.
+    """Return a shard's answer time as a multiple of the median of the others.
 
-    seconds: of an answer, by shard.
+    Args:
+        seconds: shard -> the seconds of an answer.
+        times: the least multiple to report.
+        longer: the least difference to report, in seconds.
+
+    Returns:
+        The multiple, or None if it or the difference is too small.
     """
     others = [of_other for other, of_other in seconds.items() if other != shard]
     if shard not in seconds or not others:

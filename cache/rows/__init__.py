@@ -1,1 +1,4 @@
-"""Rows at rest and in slots: their layout, their first values, partitions and staging. Asks no store."""
+"""Stored rows and rows in slots: their layout, initial values, partitions and staging.
+
+Accesses no store.
+"""

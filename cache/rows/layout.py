@@ -1,4 +1,8 @@
-"""The layout of a row at rest: weights float32 [W], state float32 [S], id int64, tag int32, little-endian, contiguous."""
+"""The layout of a stored row.
+
+A row is weights float32 [W], state float32 [S], id int64 and tag int32, little-endian and
+contiguous.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,17 @@ ROW_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl")
 
 
 def state_width(optimizer: str, parts: tuple[tuple[str, int], ...]) -> int:
-    """Columns of optimizer state of a row with these parts: sgd 0, adagrad one a weight, rowwise_adagrad one a part, adam and
-    ftrl two a weight, the first of all weights before the second."""
+    """Return the number of optimizer state columns of a row.
+
+    sgd has none, adagrad one per weight, and rowwise_adagrad one per part. adam and ftrl have two
+    per weight; the first ones of all weights come before the second ones.
+
+    Args:
+        parts: (name, columns) of each part of the row.
+
+    Raises:
+        CacheError: the optimizer is unknown.
+    """
     if optimizer == "sgd":
         return 0
     if optimizer == "adagrad":
@@ -32,10 +45,16 @@ def state_width(optimizer: str, parts: tuple[tuple[str, int], ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """How the rows of one table look: their parts in order (name, columns), and the row optimizer that their state belongs to.
+    """The layout of a table's rows: their parts, and the row optimizer whose state they have.
 
-    The first part is `weights`, the embedding itself; further parts are the columns that the model declares. table, name: the table's number
-    and name; rows: how many rows the table has, which bounds initial weights. Raises CacheError for what cannot be.
+    Raises CacheError for invalid values.
+
+    Attributes:
+        table: the table's number.
+        name: the table's name.
+        rows: the number of rows in the table, which bounds initial weights.
+        parts: (name, columns) of each part, in order. The first part is `weights`, the embedding
+            itself. Further parts are columns that the model declares.
     """
 
     table: int
@@ -53,31 +72,34 @@ class RowLayout:
 
     @property
     def width(self) -> int:
-        """W: float32 columns of weights, all parts together."""
+        """W: the number of float32 weights in all parts."""
         return sum(columns for _, columns in self.parts)
 
     @property
     def state_width(self) -> int:
-        """S: float32 columns of optimizer state."""
+        """S: the number of float32 columns of optimizer state."""
         return state_width(self.optimizer, self.parts)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a stored row."""
+        """The bytes of a stored row."""
         return stored_bytes(self.width + self.state_width)
 
     @property
     def init_columns(self) -> int:
-        """D: the columns with random initial values; the others begin at 0."""
+        """D: the number of columns with random initial values. The others start at 0."""
         return self.parts[0][1]
 
     @property
     def scale(self) -> np.float32:
-        """float32(1 / sqrt(rows)): the bound of initial weights."""
+        """float32(1 / sqrt(rows)), the bound of initial weights."""
         return np.float32(1.0 / math.sqrt(self.rows))
 
 
 def slot_columns(layouts: Iterable[RowLayout]) -> int:
-    """Columns of a slot, which may hold a row of any of these: as wide as the widest weights, and the widest state."""
+    """Return the columns of a slot that can hold a row of any of these layouts.
+
+    That is the widest weights and the widest state together.
+    """
     rows = list(layouts)
     return max(row.width for row in rows) + max(row.state_width for row in rows)

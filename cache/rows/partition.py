@@ -1,4 +1,4 @@
-"""The cache of one lane: arrays over slots, and who sits in each slot."""
+"""The cache of one lane: arrays over slots, and the occupant of each slot."""
 
 from __future__ import annotations
 
@@ -26,12 +26,20 @@ _AHEAD = 32  # how many slots ahead memory is prefetched
 
 @nb.njit(nogil=True, cache=True)
 def _admit(slots, bound, new, here, stored_tag):  # type: ignore[no-untyped-def]
-    """Note who takes which slot. new: the arrivals' columns (table, ordinal, id, tag), [n] each; here: the occupants', over all slots.
+    """Record the new occupants of slots.
 
-    bound: how many slots are training slots, of which none may be taken. Where one is, nothing changes, and its place in `slots` is returned;
-    -1 otherwise.
+    Args:
+        slots: [n].
+        bound: the number of training slots; a row may not arrive in an occupied one.
+        new: the arrivals' columns (table, ordinal, id, tag), [n] each.
+        here: the occupants' columns, over all slots.
+
+    Returns:
+        -1, or, if a training slot is occupied, its index in `slots`. Then nothing is changed.
     """
     for i in range(slots.size):
+        # All slots are checked before any is changed, so that an error leaves the partition as it
+        # was.
         if slots[i] < bound and here[0][slots[i]] != FREE:
             return i
     for i in range(slots.size):
@@ -46,11 +54,18 @@ def _admit(slots, bound, new, here, stored_tag):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _leave(slots, here, stored_tag, left, left_stored_tag):  # type: ignore[no-untyped-def]
-    """Note who leaves, into `left` (table, ordinal, id, tag, [n] each), and free the slots.
+    """Record the rows that leave, and free their slots.
 
-    Where a slot is free already, nothing changes, and its place in `slots` is returned; -1 otherwise.
+    Args:
+        slots: [n].
+        here: the occupants' columns, over all slots.
+        left: filled with the leaving rows' columns (table, ordinal, id, tag), [n] each.
+
+    Returns:
+        -1, or, if a slot is free already, its index in `slots`. Then nothing is changed.
     """
     for i in range(slots.size):
+        # All slots are checked before any is changed.
         if here[0][slots[i]] == FREE:
             return i
     for i in range(slots.size):
@@ -66,7 +81,13 @@ def _leave(slots, here, stored_tag, left, left_stored_tag):  # type: ignore[no-u
 
 @nb.njit(nogil=True, cache=True)
 def _train(slots, tag, new_tag, table, tables, tags_before):  # type: ignore[no-untyped-def]
-    """Set tag[slot] = new_tag, and give the tables (int16 [n]) of who sits there, and the tags before (int32 [n], or [0]: these are not wanted)."""
+    """Set tag[slot] = new_tag, and fill in the occupants' tables.
+
+    Args:
+        slots: [n].
+        tables: int16 [n], filled in.
+        tags_before: int32 [n], filled with the previous tags, or [0] if these are not needed.
+    """
     keeps = tags_before.size == slots.size
     last = slots.size - 1
     for i in range(slots.size):
@@ -80,7 +101,10 @@ def _train(slots, tag, new_tag, table, tables, tags_before):  # type: ignore[no-
 
 
 def _zeros(count: int, width: int, device: torch.device) -> torch.Tensor:
-    """float32 [count, width]; on the CPU in huge pages where the kernel has them, since rows are touched at random."""
+    """Return zeros, float32 [count, width].
+
+    On the CPU they are in huge pages if the kernel has them, because rows are accessed at random.
+    """
     if device.type != "cpu" or 4 * count * width < HUGE_BYTES:
         return torch.zeros((count, width), dtype=torch.float32, device=device)
     return torch.from_numpy(zeros_in_huge_pages((count, width), np.float32))
@@ -89,13 +113,22 @@ def _zeros(count: int, width: int, device: torch.device) -> torch.Tensor:
 class Partition:
     """Rows of one lane in trainer memory.
 
-    Training slots are 0 .. slots-1, evaluation slots follow. weights: float32 [slots + evaluation_slots, width], state: float32
-    [slots + evaluation_slots, state_width], on `device`; on the CPU `weights.numpy()` shares their memory. occupants: who sits in each of these
-    slots, on the CPU always; table -1 where a slot is free.
+    Training slots are 0 .. slots-1, evaluation slots follow.
 
-    with_base: the *base* of each row in a training slot is kept too, its value as the store has it: base_weights float32 [slots, width],
-    base_state float32 [slots, state_width], on the CPU; undefined where the stored tag is 0. base_known: None where all bases are known; otherwise
-    bool [slots], of those whose stored tag is not 0.
+    Args:
+        with_base: whether to keep the *base* of each row in a training slot: its value in the
+            store.
+
+    Attributes:
+        weights: float32 [slots + evaluation_slots, width], on `device`. On the CPU
+            `weights.numpy()` shares its memory.
+        state: float32 [slots + evaluation_slots, state_width], on `device`.
+        occupants: the occupant of each of these slots, always on the CPU; table -1 for a free slot.
+        base_weights: float32 [slots, width], on the CPU, or None if no base is kept. Undefined if
+            the stored tag is 0.
+        base_state: float32 [slots, state_width], as base_weights.
+        base_known: bool [slots], whether the base is known, for rows whose stored tag is not 0.
+            None if all bases are known.
     """
 
     def __init__(
@@ -127,13 +160,16 @@ class Partition:
 
     @property
     def bytes(self) -> int:
-        """Memory of all arrays together."""
+        """The memory of all arrays."""
         arrays = (*self.occupants.columns(), self.occupants.stored_tag)
         base = sum(array.nbytes for array in (self.base_weights, self.base_state) if array is not None)
         return self.weights.nbytes + self.state.nbytes + base + sum(array.nbytes for array in arrays)
 
     def reserve_evaluation(self, count: int) -> None:
-        """Have at least `count` evaluation slots; the arrays are new ones if there were fewer."""
+        """Make sure that at least `count` evaluation slots exist.
+
+        If there were fewer, the arrays are replaced by larger ones.
+        """
         more = count - self.evaluation_slots
         if more <= 0:
             return
@@ -152,10 +188,16 @@ class Partition:
         self.occupants = grown_occupants
 
     def admit(self, arrivals: Arrivals, staged: Staged | Rows) -> None:
-        """Move arrived rows (or, on a resume, the rows of an entry state) into their slots.
+        """Move arrived rows into their slots, or, on a resume, the rows of an entry state.
 
-        staged: weights float32 [A, width], state float32 [A, state_width], in the order of the arrivals. A training slot must be free; an
-        evaluation slot is taken over. Raises CacheError.
+        Args:
+            arrivals: the rows, each with its slot. A training slot must be free; an evaluation slot
+                is taken over.
+            staged: weights float32 [A, width], state float32 [A, state_width], in the order of the
+                arrivals.
+
+        Raises:
+            CacheError: a training slot is occupied.
         """
         slots = arrivals.slot
         if not len(slots):
@@ -163,7 +205,8 @@ class Partition:
         self.seat(arrivals)
         _put(self.weights, slots, staged.weights)
         _put(self.state, slots, staged.state)
-        # The arrivals of one event are all for training slots or all for evaluation slots. The latter are never written back: they need no base.
+        # The arrivals of one event are all for training slots or all for evaluation slots. Rows in
+        # evaluation slots are never written back, so they need no base.
         if self.base_weights is not None and self.base_state is not None and slots[0] < self.slots:
             self._put_base(slots, staged.weights, staged.state)
 
@@ -176,7 +219,14 @@ class Partition:
             self.base_known[slots] = True
 
     def keep_base(self, slots: np.ndarray, rows: EndedRows) -> None:
-        """Keep the base from now on, of rows that sat here without: known is that of `rows` alone, which sit in `slots`, and of what comes."""
+        """Keep bases from now on, after none were kept.
+
+        Only the bases of `rows` are known, and those of rows that arrive later.
+
+        Args:
+            slots: the slots of `rows`.
+            rows: the rows, with their bases.
+        """
         width, state_width, cpu = self.weights.shape[1], self.state.shape[1], torch.device("cpu")
         self.base_weights, self.base_state = (_zeros(self.slots, columns, cpu).numpy() for columns in (width, state_width))
         self.base_known = np.zeros(self.slots, bool)
@@ -184,11 +234,14 @@ class Partition:
             self._put_base(slots, rows.base_weights, rows.base_state)
 
     def forget_base(self) -> None:
-        """Keep no base from now on."""
+        """Stop keeping bases."""
         self.base_weights = self.base_state = self.base_known = None
 
     def seat(self, arrivals: Arrivals) -> None:
-        """Note who takes which slot, as `admit` does; what stands in the slots is left to the caller. Raises CacheError."""
+        """Record the new occupants, as `admit` does, and leave the slots' contents to the caller.
+
+        Raises CacheError.
+        """
         here, slots = self.occupants, arrivals.slot
         taken = _admit(slots, self.slots, arrivals.columns(), here.columns(), here.stored_tag)
         if taken >= 0:
@@ -199,12 +252,19 @@ class Partition:
             )
 
     def rows_in(self, slots: np.ndarray) -> EndedRows:
-        """Copies of the rows that sit in `slots`, integers [n], where they stay; without base."""
+        """Return copies of the rows in `slots`, integers [n], without base. The rows stay."""
         here = self.occupants
         return EndedRows(*here.columns(slots), here.stored_tag[slots], _take(self.weights, slots), _take(self.state, slots))
 
     def end(self, slots: np.ndarray) -> EndedRows:
-        """Copy out the rows in `slots` (integers [E], distinct) for their write-back, and free the slots. Raises CacheError for a free one."""
+        """Copy out the rows in `slots` for their write-back, and free the slots.
+
+        Args:
+            slots: integers [E], distinct.
+
+        Raises:
+            CacheError: a slot is free.
+        """
         here, left = self.occupants, Occupants.zeros(len(slots))
         free = _leave(slots, here.columns(), here.stored_tag, left.columns(), left.stored_tag)
         if free >= 0:
@@ -223,7 +283,13 @@ class Partition:
         )
 
     def put_back(self, arrived: np.ndarray, slots: np.ndarray, ended: EndedRows) -> None:
-        """Undo a boundary: the rows that took the slots `arrived` are gone, and what `end` gave for `slots` sits there again."""
+        """Undo a boundary.
+
+        Args:
+            arrived: the slots that were taken, which are freed.
+            slots: the slots whose residency ended, which are occupied again.
+            ended: what `end` returned for `slots`.
+        """
         here = self.occupants
         here.table[arrived] = FREE
         for column, values in zip(here.columns(), ended.columns(), strict=True):
@@ -236,12 +302,17 @@ class Partition:
             assert ended.base_state is not None
             self._put_base(slots, ended.base_weights, ended.base_state)
             if self.base_known is not None:
+                # `_put_base` has marked these bases as known, which may be wrong for some of them.
                 self.base_known[slots] = True if ended.base_known is None else ended.base_known
 
     def mark_trained(self, slots: np.ndarray, step: int, before: np.ndarray | None = None) -> np.ndarray:
-        """Note that training step `step` changes the rows in `slots`: their tag is step + 1. Returns their tables, int16.
+        """Record that training step `step` changes the rows in `slots`: their tag becomes step + 1.
 
-        before: int32 [slots], which then has their tags before.
+        Args:
+            before: int32 [n], filled with the previous tags, or None.
+
+        Returns:
+            The rows' tables, int16 [n].
         """
         tables = np.empty(len(slots), np.int16)
         _train(
@@ -250,7 +321,7 @@ class Partition:
         return tables
 
     def occupied(self) -> np.ndarray:
-        """The training slots that hold a row, ascending: int32."""
+        """Return the training slots that hold a row, ascending: int32."""
         return np.flatnonzero(self.occupants.table[: self.slots] != FREE).astype(np.int32)
 
 

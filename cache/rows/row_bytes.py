@@ -1,7 +1,9 @@
-"""Compiled: rows as entries of the store's hashes, with their field and their bytes; and the initial value of a row.
+"""Compiled: rows as entries of the store's hashes, with their field and their bytes, and initial
+rows.
 
-A row's field is table << 48 | ordinal; a parity row's has the top bit as well, and its stripe's number. Fields are sent as 8 bytes, big-endian.
-Cursors over stripes (by table, then number) are packed in the same way.
+A row's field is table << 48 | ordinal. A parity row's field has the top bit as well, and its
+stripe's number in the place of the ordinal. Fields are sent as 8 bytes, big-endian. Cursors over
+stripes (by table, then number) are packed in the same way.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from foreload.base.compiled import nb
 from foreload.base.hashing import key, mix
 
 
-# The kernels move 4-byte words, as int32, so that no bit changes on the way; an id is two of them, ids[i, 0] and ids[i, 1].
+# The kernels move 4-byte words, as int32, so that no bit changes on the way. An id is two words,
+# ids[i, 0] and ids[i, 1].
 @nb.njit(nogil=True, cache=True)
 def _encode(weights, state, ids, tags, W, S, out):  # type: ignore[no-untyped-def]
     for i in range(ids.shape[0]):
@@ -29,7 +32,8 @@ def _encode(weights, state, ids, tags, W, S, out):  # type: ignore[no-untyped-de
 def _encode_at(weights, state, ids, tags, places, positions, W, S, out):  # type: ignore[no-untyped-def]
     for i in range(places.shape[0]):
         of, to = places[i], positions[i]
-        if tags[of] == 0:  # never stored: what is in its columns means nothing
+        # The row was never stored, so the contents of its columns mean nothing.
+        if tags[of] == 0:
             for j in range(out.shape[1]):
                 out[to, j] = 0
             continue
@@ -57,10 +61,19 @@ def _decode(rows, W, S, weights, state, ids, tags):  # type: ignore[no-untyped-d
 def encode_rows(
     weights: np.ndarray, state: np.ndarray, ids: np.ndarray, tags: np.ndarray, W: int, S: int, out: np.ndarray
 ) -> None:
-    """Write n rows as they are stored.
+    """Write n rows in their stored form.
 
-    weights: float32 [n, >= W]; state: float32 [n, >= S]; ids: int64 [n]; tags: int32 [n]; written: out, uint8 [n, 4 * (W + S) + 12].
-    The last axis of each is contiguous. Bits are copied as they are, NaN payloads included.
+    The last axis of each array must be contiguous. Bits are copied unchanged, including NaN
+    payloads.
+
+    Args:
+        weights: float32 [n, >= W].
+        state: float32 [n, >= S].
+        ids: int64 [n].
+        tags: int32 [n].
+        W: the columns of weights to write.
+        S: the columns of state to write.
+        out: uint8 [n, 4 * (W + S) + 12], written.
     """
     _encode(weights.view(np.int32), state.view(np.int32), ids.view(np.int32).reshape(-1, 2), tags, W, S, out.view(np.int32))
 
@@ -73,9 +86,15 @@ def encode_rows_at(
     S: int,
     out: np.ndarray,
 ) -> None:
-    """out[positions[i]] = row places[i] as it is stored; all zeros, id and tag too, for a row of tag 0, which was never stored.
+    """Write selected rows in their stored form: out[positions[i]] = row places[i].
 
-    rows: weights, state, ids, tags as in `encode_rows`; places, positions: int64 [n]; out: uint8 [m, 4 * (W + S) + 12], contiguous.
+    A row of tag 0, which was never stored, becomes all zeros, including id and tag.
+
+    Args:
+        rows: weights, state, ids, tags as in `encode_rows`.
+        places: int64 [n], indices into `rows`.
+        positions: int64 [n], indices into `out`.
+        out: uint8 [m, 4 * (W + S) + 12], contiguous.
     """  # fmt: skip
     weights, state, ids, tags = rows
     bits = (weights.view(np.int32), state.view(np.int32), ids.view(np.int32).reshape(-1, 2), tags)
@@ -87,27 +106,40 @@ def decode_rows(
 ) -> None:
     """Take n stored rows apart: the reverse of `encode_rows`.
 
-    rows: uint8 [n, 4 * (W + S) + 12]. Written: weights float32 [n, >= W] (columns below W), state float32 [n, >= S] (below S),
-    ids int64 [n], tags int32 [n]. The last axis of each is contiguous.
+    The last axis of each array must be contiguous.
+
+    Args:
+        rows: uint8 [n, 4 * (W + S) + 12].
+        weights: float32 [n, >= W], written in the columns below W.
+        state: float32 [n, >= S], written in the columns below S.
+        ids: int64 [n], written.
+        tags: int32 [n], written.
     """
     _decode(rows.view(np.int32), W, S, weights.view(np.int32), state.view(np.int32), ids.view(np.int32).reshape(-1, 2), tags)
 
 
-NUMBER_BITS = 48  # the 15 above are the table's
-PARITY_BIT = np.uint64(1 << 63)  # of the field of a parity row: above the table's bits
+NUMBER_BITS = 48  # the 15 bits above are the table
+# The bit that marks the field of a parity row; it lies above the table's bits.
+PARITY_BIT = np.uint64(1 << 63)
 _SHIFT, _NUMBER = np.uint64(NUMBER_BITS), np.uint64((1 << NUMBER_BITS) - 1)
 
 
 @nb.njit(nogil=True, cache=True)
 def pack(table, number):  # type: ignore[no-untyped-def]
-    """table << 48 | number, uint64, for kernels: the field of a row (number: its ordinal), or the name of a stripe (number: the stripe's)."""
+    """Return table << 48 | number, as uint64, for kernels.
+
+    With an ordinal as number this is the field of a row, with a stripe's number the name of the
+    stripe.
+    """
     return (np.uint64(table) << _SHIFT) | np.uint64(number)
 
 
 def fields(table: np.ndarray | int, number: np.ndarray) -> np.ndarray:
-    """The fields of rows: uint64 [n].
+    """Return the fields of rows: uint64 [n].
 
-    table: integers [n], or one for all, 0 .. 2^15 - 1; number: int64 [n], their ordinals, 0 .. 2^48 - 1.
+    Args:
+        table: integers [n], or one integer for all rows; 0 .. 2^15 - 1.
+        number: int64 [n], the rows' ordinals, 0 .. 2^48 - 1.
     """
     tables = np.asarray(table).astype(np.uint64)
     packed: np.ndarray = (tables << _SHIFT) | number.astype(np.uint64)
@@ -115,12 +147,19 @@ def fields(table: np.ndarray | int, number: np.ndarray) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tables int16 [n], and numbers int64 [n]: ordinals of rows, or stripes of parity rows, of fields uint64 [n]."""
+    """Return the tables and the numbers in fields (uint64 [n]).
+
+    Returns:
+        (int16 [n], int64 [n]): the tables, and the ordinals of rows or stripes of parity rows.
+    """
     return ((packed & ~PARITY_BIT) >> _SHIFT).astype(np.int16), (packed & _NUMBER).astype(np.int64)
 
 
 def words(packed: np.ndarray) -> list[bytes]:
-    """Fields (uint64 [n]) as the store has them, for commands made in Python: 8 bytes each, big-endian."""
+    """Return fields (uint64 [n]) in their stored form, for commands made in Python.
+
+    Each is 8 bytes, big-endian.
+    """
     swapped = packed.astype(">u8").tobytes()
     return [swapped[first : first + 8] for first in range(0, len(swapped), 8)]
 
@@ -135,8 +174,10 @@ def _initial(prefix, ids, scale, out, D):  # type: ignore[no-untyped-def]
     for i in range(ids.shape[0]):
         h = mix(prefix ^ np.uint64(ids[i]))
         for pair in range((D + 1) // 2):
-            b = mix(h ^ np.uint64(pair))  # two draws: bits 40 to 63 for the even column, 16 to 39 for the odd one
-            # A 24-bit integer, its difference to 2^23 and the division by 2^23 are all exact: one rounding, in the last product.
+            # Two draws: bits 40 to 63 for the even column, 16 to 39 for the odd one.
+            b = mix(h ^ np.uint64(pair))
+            # A 24-bit integer, its difference to 2^23 and the division by 2^23 are all exact. So
+            # only the last product rounds.
             even = np.float32(np.int64(b >> _S40)) - _TWO23
             out[i, 2 * pair] = (even * _INVERSE23) * scale
             if 2 * pair + 1 < D:
@@ -149,7 +190,14 @@ def _initial(prefix, ids, scale, out, D):  # type: ignore[no-untyped-def]
 def initial_weights(seed: int, table: int, ids: np.ndarray, scale: np.float32, out: np.ndarray, D: int) -> None:
     """Write the initial weights of rows of one table.
 
-    ids: int64 [n]; scale: float32(1 / sqrt(rows of the table)); out: float32 [n, >= D], columns below D drawn uniformly from
-    [-scale, scale), the others set to 0.
+    The columns below D are drawn uniformly from [-scale, scale). The others are set to 0.
+
+    Args:
+        seed: the run's seed.
+        table: the table's number.
+        ids: int64 [n].
+        scale: float32(1 / sqrt(rows of the table)).
+        out: float32 [n, >= D], written.
+        D: the number of random columns.
     """
     _initial(np.uint64(key(seed, table)), ids, np.float32(scale), out, D)

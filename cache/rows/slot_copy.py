@@ -1,4 +1,4 @@
-"""Copies of what sits in a partition's slots, in memory that stays."""
+"""Copies of the rows in a partition's slots, in memory that is reused."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ from foreload.pipelines.schedule.format import Occupants, RowColumns
 
 @dataclass(frozen=True, slots=True)
 class SlotRows(RowColumns):
-    """What sits in slots 0 .. n-1 of a partition: table -1 where one is free; weights float32 [n, Wmax], state float32 [n, Smax]."""
+    """The rows in slots 0 .. n-1 of a partition; table -1 for a free slot.
+
+    Attributes:
+        weights: float32 [n, Wmax].
+        state: float32 [n, Smax].
+    """
 
     weights: np.ndarray
     state: np.ndarray
 
 
 class SlotCopy:
-    """Memory for a copy of the training slots of a partition, or of one like it. New memory would cost several times what the copy does."""
+    """Memory for a copy of the training slots of a partition, or of one like it.
+
+    Allocating new memory for each copy would cost several times what the copy does.
+    """
 
     def __init__(self, partition: Partition) -> None:
         slots = partition.slots
@@ -30,10 +38,14 @@ class SlotCopy:
             zeros_in_huge_pages((slots, values.shape[1]), np.float32) for values in (partition.weights, partition.state)
         )
         for array in (*self._columns.columns(), self._weights, self._state):
-            array[...] = 0  # so that it is there; other threads run meanwhile
+            # Writing makes the kernel allocate the pages now, while other threads run.
+            array[...] = 0
 
     def of(self, partition: Partition) -> SlotRows:
-        """What sits in the partition's slots up to the last that is taken. The memory is this object's: the next copy overwrites it."""
+        """Return a copy of the partition's slots up to the last occupied one.
+
+        The copy is in this object's memory, so the next copy overwrites it.
+        """
         taken = np.flatnonzero(partition.occupants.table[: partition.slots] != FREE)
         count = int(taken[-1]) + 1 if len(taken) else 0
         rows = SlotRows(*self._columns.columns(slice(count)), self._weights[:count], self._state[:count])

@@ -1,4 +1,8 @@
-"""Rows outside their slots: those that arrived and wait for one, and those that ended and wait for their write-back. Pure: no store, no thread."""
+"""Rows outside their slots: arrived rows that wait for a slot, and ended rows that wait for
+write-back.
+
+This module is pure: no store, no thread.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from foreload.cache.rows.row_bytes import initial_weights
 from foreload.pipelines.planning.sizing import stored_bytes
 from foreload.pipelines.schedule.format import Arrivals, Occupants
 
-_AHEAD = 16  # how many rows ahead memory is prefetched: they lie at random in a partition
+_AHEAD = 16  # how many rows ahead memory is prefetched; rows lie at random in a partition
 _LINE = 16  # 4-byte values in a cache line
 
 
@@ -46,27 +50,43 @@ def _put(rows, places, target):  # type: ignore[no-untyped-def]
 
 
 def take_rows(source: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
-    """out[i] = source[places[i]]: source float32 [m, W], contiguous; places integers [n]; out float32 [n, W]. Bits are copied as they are."""
+    """Copy rows: out[i] = source[places[i]]. Bits are copied unchanged.
+
+    Args:
+        source: float32 [m, W], contiguous.
+        places: integers [n].
+        out: float32 [n, W].
+    """
     _take(source.view(np.int32), places, out.view(np.int32))
 
 
 def copies_of_rows(source: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """source[places], float32 [n, W], in memory of its own."""
+    """Return source[places] as a new array, float32 [n, W]."""
     out = np.empty((len(places), source.shape[1]), np.float32)
     take_rows(source, places, out)
     return out
 
 
 def put_rows(rows: np.ndarray, places: np.ndarray, target: np.ndarray) -> None:
-    """Copy rows float32 [n, w] to target[places, :w]; places integers [n], distinct; target float32 [m, >= w], contiguous."""
+    """Copy rows to target[places, :w].
+
+    Args:
+        rows: float32 [n, w].
+        places: integers [n], distinct.
+        target: float32 [m, >= w], contiguous.
+    """
     _put(rows.view(np.int32), places, target.view(np.int32))
 
 
 @dataclass(frozen=True, slots=True)
 class RowShapes:
-    """The distinct (W, S) among tables, for requests grouped by width.
+    """The distinct (W, S) of the tables' rows, for requests grouped by width.
 
-    shapes: (W, S) each; of_table: int64 [tables], the place of a table's shape in them; width, state_width: the largest W and S.
+    Attributes:
+        shapes: the distinct (W, S).
+        of_table: int64 [tables], the index of each table's shape in `shapes`.
+        width: the largest W.
+        state_width: the largest S.
     """
 
     shapes: tuple[tuple[int, int], ...]
@@ -76,7 +96,10 @@ class RowShapes:
 
     @classmethod
     def of(cls, layouts: Sequence[RowLayout]) -> RowShapes:
-        """The shapes of these layouts, in order of first occurrence; layout k must be that of table k."""
+        """Return the shapes of these layouts, in order of first occurrence.
+
+        Raises CacheError unless layout k is that of table k.
+        """
         if not layouts or any(layout.table != k for k, layout in enumerate(layouts)):
             raise CacheError(f"row layouts: must be one a table, in order; got tables {[layout.table for layout in layouts]}")
         shape_of = [(layout.width, layout.state_width) for layout in layouts]
@@ -85,14 +108,20 @@ class RowShapes:
         return cls(shapes, places, max(w for w, _ in shapes), max(s for _, s in shapes))
 
     def row_bytes(self, shape: int) -> int:
-        """Bytes of a stored row of a shape."""
+        """Return the bytes of a stored row of a shape."""
         width, state_width = self.shapes[shape]
         return stored_bytes(width + state_width)
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows at hand: weights float32 [n, Wmax], state float32 [n, Smax], zero beyond a row's own width; tag int32 [n]."""
+    """Rows in memory.
+
+    Attributes:
+        weights: float32 [n, Wmax], zero beyond a row's own width.
+        state: float32 [n, Smax], zero beyond a row's own width.
+        tag: int32 [n].
+    """
 
     weights: np.ndarray
     state: np.ndarray
@@ -100,7 +129,7 @@ class Rows:
 
     @classmethod
     def zeros(cls, count: int, shapes: RowShapes) -> Rows:
-        """Room for `count` rows of any table."""
+        """Return room for `count` rows of any table."""
         weights, state = (np.zeros((count, width), np.float32) for width in (shapes.width, shapes.state_width))
         return cls(weights, state, np.zeros(count, np.int32))
 
@@ -109,7 +138,10 @@ class Rows:
 class Staged:
     """Rows that arrived for an event, in the order of its arrivals.
 
-    weights: float32 [A, Wmax]; state: float32 [A, Smax]; waited: how long the caller was held up.
+    Attributes:
+        weights: float32 [A, Wmax].
+        state: float32 [A, Smax].
+        waited: how long the caller had to wait.
     """
 
     weights: np.ndarray
@@ -119,11 +151,16 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class EndedRows(Occupants):
-    """Copies of the rows whose residency ended, for their write-back: who sat there, and what with.
+    """Copies of rows whose residency ended, for their write-back, with their occupants' columns.
 
-    weights: float32 [E, Wmax]; state: float32 [E, Smax].
-    base_weights, base_state: the same rows as the store has them, undefined where the stored tag is 0; None where no base is kept.
-    base_known: bool [E], whether the base is known, as it is where the stored tag is 0; None where all are.
+    Attributes:
+        weights: float32 [E, Wmax].
+        state: float32 [E, Smax].
+        base_weights: the rows' weights in the store, undefined if the stored tag is 0. None if no
+            base is kept.
+        base_state: the rows' state in the store, as base_weights.
+        base_known: bool [E], whether the base is known; it counts as known if the stored tag is 0.
+            None if all bases are known.
     """
 
     weights: np.ndarray
@@ -133,7 +170,7 @@ class EndedRows(Occupants):
     base_known: np.ndarray | None = None
 
     def select(self, which: np.ndarray) -> EndedRows:
-        """The rows of a mask or of places."""
+        """Return the rows that a mask or an array of indices selects."""
         rows = EndedRows(*self.columns(which), self.stored_tag[which], self.weights[which], self.state[which])
         if self.base_weights is None or self.base_state is None:
             return rows
@@ -142,19 +179,29 @@ class EndedRows(Occupants):
 
 
 class EventStaging:
-    """Arrival staging of one event: arrays [A, ...] that fill up, and which of the rows are there."""
+    """Arrival staging of one event: arrays [A, ...] that fill up.
+
+    Attributes:
+        ready: bool [A], which rows have arrived.
+        not_due: the number of rows whose fetch must wait for a boundary that is not yet released.
+    """
 
     def __init__(self, arrivals: Arrivals, shapes: RowShapes) -> None:
         self.arrivals = arrivals
         self.rows = Rows.zeros(len(arrivals), shapes)
         self.ready = np.zeros(len(arrivals), bool)
-        self.not_due = 0  # rows whose fetch must wait for a boundary that is not yet released
+        self.not_due = 0
 
     def fill_initial(self, seed: int, layouts: Sequence[RowLayout]) -> np.ndarray:
-        """Make the rows that were never written (tag 0). Returns their places, int64 [n]; `ready` is left to the caller."""
+        """Make the rows that were never written (tag 0).
+
+        Returns:
+            Their indices, int64 [n]. The caller sets `ready`.
+        """
         places = np.flatnonzero(self.arrivals.tag == 0)
         tables = self.arrivals.table[places]
-        order = np.argsort(tables, kind="stable")  # by table: one call of the kernel for each
+        # Sorted by table, so that one call of the kernel does all rows of a table.
+        order = np.argsort(tables, kind="stable")
         places, tables = places[order], tables[order]
         made = np.empty((len(places), self.rows.weights.shape[1]), np.float32)
         starts = np.flatnonzero(np.diff(tables, prepend=-1))

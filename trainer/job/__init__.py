@@ -1,1 +1,1 @@
-"""What is to be trained, and how: the settings of a run, and what follows from them alone."""
+"""What to train and how: the settings of a run, and what follows from them alone."""

@@ -1,4 +1,7 @@
-"""The settings of `foreload train`: each declared once, for the command line, the job file, Python and the run's manifest alike."""
+"""The settings of `foreload train`.
+
+Each setting is declared once, for the command line, the job file, Python and the run's manifest.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ from foreload.trainer.models.built_in import further_columns_of
 
 
 def check_together(job: TrainJob) -> None:
-    """Raise SettingError for the first rule that settings break together."""
+    """Raise SettingError for the first rule that settings break in combination."""
     if job.resume and job.overwrite:
         raise SettingError(
             "--resume and --overwrite: only one of them can be given; --overwrite deletes the run that --resume continues"
@@ -109,7 +112,10 @@ _PARITY_BY_DEFAULT, _NO_PARITY = Parity(2, 1), Parity(1, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainJob:
-    """One call of `foreload train`, parsed and checked. Raises SettingError; the message names the setting, the rule, the value and the remedy."""
+    """One call of `foreload train`, parsed and checked.
+
+    Raises SettingError; the message names the setting, the rule, the value and the remedy.
+    """
 
     schedule: str = setting(
         "",
@@ -199,9 +205,10 @@ class TrainJob:
         "", Servers.parse, "where rows live: local:N starts N redis-servers for this job, or the URLs of running ones, with commas between",
         _WHERE, metavar="local:N|URL,...", required=True, resume="free",
     )  # fmt: skip
+    # The value is free on resuming because `check_place` compares it with the run's placement.
     parity: Parity | None = setting(
         None, Parity.parse, "off, or K+R: any R of K+R store shards may be lost; by default 2+1 with three or more shards, else off",
-        _WHERE, metavar="off|K+R", resume="free",  # checked against RUN's placement, which holds in any case
+        _WHERE, metavar="off|K+R", resume="free",
     )  # fmt: skip
     spare: str | None = setting(
         None, text, "URLs of servers, empty ones, to take the place of store shards that are lost and do not come back",
@@ -385,32 +392,45 @@ class TrainJob:
 
     @property
     def saves_checkpoints(self) -> bool:
-        """Whether checkpoints are saved while it trains, without being asked for."""
+        """Whether checkpoints are saved automatically during training."""
         return self.checkpoint_every is not None or self.keep_best is not None
 
     @property
     def trainers_here(self) -> int:
-        """How many of the trainers this host starts when training begins."""
+        """The number of trainers that this host starts when training begins."""
         return self.trainers if self.coordinator is None else self.local_trainers or 1
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> TrainJob:
-        """A job by the command line's names (dashes or underscores), as text or as Python values: the way in for programs, and for manifests.
+        """Return the job with these settings, given by their names on the command line.
 
-        TrainJob.of({"schedule": "clicks", "run": "first", "store": "local:3", "lr": 0.01, "model_options": {"top": "64-1"}, "parity": "2+1"}).
-        Raises SettingError, for an unknown name too.
+        Programs and manifests make their jobs with this method. Names may have dashes or
+        underscores, and values may be text or Python values:
+
+            TrainJob.of({"schedule": "clicks", "run": "first", "store": "local:3", "lr": 0.01,
+            "model_options": {"top": "64-1"}, "parity": "2+1"})
+
+        Raises:
+            SettingError: a value breaks a rule, or a name is unknown.
         """
         return cls(**named(cls, values, "train:"))
 
     def to_dict(self) -> dict[str, Any]:
-        """Every setting as JSON and TOML hold it: `of` gives the same job again."""
+        """Return every setting as a value that JSON and TOML can hold.
+
+        `of` makes the same job from it.
+        """
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         own = {name: table.to_dict() for name, table in self.tables.items()}
         written = {name: str(value) for name, value in values.items() if isinstance(value, _WRITTEN)}
         return values | written | {"tables": own}
 
     def code(self, shards: int) -> Parity:
-        """K and R for a store of so many shards; (1, 0) without parity. Raises SettingError where they are too few."""
+        """Return K and R for a store with this many shards; (1, 0) without parity.
+
+        Raises:
+            SettingError: there are too few shards.
+        """
         if self.parity is None:
             return _PARITY_BY_DEFAULT if shards >= 3 else _NO_PARITY
         if self.parity.r and sum(self.parity) > shards:
@@ -420,18 +440,30 @@ class TrainJob:
         return self.parity
 
     def row_optimizers(self, features: FeatureSpec) -> list[RowOptimizer]:
-        """Every table's row optimizer, in the order of the tables. Raises SettingError where a table has settings that is not there."""
+        """Return every table's row optimizer, in the order of the tables.
+
+        Raises:
+            SettingError: the job has settings for a table that does not exist.
+        """
         names = [table.name for table in features.tables]
         if unknown := sorted(set(self.tables) - set(names)):
             raise SettingError(f"[train.tables.{unknown[0]}]: must be of a table of the schedule; there are {', '.join(names)}")
         return [self._row_optimizer(self.tables.get(name)) for name in names]
 
     def _row_optimizer(self, own: TableSettings | None = None, place: str = "--") -> RowOptimizer:
-        """That of a table with these settings of its own. place: where they stand, for messages. Raises SettingError."""
+        """Return the row optimizer of a table.
+
+        Args:
+            own: the table's own settings, if any.
+            place: where these settings stand, for messages.
+
+        Raises:
+            SettingError: the optimizer has no such options.
+        """
         if own is None:
             own = TableSettings()
         name = own.row_optimizer or self.row_optimizer
-        # Those of another optimizer say nothing about this one.
+        # Options for another optimizer do not apply to this one.
         of_all = self.row_options if name == self.row_optimizer else {}
         try:
             return RowOptimizer(name, self.lr if own.lr is None else own.lr, of_all | (own.row_options or {}))
@@ -443,12 +475,13 @@ class TrainJob:
         """How long a store shard may be silent."""
         if self.store_timeout is not None:
             return timedelta(seconds=self.store_timeout)
-        # Where its rows are elsewhere too, a shard is better lost than waited for.
+        # With parity, it is faster to give a silent shard up and decode its rows than to wait for
+        # it.
         return timedelta(seconds=1 if self.code(self.store.count).r else 10)
 
     @property
     def patience(self) -> Patience:
-        """With store shards that do not answer."""
+        """How long to wait for store shards that do not answer."""
         return Patience(timedelta(seconds=self.store_patience), volatile=self.store.local is not None)
 
     @property
@@ -460,21 +493,30 @@ class TrainJob:
 
     @property
     def replicas_held(self) -> int:
-        """How many trainers hold each lane's rows when training begins, its own included."""
+        """The number of trainers that hold each lane when training begins, its owner included."""
         return min(self.replicas_wanted, self.trainers)
 
     @property
     def replicas_wanted(self) -> int:
-        """How many trainers are to hold each lane's rows, its own included, as soon as there are so many."""
+        """The number of trainers that are to hold each lane's rows, its owner included.
+
+        It is reached as soon as there are enough trainers.
+        """
         if under_scheduler():
-            return 1  # it ends the other trainers where one dies
-        by_default = 1 if self.device == "cuda" else 2  # losses were tried with trainers that share a device, not between devices
+            # A scheduler ends all trainers when one dies, so replicas would be of no use.
+            return 1
+        # Losses were tested with trainers that share a CUDA device, but not between devices.
+        by_default = 1 if self.device == "cuda" else 2
         return self.copies or by_default
 
     def own_address(self) -> str:
-        """The address of this machine at which other trainers reach this call's: as given, or else where MASTER_ADDR finds this process.
+        """Return the address at which other trainers reach this machine.
 
-        Raises SettingError where that is nowhere.
+        If the job gives none, it is 127.0.0.1, the coordinator's host, or, under a scheduler, the
+        address from which MASTER_ADDR is reached.
+
+        Raises:
+            SettingError: no route leads to MASTER_ADDR.
         """
         if self.address is not None or not under_scheduler():
             return self.address or (self.coordinator.host if self.coordinator is not None else "127.0.0.1")
@@ -487,6 +529,14 @@ class TrainJob:
 
 
 def layouts_of(job: TrainJob, features: FeatureSpec) -> list[RowLayout]:
-    """The layout of each table's rows, in order. features: of its schedule. Raises SettingError and ModelError."""
+    """Return the layout of each table's rows, in the order of the tables.
+
+    Args:
+        features: the features of the job's schedule.
+
+    Raises:
+        SettingError: the job's settings do not fit the tables.
+        ModelError: the model cannot be loaded.
+    """
     further = further_columns_of(job.model, job.model_folder)
     return layouts(features, further, job.dim, job.row_optimizers(features))

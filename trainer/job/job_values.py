@@ -1,4 +1,7 @@
-"""What settings of a training are once they are parsed: servers, a parity code, a size, a table's own settings. Each is written as it is given."""
+"""The parsed values of a training's settings, such as servers, a parity code or a size.
+
+Each value is written again as it was given.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,22 @@ from foreload.trainer.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """Where rows live: `local` servers of this job's own, or those at some URLs (with their passwords)."""
+    """The servers that store the rows.
+
+    Attributes:
+        local: the number of local servers to start for this job, or None.
+        urls: the URLs of running servers, with their passwords.
+    """
 
     local: int | None
     urls: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, flag: str, value: Any) -> Servers:
-        """local:N, or URLs with commas between, or a list of them. Raises SettingError; whether a URL is one, whoever connects finds out."""
+        """Parse local:N, URLs separated by commas, or a list of URLs.
+
+        The URLs themselves are checked when a client connects. Raises SettingError.
+        """
         if isinstance(value, Servers):
             return value
         words = value.split(",") if isinstance(value, str) else value
@@ -45,7 +56,7 @@ class Servers:
 
     @property
     def count(self) -> int:
-        """How many store shards there are."""
+        """The number of store shards."""
         return self.local or len(self.urls)
 
     def __str__(self) -> str:
@@ -53,14 +64,14 @@ class Servers:
 
 
 class Place(NamedTuple):
-    """Where something listens, on this machine or another one."""
+    """The host and port at which a process listens."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, flag: str, value: Any) -> Place:
-        """HOST:PORT, with an IPv6 address in brackets. Raises SettingError."""
+        """Parse HOST:PORT, with an IPv6 address in brackets. Raises SettingError."""
         if isinstance(value, Place):
             return value
         match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(\d{1,5})", value) if isinstance(value, str) else None
@@ -73,14 +84,14 @@ class Place(NamedTuple):
 
 
 class Parity(NamedTuple):
-    """Any r of k + r store shards may be lost; k = 1 and r = 0 without parity."""
+    """Any r of k + r store shards may be lost. Without parity, k = 1 and r = 0."""
 
     k: int
     r: int
 
     @classmethod
     def parse(cls, flag: str, value: Any) -> Parity:
-        """K+R, or off. Raises SettingError."""
+        """Parse K+R, or off. Raises SettingError."""
         if isinstance(value, Parity):
             return value
         if value == "off":
@@ -98,14 +109,18 @@ class Parity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A number of bytes, and how it was written."""
+    """A number of bytes.
+
+    Attributes:
+        written: the text that it was parsed from.
+    """
 
     bytes: int
     written: str
 
     @classmethod
     def parse(cls, flag: str, value: Any) -> Size:
-        """A number with or without a unit. Raises SettingError."""
+        """Parse a number with or without a unit. Raises SettingError."""
         return value if isinstance(value, Size) else cls(size_bytes(flag, value), str(value))
 
     def __str__(self) -> str:
@@ -117,7 +132,11 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A number of steps, or seconds: one of them is None. written: how it was written."""
+    """A number of steps, or a time in seconds; the other one is None.
+
+    Attributes:
+        written: the text that it was parsed from.
+    """
 
     steps: int | None
     seconds: float | None
@@ -125,7 +144,7 @@ class Interval:
 
     @classmethod
     def parse(cls, flag: str, value: Any) -> Interval:
-        """A whole number of steps, or a time such as 90s, 10m, 2h. Raises SettingError."""
+        """Parse a whole number of steps, or a time such as 90s, 10m or 2h. Raises SettingError."""
         if isinstance(value, Interval):
             return value
         text = str(value)
@@ -144,7 +163,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class TableSettings:
-    """What a table has of its own; None: what all have."""
+    """A table's own settings. If a value is None, the setting for all tables applies."""
 
     row_optimizer: str | None = None
     lr: float | None = None
@@ -152,7 +171,10 @@ class TableSettings:
 
     @classmethod
     def parse(cls, table: str, value: Any) -> TableSettings:
-        """[train.tables.NAME] of the job file, or a mapping of the same names. Raises SettingError."""
+        """Parse [train.tables.NAME] of the job file, or a mapping with its names.
+
+        Raises SettingError.
+        """
         if isinstance(value, TableSettings):
             return value
         place = f"[train.tables.{table}]"
@@ -166,19 +188,25 @@ class TableSettings:
         return cls(**{name: parsers[name](f"{place} {spelled(name)}", own) for name, own in given.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """As the job file has it."""
+        """Return the settings under their names in the job file."""
         return {spelled(name): value for name, value in asdict(self).items() if value is not None}
 
 
 def weight_bits(flag: str, value: Any) -> int | Literal["auto"]:
-    """How many bits a weight has in a checkpoint; auto: as many as the restores to expect need. Raises SettingError."""
+    """Parse the number of bits that a weight has in a checkpoint.
+
+    With auto, the expected number of restores decides. Raises SettingError.
+    """
     if str(value) not in ("auto", "32", "8", "4", "3", "2"):
         raise SettingError(f"{flag}: must be auto, 32, 8, 4, 3 or 2; got {value!r}")
     return "auto" if value == "auto" else int(value)
 
 
 def decay(flag: str, value: Any) -> float:
-    """How much of a moving average stays at each step: above 0, and below 1, also as a float32. Raises SettingError."""
+    """Parse the share of a moving average that each step keeps.
+
+    The share must be above 0 and, also as a float32, below 1. Raises SettingError.
+    """
     result = number(-math.inf)(flag, value)
     if not (result > 0 and np.float32(result) < 1):
         raise SettingError(f"{flag}: must be above 0 and, as a float32, below 1; got {value!r}")
@@ -186,7 +214,13 @@ def decay(flag: str, value: Any) -> float:
 
 
 def numbers(least: float) -> Parse:
-    """Finite numbers of at least so much by name, such as the options of a row optimizer, or the weights of labels."""
+    """Return a parser of finite numbers by name.
+
+    Such are the options of a row optimizer, and label weights.
+
+    Args:
+        least: the smallest number allowed.
+    """
 
     def parse(flag: str, value: Any) -> dict[str, float]:
         return {name: number(least)(f"{flag}: {name}", own) for name, own in key_values(flag, value).items()}
@@ -198,14 +232,14 @@ row_options, label_weights = numbers(-math.inf), numbers(0)
 
 
 def tables(flag: str, value: Any) -> dict[str, TableSettings]:
-    """The settings of single tables by their names. Raises SettingError."""
+    """Parse the settings of single tables, by the tables' names. Raises SettingError."""
     if not isinstance(value, Mapping):
         raise SettingError(f"{flag}: must be a table of tables; got {value!r}")
     return {str(name): TableSettings.parse(name, own) for name, own in value.items()}
 
 
 def storage_place(flag: str, value: Any) -> str:
-    """A folder, or the URL of one, in which there are no keys. Raises SettingError."""
+    """Parse a folder or the URL of one, which must not contain keys. Raises SettingError."""
     named = text(flag, value)
     try:
         storage.place(named)
@@ -215,13 +249,13 @@ def storage_place(flag: str, value: Any) -> str:
 
 
 AUTO = "auto"
-"""What --resume may be given: start, or go on, whichever it takes."""
+"""The value of --resume that starts the run if it is new, and else resumes it."""
 
 Policy = Literal["full", "one-shot", "consecutive", "intermittent", "planned"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
-"""What the checkpoints that are saved while it trains hold (docs/checkpoints.md)."""
+"""Which rows the checkpoints that are saved during training hold (docs/checkpoints.md)."""
 
 
 def masked(text: str) -> str:
-    """A text for a message, the credentials of any URL in it hidden."""
+    """Return a text for a message, with the credentials of any URL in it hidden."""
     return re.sub(r"//[^ ]*@", "//***@", text)

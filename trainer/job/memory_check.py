@@ -1,4 +1,4 @@
-"""Whether a schedule's slots fit the memory given, with the rows that this model and these optimizers have."""
+"""Check that a schedule's slots fit the memory, with the rows of this model and optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEPT_ROW_BYTES = 34  # table, ordinal, id, tag, stored tag and boundary
 
 
 def readable(size_bytes: float) -> str:
-    """Bytes for a person: 1.5 GiB."""
+    """Return a number of bytes as text, such as 1.5 GiB."""
     for unit in ("B", "KiB", "MiB"):
         if size_bytes < 1024:
             return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -22,15 +22,20 @@ def readable(size_bytes: float) -> str:
 
 
 def columns_of(job: TrainJob, schedule: Schedule) -> tuple[int, int]:
-    """Columns of the widest and of the narrowest row, optimizer state included; a partition's slots are as wide as the widest."""
+    """Return the columns of the widest and of the narrowest row, including optimizer state.
+
+    The slots of a partition are as wide as the widest row.
+    """
     rows = layouts_of(job, schedule.header.features)
     return slot_columns(rows), min(row.width + row.state_width for row in rows)
 
 
 def check_fit(job: TrainJob, schedule: Schedule) -> str:
-    """What the slots of a lane really take, with staging, in words.
+    """Describe the memory that the slots of a lane take, including staging.
 
-    Raises SettingError if --memory, or prepare's, is less, or if this machine has no room for copies.
+    Raises:
+        SettingError: --memory, of the job or of `prepare`, is less than that, or this machine has
+            no room for replicas.
     """
     header, slots = schedule.header, max(schedule.slots)
     columns, narrowest = columns_of(job, schedule)
@@ -60,14 +65,21 @@ def check_fit(job: TrainJob, schedule: Schedule) -> str:
 
 
 def kept_bytes(lanes: int, slots: int, columns: int) -> int:
-    """What all lanes' rows take in the run's folder at most, those on their way to the store included (`kept_lanes`)."""
+    """Return the most bytes that all lanes' rows can take in the run's folder (`kept_lanes`).
+
+    Rows on their way to the store are included.
+    """
     return lanes * (slots + staging_rows(slots)) * (4 * columns + _KEPT_ROW_BYTES)
 
 
 def _check_copies(job: TrainJob, lanes: int, taken: int, copy_bytes: int) -> None:
-    """Raise SettingError where the lanes of this machine fit its memory, but not with the copies that others hold, or that checkpoints need.
+    """Raise SettingError if this machine's memory holds the lanes, but not further copies of them.
 
-    taken, copy_bytes: of one lane, and of one copy of it.
+    Further copies are replicas, and the copies that checkpoints need.
+
+    Args:
+        taken: the bytes of one lane.
+        copy_bytes: the bytes of one replica of it.
     """
     lanes_here, available = -(-lanes * job.trainers_here // job.trainers), available_bytes()
     held = taken * lanes_here

@@ -1,4 +1,8 @@
-"""The metric that a run goes by: its name and value (`--keep-best`), and training that ends when it gets no better (`--stop-early`)."""
+"""The metric that decides about a run: its name and value, and the rule for stopping early.
+
+`--keep-best` saves the best checkpoint by a metric. `--stop-early` ends training when a metric
+stops improving.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +25,34 @@ _HIGHER_IS_BETTER = ("auc", "grouped_auc")
 
 
 class MetricValue(NamedTuple):
-    """The value of a metric in an evaluation; NaN where it is not defined for its samples."""
+    """The value of a metric in an evaluation.
+
+    Attributes:
+        value: NaN if the metric is not defined for the samples.
+    """
 
     value: float
     higher_is_better: bool
 
     def is_better_than(self, before: float | None) -> bool:
-        """Whether it is better than a value before, if there was one; NaN is never."""
+        """Return whether this value is better than an earlier one.
+
+        If `before` is None, every number is better. NaN is never better.
+        """
         if math.isnan(self.value):
             return False
         return before is None or (self.value > before if self.higher_is_better else self.value < before)
 
 
 def metric_name(flag: str, value: Any) -> str:
-    """One of METRICS, which is then that of the first label, or LABEL.METRIC; of the first evaluation set, or behind SET/. Raises SettingError."""
+    """Parse the name of a metric.
+
+    The name is one of METRICS, for the first label, or LABEL.METRIC. It refers to the first
+    evaluation set unless it follows SET/.
+
+    Raises:
+        SettingError: the name has another form.
+    """
     name = text(flag, value)
     if not re.fullmatch(rf"({SET_NAME}/)?(.+\.)?({'|'.join(METRICS)})", name, re.DOTALL):
         raise SettingError(
@@ -45,15 +63,27 @@ def metric_name(flag: str, value: Any) -> str:
 
 
 def chosen_set(name: str, sets: Sequence[str]) -> tuple[str, str]:
-    """Of which evaluation set a metric is, and its name without that. name: as `metric_name` gave it; sets: the schedule's names, in order. What
-    stands before the first / is a set where there is one of that name; else it is part of a label's name, of the first set.
+    """Return the evaluation set of a metric, and the metric's name within the set.
+
+    The text before the first / names a set if a set of that name exists. Otherwise the text is part
+    of a label's name, and the metric is that of the first set.
+
+    Args:
+        name: as `metric_name` returned it.
+        sets: the names of the schedule's sets, in order.
     """
     before, _, rest = name.partition("/")
     return (before, rest) if before and rest and before in sets else (sets[0], name)
 
 
 def check_metric(flag: str, name: str, header: Header) -> None:
-    """Raise SettingError where the evaluations of a schedule have no such metric. name: as `metric_name` gave it."""
+    """Raise SettingError if the evaluations of a schedule have no such metric.
+
+    Args:
+        flag: the setting's name in the message.
+        name: as `metric_name` returned it.
+        header: the schedule's header.
+    """
     whole, names = name, [label.name for label in header.features.labels]
     of, dot, metric = chosen_set(name, header.set_names)[1].rpartition(".")
     if "/" in (of or metric) and of not in names:
@@ -76,15 +106,21 @@ def check_metric(flag: str, name: str, header: Header) -> None:
 
 
 def metric_of(reports: Sequence[EvaluationReport], name: str) -> MetricValue:
-    """A metric of an evaluation, reported set by set, that `check_metric` accepts of its schedule."""
+    """Return a metric of an evaluation.
+
+    Args:
+        reports: the evaluation's reports, one for each set.
+        name: a name that `check_metric` accepted for the schedule.
+    """
     of_set, name = chosen_set(name, [report.set for report in reports])
     report = next(report for report in reports if report.set == of_set)
     label, _, metric = name.rpartition(".")
-    # With one label, what is reported is its own.
+    # With a single label, the report itself has its metrics.
     of = report.labels.get(label, report)
     value = getattr(of, metric)
     if metric == "loss" and value is None:
-        value = report.log_loss  # which is what is trained then
+        # ^If a report has no loss, the trained loss is the log loss.
+        value = report.log_loss
     return MetricValue(math.nan if value is None else value, metric in _HIGHER_IS_BETTER)
 
 
@@ -93,7 +129,11 @@ _MOST_PATIENCE = 10**6
 
 @dataclass(frozen=True, slots=True)
 class StopEarly:
-    """After so many evaluations in a row that were not better than the best by more than min_change, in a metric, training ends."""
+    """The rule that ends training after `patience` evaluations in a row without improvement.
+
+    An evaluation is an improvement if `metric` is better than the best value so far by more than
+    `min_change`.
+    """
 
     metric: str
     patience: int
@@ -101,7 +141,10 @@ class StopEarly:
 
     @classmethod
     def parse(cls, flag: str, value: Any) -> StopEarly | None:
-        """METRIC:PATIENCE or METRIC:PATIENCE:MIN_CHANGE; off: None. Raises SettingError."""
+        """Parse METRIC:PATIENCE or METRIC:PATIENCE:MIN_CHANGE; off gives None.
+
+        Raises SettingError.
+        """
         if isinstance(value, StopEarly) or value == "off":
             return None if value == "off" else value
         match = re.fullmatch(r"([^:]+):(\d{1,7})(?::([^:]+))?", str(value))
@@ -118,8 +161,13 @@ class StopEarly:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What evaluations of a schedule have been so far, in a metric: best, the best value, after step best_step (None: no value was any number yet);
-    worse, how many in a row since were not better; step: the training step before the last one.
+    """The results of a schedule's evaluations so far, in one metric.
+
+    Attributes:
+        step: the training step before the last evaluation.
+        best: the best value, or None if no value was a number yet.
+        best_step: the training step before the evaluation with the best value.
+        worse: the number of evaluations in a row since then without improvement.
     """
 
     metric: str
@@ -129,22 +177,30 @@ class Watched:
     worse: Count = 0
 
     def ends(self, rule: StopEarly | None) -> bool:
-        """Whether training ends by a rule."""
+        """Return whether training ends by a rule."""
         return rule is not None and rule.metric == self.metric and self.worse >= rule.patience
 
     def summary(self) -> dict[str, Any]:
-        """For the summary of a run that was stopped early."""
+        """Return the entries for the summary of a run that was stopped early."""
         return {name: value for name, value in asdict(self).items() if name != "step"} | {"why": self.why()}
 
     def why(self) -> str:
-        """In words, behind which it says of a run that it was stopped early."""
+        """Return the reason, as the end of a sentence that says that a run was stopped early."""
         if self.best is None:
             return f"{self.metric} was no number in {self.worse} evaluation(s)"
         return f"{self.metric} has not been better than {self.best:.6g}, after step {self.best_step}, in {self.worse} evaluation(s) since"
 
 
 def after_evaluation(before: Watched | None, rule: StopEarly, step: int, measured: MetricValue) -> Watched:
-    """What was seen, with one evaluation more, after training step `step`. One that is reported again, since training went back, is counted once."""
+    """Return the results so far after one further evaluation.
+
+    If training went back, an evaluation may be reported again; it is counted once.
+
+    Args:
+        before: the results until then, or None.
+        step: the training step before the evaluation.
+        measured: the value of the rule's metric.
+    """
     before = Watched(rule.metric, -1) if before is None else before
     if step <= before.step:
         return before

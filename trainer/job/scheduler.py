@@ -1,4 +1,4 @@
-"""Whether a scheduler such as torchrun started this process, and where its trainers meet."""
+"""Detect a scheduler such as torchrun, and let the trainers that it started meet."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ from typing import Any
 from foreload.base.errors import SettingError
 from foreload.trainer.errors import PeerLost
 
-_MEET_PAUSE = timedelta(seconds=1)  # between two looks whether a scheduler's trainers have all met
-_MEET_SAID = timedelta(minutes=1)  # between two lines on stderr that they are waited for
-_ANNOUNCING = timedelta(seconds=10)  # for the others to learn what rank 0 announces
-_LOOK_PAUSE = timedelta(milliseconds=50)  # between two looks at what is there of the others
+_MEET_PAUSE = timedelta(seconds=1)  # between two checks whether all trainers have met
+_MEET_SAID = timedelta(minutes=1)  # between two lines on stderr while waiting
+_ANNOUNCING = timedelta(seconds=10)  # how long rank 0 waits for the others to read its announcement
+_LOOK_PAUSE = timedelta(milliseconds=50)  # between two reads of the store
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where a scheduler's trainers have met. store: all that is there is of these, and of none that were started before; rank: this one's number;
-    world: how many they are.
+    """The place at which a scheduler's trainers have met.
+
+    Attributes:
+        store: a store of these trainers alone, without entries of trainers that were started
+            earlier.
+        rank: the number of this trainer.
+        world: the number of trainers.
     """
 
     store: Any
@@ -36,15 +41,26 @@ class Meeting:
     world: int
 
     def tell(self, what: str) -> None:
-        """Tell the others, as rank 0: the address of the job's rendezvous store, or NO_STEPS, or FAILED. Returns when they know, or do not ask."""
+        """Announce something to the other trainers, as rank 0.
+
+        This returns when all of them know, or after a deadline.
+
+        Args:
+            what: the address of the job's rendezvous store, or NO_STEPS, or FAILED.
+        """
         deadline = time.monotonic() + _ANNOUNCING.total_seconds()
-        with contextlib.suppress(RuntimeError):  # where they met there is nobody any more
+        # The store raises RuntimeError once the other trainers have left.
+        with contextlib.suppress(RuntimeError):
             self.store.set("told", what)
             while not self.store.check([f"knows/{other}" for other in range(1, self.world)]) and time.monotonic() < deadline:
                 time.sleep(_LOOK_PAUSE.total_seconds())
 
     def receive(self) -> str:
-        """What rank 0 announces, waited for. Raises PeerLost where it is gone, with the store where they met."""
+        """Wait for the announcement of rank 0, and return it.
+
+        Raises:
+            PeerLost: rank 0 died, and the store where the trainers met with it.
+        """
         try:
             while not self.store.check(["told"]):
                 time.sleep(_LOOK_PAUSE.total_seconds())
@@ -56,29 +72,33 @@ class Meeting:
 
 
 NO_STEPS, FAILED = "no step to train", "failed"
-"""What rank 0 announces where the other trainers are not to train."""
+"""The announcements of rank 0 if the other trainers are not to train."""
 
 
 def scheduler_address() -> str:
-    """Where a scheduler has its trainers meet: host and port."""
+    """Return host and port at which the scheduler has its trainers meet."""
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def under_scheduler() -> bool:
-    """Whether this process was started by torchrun or the like."""
+    """Return whether torchrun or a similar scheduler started this process."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to a host, which may be this one. Raises SettingError where no way leads there."""
+    """Return this machine's address on the route to a host, which may be this machine.
+
+    Raises:
+        SettingError: no route leads to the host.
+    """
     reason, cause = "no address", None
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        # IPv4 first, so that all hosts choose alike.
+        # IPv4 addresses come first, so that all hosts choose alike.
         for family, kind, protocol, _, place in sorted(places, key=lambda one: one[0] != socket.AF_INET):
             with socket.socket(family, kind, protocol) as probe:
                 try:
-                    # Connecting a datagram socket sends nothing: it only chooses a route.
+                    # Connecting a datagram socket sends nothing. It only chooses a route.
                     probe.connect(place)
                 except OSError as error:
                     reason, cause = error.strerror or str(error), error
@@ -90,10 +110,14 @@ def address_towards(host: str, port: int) -> str:
 
 
 def _name_of_meeting(store: Any, rank: int, world: int, timeout: timedelta) -> str:
-    """A name that those who meet now have in common, and none who met at the same store before: torchrun starts trainers again and again, and keeps
-    the store. Each leaves a word there; the first names the meeting, and the words that it has found, until each has found its own.
+    """Return a name that only the trainers that meet now have in common.
 
-    Raises RuntimeError where one does not come.
+    torchrun starts trainers again and again and keeps the store, so the store may have entries of
+    earlier trainers. Each trainer writes a random word. Rank 0 publishes the name of the meeting
+    together with the words that it has found, until each trainer has found its own word there.
+
+    Raises:
+        RuntimeError: a trainer does not come.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     own, name, written = secrets.token_hex(8), secrets.token_hex(8), ""
@@ -119,7 +143,7 @@ def _name_of_meeting(store: Any, rank: int, world: int, timeout: timedelta) -> s
 
 
 def meet_at(store: Any, rank: int, world: int, timeout: timedelta) -> Meeting:
-    """Meet the other trainers of this call at a store. Raises RuntimeError where one does not come."""
+    """Meet the other trainers of this call at a store. Raises RuntimeError if one does not come."""
     import torch.distributed as dist
 
     return Meeting(
@@ -128,7 +152,13 @@ def meet_at(store: Any, rank: int, world: int, timeout: timedelta) -> Meeting:
 
 
 def meet(timeout: timedelta) -> Meeting:
-    """Meet the other trainers of a scheduler's job. While they are waited for, that is said. Raises SettingError where they do not come."""
+    """Meet the other trainers of a scheduler's job.
+
+    While this waits, it says so on stderr.
+
+    Raises:
+        SettingError: the trainers do not come in time, or cannot meet at this address.
+    """
     import torch.distributed as dist
 
     place = scheduler_address()
@@ -141,7 +171,7 @@ def meet(timeout: timedelta) -> Meeting:
         except Exception as error:
             met.set_exception(error)
 
-    # In a thread that nobody waits for, since torch heeds no signal meanwhile.
+    # torch ignores signals while it waits, so it waits in a thread that is never joined.
     Thread(target=wait, name="rendezvous", daemon=True).start()
     waited = 0.0
     while True:

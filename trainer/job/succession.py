@@ -1,4 +1,7 @@
-"""Who hosts which lane, and who holds its copies, once trainers are gone, come or leave. Pure: no clock, no messages."""
+"""Which trainer hosts each lane, and which hold its replicas, after trainers die, join or leave.
+
+This module is pure: no clock, no messages.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,22 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 ONE_MACHINE: Mapping[int, str] = MappingProxyType({})
-"""The machines of trainers that are all on the same."""
+"""The machines of trainers that are all on the same one."""
 
 
 def next_hosts(hosts: Sequence[int], complete: Sequence[Collection[int]], there: Sequence[int]) -> tuple[int | None, ...]:
-    """Of each lane the trainer that hosts it next: who did, or of those that hold a complete copy the one with the fewest lanes; None without any.
+    """Return, for each lane, the trainer that hosts it next.
 
-    hosts: lane -> its trainer so far; complete: lane -> the trainers with complete copies; there: the trainers that are left.
+    A lane stays with its trainer if that is left. Otherwise, of the trainers that hold a complete
+    replica, the one with the fewest lanes takes it over.
+
+    Args:
+        hosts: lane -> its trainer so far.
+        complete: lane -> the trainers with complete replicas.
+        there: the trainers that are left.
+
+    Returns:
+        lane -> its trainer, or None if no complete replica is left.
     """
     lanes = {trainer: sum(host == trainer for host in hosts) for trainer in there}
     chosen: list[int | None] = []
@@ -35,10 +47,22 @@ def next_copies(
     copies: int,
     machines: Mapping[int, str] = ONE_MACHINE,
 ) -> tuple[tuple[int, ...], ...]:
-    """Of each lane the trainers that hold copies next, so that `copies` have it with its host, or all where there are fewer.
+    """Return, for each lane, the trainers that hold its replicas next.
 
-    Complete copies stay where they are; of too many, and for further ones, those trainers are taken that are on another machine than the host, and
-    of these those that hold the fewest. there: the trainers that may hold copies. machines: which machine each trainer is on.
+    Complete replicas stay where they are. The replicas to keep, if there are too many, and the
+    trainers for further ones are chosen by the same rule: first trainers on another machine than
+    the host, and among these the ones with the fewest replicas.
+
+    Args:
+        hosts: lane -> its trainer.
+        complete: lane -> the trainers with complete replicas.
+        there: the trainers that may hold replicas.
+        copies: how many trainers are to hold each lane, its host included. With fewer trainers, all
+            hold it.
+        machines: trainer -> its machine.
+
+    Returns:
+        lane -> the trainers, without its host.
     """
     chosen: list[list[int]] = [[] for _ in hosts]
 
@@ -53,6 +77,8 @@ def next_copies(
             )
 
     for lane in range(len(hosts)):
+        # Complete replicas are chosen first, for all lanes, so that new ones go where the fewest
+        # are.
         choose(lane, complete[lane])
     for lane in range(len(hosts)):
         choose(lane, there)
@@ -60,20 +86,24 @@ def next_copies(
 
 
 def balanced_hosts(hosts: Sequence[int], held: Sequence[Collection[int]], stay: Sequence[int]) -> tuple[int, ...]:
-    """Of each lane the trainer that is to host it, so that those that stay have equally many, or one more, by as few moves as there can be.
+    """Return, for each lane, the trainer that is to host it so that the load is balanced.
 
-    hosts: lane -> its trainer so far; held: lane -> the trainers that have copies of it, to which it goes rather than to others; stay: at least one,
-    at most as many as lanes.
+    The trainers that stay have equally many lanes, or one more, after as few moves as possible.
+
+    Args:
+        hosts: lane -> its trainer so far.
+        held: lane -> the trainers that have replicas of it; these are preferred as its new host.
+        stay: the trainers that stay: at least one, at most as many as there are lanes.
     """
     counts = {trainer: sum(host == trainer for host in hosts) for trainer in stay}
     least, more = divmod(len(hosts), len(stay))
-    # Those that have most keep one more.
+    # The trainers with the most lanes keep one more, so that fewer lanes move.
     by_count = sorted(stay, key=lambda trainer: -counts[trainer])
     wanted = {trainer: least + (place < more) for place, trainer in enumerate(by_count)}
     targets = list(hosts)
     while receivers := [trainer for trainer in stay if counts[trainer] < wanted[trainer]]:
         free = [lane for lane, host in enumerate(targets) if host not in counts or counts[host] > wanted[host]]
-        # The last lanes go first: who has lane 0 leads, and had better stay.
+        # The last lanes move first: the trainer with lane 0 leads, and should stay the leader.
         lane, receiver = min(
             ((lane, trainer) for lane in free for trainer in receivers),
             key=lambda move: (move[1] not in held[move[0]], -move[0], counts[move[1]], stay.index(move[1])),

@@ -1,1 +1,1 @@
-"""What the rows of a run take on its store shards: over the steps of its schedule, and of the servers that there are."""
+"""Predict the memory that a run's rows take on its store shards over the steps of its schedule."""

@@ -1,4 +1,8 @@
-"""How many rows and parity rows each store shard has after each step of a schedule, in each lane's hash there: stated by the schedule, to the row."""
+"""The exact number of rows and parity rows on each store shard after each step of a schedule.
+
+The numbers are per lane, as each lane has a hash of its own on a shard. The schedule determines
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,20 @@ _STORED = -1
 
 
 def sizes_of(layouts: Sequence[RowLayout]) -> list[int]:
-    """The distinct sizes of the rows of these layouts, in bytes, ascending."""
+    """Return the distinct sizes of the rows of these layouts, in bytes, ascending."""
     return sorted({layout.row_bytes for layout in layouts})
 
 
 def counts_of(placement: Placement, ordinals: np.ndarray, layouts: Sequence[RowLayout]) -> np.ndarray:
-    """Rows and parity rows when all ordinals given (int64 [lanes, tables]) were written: int64 [lanes, shards, sizes]."""
+    """Return the rows and parity rows on each shard once the given ordinals are written.
+
+    Args:
+        ordinals: int64 [lanes, tables], the number of ordinals given so far.
+        layouts: the layout of each table's rows.
+
+    Returns:
+        int64 [lanes, shards, sizes], with the sizes of `sizes_of`.
+    """
     shards, sizes = placement.shard_count, sizes_of(layouts)
     counts = np.zeros((len(ordinals), shards, len(sizes)), np.int64)
     for lane, given in enumerate(ordinals):
@@ -38,15 +50,22 @@ def counts_of(placement: Placement, ordinals: np.ndarray, layouts: Sequence[RowL
 
 
 def row_counts(placement: Placement, lane: int, given: np.ndarray) -> RowCounts:
-    """What every shard holds of a lane when all ordinals given (int64 [tables]) were written."""
+    """Return what every shard holds of a lane once the given ordinals are written.
+
+    Args:
+        given: int64 [tables], the number of ordinals given so far.
+    """
     return count_rows(LaneStripes.of(placement, lane, given), len(given), placement.shard_count)
 
 
 @dataclass(slots=True)
 class _LaneState:
-    """What is known of a lane on the way: which rows sit in its slots that were never stored, and which stripes have parity rows.
+    """The state of a lane during the walk over the schedule.
 
-    held: int64 [slots], ordinal * tables + table; _STORED where a row was stored, or none sits.
+    Attributes:
+        held: int64 [slots], ordinal * tables + table of a row that was never stored; _STORED for a
+            stored row or an empty slot.
+        protected: by table, bool [stripes], whether the stripe has parity rows.
     """
 
     stripes: LaneStripes
@@ -56,11 +75,20 @@ class _LaneState:
 
 @dataclass(slots=True)
 class RowTimeline:
-    """The store shards' rows over the steps of a schedule, from after `start_step` on, when every row ever given an ordinal was stored.
+    """The number of rows on the store shards over the steps of a schedule.
 
-    steps: int64 [moments], ascending, after which the counts are. given: all that had their ordinal by then are stored, as after a clean stop;
-    stored: those whose residency ended by then, as while training goes on; both int64 [moments, lanes, shards, sizes], parity rows included, those of
-    moments that are not known yet being 0. work: int64 [moments, lanes], rows read or written again up to then. known: how many moments are whole.
+    It begins after `start_step`, when every row that has an ordinal is stored.
+
+    Attributes:
+        ordinals: int64 [lanes, tables], the number of ordinals given by `start_step`.
+        steps: int64 [moments], ascending; the counts are those after these steps.
+        before: int64 [lanes, shards, sizes], the counts after `start_step`.
+        given: int64 [moments, lanes, shards, sizes], if all rows with an ordinal are stored, as
+            after a clean stop. Parity rows are included. Moments that are not known yet are 0.
+        stored: as `given`, if only rows whose residency has ended are stored, as while training
+            goes on.
+        work: int64 [moments, lanes], rows read, or written again, since `start_step`.
+        known: the number of moments whose counts are complete.
     """
 
     schedule: Schedule
@@ -101,7 +129,7 @@ class RowTimeline:
 
     @property
     def apart(self) -> int:
-        """Steps between two moments."""
+        """The number of steps between two moments."""
         return int(self.steps[0] - self.start_step) if len(self.steps) else 1
 
     @property
@@ -110,7 +138,10 @@ class RowTimeline:
         return self.known == len(self.steps)
 
     def advance(self) -> int:
-        """Take in all segments that are published; returns how many moments are known now. Raises ScheduleError for a damaged file."""
+        """Count the rows of all segments that were published since the last call.
+
+        Returns the number of known moments. Raises ScheduleError for a damaged file.
+        """
         while not self.complete and self.schedule.published(self._segment):
             segment = self.schedule.segment(self._segment)
             if segment is None:
@@ -124,21 +155,28 @@ class RowTimeline:
         return self.known
 
     def _close(self, last: int) -> None:
-        """All is known up to step `last`: what moments got becomes what there is after them."""
+        """Turn the changes at each moment up to step `last` into totals.
+
+        All changes up to that step are known.
+        """
         until = int(np.searchsorted(self.steps, last, side="right"))
         for counts, before in ((self.given, self.before), (self.stored, self.before), (self.work, np.zeros_like(self.work[0]))):
             for moment in range(self.known, until):
+                # Moments have changes until here, and totals from here on.
                 counts[moment] += counts[moment - 1] if moment else before
         self.known = until
 
     def _take(self, moves: LaneMoves, lane: int) -> None:
-        """Count in what a lane does."""
+        """Count the arrivals and the ended residencies of a lane."""
         state, tables, moments = self._lanes[lane], len(self.layouts), len(self.steps)
         table, ordinal, tag = (moves.values(f"arrival_{name}") for name in ("table", "ordinal", "tag"))
         arrived, ended = ((moves.steps(name) - self.start_step - 1) // self.apart for name in ("arrival_tag", "ends"))
+        # A row of tag 0 arrives for the first time: this is when it gets its ordinal.
         new = tag == 0
         self._add(self.given, state, lane, table[new], ordinal[new], arrived[new], None)
         ending = moves.occupants("ends", state.held, np.where(new, ordinal * tables + table, _STORED))
+        # A row is added to the store at the end of its first residency. Later write-backs only
+        # replace it, which is work, as fetches are.
         first = ending != _STORED
         self._add(self.stored, state, lane, ending[first] % tables, ending[first] // tables, ended[first], state.protected)
         self.work[:, lane] += np.bincount(ended[~first], minlength=moments) + np.bincount(arrived[~new], minlength=moments)
@@ -153,9 +191,15 @@ class RowTimeline:
         moment: np.ndarray,
         protected: list[np.ndarray] | None,
     ) -> None:
-        """Count rows, in the order in which they come, at their moments, with the parity rows of stripes that had no row before.
+        """Count rows at their moments, and the parity rows of stripes that had no row before.
 
-        protected: of each table, which stripes have parity rows; None: rows come in the order of their ordinals, which says that.
+        Args:
+            counts: int64 [moments, lanes, shards, sizes], to add to.
+            table: int64 [n], of each row, in the order in which the rows come.
+            ordinal: int64 [n].
+            moment: int64 [n].
+            protected: by table, which stripes have parity rows. If None, rows come in the order of
+                their ordinals, so a stripe gets its parity rows with its first ordinal.
         """
         k, width = self.placement.k, self.placement.k + self.placement.r
         order = np.argsort(table, kind="stable")
@@ -177,7 +221,14 @@ class RowTimeline:
 
 
 def _fresh(protected: list[np.ndarray], table: int, stripe: np.ndarray) -> np.ndarray:
-    """Which of these stripes (int64 [n], in the order in which they get rows) get their first row: bool [n]. They are noted."""
+    """Return which stripes get their first row, and mark them as protected.
+
+    Args:
+        stripe: int64 [n], in the order in which the stripes get rows.
+
+    Returns:
+        bool [n].
+    """
     most = int(stripe.max()) + 1
     if most > len(protected[table]):
         protected[table] = np.concatenate(

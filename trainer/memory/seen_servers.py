@@ -1,4 +1,4 @@
-"""What the servers of store shards say of themselves now, and whether they have room for the rows that they are to get."""
+"""Ask the servers of store shards for their state, and check their room for the rows to come."""
 
 from __future__ import annotations
 
@@ -29,13 +29,22 @@ from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.saved.model_rows import given_ordinals
 
 _TIMEOUT, _CONNECT = timedelta(seconds=5), timedelta(seconds=1)
-_SAMPLES = 200  # values of a hash that Redis looks at to estimate its size
+_SAMPLES = 200  # values of a hash that Redis samples to estimate its size
 
 
 class ShardReport(TypedDict, total=False):
-    """The report on a shard: what its server says of itself and of the lanes there, or why it cannot be asked, and what trainers say of it.
+    """The report on a shard.
 
-    state: up, down, lost, degraded, at rest, or as trainers have it; foreign: a key of another run; lane_entries, markers: by lane; rebuilt: a share.
+    It has what the shard's server reports of itself and of the lanes there, or why the server
+    cannot be asked. Commands add what trainers report of the shard.
+
+    Attributes:
+        state: up, down, lost, degraded, or a state that trainers report. A stopped local server
+            whose rows are saved has a state of its own.
+        foreign: a key of another run.
+        lane_entries: the number of entries in each lane's hash.
+        markers: each lane's marker.
+        rebuilt: the share of the rows that is rebuilt.
     """
 
     shard: int
@@ -60,13 +69,24 @@ class ShardReport(TypedDict, total=False):
 
 
 def ask_servers(urls: Mapping[int, str], namespace: str, lanes: int) -> list[ShardReport]:
-    """What each server says, and of the namespace's lanes there, in the order of their shards; all are asked at once."""
+    """Return what each server reports of itself and of a run's lanes, in the order of the shards.
+
+    All servers are asked at the same time.
+
+    Args:
+        urls: shard -> its URL, with password.
+        namespace: the run's.
+        lanes: the number of the run's lanes.
+    """
     asked = at_once({shard: partial(_ask_server, shard, url, namespace, lanes) for shard, url in urls.items()})
     return list(results_of(asked).values())
 
 
 def _ask_server(shard: int, url: str, namespace: str, lanes: int) -> ShardReport:
-    """What a server says of itself and of the namespace's lanes there; "down", and why, where it cannot be asked."""
+    """Return what a server reports of itself and of the namespace's lanes.
+
+    If it cannot be asked, the state is "down", with the reason.
+    """
     try:
         with Store([url], _TIMEOUT, _CONNECT) as store:
             info = store.info(0)
@@ -95,8 +115,12 @@ def _ask_server(shard: int, url: str, namespace: str, lanes: int) -> ShardReport
 
 
 def server_seen(report: ShardReport, at_end: np.ndarray, sizes: Sequence[int]) -> ShardServer:
-    """A server, by what it reports to have now. at_end: int64 [lanes, sizes], the rows that it will have, whose sizes are mixed as those of what
-    it has.
+    """Return a server, by its report of what it holds now.
+
+    Args:
+        at_end: int64 [lanes, sizes], the rows that it will hold. The rows that it holds now are
+            taken to have the same mix of sizes.
+        sizes: the sizes of rows, in bytes.
     """
     version = report.get("version", "")
     kind, _, number = version.partition(" ")
@@ -115,10 +139,14 @@ def server_seen(report: ShardReport, at_end: np.ndarray, sizes: Sequence[int]) -
 def check_room(
     manifest: Manifest, schedule: Schedule, layouts: Sequence[RowLayout], placement: Placement, urls: Sequence[str]
 ) -> None:
-    """Raise RunError where a server may use less memory than it needs once rows have moved by a placement, and all of the schedule's are there.
+    """Raise RunError if a server's memory limit is too low for the rows after a migration.
 
-    urls: of all shards, with passwords. Servers of the run's own have no limit; those that do not answer are passed over, as is a schedule of which
-    it is not known yet how many rows it has.
+    The rows are all rows of the schedule. Local servers have no limit. Servers that do not answer
+    are skipped, and so is the check if the schedule does not know its number of rows yet.
+
+    Args:
+        placement: the placement of the migration.
+        urls: the URLs of all shards, with passwords.
     """
     if manifest.local_stores is not None:
         return

@@ -1,4 +1,4 @@
-"""What each store shard's server uses of its memory after each step of a schedule, and when that is more than it may."""
+"""Predict each store shard's memory use over a schedule, and when it exceeds the limit."""
 
 from __future__ import annotations
 
@@ -14,21 +14,32 @@ from foreload.trainer.job.memory_check import readable
 from foreload.trainer.memory.hash_memory import KEY_BYTES, HashMemory, statistics_bytes
 from foreload.trainer.memory.row_timeline import RowTimeline, sizes_of
 
-CLIENT_BYTES = 16 << 10  # of a trainer's connection, about
-_BUFFER_BYTES, _VALKEY_BUFFER_BYTES = 40 << 10, 24 << 10  # that a server keeps for each once rows came by it, about
-_SHARED_BYTES = 128 << 10  # a buffer that Valkey reads all commands into, as long as the longest was
-_ARGUMENT_BYTES = (
-    120  # of a row in a command that a server has read but not yet done, beside the row: two strings and their objects
-)
-_UNCERTAIN = 0.005  # of what rows take: how far a rehearsal may be wrong
-_MARKERS = 2  # of a lane on each shard at a step: with the rows that it fetches, and with those that it writes back
-_PARITY_WORK = 0.75  # of a row read or written again, on each parity shard, and half as much of a new one: rows of a stripe share its parity row
+CLIENT_BYTES = 16 << 10  # about the bytes of a trainer's connection
+# A server keeps about this much for each connection once rows came over it.
+_BUFFER_BYTES, _VALKEY_BUFFER_BYTES = 40 << 10, 24 << 10
+# Valkey reads all commands into one buffer, which is as large as the longest command was.
+_SHARED_BYTES = 128 << 10
+# A server takes this much besides each row of a command that it has read but not executed: two
+# strings and their objects.
+_ARGUMENT_BYTES = 120
+_UNCERTAIN = 0.005  # the relative error of a rehearsal's sizes
+# Markers of a lane per shard and step: one with the rows that it fetches, one with those that it
+# writes back.
+_MARKERS = 2
+# The work for a row that is read or written again, on each parity shard; a new row takes half as
+# much. Rows of a stripe share its parity row.
+_PARITY_WORK = 0.75
 
 
 @dataclass(slots=True)
 class ShardServer:
-    """The server of a store shard. used_bytes: when the forecast was made, without the rows that the run had there; limit_bytes: its maxmemory, None
-    for none. correction_bytes: by how much more than expected it was seen to use since.
+    """The server of a store shard.
+
+    Attributes:
+        hashes: the memory that hashes take on it.
+        used_bytes: its use when the forecast was made, without the rows that the run had there.
+        limit_bytes: its maxmemory, or None if it has none.
+        correction_bytes: by how much its observed use has exceeded the forecast since.
     """
 
     shard: int
@@ -41,8 +52,12 @@ class ShardServer:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A store shard's server has too little memory. step: the first training step after which it would have used more than limit_bytes; None: only
-    when all is written back at the end; needed_bytes: for all of the schedule that is known.
+    """A store shard whose server has too little memory.
+
+    Attributes:
+        step: the first training step after which its use would exceed limit_bytes. If None, that
+            happens only when all rows are written back at the end.
+        needed_bytes: the memory for all steps of the schedule that are known.
     """
 
     shard: int
@@ -53,10 +68,14 @@ class Shortage:
 
 
 def hash_bytes(hashes: HashMemory, counts: np.ndarray, moved: np.ndarray | None = None) -> np.ndarray:
-    """What hashes of one shard take: float64 [...]. counts: int64 [..., sizes], rows and parity rows of each; moved: as `Growth.table_bytes` has it,
-    [...]; None: as where rows were only added.
+    """Return the bytes of one shard's hashes: float64 [...].
+
+    Args:
+        counts: int64 [..., sizes], the rows and parity rows of each hash.
+        moved: [...], as in `Growth.table_bytes`. If None, it is computed as if rows were only ever
+            added.
     """
-    entries = counts.sum(axis=-1) + 1  # the marker
+    entries = counts.sum(axis=-1) + 1  # with the marker
     growth = hashes.growth
     if moved is None:
         moved = (entries - started(hashes, entries)) * growth.steps / growth.moving(growth.size(entries))
@@ -66,7 +85,7 @@ def hash_bytes(hashes: HashMemory, counts: np.ndarray, moved: np.ndarray | None 
 
 
 def started(hashes: HashMemory, entries: np.ndarray) -> np.ndarray:
-    """With how many entries a hash began to move to the table that it has."""
+    """Return with how many entries a hash began to move to its present table."""
     size = hashes.growth.size(entries)
     begun: np.ndarray = size // 2 * (7 if hashes.growth.buckets else 1)
     return begun
@@ -74,17 +93,24 @@ def started(hashes: HashMemory, entries: np.ndarray) -> np.ndarray:
 
 @dataclass(slots=True)
 class StoreMemory:
-    """A run's forecast, of the steps that its timeline knows. trainers: how many write; servers: of the shards that are asked."""
+    """A run's memory forecast, for the steps that its timeline knows.
+
+    Attributes:
+        servers: the servers of the shards that are asked.
+        trainers: the number of trainers that write.
+    """
 
     timeline: RowTimeline
     servers: Sequence[ShardServer]
     trainers: int
-    _stored: dict[int, np.ndarray] = field(default_factory=dict)  # by shard: bytes of its rows meanwhile, [known, lanes]
-    _given: dict[int, np.ndarray] = field(default_factory=dict)  # and the most on the way to a clean stop, [known]
+    # By shard, the bytes of its rows during training: [known, lanes].
+    _stored: dict[int, np.ndarray] = field(default_factory=dict)
+    # By shard, the peak bytes of its rows up to a clean stop: [known].
+    _given: dict[int, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def ask(cls, timeline: RowTimeline, store: Store, namespace: str, trainers: int) -> StoreMemory:
-        """Look at each server that is there. Raises CacheError."""
+        """Ask each server that is up. Raises CacheError."""
         sizes, servers = sizes_of(timeline.layouts), []
         for shard in store.used:
             if shard in store.down:
@@ -97,7 +123,7 @@ class StoreMemory:
         return cls(timeline, servers, trainers)
 
     def advance(self) -> None:
-        """Take in what has become known of the schedule."""
+        """Extend the forecast to the segments published since."""
         before = self.timeline.known
         if self.timeline.advance() != before:
             self._stored.clear()
@@ -105,7 +131,10 @@ class StoreMemory:
 
     @property
     def headroom_bytes(self) -> int:
-        """What commands and answers under way may take of a server: each trainer's, of as many rows as fit a command, both ways."""
+        """The memory that commands and replies under way may take on a server.
+
+        Each trainer may have a command of as many rows as fit, in both directions.
+        """
         row = max(sizes_of(self.timeline.layouts))
         placement = self.timeline.placement
         slots = max(self.timeline.schedule.slots)
@@ -115,13 +144,22 @@ class StoreMemory:
         return _SHARED_BYTES + self.trainers * (CLIENT_BYTES + _BUFFER_BYTES + a_command * (2 * row + _ARGUMENT_BYTES))
 
     def used(self, server: ShardServer) -> np.ndarray:
-        """What a server uses while training goes on, after each step that is known (`timeline.steps`): float64 [known]."""
+        """Return a server's use during training, after each known step.
+
+        Returns:
+            float64 [known], for `timeline.steps`.
+        """
         lanes = self.timeline.stored.shape[1]
         return self.used_when(server, np.repeat(np.arange(self.timeline.known)[:, None], lanes, axis=1))
 
     def used_when(self, server: ShardServer, moments: np.ndarray) -> np.ndarray:
-        """What it uses when each lane's hash there is as after a step of its own: float64 [...]. moments: int64 [..., lanes], places in
-        `timeline.steps`.
+        """Return a server's use if each lane's hash is in its state after a step of its own.
+
+        Args:
+            moments: int64 [..., lanes], indices into `timeline.steps`.
+
+        Returns:
+            float64 [...].
         """
         if server.shard not in self._stored:
             self._stored[server.shard] = self._of_rows(server, self.timeline.stored, exact=True)
@@ -132,8 +170,17 @@ class StoreMemory:
         return of_rows + server.used_bytes + server.correction_bytes + self.trainers * (CLIENT_BYTES + buffers)
 
     def reached(self, server: ShardServer, rows: np.ndarray, step: int) -> np.ndarray:
-        """As after which step each lane's hash on a server is, by the rows that it has: int64 [lanes], places in `timeline.steps`, of which one must
-        be known. rows: int64 [lanes], with parity rows; step: the last one trained. The store is behind it by what is on its way there.
+        """Return the step whose state each lane's hash on a server has, by the number of its rows.
+
+        The store lags behind the training by the rows that are on their way to it. At least one
+        moment must be known.
+
+        Args:
+            rows: int64 [lanes], including parity rows.
+            step: the last step trained.
+
+        Returns:
+            int64 [lanes], indices into `timeline.steps`.
         """
         timeline = self.timeline
         last = min(int(np.searchsorted(timeline.steps, step)), timeline.known - 1)
@@ -142,16 +189,25 @@ class StoreMemory:
         return np.maximum(np.array(after) - 1, 0)
 
     def at_stop(self, server: ShardServer) -> np.ndarray:
-        """The most that a server has used once training has stopped after a step, every row written back: float64 [known]."""
+        """Return a server's peak use up to a clean stop after each known step.
+
+        After the stop, every row is written back.
+
+        Returns:
+            float64 [known].
+        """
         if server.shard not in self._given:
             grown = self._of_rows(server, self.timeline.given, exact=False).sum(axis=1)
-            # While a table moves it takes more than a little later.
+            # A hash takes more while its table moves than a little later, so the peak so far
+            # counts.
             self._given[server.shard] = np.maximum.accumulate(grown) * (1 + _UNCERTAIN)
         return self._given[server.shard] + server.used_bytes + max(server.correction_bytes, 0.0) + self.headroom_bytes
 
     def _of_rows(self, server: ShardServer, counts: np.ndarray, exact: bool) -> np.ndarray:
-        """What each lane's hash on a shard takes: float64 [known, lanes]. exact: tables move with what is read and written, too; else with what is
-        added alone.
+        """Return the bytes of each lane's hash on a shard: float64 [known, lanes].
+
+        Args:
+            exact: whether reads and writes move tables too. Otherwise only added rows do.
         """
         own = counts[: self.timeline.known, :, server.shard]
         of_lanes = (
@@ -161,7 +217,11 @@ class StoreMemory:
         return np.stack(list(of_lanes), axis=1)
 
     def _share_moved(self, server: ShardServer, lane: int, own: np.ndarray) -> np.ndarray:
-        """How much of the table before a lane's hash has moved, after each step that is known: float64 [known]; from 1 on all has."""
+        """Return how much of its previous table a lane's hash has moved, after each known step.
+
+        Returns:
+            float64 [known], as a share; from 1 on, all has moved.
+        """
         growth, placement = server.hashes.growth, self.timeline.placement
         entries = own.sum(axis=-1) + 1
         size = growth.size(entries)
@@ -173,12 +233,12 @@ class StoreMemory:
         steps = self.timeline.steps[: len(own)]
         done += (steps - steps[first]) * (_MARKERS + (placement.r > 0))
         moved: np.ndarray = done / growth.moving(size)
-        # One that was there when training began had all the time that it needed.
+        # A table that existed before training began had all the time it needed to move.
         moved[size == growth.size(self.timeline.before[lane, server.shard].sum() + 1)] = 1.0
         return moved
 
     def shortages(self) -> list[Shortage]:
-        """The servers whose memory does not suffice for what is known, in the order in which they are full."""
+        """Return the servers that lack memory for the known steps, the first to fill up first."""
         found = []
         for server in self.servers:
             if not server.limit_bytes or not self.timeline.known:
@@ -191,9 +251,13 @@ class StoreMemory:
         return sorted(found, key=lambda one: (one.step is None, one.step or 0))
 
     def last_step(self) -> int | None:
-        """The last step after which training can stop with all rows written back, on every server; None where all that is known fits.
+        """Return the last step after which a clean stop fits the memory of every server.
 
-        One step less than the timeline's first one: none can be trained.
+        After a clean stop, all rows are written back.
+
+        Returns:
+            The step, or None if all known steps fit. If no step can be trained, the step before the
+            timeline's first one.
         """
         fitting = self.timeline.known
         for server in self.servers:
@@ -206,8 +270,10 @@ class StoreMemory:
 
 
 def counted_bytes(info: Mapping[str, str]) -> int:
-    """What counts against a server's `maxmemory`, by its INFO: what it uses, without replicas' output buffers, and with what its replication backlog,
-    where it has replicas, is yet to take: that fills with whatever is written.
+    """Return the memory that counts against a server's `maxmemory`, by its INFO.
+
+    That is its use without replicas' output buffers. If the server has replicas, the rest of its
+    replication backlog is added, because any write fills it.
     """
     backlog = int(info.get("repl_backlog_size", 0)) - int(info.get("mem_replication_backlog", 0))
     to_come = max(backlog, 0) if info.get("repl_backlog_active") == "1" else 0
@@ -215,7 +281,11 @@ def counted_bytes(info: Mapping[str, str]) -> int:
 
 
 def server_of(timeline: RowTimeline, shard: int, url: str, hashes: HashMemory, info: Mapping[str, str]) -> ShardServer:
-    """A server as its INFO describes it, where the run has the rows that the timeline begins with."""
+    """Return a server as its INFO describes it.
+
+    It must hold the rows that the timeline begins with. Raises CacheError if INFO lacks the used
+    memory.
+    """
     if "used_memory" not in info:
         raise CacheError(f"store {url}: does not say how much memory it uses; INFO must have used_memory")
     before = timeline.before[:, shard]
@@ -224,7 +294,7 @@ def server_of(timeline: RowTimeline, shard: int, url: str, hashes: HashMemory, i
 
 
 def shortage_text(shortage: Shortage) -> str:
-    """A line about a server that has too little."""
+    """Describe a shortage in one line."""
     when = "as all rows are written back at the end" if shortage.step is None else f"at step {shortage.step:,}"
     return (
         f"store shard {shortage.shard}: its maxmemory, {readable(shortage.limit_bytes)}, would be reached {when}; "
@@ -233,7 +303,7 @@ def shortage_text(shortage: Shortage) -> str:
 
 
 def remedy(memory: StoreMemory, shortages: Sequence[Shortage]) -> str:
-    """What would help: more memory of the same servers, or more servers."""
+    """Describe what would help: more memory for the same servers, or more servers."""
     needed = max(shortage.needed_bytes for shortage in shortages)
     words = f"give each server {math.ceil(needed / 2**20)} MiB (CONFIG SET maxmemory {math.ceil(needed / 2**20)}mb)"
     of_rows = sum(float(memory.at_stop(server)[-1]) - server.used_bytes - memory.headroom_bytes for server in memory.servers)

@@ -1,1 +1,1 @@
-"""A run: its folder, what stands in it, and what is reported of it."""
+"""A run: its folder, the files in the folder, and the reports about its training."""

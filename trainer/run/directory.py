@@ -1,14 +1,28 @@
-"""The folder of a run: what was trained, how far it got, and the dense part of the model.
+"""The folder of a run: what was trained, how far training got, and the model's dense part.
 
-lock (empty; whoever uses the run holds it), manifest.json (what the run is), status.json (how far it is; written last, when rows and dense part
-are where it says), dense-STEP.safetensors, placement.json (placement.saved.json: as it was when local stores saved last), metrics.jsonl,
-events.jsonl, summary.json, report.html, tensorboard/, stores/ (rows of local stores),
-write-back/ (with parity, each lane's last write-back batch), model/ (copies of the files of the user's model, as it was trained), kept/ (what its
-model is read by, of the schedule), checkpoints/ (of `foreload checkpoint save`), drill.png (of `foreload drill`), control.sock while it
-trains, token (by which other hosts join it, its owner's alone), scrub/ while that is scrubbed.
+The folder holds:
 
-A folder with a lock or a manifest is a run's, one without a status is a run that never began to train: so whatever part of it was made, or deleted,
-when its maker was killed, a new run may take its place.
+- lock: an empty file; a process that uses the run holds a lock on it.
+- manifest.json: what the run is.
+- status.json: how far the run is. It is written last, once the rows and the dense part are saved.
+- dense-STEP.safetensors: the dense part of the model after a step.
+- placement.json: the store shard of each stripe. placement.saved.json: the placement at the time
+  when local stores last saved their rows.
+- metrics.jsonl, events.jsonl, summary.json, report.html, tensorboard/: reports.
+- stores/: the rows of local stores.
+- write-back/: with parity, each lane's last write-back batch.
+- model/: copies of the files of the user's model, as they were when it was trained.
+- kept/: the parts of the schedule that are needed to read the model, and rows that the servers
+  lack.
+- checkpoints/: written by `foreload checkpoint save`.
+- drill.png: written by `foreload drill`.
+- control.sock: exists while the run trains.
+- token: lets trainers on other hosts join the run; only its owner can read it.
+- scrub/: exists while the run is scrubbed.
+
+A folder with a lock or a manifest is a run's folder. A run without a status never began to train.
+So if a process is killed while it creates or deletes a run, a new run may take the folder, whatever
+files are left in it.
 """
 
 from __future__ import annotations
@@ -41,7 +55,8 @@ EVENTS, TOKEN, REPORT = "events.jsonl", "token", "report.html"
 LOG, DRILL, SCRUB, KEPT, CHECKPOINTS, LOCK = "write-back", "drill.png", "scrub", "kept", "checkpoints", "lock"
 CODE = "model"
 KEPT_LANES = f"{KEPT}/lanes/lanes.json"
-# In the order in which they are deleted: what has no status never began.
+# These files are deleted in this order. The status goes first: a run without it never began to
+# train.
 _FILES = (
     STATUS,
     CHECKPOINTS,
@@ -71,10 +86,18 @@ _REMEDY = "restore the folder from a copy, or delete the run with --overwrite an
 
 @contextlib.contextmanager
 def locked(path: Path, alone: bool = True) -> Iterator[int | None]:
-    """Hold the run in a folder, which is made if it is not there; gives the lock's descriptor, which child processes may hold on to.
+    """Lock the run in a folder, which is created if needed, and yield the lock's descriptor.
 
-    alone: nobody else may hold it; otherwise others may read the run, too, and one that cannot be written to is read without a lock (None), as
-    is one on a file system that has none. Raises RunError where somebody else holds it, and where the folder cannot be written to.
+    Child processes may inherit the descriptor and so keep the lock.
+
+    Args:
+        path: the run's folder.
+        alone: if True, no other process may hold the lock. If False, other processes may read the
+            run at the same time; a folder that cannot be written to, or is on a file system without
+            locks, is then read without a lock, and None is yielded.
+
+    Raises:
+        RunError: another process holds the lock, or the folder cannot be written to.
     """
     descriptor: int | None = None
     try:
@@ -105,13 +128,17 @@ def _cannot_write(path: Path | str, error: OSError) -> RunError:
 
 
 def _is_temporary(name: str) -> bool:
-    """Whether a file is what `replacing` began to write for a run, and was killed in."""
+    """Return whether a file is a run's temporary file of `replacing`, left by a killed process."""
     match = re.fullmatch(r"\.(.+)\.[0-9a-f]{16}\.tmp", name)
     return match is not None and (match[1] in _FILES or _DENSE.fullmatch(match[1]) is not None)
 
 
 class Run:
-    """A run's folder. lock: the descriptor of its lock, where this process holds it."""
+    """A run's folder.
+
+    Attributes:
+        lock: the descriptor of the run's lock, if this process holds it.
+    """
 
     def __init__(self, path: Path | str, lock: int | None = None) -> None:
         self.path = Path(path)
@@ -119,14 +146,23 @@ class Run:
 
     @classmethod
     def create(cls, path: Path | str, manifest: Manifest, placement: Placement, overwrite: bool, lock: int | None = None) -> Run:
-        """Make the folder of a new run, whose lock is held. Raises RunError if it holds anything already, unless overwrite and it is a run's.
+        """Create the folder of a new run, whose lock the caller holds.
 
-        Where a run was made before and never began to train, the new one has its id, for so it may have claimed its namespace.
+        If the folder holds a run that never began to train, the new run keeps that run's id,
+        because the earlier one may already have claimed its namespace on the servers.
+
+        Args:
+            overwrite: whether a run that the folder holds may be deleted.
+
+        Raises:
+            RunError: the folder is not empty (unless it holds a run and `overwrite` is set), or it
+                cannot be written to.
         """
         run = cls(path, lock)
         check_free(run.path, overwrite)
         try:
             run.path.mkdir(parents=True, exist_ok=True)
+            # A run that never began to train may have claimed its namespace under this id.
             if (run.path / MANIFEST).exists() and not (run.path / STATUS).exists():
                 with contextlib.suppress(RunError):
                     manifest = replace(manifest, run_id=run.manifest.run_id)
@@ -139,20 +175,22 @@ class Run:
 
     @classmethod
     def open(cls, path: Path | str, lock: int | None = None) -> Run:
-        """The run in an existing folder. Raises RunError if there is none."""
+        """Return the run in an existing folder. Raises RunError if the folder holds no run."""
         run = cls(path, lock)
         if not (run.path / MANIFEST).exists():
             raise RunError(f"run {path}: has no {MANIFEST}, so it is no run; give the folder that `foreload train --run` wrote")
         return run
 
     def _empty(self) -> None:
+        # Local servers of the run may still be running in the folder.
+        # The servers must not write to files that are about to be deleted.
         stores = LocalStores.find(self.path / STORES)
         if stores is not None:
             stores.stop(save=False)
         left = [item.name for item in self.path.iterdir() if _is_temporary(item.name) or _DENSE.fullmatch(item.name)]
         for name in (*_FILES, *left):
             target = self.path / name
-            # Whoever comes next waits at the same file.
+            # Other processes may wait for a lock on this very file, so it must stay.
             if name == LOCK:
                 continue
             if target.is_dir():
@@ -161,7 +199,10 @@ class Run:
                 target.unlink(missing_ok=True)
 
     def delete(self) -> None:
-        """Delete everything of the run, whose lock is held, in the folder, which goes too if that was all, and end its local stores."""
+        """Delete all files of the run, whose lock the caller holds, and stop its local stores.
+
+        The folder is deleted too if nothing else is in it.
+        """
         self._empty()
         (self.path / LOCK).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -169,7 +210,7 @@ class Run:
 
     @property
     def manifest(self) -> Manifest:
-        """What the run is; RunError if the file is damaged or of another version."""
+        """What the run is. Raises RunError if the file is damaged or of another version."""
         stored = {"store_urls": []} | self._read(MANIFEST)
         if stored.get("version") != VERSION:
             raise RunRefused(
@@ -178,7 +219,10 @@ class Run:
         return self._parsed(MANIFEST, stored, Manifest)
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Publish the manifest, whole and on the disk; before it, a copy of the model's code that it names."""
+        """Write the manifest durably and atomically.
+
+        A copy of the model's code that the manifest names is written first.
+        """
         if manifest.code and not (copy := self.code_copy(manifest)).exists():
             copy.parent.mkdir(exist_ok=True)
             with replacing(copy) as folder:
@@ -186,12 +230,15 @@ class Run:
         write_json(self.path / MANIFEST, manifest, durable=True)
 
     def code_copy(self, manifest: Manifest) -> Path:
-        """Where the copy of the model's code is that a manifest names; those of code that the run was trained with before are beside it."""
+        """Return the path of the copy of the model's code that a manifest names.
+
+        Copies of code that the run was trained with earlier are beside it.
+        """
         return self.path / CODE / hashlib.sha256(json.dumps(code_sums(manifest.code)).encode()).hexdigest()[:12]
 
     @property
     def status(self) -> Status | None:
-        """How far the run is; None if it never began to train."""
+        """How far the run is, or None if it never began to train. Raises RunError."""
         if not (self.path / STATUS).exists():
             return None
         status = self._parsed(STATUS, self._read(STATUS), Status)
@@ -200,19 +247,30 @@ class Run:
         return status
 
     def write_status(self, status: Status) -> None:
-        """Publish how far the run is, whole and on the disk: to be called when the rows and the dense part are there."""
+        """Write how far the run is, durably and atomically.
+
+        Call this only once the rows and the dense part of that state are saved.
+        """
         write_json(self.path / STATUS, status, durable=True)
         if status.state != "training":
             self.forget_saved_placement()
 
     @property
     def term(self) -> int:
-        """The highest term in which this folder owned the run's lanes. It is on disk before it is on a server; the first one is 1."""
+        """The highest term in which this folder owned the run's lanes; the first term is 1.
+
+        A term is on disk before any server has it.
+        """
         status = self.status
         return 1 if status is None else status.term
 
     def raise_term(self, term: int) -> None:
-        """Note that lanes are owned in a term from now on. Raises RunError where a higher one was noted, OSError."""
+        """Record that lanes are owned in `term` from now on.
+
+        Raises:
+            RunError: a higher term is recorded already.
+            OSError: the status cannot be written.
+        """
         status = self.status
         assert status is not None
         if term < status.term:
@@ -222,7 +280,11 @@ class Run:
         self.write_status(replace(status, term=term))
 
     def come_to_rest(self, manifest: Manifest, status: Status) -> None:
-        """Publish what the run is by now, then how far it is; waits for as long as the disk is full. What killed processes began to write goes."""
+        """Write the manifest, then the status, of a run that has stopped training.
+
+        While the disk is full, this waits until there is room. Then dense parts of other steps and
+        temporary files of killed processes are deleted.
+        """
         persist(self.path / MANIFEST, lambda: self.write_manifest(manifest))
         persist(self.path / STATUS, lambda: self.write_status(status))
         for other in self._dense_parts() - {self.dense(status.step)}:
@@ -230,16 +292,23 @@ class Run:
         remove_unfinished(self.path)
 
     def dense(self, step: int) -> Path:
-        """Where the dense part after a step is, or is to be. That of the last clean stop stays until the status names another step."""
+        """Return the path of the dense part after a step, whether or not it exists yet.
+
+        The dense part of the last clean stop is kept until the status names another step.
+        """
         return self.path / f"dense-{step}.safetensors"
 
     def _dense_parts(self) -> set[Path]:
         return {path for path in self.path.iterdir() if _DENSE.fullmatch(path.name)}
 
     def saved_status(self) -> Status:
-        """The status of the run's last clean stop. Raises RunError where it never began to train, and where its servers lack rows that it keeps.
+        """Return the status of the run's last clean stop.
 
-        Its state is "training" where trainers died since: whether the rows are still of that stop, `check_rows` knows.
+        Its state is "training" if trainers died after that stop. `check_rows` finds out whether the
+        rows on the servers are still those of the stop.
+
+        Raises:
+            RunError: the run never began to train, or its servers lack rows that its folder keeps.
         """
         status = self.status
         if status is None:
@@ -253,22 +322,40 @@ class Run:
 
     @property
     def keeps_lanes(self) -> bool:
-        """Whether it keeps rows that its servers lack, so that nothing can be done with it before they have them (`kept_lanes`)."""
+        """Whether the run's folder keeps rows that its servers lack (`kept_lanes`).
+
+        If so, nothing else can be done with the run before those rows are on the servers.
+        """
         if not (self.path / KEPT_LANES).exists():
             return False
         status = self.status
-        return status is not None and status.state == "training"  # else they are there, and who brought them was killed just then
+        # In any other state the servers have the rows: a process brought them there, and was killed
+        # before it could delete the files.
+        return status is not None and status.state == "training"
 
     def checkpoint_folders(self, named: str | None = None) -> list[AnyFolder]:
-        """Where checkpoints of the run may be: in a folder that a call names, where the last one saved them, in its own folder. Raises RunError."""
+        """Return the folders that may hold checkpoints of the run, each once.
+
+        These are the folder `named` by the caller, if any, then the folder in which the last call
+        saved checkpoints, then the one in the run's own folder. Raises RunError.
+        """
         folders = [place(given) for given in (named, self.manifest.training_job.checkpoint) if given is not None]
-        return list({str(path.absolute()): path for path in [*folders, self.path / CHECKPOINTS]}.values())  # each once
+        # The dictionary removes folders that are named twice.
+        return list({str(path.absolute()): path for path in [*folders, self.path / CHECKPOINTS]}.values())
 
     def newest_checkpoint(self, folder: str | None = None, after: int = -1) -> AnyFolder | None:
-        """The run's of the latest step in its folders of checkpoints, whatever it holds; None if none is later than `after`. folder: `named`."""
+        """Return the run's checkpoint of the latest step, complete or not.
+
+        Args:
+            folder: a further folder to search, as in `checkpoint_folders`.
+            after: only checkpoints of later steps count.
+
+        Returns:
+            The checkpoint's folder, or None if no checkpoint is later than `after`.
+        """
         there: list[AnyFolder] = []
         for checkpoints in self.checkpoint_folders(folder):
-            # What else is to be reported must not fail for this.
+            # A folder that cannot be listed must not keep the caller from its own report.
             with contextlib.suppress(OSError, CheckpointError):
                 there += checkpoints.iterdir()
         steps = [(int(match[1]), path) for path in there if (match := re.fullmatch(r"step-(\d+)", path.name)) and self._has(path)]
@@ -276,7 +363,10 @@ class Run:
         return newest if step > after else None
 
     def _has(self, checkpoint: AnyFolder) -> bool:
-        """Whether a checkpoint, where others may have some, too, is of this run, or is damaged, and so may be."""
+        """Return whether a checkpoint is this run's, or is damaged and so may be this run's.
+
+        Other runs may save checkpoints in the same folder.
+        """
         manifest = checkpoint / "checkpoint.json"
         try:
             run_id = parse_json(manifest.read_bytes())["run"]["run_id"]
@@ -288,34 +378,49 @@ class Run:
 
     @property
     def placement(self) -> Placement:
-        """Where the run's rows live. Of a run that was broken off, and whose local servers are gone: where those are that these saved."""
+        """Where the run's rows are stored.
+
+        If the run's last call was interrupted and none of its local servers runs, this is the
+        placement of the rows that those servers saved.
+        """
         return Placement.load(self.path / (SAVED_PLACEMENT if self._goes_back else PLACEMENT))
 
     def write_placement(self, placement: Placement) -> None:
-        """Publish where rows live, or move to, from now on, whole and on the disk."""
+        """Write, durably and atomically, where rows are stored or migrate to from now on."""
         saved, status = self.path / SAVED_PLACEMENT, self.status
         trains = status is not None and status.state == "training"
         if trains and self.manifest.local_stores is not None and not saved.exists():
-            # Should this call be broken off, the next one begins with what local stores have saved.
+            # If this call is interrupted, the next one starts from the rows that local stores have
+            # saved.
             self.placement.save(saved)
         placement.save(self.path / PLACEMENT)
         if not trains:
             self.forget_saved_placement()
 
     def forget_saved_placement(self) -> None:
-        """What local stores save from now on is as the placement is now."""
+        """Delete the saved placement.
+
+        Call this when what local stores save matches the current placement.
+        """
         (self.path / SAVED_PLACEMENT).unlink(missing_ok=True)
 
     @property
     def _goes_back(self) -> bool:
-        """Whether what local stores saved is what the run has, and groups have moved since."""
+        """Whether local stores will start from rows saved under an earlier placement.
+
+        That is so if the run's last call was interrupted after a migration began and none of its
+        local servers runs.
+        """
         if not (self.path / SAVED_PLACEMENT).exists() or (status := self.status) is None or status.state != "training":
             return False
         local = LocalStores.find(self.path / STORES)
         return local is None or not any(local.pids)
 
     def go_back(self) -> None:
-        """Before local stores are started: the placement is the one that goes with what they begin with."""
+        """Restore the placement that belongs to the rows that local stores will load.
+
+        Call this before the local stores are started.
+        """
         if self._goes_back:
             self.placement.save(self.path / PLACEMENT)
             self.forget_saved_placement()
@@ -337,7 +442,12 @@ class Run:
 
 
 def check_free(path: Path, overwrite: bool) -> None:
-    """Raise RunError if a new run cannot be put there."""
+    """Raise RunError if a new run cannot be created in a folder.
+
+    Args:
+        path: the folder, which need not exist.
+        overwrite: whether a run in it may be deleted, with its checkpoints.
+    """
     if not path.exists():
         return
     if not path.is_dir():
@@ -346,11 +456,11 @@ def check_free(path: Path, overwrite: bool) -> None:
     foreign = sorted(name for name in held - set(_FILES) if not _DENSE.fullmatch(name))
     if foreign and not held & {MANIFEST, LOCK}:
         raise RunRefused(f"--run: {path} holds other files, such as {foreign[0]}; choose a new folder")
-    # Without a status it never began to train, and there is nothing to lose.
+    # A run without a status never began to train, so nothing of value is lost.
     if STATUS in held and not overwrite:
         raise RunError(
             f"--run: {path} holds a run already; give --resume to go on with it, --overwrite to delete it, or another folder"
         )
-    # Nor is there here, but for what outlives a run that is deleted.
+    # A run without a status never began to train, so nothing of value is lost.
     if CHECKPOINTS in held and not overwrite:
         raise RunRefused(f"--run: {path} holds checkpoints; give --overwrite to delete them, or another folder")

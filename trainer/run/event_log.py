@@ -1,7 +1,8 @@
-"""RUN/events.jsonl: what befell a run, a line each, for what watches it and raises alarms (docs/operations.md, events.jsonl).
+"""RUN/events.jsonl: one line per event of a run, for monitoring (docs/operations.md, events.jsonl).
 
-The launcher alone appends to it while the run trains, in its main thread; where that was killed, the trainer that ends the run in its place. Of a
-run that rests, a command that reads its model may.
+While the run trains, only the launcher's main thread appends to the file. If the launcher was
+killed, the trainer that ends the run in its place appends. While the run is stopped, a command that
+reads its model may append.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ from foreload.trainer.run.directory import EVENTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:
-    """Something that befell a run. kind: what it is called there; cause: why, in words; None where there is nothing to say."""
+    """Something that happened to a run.
+
+    Attributes:
+        kind: the name of the event in the file.
+        cause: why it happened, for a person to read, or None.
+    """
 
     kind: ClassVar[str]
     cause: str | None = None
@@ -32,7 +38,12 @@ class RunEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallBegan(RunEvent):
-    """A call of `foreload train` has the run. copies: how many trainers hold each lane; resumed: it goes on with what an earlier call left."""
+    """A call of `foreload train` owns the run.
+
+    Attributes:
+        copies: the number of trainers that hold each lane.
+        resumed: whether the call continues from the state that an earlier call left.
+    """
 
     kind: ClassVar = "call-began"
     trainers: int
@@ -42,7 +53,12 @@ class CallBegan(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallEnded(RunEvent):
-    """The run has come to rest. state: stopped or ended; cause: what stopped it early, where that is not a user."""
+    """The run has stopped training and is saved.
+
+    Attributes:
+        state: "stopped" or "ended".
+        cause: why the run stopped early, unless a user asked for that.
+    """
 
     kind: ClassVar = "call-ended"
     state: str
@@ -50,7 +66,11 @@ class CallEnded(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFailed(RunEvent):
-    """A call ends without the run coming to rest, or refuses to begin. code: of the error (docs/errors.md), as `cause` says it."""
+    """A call ends without a saved run, or refuses to begin.
+
+    Attributes:
+        code: the error's code (docs/errors.md); `cause` is its message.
+    """
 
     kind: ClassVar = "call-failed"
     code: str
@@ -58,7 +78,12 @@ class CallFailed(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermBegan(RunEvent):
-    """The steps of a term begin. members: the trainers; lanes: of each lane, the trainer that hosts it."""
+    """The steps of a term begin.
+
+    Attributes:
+        members: the trainers.
+        lanes: for each lane, the trainer that hosts it.
+    """
 
     kind: ClassVar = "term-began"
     members: tuple[int, ...]
@@ -67,7 +92,7 @@ class TermBegan(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLost(RunEvent):
-    """A trainer is gone, or counts as gone."""
+    """A trainer died, or counts as dead."""
 
     kind: ClassVar = "trainer-lost"
     trainer: int
@@ -75,7 +100,7 @@ class TrainerLost(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerJoined(RunEvent):
-    """A trainer is a member that was none before."""
+    """A trainer became a member."""
 
     kind: ClassVar = "trainer-joined"
     trainer: int
@@ -83,7 +108,7 @@ class TrainerJoined(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLeft(RunEvent):
-    """A trainer is no member any more, and handed over what it had."""
+    """A trainer handed over its lanes and is no longer a member."""
 
     kind: ClassVar = "trainer-left"
     trainer: int
@@ -91,7 +116,7 @@ class TrainerLeft(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanesTakenOver(RunEvent):
-    """Lanes of a trainer that was lost have a new one, which had copies of them."""
+    """Another trainer, which had replicas of them, took over the lanes of a lost trainer."""
 
     kind: ClassVar = "lanes-taken-over"
     lanes: tuple[int, ...]
@@ -101,7 +126,7 @@ class LanesTakenOver(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanesMoved(RunEvent):
-    """Lanes were handed over from one trainer to another."""
+    """One trainer handed lanes over to another."""
 
     kind: ClassVar = "lanes-moved"
     lanes: tuple[int, ...]
@@ -111,7 +136,11 @@ class LanesMoved(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebalanced(RunEvent):
-    """Lanes are to leave a trainer that is slower than others. lanes: of each lane, the trainer that is to host it."""
+    """Lanes are to leave a trainer that is slower than others.
+
+    Attributes:
+        lanes: for each lane, the trainer that is to host it.
+    """
 
     kind: ClassVar = "rebalanced"
     lanes: tuple[int, ...]
@@ -119,7 +148,7 @@ class Rebalanced(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopiesIncomplete(RunEvent):
-    """Lanes have no complete copy for now: if their trainer is lost, so are their last steps."""
+    """Lanes have no complete replica for now. If their trainer is lost, so are their last steps."""
 
     kind: ClassVar = "copies-incomplete"
     lanes: tuple[int, ...]
@@ -127,14 +156,14 @@ class CopiesIncomplete(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopiesComplete(RunEvent):
-    """Every lane has a complete copy again."""
+    """Every lane has a complete replica again."""
 
     kind: ClassVar = "copies-complete"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLost(RunEvent):
-    """A store shard is lost: its rows come from parity."""
+    """A store shard is lost. Its rows are decoded from parity."""
 
     kind: ClassVar = "shard-lost"
     shard: int
@@ -142,7 +171,11 @@ class ShardLost(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardReplaced(RunEvent):
-    """Another server takes the place of a store shard's, or its own was started again, empty. url: without password; None for a local server."""
+    """A store shard has another server, or its own server was started again, empty.
+
+    Attributes:
+        url: the server's URL without password, or None for a local server.
+    """
 
     kind: ClassVar = "shard-replaced"
     shard: int
@@ -159,7 +192,12 @@ class ShardRebuilt(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsMove(RunEvent):
-    """Rows begin to move, since store shards are added, removed or moved: those that join have none before, those that leave none after."""
+    """A migration began, because store shards are added, removed or moved.
+
+    Attributes:
+        joining: the shards that have no rows before the migration.
+        leaving: the shards that have no rows after it.
+    """
 
     kind: ClassVar = "rows-move"
     joining: tuple[int, ...]
@@ -168,7 +206,12 @@ class RowsMove(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsMoved(RunEvent):
-    """All rows have moved; shards that leave are removed."""
+    """A migration is complete, and the shards that left are removed.
+
+    Attributes:
+        joining: as in `RowsMove`.
+        leaving: as in `RowsMove`.
+    """
 
     kind: ClassVar = "rows-moved"
     joining: tuple[int, ...]
@@ -177,7 +220,11 @@ class RowsMoved(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved(RunEvent):
-    """A checkpoint was saved while it trained. checkpoint: its folder."""
+    """A checkpoint was saved during training.
+
+    Attributes:
+        checkpoint: its folder.
+    """
 
     kind: ClassVar = "checkpoint-saved"
     checkpoint: str
@@ -185,35 +232,46 @@ class CheckpointSaved(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointNotSaved(RunEvent):
-    """A checkpoint that was due could not be saved; the one before stays."""
+    """A checkpoint that was due could not be saved. The checkpoint before it is kept."""
 
     kind: ClassVar = "checkpoint-not-saved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeAccepted(RunEvent):
-    """A call was asked to use other code of the model than the run was trained with. cause: which files differ."""
+    """A call was asked to use other code of the model than the run was trained with.
+
+    Attributes:
+        cause: the files that differ.
+    """
 
     kind: ClassVar = "code-accepted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopAsked(RunEvent):
-    """A clean stop is asked for."""
+    """A clean stop was requested."""
 
     kind: ClassVar = "stop-asked"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsKept(RunEvent):
-    """The run cannot go on, and keeps in its folder what its servers lack. cause: why it cannot."""
+    """The run cannot go on, and its folder keeps the rows that its servers lack.
+
+    Attributes:
+        cause: why the run cannot go on.
+    """
 
     kind: ClassVar = "rows-kept"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesLost(RunEvent):
-    """Messages of the call could not be written to stderr, and are missing there from now on, until it takes some again."""
+    """Messages of the call could not be written to stderr.
+
+    They are missing there until writes succeed again.
+    """
 
     kind: ClassVar = "messages-lost"
 
@@ -223,9 +281,14 @@ def _now() -> datetime:
 
 
 class EventLog:
-    """The launcher's end of the file. What cannot be written is left out, which is said once: it is not worth the end of a training.
+    """Appends events to the file.
 
-    step, term: the last step of all trainers, and the term; what is noted has them. clock: the wall time.
+    An event that cannot be written is dropped, because it is not worth stopping a training for. The
+    first such event is reported on stderr.
+
+    Attributes:
+        step: the last step that all trainers have trained; every event is stamped with it.
+        term: the current term; every event is stamped with it.
     """
 
     def __init__(self, run: Path, step: int, term: int, clock: Callable[[], datetime] = _now) -> None:
@@ -234,13 +297,17 @@ class EventLog:
         self._said = self._messages_lost = False
 
     def see_messages(self) -> None:
-        """Note that messages were lost, the first time; to be called often."""
+        """Record, once, that messages to stderr were lost. To be called often."""
         if not self._messages_lost and (why := messages_lost()) is not None:
             self._messages_lost = True
             self.note(MessagesLost(cause=why))
 
     def note(self, event: RunEvent) -> None:
-        """Append a line: one write, so that a line is there whole unless the disk is full or this process is killed in it."""
+        """Append an event.
+
+        The line is a single write, so it is complete unless the disk is full or this process is
+        killed during the write.
+        """
         self.see_messages()
         line = {
             "time": self._clock().isoformat(timespec="milliseconds"),
@@ -254,7 +321,7 @@ class EventLog:
             descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 size = os.fstat(descriptor).st_size
-                # What another writer was killed in, or had no room for.
+                # If the last line has no end, its writer was killed or the disk was full.
                 torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
                 whole = (b"\n" if torn else b"") + text
                 if os.write(descriptor, whole) < len(whole):
@@ -266,7 +333,11 @@ class EventLog:
 
     @contextmanager
     def failures(self) -> Iterator[None]:
-        """While entered, an error that ends the call is noted: two signals, or one before training began, as "interrupted", a bug as "unforeseen"."""
+        """Record an error that ends the call, and raise it again.
+
+        An interruption (two signals, or one before training began) gets the code "interrupted", a
+        bug "unforeseen".
+        """
         try:
             yield
         except ForeloadError as error:
@@ -286,7 +357,10 @@ class EventLog:
 
 
 def read_events(run: Path) -> Iterator[dict[str, Any]]:
-    """The events of a run, in order; none where there is no file. A line that is not whole is left out."""
+    """Yield the events of a run in order.
+
+    Incomplete lines are skipped; a missing file has no events.
+    """
     with suppress(FileNotFoundError):
         for line in (run / EVENTS).read_bytes().split(b"\n"):
             with suppress(ValueError):

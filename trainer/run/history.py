@@ -1,6 +1,7 @@
-"""The history: a SQLite file in which every run leaves its profile at its end, for whoever predicts what another one will take.
+"""The history: a SQLite file with a profile of every run, to predict the cost of further runs.
 
-Numbers and settings only: no paths, no ids, no URLs. Many runs may write at once: each adds its profile in one short transaction.
+It contains numbers and settings only: no paths, ids or URLs. Several runs may write at once: each
+adds its profile in one short transaction.
 """
 
 from __future__ import annotations
@@ -22,21 +23,25 @@ from foreload.trainer.compute.reports import COLUMNS, values_of
 from foreload.trainer.errors import HistoryError
 
 OFF = "off"
-MOST_RUNS = 500  # that a history keeps, the newest
-MOST_POINTS = 2048  # of a run: longer ones keep means over as many steps each as that takes
-_VERSION = 1  # of the file, as its user_version
-_BUSY_SECONDS = 5.0  # that a writer waits for others
+MOST_RUNS = 500  # a history keeps the newest
+MOST_POINTS = 2048  # of a run; for longer runs a point is the mean over several steps
+_VERSION = 1  # the file's format, stored as its user_version
+_BUSY_SECONDS = 5.0  # how long a writer waits for other writers
 _TABLE = """CREATE TABLE IF NOT EXISTS profiles (
     number INTEGER PRIMARY KEY, ended REAL NOT NULL, settings TEXT NOT NULL, machine TEXT NOT NULL, processes TEXT NOT NULL, steps BLOB NOT NULL)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a run, or rather one call of it, took.
+    """The resources that one call of a run took.
 
-    settings: of model, schedule, trainers and store, numbers or words. machine: cpu, cores, memory_bytes. processes: of each {"kind": "trainer",
-    "launcher" or "store", "peak_bytes", "processor_seconds"}. steps: COLUMNS -> float64 [points], means over `stride` consecutive steps.
-    ended: seconds since 1970.
+    Attributes:
+        settings: numbers or words about model, schedule, trainers and store.
+        machine: "cpu", "cores" and "memory_bytes".
+        processes: for each process, {"kind": "trainer", "launcher" or "store", "peak_bytes",
+            "processor_seconds"}.
+        steps: COLUMNS -> float64 [points], means over `stride` consecutive steps.
+        ended: when the call ended, in seconds since 1970.
     """
 
     settings: Mapping[str, Any]
@@ -48,52 +53,65 @@ class Profile:
 
     @property
     def points(self) -> int:
-        """How many entries each column has."""
+        """The number of entries in each column."""
         return len(self.steps["ms"])
 
     def mean(self, column: str) -> float:
-        """Of all steps; nan without any."""
+        """Return the mean of a column over all steps, or nan if there are no steps."""
         return float(self.steps[column].mean()) if self.points else float("nan")
 
     def processor_seconds(self, kind: str) -> float:
-        """Of all processes of a kind, from their start to the end."""
+        """Return the processor time of all processes of a kind, from start to end."""
         return float(sum(one["processor_seconds"] for one in self.processes if one["kind"] == kind))
 
     def peak_bytes(self, kind: str) -> int:
-        """The most that a process of a kind had; 0 without any."""
+        """Return the largest peak memory of the processes of a kind, or 0 if there are none."""
         return int(max((one["peak_bytes"] for one in self.processes if one["kind"] == kind), default=0))
 
 
 def default_path() -> Path:
-    """Where the history is where nothing is said: in the user's data folder."""
+    """Return the default path of the history: in the user's data folder."""
     base = os.environ.get("XDG_DATA_HOME") or ""
-    # The specification of these folders has relative ones ignored.
+    # The XDG specification says that relative paths are ignored.
     folder = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "share"
     return folder / "foreload" / "history.sqlite"
 
 
 def history_path(given: str | None) -> Path | None:
-    """The file that --history names; None where there is to be none, or nothing is said and the user has no folder."""
+    """Return the file that --history names.
+
+    Returns:
+        The path, or None if the history is switched off, or if `given` is None and the user has no
+            home folder.
+    """
     if given == OFF:
         return None
     try:
         return Path(given) if given else default_path()
-    except RuntimeError:  # no home
+    # Path.home raises RuntimeError if the user has no home folder.
+    except RuntimeError:
         return None
 
 
 def of_steps(lines: Sequence[Sequence[float]]) -> tuple[dict[str, np.ndarray], int]:
-    """Steps and stride of a profile. lines: of each step, COLUMNS."""
+    """Return the steps and the stride of a profile.
+
+    Args:
+        lines: for each step, the values of COLUMNS.
+
+    Returns:
+        (COLUMNS -> float64 [points], means over stride steps each; stride).
+    """
     values = np.array(lines, np.float64).reshape(len(lines), len(COLUMNS))
     stride = max(-(-len(values) // MOST_POINTS), 1)
-    # The last entry, which may be of fewer steps, is left out where there are others.
+    # The last point may have fewer steps than the others. It is left out unless it is the only one.
     whole = len(values) - len(values) % stride if len(values) >= stride else len(values)
     means = values[:whole].reshape(-1, stride, len(COLUMNS)).mean(axis=1)
     return {name: means[:, place] for place, name in enumerate(COLUMNS)}, stride
 
 
 def add(path: Path, profile: Profile) -> None:
-    """Append a profile, and drop the oldest beyond MOST_RUNS. Raises HistoryError."""
+    """Append a profile, and delete the oldest profiles beyond MOST_RUNS. Raises HistoryError."""
     packed = io.BytesIO()
     np.savez_compressed(
         packed, allow_pickle=False, stride=np.int64(profile.stride), **{k: v.astype(np.float32) for k, v in profile.steps.items()}
@@ -102,6 +120,8 @@ def add(path: Path, profile: Profile) -> None:
         json.dumps(value) for value in (dict(profile.settings), dict(profile.machine), [dict(one) for one in profile.processes])
     ]
     with _opened(path, write=True) as database, database:
+        # This takes the write lock at once, so that two writers cannot both read first and then
+        # conflict.
         database.execute("BEGIN IMMEDIATE")
         database.execute(_TABLE)
         database.execute(f"PRAGMA user_version = {_VERSION}")
@@ -115,7 +135,10 @@ def add(path: Path, profile: Profile) -> None:
 
 
 def read(path: Path) -> list[Profile]:
-    """All profiles, the oldest first; none where there is no file. Raises HistoryError."""
+    """Return all profiles, the oldest first; none if the file does not exist.
+
+    Raises HistoryError.
+    """
     if not path.exists():
         return []
     with _opened(path, write=False) as database:
@@ -137,7 +160,11 @@ def _profile(ended: float, settings: str, machine: str, processes: str, packed: 
 
 @contextmanager
 def _opened(path: Path, write: bool) -> Iterator[sqlite3.Connection]:
-    """The file, made with its folder where it is to be written. Raises HistoryError for whatever goes wrong while it is open."""
+    """Open the file, and yield the connection.
+
+    If `write` is set, the file and its folder are created if needed. Raises HistoryError for every
+    failure while the file is open.
+    """
     try:
         if write:
             path.parent.mkdir(parents=True, exist_ok=True)

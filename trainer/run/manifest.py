@@ -1,4 +1,4 @@
-"""What a run is, and how far it is: the contents of manifest.json and status.json."""
+"""What a run is and how far it is: the contents of manifest.json and status.json."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 VERSION = 1
 RATE_SETTINGS = names_by_resume(TrainJob, "rates")
-"""Settings that the trained model depends on, and with other ones of which a run may go on: it notes since which step."""
+"""Settings that the trained model depends on, but that may change when a run is resumed.
+
+The manifest records from which step on each value applied.
+"""
 
 State = Literal["training", "stopped", "ended"]
 
@@ -34,8 +37,13 @@ State = Literal["training", "stopped", "ended"]
 class Stage:
     """A schedule that the run trained or trains on.
 
-    identity: SHA-256 of its header; checksum: of its schedule.json, None while that is being prepared; end_step: the step after its last. segments:
-    how many were begun; prefix: what identifies these (Schedule.prefix). program: as Header has it; "" where that was not noted.
+    Attributes:
+        identity: SHA-256 of the schedule's header.
+        checksum: SHA-256 of its schedule.json, or None while the schedule is being prepared.
+        end_step: the step after its last one.
+        segments: the number of segments that training began.
+        prefix: identifies these segments (Schedule.prefix).
+        program: as in Header; "" if it was not recorded.
     """
 
     path: Annotated[str, filled]
@@ -49,7 +57,7 @@ class Stage:
 
     @classmethod
     def of(cls, schedule: Schedule) -> Stage:
-        """The stage of a schedule as it is now."""
+        """Return the stage of a schedule in its present state."""
         checksum = schedule.checksum if schedule.complete else None
         header = schedule.header
         path = str(schedule.path.absolute())
@@ -58,7 +66,13 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class CodeFile:
-    """A file of the user's model. name: in a copy of the user's folder; path: where it was loaded from; text: None where it is no text."""
+    """A file of the user's model.
+
+    Attributes:
+        name: its path in a copy of the user's folder.
+        path: where it was loaded from.
+        text: its contents, or None if it is not text.
+    """
 
     name: RelativePath
     path: str
@@ -67,7 +81,7 @@ class CodeFile:
 
     @classmethod
     def of(cls, name: str, path: Path) -> CodeFile:
-        """The file as it is now."""
+        """Read the file, and return it with its checksum."""
         data = path.read_bytes()
         try:
             text = data.decode()
@@ -77,12 +91,12 @@ class CodeFile:
 
 
 def code_sums(code: Sequence[CodeFile]) -> dict[str, str]:
-    """The checksums of files, by name."""
+    """Return the checksums of files, by name."""
     return {file.name: file.sha256 for file in code}
 
 
 def write_code(folder: Path, code: Sequence[CodeFile]) -> None:
-    """Write a copy of a model's files into a folder, but for those that are no text."""
+    """Write a copy of a model's files into a folder, except files that are not text."""
     for file in code:
         if file.text is not None:
             (folder / file.name).parent.mkdir(parents=True, exist_ok=True)
@@ -91,8 +105,12 @@ def write_code(folder: Path, code: Sequence[CodeFile]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Inexact:
-    """That a run went on from a checkpoint with rounded weights. since: the step after which it was first so; bits: the fewest that weights had;
-    restores: how often.
+    """Records that a run was restored from a checkpoint with rounded weights.
+
+    Attributes:
+        since: the step of the first such checkpoint.
+        bits: the smallest number of bits that a weight had.
+        restores: how often this happened.
     """
 
     since: Step
@@ -101,21 +119,21 @@ class Inexact:
 
 
 class OtherNumerics(TypedDict):
-    """Under which numerics a run went on, from which step."""
+    """The numerics fingerprint of a run from a step on."""
 
     step: Count
     fingerprint: dict[str, Any]
 
 
 class OtherCode(TypedDict):
-    """With which code of its model a run went on, from which step: checksums by name."""
+    """The code of a run's model from a step on: checksums by file name."""
 
     step: Count
     code: dict[str, str]
 
 
 class OtherRates(TypedDict):
-    """With which learning rates a run went on, from which step: RATE_SETTINGS."""
+    """The learning rates (RATE_SETTINGS) of a run from a step on."""
 
     step: Count
     lr: float
@@ -126,7 +144,11 @@ class OtherRates(TypedDict):
 
 
 def rates_text(rates: Sequence[Mapping[str, Any]]) -> str:
-    """A line about a run that went on with other learning rates. rates: as in Manifest, two at least."""
+    """Describe, in a line, how the learning rates of a run changed.
+
+    Args:
+        rates: as in Manifest; at least two entries.
+    """
     since = []
     for before, now in pairwise(rates):
         changed = [name for name in now if name != "step" and now[name] != before[name]]
@@ -136,7 +158,11 @@ def rates_text(rates: Sequence[Mapping[str, Any]]) -> str:
 
 
 def code_text(mixed_code: Sequence[Mapping[str, Any]]) -> str:
-    """A line about a run that went on with other code of its model. mixed_code: as in Manifest, two at least."""
+    """Describe, in a line, how the code of a run's model changed.
+
+    Args:
+        mixed_code: as in Manifest; at least two entries.
+    """
     since = []
     for before, now in pairwise(mixed_code):
         differing = {*before["code"].items()} ^ {*now["code"].items()}
@@ -145,12 +171,12 @@ def code_text(mixed_code: Sequence[Mapping[str, Any]]) -> str:
 
 
 def inexact_text(inexact: InexactEntry) -> str:
-    """A line about a model that is inexact."""
+    """Describe, in a line, why a model is inexact."""
     return f"inexact since step {inexact['since']}: {inexact['bits']} bits a weight, restored {inexact['restores']} times"
 
 
 class InexactEntry(TypedDict):
-    """Inexact, as JSON has it."""
+    """`Inexact`, as JSON."""
 
     since: int
     bits: int
@@ -158,7 +184,7 @@ class InexactEntry(TypedDict):
 
 
 class Caveats(TypedDict):
-    """What a model depends on besides the data and the settings, as JSON has it."""
+    """What a model depends on besides the data and the settings, as JSON."""
 
     mixed_numerics: list[OtherNumerics]
     rates: list[OtherRates]
@@ -167,7 +193,11 @@ class Caveats(TypedDict):
 
 
 def caveat_lines(caveats: Mapping[str, Any]) -> list[str]:
-    """A line about each thing that a model depends on besides the data and the settings. caveats: with what `Manifest.caveats` has."""
+    """Return a line for each thing that a model depends on besides the data and the settings.
+
+    Args:
+        caveats: has at least the entries of `Manifest.caveats`.
+    """
     texts: dict[str, Callable[[Any], str]] = {
         "mixed_numerics": mixed_text, "rates": rates_text, "mixed_code": code_text, "inexact": inexact_text,
     }  # fmt: skip
@@ -176,18 +206,31 @@ def caveat_lines(caveats: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a run is. run_id: drawn when it was made; job: its settings as TrainJob.to_dict has them, without those declared stated=False;
-    namespace: its name on the store. store_urls carry no passwords and are empty for local stores; local_stores: how many, or None. stages: in
-    order.
+    """What a run is.
 
-    fingerprint: of the numerics it was trained under last. mixed_numerics: where it went on under another one, {"step", "fingerprint"} of each
-    in order, step the first under it; else empty. rates: the same where it went on with other learning rates, {"step"} and RATE_SETTINGS of each.
-    code: the files of the user's model and loss that it was trained with last; empty for a built-in one, and where an earlier version trained it.
-    mixed_code: as mixed_numerics, where it went on with other code, {"step", "code"}, the checksums by name.
-    mixes_samples: whether its model declares that an output depends on the other samples of a slice.
-    former_urls: servers that the run no longer uses and that may still have rows of it; `delete` and `--overwrite` ask them, too.
-    inexact: None where its model is that of the data and the settings, to the bit. watched: where it may stop early, what evaluations of its last
-    schedule have been, up to where it rests or, in a checkpoint, that was saved.
+    Attributes:
+        run_id: drawn at random when the run is created.
+        job: its settings as in TrainJob.to_dict, without those declared stated=False.
+        namespace: its name on the store.
+        store_urls: URLs of its servers without passwords; empty for local stores.
+        local_stores: the number of local stores, or None.
+        stages: its schedules, in order.
+        fingerprint: the numerics fingerprint of its last training.
+        mixed_numerics: if the run was resumed under another fingerprint, {"step", "fingerprint"} of
+            each in order, "step" being the first step under it; else empty.
+        inexact: None if the model is exactly, to the bit, that of the data and the settings.
+        rates: if the run was resumed with other learning rates, {"step"} and RATE_SETTINGS of
+            each, as in mixed_numerics.
+        watched: if the run may stop early, the evaluation results of its last schedule so far, up
+            to where the run stopped or, in a checkpoint, was saved.
+        code: the files of the user's model and loss in the last training. Empty for a built-in
+            model, and for runs of earlier versions.
+        mixed_code: if the run was resumed with other code, {"step", "code"} of each, as in
+            mixed_numerics; "code" has the checksums by name.
+        former_urls: servers that the run no longer uses but that may still have its rows. `delete`
+            and `--overwrite` check them too.
+        mixes_samples: whether the model declares that an output depends on the other samples of a
+            slice.
     """
 
     run_id: Name
@@ -210,25 +253,37 @@ class Manifest:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What stands beside the rows on every shard, and says whose the namespace is."""
+        """Identifies the run in the note that every shard holds about who owns the namespace."""
         return {"run": self.run_id, "lanes": self.lanes}
 
     def under(self, fingerprint: dict[str, Any], step: int) -> Manifest:
-        """This run as it goes on under a fingerprint with the training step given."""
+        """Return the manifest of this run, resumed under a numerics fingerprint.
+
+        Args:
+            step: the first training step under it.
+        """
         if self.fingerprint is None or self.fingerprint == fingerprint:
             return replace(self, fingerprint=fingerprint)
         mixed = self._since(self.mixed_numerics, step, {"fingerprint": self.fingerprint}, {"fingerprint": fingerprint})
         return replace(self, fingerprint=fingerprint, mixed_numerics=mixed)
 
     def with_rates(self, job: TrainJob, step: int) -> Manifest:
-        """This run as it goes on with the learning rates of a job with the training step given."""
+        """Return the manifest of this run, resumed with the learning rates of a job.
+
+        Args:
+            step: the first training step with them.
+        """
         before, now = ({name: of.to_dict()[name] for name in RATE_SETTINGS} for of in (self.training_job, job))
         if before == now:
             return self
         return replace(self, job=self.job | now, rates=self._since(self.rates, step, before, now))
 
     def with_code(self, code: tuple[CodeFile, ...], step: int) -> Manifest:
-        """This run as it goes on with other code of its model with the training step given."""
+        """Return the manifest of this run, resumed with this code of its model.
+
+        Args:
+            step: the first training step with it.
+        """
         before, now = code_sums(self.code), code_sums(code)
         mixed = (
             self._since(self.mixed_code, step, {"code": before}, {"code": now})
@@ -238,8 +293,18 @@ class Manifest:
         return replace(self, code=code, mixed_code=mixed)
 
     def _since(self, entries: Sequence[Any], step: int, before: dict[str, Any], now: dict[str, Any]) -> tuple[Any, ...]:
-        """What a run went by, since which steps. entries: so far; before, now: what it went by until a step, and goes by from it on."""
-        # By what was so before the same step, nothing was trained.
+        """Add a change to a list of values and their first steps.
+
+        Args:
+            entries: the list so far; empty if nothing has changed yet.
+            step: the first step of the new value.
+            before: the value until then.
+            now: the new value.
+
+        Returns:
+            The new list, or () if only one value was ever used.
+        """
+        # With a value that was set at this step or later, nothing was trained.
         kept = [one for one in entries or ({"step": self.stages[0].first_step, **before},) if one["step"] < step]
         if not kept or kept[-1] != {"step": kept[-1]["step"], **now}:
             kept.append({"step": step, **now})
@@ -247,7 +312,7 @@ class Manifest:
 
     @property
     def caveats(self) -> Caveats:
-        """See Caveats."""
+        """What the model depends on besides the data and the settings."""
         return {
             "mixed_numerics": list(self.mixed_numerics),
             "rates": list(self.rates),
@@ -257,17 +322,17 @@ class Manifest:
 
     @property
     def steps(self) -> int:
-        """Training steps of all its schedules."""
+        """The number of training steps of all its schedules."""
         return self.stages[-1].end_step - self.stages[0].first_step
 
     @property
     def rounded_restores(self) -> int:
-        """How often it went on from a checkpoint with rounded weights."""
+        """How often the run was restored from a checkpoint with rounded weights."""
         return 0 if self.inexact is None else self.inexact.restores
 
     @property
     def training_job(self) -> TrainJob:
-        """The job as it was started. Raises SettingError for settings that are malformed."""
+        """The job that the run was started with. Raises SettingError for malformed settings."""
         try:
             return TrainJob.of(self.job)
         except SettingError as error:
@@ -276,11 +341,18 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How far a run is: step, the last one trained (first_step - 1: none); batches: per lane, the number of its last write-back batch.
+    """How far a run is.
 
-    totals: what the metrics so far add up to. While state is "training", and where trainers died in it, the others say where this call began: at
-    the last clean stop, of which the dense part is. lost: store shards whose rows only their stripes give. term: the highest that the run's lanes
-    were ever owned in; each call of `train` begins with the next (0: one of an earlier version, which had none).
+    While `state` is "training", also after trainers died in that state, the other fields describe
+    the last clean stop, at which the call began and to which the saved dense part belongs.
+
+    Attributes:
+        step: the last step that was trained, or first_step - 1 if none was.
+        batches: for each lane, the number of its last write-back batch.
+        totals: the sums of the metrics so far.
+        lost: lost store shards, whose rows can only be decoded from their stripes.
+        term: the highest term in which the run's lanes were ever owned. Each call of `train` begins
+            with the next one. 0 if an earlier version, which had no terms, wrote the status.
     """
 
     state: State
@@ -299,7 +371,13 @@ class Status:
 def new_manifest(
     job: TrainJob, schedule: Schedule, store_urls: tuple[str, ...], local_stores: int | None, code: tuple[CodeFile, ...] = ()
 ) -> Manifest:
-    """The manifest of a run that begins; store_urls without passwords; code: as in Manifest."""
+    """Return the manifest of a new run.
+
+    Args:
+        store_urls: the servers' URLs, without passwords.
+        local_stores: the number of local stores, or None.
+        code: as in Manifest.
+    """
     return Manifest(
         run_id=secrets.token_hex(8),
         job=_saved(job, store_urls, local_stores),
@@ -316,14 +394,17 @@ def _saved(job: TrainJob, store_urls: tuple[str, ...], local_stores: int | None)
     stated = {name for name, setting in settings_of(TrainJob).items() if setting.stated}
     saved = {name: value for name, value in job.to_dict().items() if name in stated}
     if ":" in job.model or job.loss is not None:
-        # Commands that read the run may be called elsewhere.
+        # Later commands may be called in another working folder.
         saved["model_folder"] = os.path.abspath(job.model_folder)
     store = f"local:{local_stores}" if local_stores else ",".join(store_urls)
     return saved | {"store": store, "checkpoint": remembered_folder(job)}
 
 
 def remembered_folder(job: TrainJob) -> str | None:
-    """Where a call saves checkpoints, for those that may be made elsewhere; None: in the run's folder."""
+    """Return the folder of checkpoints to record for later calls, which may run in another folder.
+
+    If None, checkpoints are saved in the run's folder.
+    """
     if job.checkpoint is None or "://" in job.checkpoint:
         return job.checkpoint
     return os.path.abspath(job.checkpoint)

@@ -1,4 +1,4 @@
-"""The code of the user's model: what a run records of it, how a later call compares it, and code that ends the process."""
+"""Record the code of the user's model, compare it in later calls, and report code that exits."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from foreload.trainer.run.manifest import CodeFile, Manifest, code_sums
 
 
 def code_of(job: TrainJob) -> tuple[CodeFile, ...]:
-    """Return the user's files behind a job's model and loss; none of a built-in model's."""
+    """Return the user's files behind a job's model and loss. A built-in model has none."""
     names = [MODELS.get(job.model, job.model), *([] if job.loss is None else [job.loss])]
     return tuple(CodeFile.of(name, path) for name, path in own_files(names, job.model_folder).items())
 
 
 def check_code(what: str, manifest: Manifest, job: TrainJob, copy: str) -> None:
-    """Raise ModelError where the code of a job's model is not the code that a run records.
+    """Raise ModelError if the code of a job's model differs from the code that a run records.
 
-    A run of an earlier version records none, and passes.
+    A run of an earlier version records no code and passes.
 
     Args:
         what: the run or checkpoint, for the message.
-        manifest: the run's.
-        job: which model and loss, and where they are looked for.
-        copy: where the recorded files are.
+        manifest: the run's manifest.
+        job: names the model and loss, and the folder to find them in.
+        copy: the location of the recorded files, for the message.
     """
     if manifest.code and (change := changed(code_sums(manifest.code), code_of(job))) is not None:
         raise ModelError(
@@ -43,12 +43,12 @@ def check_code(what: str, manifest: Manifest, job: TrainJob, copy: str) -> None:
 
 
 def check_same_code(trainer: str, recorded: Mapping[str, str], job: TrainJob) -> None:
-    """Raise ModelError where the code that a trainer finds is not the coordinator's, byte by byte.
+    """Raise ModelError if a trainer's code differs from the coordinator's in any byte.
 
     Args:
-        trainer: for the message.
+        trainer: the trainer's name, for the message.
         recorded: checksums of the coordinator's files, by name.
-        job: as for `check_code`.
+        job: as in `check_code`.
     """
     if (change := changed(recorded, code_of(job))) is not None:
         raise ModelError(
@@ -58,7 +58,7 @@ def check_same_code(trainer: str, recorded: Mapping[str, str], job: TrainJob) ->
 
 
 def changed(recorded: Mapping[str, str], code: tuple[CodeFile, ...]) -> str | None:
-    """Say in which files code differs from recorded checksums; None where it does not."""
+    """Describe in which files code differs from recorded checksums. Returns None if it does not."""
     now = {file.name: file for file in code}
     differences = [
         f"{file.path} has other contents" for name, file in now.items() if recorded.get(name, file.sha256) != file.sha256
@@ -69,12 +69,14 @@ def changed(recorded: Mapping[str, str], code: tuple[CodeFile, ...]) -> str | No
 
 
 def note_code(events: EventLog | None, what: str, manifest: Manifest, code: tuple[CodeFile, ...]) -> None:
-    """Warn that other code of the model is used than `manifest` records, which was accepted; do nothing where it is the same.
+    """Warn that accepted code differs from the code that `manifest` records.
+
+    This does nothing if the code is the same.
 
     Args:
-        events: those of the run, in which that is noted, too.
+        events: the run's event log, if the warning is to be recorded there too.
         what: the run or checkpoint, for the message.
-        code: the files that are used.
+        code: the files in use.
     """
     if manifest.code and (change := changed(code_sums(manifest.code), code)) is not None:
         sys.stderr.write(f"foreload: warning: {what}: the code of its model is not what it was trained with: {change}\n")
@@ -83,14 +85,15 @@ def note_code(events: EventLog | None, what: str, manifest: Manifest, code: tupl
 
 
 class _Exit(SystemExit):
-    """os._exit was called."""
+    """Stands for a call of os._exit."""
 
 
 @contextlib.contextmanager
 def exits_reported(who: str) -> Iterator[None]:
-    """Raise ModelError where code calls sys.exit or os._exit while this is entered: foreload's own does not, so it is the model's, or a library's.
+    """Raise ModelError if code in this context calls sys.exit or os._exit.
 
-    A crash of native code, which ends the process by a signal, leaves the line of Python that it was in on stderr.
+    foreload's own code calls neither in this context, so the call is the model's or a library's. If
+    native code crashes, which ends the process by a signal, the Python traceback is left on stderr.
 
     Args:
         who: the process, for the message.
@@ -98,7 +101,7 @@ def exits_reported(who: str) -> Iterator[None]:
     really, process = os._exit, os.getpid()
 
     def report_exit(status: int) -> None:
-        # Not in another thread, which has nobody to report to, and not in a fork.
+        # Another thread has no caller to raise the error to, and a fork really is to exit.
         if os.getpid() != process or threading.current_thread() is not threading.main_thread():
             really(status)
         raise _Exit(status)
@@ -115,8 +118,9 @@ def exits_reported(who: str) -> Iterator[None]:
 
 
 def exit_error(who: str, error: SystemExit) -> ModelError:
-    """The error for a call that would end the process."""
-    from foreload.trainer.models.diagnosis import raised_at  # which needs torch
+    """Return the error for a call that would end the process."""
+    # This import needs torch, which many commands do without.
+    from foreload.trainer.models.diagnosis import raised_at
 
     call = "os._exit" if isinstance(error, _Exit) else "sys.exit"
     given = "" if error.code is None else repr(error.code)

@@ -1,4 +1,4 @@
-"""Waiting for the servers of a store, and saying so."""
+"""Wait for the servers of a store, and report it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ SAID_AFTER = timedelta(seconds=1)
 
 
 def reach(urls: Sequence[str | StoreUrl], silence: timedelta, patience: timedelta = timedelta(seconds=10)) -> None:
-    """Return when every server has answered; which one is waited for stands on stderr after a second. Raises StoreError.
+    """Wait until every server has answered.
 
-    silence: for which a server that is connected may be silent; patience: for which one that cannot be reached is tried.
+    A server that has not answered after a second is reported on stderr.
+
+    Args:
+        silence: how long a connected server may take to answer.
+        patience: how long to retry a server that cannot be reached.
+
+    Raises:
+        StoreError: a server did not answer in time.
     """
 
     def reached(url: StoreUrl) -> None:

@@ -1,4 +1,8 @@
-"""Report a training to its user: metrics.jsonl (also that of earlier calls), TensorBoard scalars, progress on stderr, summary.json."""
+"""Report a training to its user.
+
+The reports are metrics.jsonl, which earlier calls may have begun, TensorBoard scalars, progress on
+stderr, and summary.json.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +35,23 @@ from foreload.trainer.compute.reports import (
 )
 from foreload.trainer.run.directory import METRICS, SUMMARY, TENSORBOARD
 
-_TAIL_BYTES = 1 << 16  # in which the last steps stand
-_NUMBER, _EVALUATION = re.compile(rb'\{"kind": "step", "step": (\d+),'), b'{"kind": "evaluation", "step": %d,'  # as lines begin
+_TAIL_BYTES = 1 << 16  # the end of the file that is searched for the last step
+# The beginnings of a step's line and of an evaluation's line.
+_NUMBER, _EVALUATION = re.compile(rb'\{"kind": "step", "step": (\d+),'), b'{"kind": "evaluation", "step": %d,'
 
 
 def evaluations_reported(path: Path, step: int) -> set[str]:
-    """Lines of metrics.jsonl about evaluations after a step, of which the run did not go back behind that step since. A last line that its writer was
-    killed in is cut off, so that the next one begins a line.
+    """Return the evaluation records of metrics.jsonl for `step` that no later rollback discarded.
+
+    An incomplete last line, left by a killed writer, is cut off, so that the next record starts a
+    new line.
+
+    Args:
+        path: metrics.jsonl.
+        step: the training step before the evaluation.
+
+    Returns:
+        The lines, each with its newline.
     """
     lines: set[str] = set()
     last, whole = -1, 0
@@ -52,6 +66,8 @@ def evaluations_reported(path: Path, step: int) -> set[str]:
             number = _NUMBER.match(line)
             if number is not None:
                 before, last = last, int(number[1])
+                # A step number that does not rise means a rollback. If training then repeats
+                # `step`, the evaluations found so far no longer count.
                 if last <= min(before, step):
                     lines.clear()
             elif line.startswith(_EVALUATION % step):
@@ -60,7 +76,7 @@ def evaluations_reported(path: Path, step: int) -> set[str]:
 
 
 def reported_step(path: Path) -> int | None:
-    """The last training step that metrics.jsonl reports; None if there is none."""
+    """Return the last training step that metrics.jsonl reports, or None if there is none."""
     try:
         with open(path, "rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
@@ -70,29 +86,36 @@ def reported_step(path: Path) -> int | None:
     for line in reversed(lines):
         with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
             entry = parse_json(line)
-            # A checkpoint is reported long after its step.
+            # A checkpoint's line stands long after its step, so only steps count.
             if entry["kind"] == "step":
                 return int(entry["step"])
     return None
 
 
-LINE_SECONDS = 60.0  # between two lines where stderr is not a terminal; a line covers as long a time at most
-TENSORBOARD_STEPS = 50  # of which TensorBoard has the mean
+# The time between two lines if stderr is not a terminal, and the longest time that a line covers.
+LINE_SECONDS = 60.0
+TENSORBOARD_STEPS = 50  # steps over which a TensorBoard point is the mean
 _FLUSH_SECONDS = 0.5
 _METRICS = ("log_loss", "auc", "normalized_entropy")
-_FURTHER_METRICS = ("predicted_over_observed", "grouped_auc", "rmse", "mae", "loss", "labels")  # where there are any
+# Metrics that only some evaluations have.
+_FURTHER_METRICS = ("predicted_over_observed", "grouped_auc", "rmse", "mae", "loss", "labels")
 
 
 @dataclass(slots=True)
 class _Sums:
-    """What lines of metrics.jsonl add up to. loss: the sum of each step's loss times its samples; of: the figures that `Totals` has, by column."""
+    """Sums over lines of metrics.jsonl.
+
+    Attributes:
+        loss: the sum of each step's loss times its samples.
+        of: column -> the sum of the figure; the columns are those that `Totals` has.
+    """
 
     steps: int = 0
     loss: float = 0.0
     of: dict[str, float] = field(default_factory=lambda: dict.fromkeys((figure.column for figure in SUMMED), 0))
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """One more step."""
+        """Add a step."""
         self.steps += 1
         self.loss += line["loss"] * line["samples"]
         for column in self.of:
@@ -100,16 +123,20 @@ class _Sums:
 
     @property
     def mean_loss(self) -> float:
-        """Of the samples; nan without any."""
+        """The mean loss over the samples, or nan if there are none."""
         return self.loss / self.of["samples"] if self.of["samples"] else math.nan
 
     @property
     def hit_rate(self) -> float:
-        """1 - arrivals / rows used; 1 where none was used."""
+        """The cache hit rate, 1 - arrivals / rows used, or 1 if no row was used."""
         return 1 - self.of["rows_arrived"] / self.of["rows_used"] if self.of["rows_used"] else 1.0
 
     def scalars(self) -> dict[str, float]:
-        """For TensorBoard: means over the samples (loss), over the time (rate), over the rows used (hit rate), else over the steps."""
+        """Return the scalars for TensorBoard.
+
+        The loss is a mean over the samples, the rate over the time, and the hit rate over the rows
+        used. All others are means over the steps.
+        """
         means = {column: value / self.steps for column, value in self.of.items() if column != "samples"}
         return {
             "train/loss": self.mean_loss,
@@ -120,11 +147,21 @@ class _Sums:
 
 
 class RunReport:
-    """Takes the trainers' reports and shows them to the user; one thread of the coordinator uses it.
+    """Merges the trainers' reports and shows them to the user.
 
-    steps: of the whole schedule, None while it grows; members: numbers of the trainers, each of which reports every step; rows_of: as
-    `rows_of_steps`, for steps that a lost trainer did not report; settings: what TensorBoard shows of the job; clock: seconds;
-    is_amid: whether an evaluation after a step is amid its epoch.
+    One thread of the coordinator uses it.
+
+    Args:
+        run: the run's folder.
+        totals: the sums over earlier calls; this object adds to them.
+        first_step: the first step that this call trains.
+        steps: the number of steps of the whole schedule, or None while the schedule grows.
+        members: the numbers of the trainers, each of which reports every step.
+        rows_of: as `rows_of_steps`, for steps that a lost trainer did not report.
+        settings: the settings of the job that TensorBoard shows.
+        clock: returns seconds.
+        is_amid: returns whether an evaluation after a step is within an epoch rather than at its
+            end.
     """
 
     def __init__(
@@ -139,7 +176,7 @@ class RunReport:
         clock: Callable[[], float] = time.monotonic,
         is_amid: Callable[[int], bool] = lambda step: False,
     ) -> None:
-        # Slow to import, and only the coordinator needs it.
+        # TensorBoard is slow to import, and only the coordinator needs it.
         from torch.utils.tensorboard import SummaryWriter
 
         self.totals = totals
@@ -148,15 +185,15 @@ class RunReport:
         self._members = dict.fromkeys(members, first_step)  # trainer -> the first step that it reports
         self._waiting: dict[int, dict[int, StepReport]] = {}  # step -> trainer -> its report
         self._rows_of = rows_of
-        # Of steps that a lost trainer did not report: what their lines have instead.
+        # For steps that a lost trainer did not report: the entries to replace in their lines.
         self._instead: dict[int, dict[str, Any]] = {}
         self._excepthook, threading.excepthook = threading.excepthook, self._except_unwritten
-        # TensorBoard's, not the trainers' board.
+        # This is TensorBoard's writer.
         self._board = SummaryWriter(str(run / TENSORBOARD))
         if settings:
             rows = [f"| {name} | `{value}` |" for name, value in settings.items()]
             self._board.add_text("settings", "\n".join(["| setting | value |", "| --- | --- |", *rows]), first_step)
-        # Evaluations, as they are written: those of the step before that an earlier call reported, and this call's.
+        # The lines of evaluations that an earlier call reported after its last step.
         self._reported = evaluations_reported(run / METRICS, first_step - 1)
         self._metrics: IO[str] = open(run / METRICS, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         self._flushed_at = 0.0
@@ -168,18 +205,24 @@ class RunReport:
         self._unwritten = False
         self.last_step = first_step - 1
         self._keep_after: int | None = None
-        self.kept_totals: dict[str, float] | None = None  # as after the step of `keep_totals`, once all have reported that
+        # The totals after the step given to `keep_totals`, once all trainers have reported that
+        # step.
+        self.kept_totals: dict[str, float] | None = None
 
     def step(self, trainer: int, report: StepReport) -> None:
-        """One trainer's report of one step; the step counts when all trainers have reported it."""
+        """Take one trainer's report of one step.
+
+        The step counts once all trainers have reported it.
+        """
         self._waiting.setdefault(report.step, {})[trainer] = report
         self._count(report.step)
 
     def on_term(self, members: Iterable[int], step: int) -> None:
-        """Change who reports the steps after `step`.
+        """Change which trainers report the steps after `step`.
 
-        Where a trainer that is no member any more did not report a step before, the step's rows are those of the schedule, and its line says whose
-        times and bytes it lacks. Trainers that joined report no step before.
+        A former member may not have reported all steps up to `step`. The schedule then gives the
+        rows of such a step, and the step's line names the trainers whose times and bytes are
+        missing. Trainers that have joined report only the steps after `step`.
         """
         former, uncounted = self._members.keys() - set(members), range(self.last_step + 1, step + 1)
         silent = {
@@ -189,13 +232,14 @@ class RunReport:
         }
         if any(silent.values()):
             rows = self._rows_of(uncounted.start, step)
+            # The times and bytes of a lost trainer are not known, but the schedule gives its rows.
             self._instead |= {missed: {**rows[missed], "without": trainers} for missed, trainers in silent.items() if trainers}
         self._members = {trainer: self._members.get(trainer, step + 1) for trainer in members}
         for step in sorted(self._waiting):
             self._count(step)
 
     def _count(self, step: int) -> None:
-        """Count a step in, once all trainers have reported it."""
+        """Count a step, if all trainers have reported it."""
         reports = self._waiting[step]
         if not reports.keys() >= {trainer for trainer, since in self._members.items() if since <= step}:
             return
@@ -208,13 +252,17 @@ class RunReport:
         self._interval.add(line)
         with self._kept_if_possible():
             self._write(line)
-            # By the step's number, so that intervals do not depend on where a run stopped.
+            # Intervals follow step numbers, so they do not depend on where a run stopped.
             if (line["step"] + 1) % TENSORBOARD_STEPS == 0:
                 self._write_interval()
         self.tick()
 
     def keep_totals(self, step: int | None) -> None:
-        """Keep the totals as they are after a step, which is the last one counted or one to come; None: keep none."""
+        """Keep a copy of the totals as they are after a step.
+
+        Args:
+            step: the last step counted, or a later one. If None, no totals are kept.
+        """
         if step != self._keep_after:
             self._keep_after, self.kept_totals = step, None
             self._keep()
@@ -224,12 +272,12 @@ class RunReport:
             self.kept_totals = asdict(self.totals)
 
     def checkpoint(self, fields: Mapping[str, Any]) -> None:
-        """A checkpoint was saved, or was not."""
+        """Record that a checkpoint was saved, or could not be saved."""
         with self._kept_if_possible():
             self._write({"kind": "checkpoint", **fields})
 
     def tick(self) -> None:
-        """To be called often, also while no step ends: says how far training is, if it is time."""
+        """Show the progress when it is due. To be called often, also while no step ends."""
         self._display.tick()
         now = self._clock()
         if now - self._flushed_at >= _FLUSH_SECONDS:
@@ -238,8 +286,11 @@ class RunReport:
                 self._metrics.flush()
 
     def evaluation(self, report: EvaluationReport) -> None:
-        """The metrics of a set in an evaluation pass. One that is reported again, since a trainer was lost behind it, is the same; one that an
-        earlier call reported, which ended behind it, counts for this one, and is not written again.
+        """Take the metrics of one evaluation set in a pass.
+
+        If a trainer was lost after the evaluation, it runs again and reports the same metrics; the
+        second report is ignored. An evaluation at the end of an earlier call counts for this call
+        too, but is not written again.
         """
         line = {"kind": "evaluation", **to_stored(report)}
         written = _written(line)
@@ -256,7 +307,13 @@ class RunReport:
         self._display.write(f"epoch {report.epoch + 1}{place}: {words} on {report.samples:,} samples")
 
     def summary(self, **further: Any) -> dict[str, Any]:
-        """Write and return summary.json; further entries go in as they are. Metrics of a run without evaluation are null."""
+        """Write summary.json, and return its entries.
+
+        The metrics of a run without evaluation are null.
+
+        Args:
+            further: further entries, written as they are.
+        """
         last_pass = [without_calibration(line) for line in self.evaluations if line["step"] == self.evaluations[-1]["step"]]
         last, totals = (last_pass or [{}])[0], self.totals
         entries = {
@@ -278,7 +335,7 @@ class RunReport:
         return entries
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Write buffered lines, and close the files."""
         self._display.close()
         with self._kept_if_possible():
             self._metrics.close()
@@ -288,13 +345,20 @@ class RunReport:
         threading.excepthook = self._excepthook
 
     def _except_unwritten(self, ended: threading.ExceptHookArgs) -> None:
-        """A disk that TensorBoard's thread cannot write to is reported here, too, at the next call: no traceback of the thread's."""
+        """Suppress the traceback when TensorBoard's thread cannot write to the disk.
+
+        TensorBoard raises the error again at the next call, and it is reported there.
+        """
         if not isinstance(ended.exc_value, OSError):
             self._excepthook(ended)
 
     @contextlib.contextmanager
     def _kept_if_possible(self) -> Iterator[None]:
-        """A report is not worth the end of a training: where the disk is full, or fails, it goes on without."""
+        """Continue after an OSError, with one warning.
+
+        A report is not worth stopping a training for, so training goes on when the disk is full or
+        fails.
+        """
         try:
             yield
         except OSError as error:
@@ -314,7 +378,10 @@ class RunReport:
         self._interval = _Sums()
 
     def _line(self) -> str:
-        """How far training is, with the rate, the loss and the hits since the last line, or those of the last minute."""
+        """Return a line with the progress of training.
+
+        Rate, loss and cache hits are those of the last minute at most.
+        """
         recent, now, done = self._recent, self._clock(), self.totals.steps
         took = now - self._recent_since
         if took >= LINE_SECONDS:
@@ -333,12 +400,15 @@ def _written(line: Mapping[str, Any]) -> str:
 
 
 def metrics_of_set(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line about an evaluation says of its set alone."""
+    """Return the entries of an evaluation line that describe its set alone."""
     return {name: value for name, value in line.items() if name in ("samples", *_METRICS, *_FURTHER_METRICS)}
 
 
 def _metric_scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The metrics of a line about an evaluation, by names for TensorBoard: of several labels, each with that of its label."""
+    """Yield the metrics of an evaluation line, by their names in TensorBoard.
+
+    With several labels, each label's metrics follow under LABEL/.
+    """
     for name, value in line.items():
         if name in (*_METRICS, *_FURTHER_METRICS) and isinstance(value, float):
             yield name, value
@@ -347,7 +417,7 @@ def _metric_scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _finite(line: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has neither NaN nor infinities."""
+    """Replace NaN and infinities by None, because JSON has neither."""
     return {
         name: None
         if isinstance(value, float) and not math.isfinite(value)
@@ -359,12 +429,15 @@ def _finite(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows_of_steps(schedule: Schedule, first: int, last: int) -> dict[int, dict[str, int]]:
-    """Return, by step, what the rows of all trainers' reports add up to. Raises ScheduleError.
+    """Return, by step, the sums of the row figures in all trainers' reports.
 
     Args:
-        schedule: The schedule, whose steps `first` to `last` are published.
-        first: The first training step.
-        last: The last one.
+        schedule: the schedule; its steps `first` to `last` must be published.
+        first: the first training step.
+        last: the last training step, included.
+
+    Raises:
+        ScheduleError: the schedule cannot be read.
     """
     figures = {}
     for segment in schedule.segments():

@@ -1,4 +1,4 @@
-"""Whether a run can be trained as a call of `foreload train` asks: a new one that is no continuation, or one that goes on."""
+"""Check that `foreload train` can train a run as asked, as a new run or a resumed one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ from foreload.trainer.run.servers import store_setting
 
 
 def check_trainable(schedule: Schedule, job: TrainJob) -> None:
-    """Raise RunRefused for a schedule of evaluation steps only, and for one that continues a run unless that is to be resumed."""
+    """Check that a schedule can be trained.
+
+    Raises:
+        RunRefused: the schedule has evaluation steps only, or it continues a run and the call does
+            not resume that run.
+    """
     header = schedule.header
     if not header.training_samples:
         raise RunRefused(
             f"schedule {schedule.path}: has evaluation steps only; evaluate a run on it: foreload evaluate RUN {schedule.path}"
         )
-    # Whether it continues what a checkpoint has, is found out with that.
+    # When the checkpoint is restored, it is checked whether the schedule continues it.
     if job.resume or job.from_checkpoint or header.parent is None:
         return
     run = Run(job.run)
@@ -39,9 +44,14 @@ def check_trainable(schedule: Schedule, job: TrainJob) -> None:
 
 
 def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]:
-    """The manifest of a run that goes on, and the last step already trained.
+    """Return the manifest of a resumed run, and the last step already trained.
 
-    With the schedule that was being trained when it stopped, or with one prepared --after it. Raises RunRefused.
+    The schedule must be the one on which the run stopped, or one prepared --after it.
+
+    Raises:
+        RunRefused: the run cannot be resumed in this way.
+        RunError: as in `Run.saved_status`.
+        ModelError: the code of its model differs, and the job does not accept that.
     """
     check_place(run, job)
     status = run.saved_status()
@@ -53,7 +63,7 @@ def resumed(run: Run, job: TrainJob, schedule: Schedule) -> tuple[Manifest, int]
 
 
 def check_place(run: Run, job: TrainJob) -> None:
-    """Raise RunRefused where a run that goes on as the job says would have other store shards, or another code."""
+    """Raise RunRefused if the job names other store shards or another parity than the run has."""
     manifest, placement = run.manifest, run.placement
     there = len(placement.live)
     if (job.store.local is None) != (manifest.local_stores is None) or job.store.count != there:
@@ -69,7 +79,10 @@ def check_place(run: Run, job: TrainJob) -> None:
 
 
 def check_code_of_run(run: Run, job: TrainJob) -> None:
-    """Raise ModelError where a run would go on with other code of its model, and the job does not accept that."""
+    """Raise ModelError if the code of a run's model differs from the recorded code.
+
+    The job may accept other code.
+    """
     if not job.accept_model:
         check_code(f"run {run.path}", run.manifest, job, str(run.code_copy(run.manifest)))
 
@@ -77,7 +90,19 @@ def check_code_of_run(run: Run, job: TrainJob) -> None:
 def continued(
     what: str, manifest: Manifest, state: State, step: int, job: TrainJob, schedule: Schedule, goes_on: bool = True
 ) -> tuple[Manifest, int]:
-    """`resumed`, of what a run is (manifest) and how far it came (state, step). what: its name in messages; goes_on: it must have steps left."""
+    """Return the manifest of a continued run, and the last step already trained, as `resumed` does.
+
+    Args:
+        what: names the run or checkpoint in messages.
+        manifest: what the run is.
+        state: the state that the run stopped in.
+        step: the last step that it trained.
+        goes_on: whether the run must have steps left to train.
+
+    Raises:
+        RunRefused: the run cannot be continued in this way.
+    """
+    # Settings that the model depends on must be those that the run was started with.
     before = manifest.training_job
     for name, setting in settings_of(TrainJob).items():
         of_numerics = setting.resume == "numerics"
@@ -96,10 +121,13 @@ def continued(
             f"schedule {schedule.path}: has {schedule.header.lanes} lanes, the run {manifest.lanes}; prepare it with --after"
         )
     last, stage = manifest.stages[-1], Stage.of(schedule)
+    # Either the schedule is the one that the run stopped on, or it continues that one.
     if stage.identity == last.identity:
         if goes_on and (why := why_at_end(manifest, state, step, job, schedule)) is not None:
             raise RunRefused(f"{what}: {why}")
-        if schedule.complete:  # else trainers find out, who wait for it
+        # While the schedule is being prepared, the trainers check this, because they wait for its
+        # segments.
+        if schedule.complete:
             check_same(last, schedule)
         stage = replace(stage, segments=last.segments, prefix=last.prefix)
         watched = manifest.watched
@@ -119,20 +147,28 @@ def continued(
         early = manifest.watched is not None and manifest.watched.ends(before.stop_early)
         how = ", with --resume --stop-early off, since it was stopped early" if early else ""
         raise RunRefused(f"{what}: stopped {after_step(step)}, before the end of {last.path}; go on with that one first{how}")
-    # What is evaluated may be other data now.
+    # The evaluation data of the next schedule may differ, so results so far do not count.
     going_on = replace(manifest.with_rates(job, stage.first_step), stages=(*manifest.stages, stage), watched=None)
     return going_on, stage.first_step - 1
 
 
 def why_ended(run: Run, job: TrainJob, schedule: Schedule) -> str | None:
-    """`why_at_end`, of a run that is at rest. Raises RunRefused where the job asks for another training than the run was."""
+    """Return `why_at_end` of a stopped run.
+
+    Raises:
+        RunRefused: the job asks for a training that the run cannot be continued with.
+    """
     status = run.saved_status()
     continued(f"run {run.path}", run.manifest, status.state, status.step, job, schedule, goes_on=False)
     return why_at_end(run.manifest, status.state, status.step, job, schedule)
 
 
 def why_at_end(manifest: Manifest, state: State, step: int, job: TrainJob, schedule: Schedule) -> str | None:
-    """Why a run has no step left to train of a job's schedule, and what to do; None where it has some, or the schedule is another one."""
+    """Explain why a run has no steps of a job's schedule left to train, and what to do.
+
+    Returns:
+        The explanation, or None if steps are left or the schedule is not the run's last one.
+    """
     if schedule.identity != manifest.stages[-1].identity:
         return None
     if state == "ended":
@@ -143,7 +179,10 @@ def why_at_end(manifest: Manifest, state: State, step: int, job: TrainJob, sched
 
 
 def check_same(stage: Stage, schedule: Schedule) -> None:
-    """Raise RunRefused if a run was trained on other segments of a schedule than there are now, or will be; those are waited for."""
+    """Raise RunRefused if the segments of a schedule differ from those that a run was trained on.
+
+    Segments that are not published yet are waited for.
+    """
     if stage.identity == schedule.identity and stage.segments and schedule.prefix(stage.segments) != stage.prefix:
         raise RunRefused(
             f"schedule {schedule.path}: was prepared anew, and its first {stage.segments} segments are not those that the run was trained on; "

@@ -1,10 +1,10 @@
-"""Changes of a run's store shards: what a user may ask for, and the order of steps in which it is done.
+"""Changes of a run's store shards: the user's requests, and the steps that carry them out.
 
 The program of steps is pure, and has two drivers: `foreload stores` for a stopped run
 (`commands.migrate`), and the coordinator for a run that trains
 (`cluster.coordinator.row_migration`). A driver may die between any two steps. Once the placement is
-published, the run's folder tells either driver how to go on. A change that was asked for, but not
-published, must be asked for again.
+published, either driver can continue from the run's folder. A change that was requested but not
+published must be requested again.
 """
 
 from __future__ import annotations
@@ -21,14 +21,21 @@ from foreload.trainer.errors import RunError
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.servers import left_over, plain, with_servers
 
-LOCAL = "local"  # in the place of a URL: one more server of the run's own
+LOCAL = "local"  # stands for a URL: one more of the run's local servers
 
 Change = Literal["add", "remove", "move"]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardChange:
-    """What is asked: add shards on `urls`, remove `shard`, or move it to the only one of `urls`. shard: number or URL; urls: of servers, or LOCAL."""
+    """A requested change of the shards.
+
+    The change adds shards on `urls`, removes `shard`, or moves it to the only one of `urls`.
+
+    Attributes:
+        shard: the shard's number or URL; "" if shards are added.
+        urls: the URLs of servers, or LOCAL.
+    """
 
     change: Change
     shard: str = ""
@@ -36,18 +43,30 @@ class ShardChange:
 
     @property
     def text(self) -> str:
-        """As the command line has it, but for the run."""
+        """The request as on the command line, without the run."""
         return " ".join(("stores", self.change, *((self.shard,) if self.shard else ()), *plain_or_local(self.urls)))
 
     def placement_after(self, placement: Placement, urls: Sequence[str]) -> Placement:
-        """The run's placement with this under way. urls: of its shards, by number. Raises RunError, CacheError."""
+        """Return the run's placement with this change under way.
+
+        Args:
+            urls: the URLs of the run's shards, by number.
+
+        Raises:
+            RunError: no shard of the run is named `shard`.
+            CacheError: the placement does not allow the change.
+        """
         if self.change == "add":
             return placement.with_added(len(self.urls))
         shard = shard_named(self.shard, plain(urls))
         return placement.without(shard) if self.change == "remove" else placement.with_migrated(shard)
 
     def is_under_way(self, placement: Placement, urls: Sequence[str]) -> bool:
-        """Whether it is what the run is at already. urls: of its shards, by number, those joining among them."""
+        """Return whether the run is already making this change.
+
+        Args:
+            urls: the URLs of the run's shards, by number, including those that join.
+        """
         joining = tuple(plain(urls)[shard] for shard in placement.joining)
         wanted = plain_or_local(self.urls)
         same_servers = len(joining) == len(wanted) if LOCAL in wanted else joining == wanted
@@ -56,12 +75,19 @@ class ShardChange:
 
 
 def plain_or_local(urls: Sequence[str]) -> tuple[str, ...]:
-    """URLs without passwords; LOCAL as it is."""
+    """Return the URLs without passwords; LOCAL stays."""
     return tuple(url if url == LOCAL else parse_url(url, {}).plain for url in urls)
 
 
 def shard_named(text: str, urls: Sequence[str]) -> int:
-    """The number of a store shard, given as that or as its server's URL. urls: by number, without passwords. Raises RunError."""
+    """Return the number of the store shard that a number or a server's URL names.
+
+    Args:
+        urls: the URLs of the run's shards, by number, without passwords.
+
+    Raises:
+        RunError: no shard of the run is named so.
+    """
     there = {shard: url for shard, url in enumerate(urls) if url}
     if text.isdigit() and int(text) in there:
         return int(text)
@@ -80,27 +106,37 @@ def _plain(text: str) -> str:
 
 
 class Step(Enum):
-    """What a driver does next."""
+    """The step that a driver does next."""
 
     NAME = auto()
-    """Publish the manifest that names the run's servers, with those that it has yet to leave (`ShardProgram.named_in`)."""
+    """Publish the manifest that names the run's servers (`ShardProgram.named_in`).
+
+    These include the servers that the run has yet to leave.
+    """
     PLACE = auto()
-    """Publish the placement by which rows move."""
+    """Publish the placement by which rows migrate."""
     MOVE = auto()
-    """Move the rows, or wait until their owners have."""
+    """Migrate the rows, or wait until their owners have migrated them."""
     COMPLETE = auto()
-    """Publish the placement of the rows that have moved, without the shards that they left."""
+    """Publish the placement after the migration, without the shards that the rows left."""
     LEAVE = auto()
-    """Remove what the run has on the servers of removed shards."""
+    """Delete the run's data from the servers of removed shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardProgram:
-    """How far a change of a run's store shards has come. Each method that is named after a step returns the program after that step.
+    """The progress of a change of a run's store shards.
 
-    placement: the one in the run's folder. wanted: the placement by which rows are to move next, whose servers are ready. If None, no change is asked
-    for. leaving: by shard, the URLs of servers of removed shards, which may still hold something of the run. emptied: the URLs of servers that the
-    run has left and that hold nothing of it. named: whether the manifest names the servers accordingly.
+    Each method with the name of a step returns the program after that step.
+
+    Attributes:
+        placement: the placement in the run's folder.
+        leaving: by shard, the URLs of removed shards' servers, which may still hold data of the
+            run.
+        wanted: the placement of the requested migration, whose servers are ready. If None, no
+            change is requested.
+        emptied: the URLs of servers that the run has left and that hold none of its data.
+        named: whether the manifest names the servers accordingly.
     """
 
     placement: Placement
@@ -111,17 +147,18 @@ class ShardProgram:
 
     @classmethod
     def found(cls, manifest: Manifest, placement: Placement) -> ShardProgram:
-        """Return the program of a run as its folder has it."""
+        """Return the program of a run from its folder."""
         return cls(placement, left_over(manifest, placement))
 
     def next_step(self, moved: bool, unused: bool) -> Step | None:
-        """Return the next step, None where nothing is to be done.
+        """Return the next step, or None if there is nothing to do.
 
         Args:
-            moved: whether all rows are where the placement has them move to.
-            unused: whether no trainer uses the servers of removed shards any more.
+            moved: whether all rows are where the placement has them migrate to.
+            unused: whether all trainers have stopped using the servers of removed shards.
         """
-        # Before the placement: the manifest may name a server more than the placement knows, not one less.
+        # The manifest comes before the placement: it may name a server that the placement does not
+        # know yet, but it must never lack one that the placement uses.
         if not self.named:
             return Step.NAME
         if self.wanted is not None:
@@ -131,32 +168,45 @@ class ShardProgram:
         return Step.LEAVE if self.leaving and unused else None
 
     def ask(self, placement: Placement) -> ShardProgram:
-        """Ask for a change: rows are to move by this placement."""
+        """Request a change: rows are to migrate by this placement."""
         return replace(self, wanted=placement, named=False)
 
     def named_in(self, manifest: Manifest, urls: Sequence[str]) -> Manifest:
-        """Return the manifest that names the servers. urls: of the shards by number, without passwords; those of removed ones are not looked at."""
+        """Return the manifest that names the servers.
+
+        Args:
+            urls: the URLs of the shards by number, without passwords. Those of removed shards are
+                ignored.
+        """
         placement = self.placement if self.wanted is None else self.wanted
         numbered = enumerate(urls[: placement.shard_count])
         named = [self.leaving.get(shard, "") if shard in placement.removed else url for shard, url in numbered]
         return with_servers(manifest, placement, named, self.emptied)
 
     def name(self) -> ShardProgram:
-        """The manifest that names the servers is published."""
+        """Return the program after the manifest that names the servers was published."""
         return replace(self, named=True)
 
     def place(self) -> ShardProgram:
-        """The placement that was wanted is published."""
+        """Return the program after the requested placement was published."""
         assert self.wanted is not None
         return replace(self, placement=self.wanted, wanted=None)
 
     def complete(self, urls: Sequence[str]) -> ShardProgram:
-        """The placement of the rows that have moved is published. urls: of the shards by number, without passwords, as before that."""
+        """Return the program after the placement without the left shards was published.
+
+        Args:
+            urls: the URLs of the shards by number, without passwords, before that step.
+        """
         leaving = {shard: urls[shard] for shard in self.placement.leaving}
-        # A server that the run left before may have been added again since.
+        # The run may have left one of these servers before, and added it again since.
         emptied = self.emptied - {*leaving.values()}
         return replace(self, placement=self.placement.completed(), leaving=leaving, emptied=emptied, named=False)
 
     def leave(self, emptied: Collection[str]) -> ShardProgram:
-        """The servers of removed shards are left; those with the URLs `emptied` hold nothing of the run."""
+        """Return the program after the run left the servers of removed shards.
+
+        Args:
+            emptied: the URLs of those servers that hold none of the run's data.
+        """
         return replace(self, leaving={}, emptied=self.emptied | {*emptied}, named=False)

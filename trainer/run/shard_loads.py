@@ -1,4 +1,4 @@
-"""Which store shards are slow or hot, beside the others, and what that costs."""
+"""Find store shards that are slow or hot compared with the others, and what that costs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,27 @@ from typing import TypedDict
 
 from foreload.cache.client.load import ShardLoad, slower
 
-_SLOW = 1.5  # x the median of the others' answers
-_SLOW_SECONDS = 0.0005  # and so much longer, at least: differences below are those of processors, not of servers or links
-_SLOW_STEP_SECONDS = 0.0005  # and so much more a step
-_HOT = 1.5  # x the median of the others' bytes: groups are spread so evenly that it is 1.1 at most otherwise
+_SLOW = 1.5  # x the median of the others' answer times
+# A slow shard is also at least this much slower. Smaller differences come from processors, not from
+# servers or links.
+_SLOW_SECONDS = 0.0005
+_SLOW_STEP_SECONDS = 0.0005  # and costs at least this much a step
+# x the median of the others' bytes. Groups are spread so evenly that it is otherwise at most 1.1.
+_HOT = 1.5
 _LEAST_EXCHANGES = 50
 _LEAST_BYTES = 1 << 20
 
 
 class LoadReport(TypedDict):
-    """A shard's load. ms_answer: how long its answers took; ms_a_step: how long others' answers were there, and its were waited for, of each step;
-    slow, hot: how many times the median of the others its answers took, or its bytes are, where that is much; None else.
+    """A shard's load.
+
+    Attributes:
+        exchanges: the number of exchanges with this shard and others.
+        ms_answer: how long its answers took, on average.
+        ms_a_step: how long, per step, the complete answers of other shards waited for its answer.
+        bytes: the bytes to and from the shard.
+        slow: its answer time as a multiple of the median of the others, if it is slow; else None.
+        hot: its bytes as a multiple of the median of the others, if it is hot; else None.
     """
 
     shard: int
@@ -31,7 +41,7 @@ class LoadReport(TypedDict):
 
 
 def reports(loads: Mapping[int, ShardLoad], steps: int) -> list[LoadReport]:
-    """Each shard's load, over so many steps."""
+    """Return each shard's load, over a number of training steps."""
     return [
         {
             "shard": shard,
@@ -47,7 +57,7 @@ def reports(loads: Mapping[int, ShardLoad], steps: int) -> list[LoadReport]:
 
 
 def lines(shards: Sequence[LoadReport]) -> list[str]:
-    """A line for each shard that is slow, and for each that is hot, of those that `reports` returns."""
+    """Return a line for each slow shard and each hot one, of those that `reports` returns."""
     words = []
     for one in shards:
         if one["slow"] is not None:

@@ -197,7 +197,9 @@ class Exchange:
                 fill(lane, first, buffer[start : start + first.size])
                 start += first.size
             outgoing[peer] = buffer
+        # In a peer's buffer, the early rows come first and the critical rows follow.
         incoming = {peer: buffer[: plan.early_rows[peer]] for peer, buffer in plan.buffers.items()}
+        # The buffers must live until they have been sent.
         plan.held = list(outgoing.values())
         plan.early = self._transport.post(outgoing, incoming, EARLY)
 
@@ -295,6 +297,7 @@ class Exchange:
         if meanwhile is not None:
             meanwhile()
         work.wait()
+        # Cut each message as the peer joined it: by lane, and then by owner.
         received: dict[tuple[int, int], Tensor] = {}
         for peer, buffer in incoming.items():
             start = 0
@@ -350,6 +353,7 @@ class Exchange:
                 parts.update(zip(lanes, buffer.split(buffer.numel() // len(lanes)), strict=True))
         total = dense.total = torch.empty(bounds[-1], device=self._transport.device)
         own = total[bounds[rank] : bounds[rank + 1]]
+        # Add in lane order. The last value of each part is the lane's loss, which is not added.
         torch.add(parts[0][:-1], parts[1][:-1], out=own)
         for lane in range(2, len(self._map)):
             own.add_(parts[lane][:-1])

@@ -155,6 +155,7 @@ class Trainer:
                     return event.step
             else:
                 following = next(events, None)
+                # A training event, or the end, follows the last step of an evaluation pass.
                 last = following is None or following.kind == "train"
                 reports = self._evaluate(event, last, on_evaluation)
                 if last and self.ends_after(self._last_step, reports) and following is not None:
@@ -235,6 +236,7 @@ class Trainer:
         parts, exchange = self.parts, self.session.exchange
         segment = parts.schedule.segment(event.segment)
         assert segment is not None
+        # The number of evaluation slots may not have been known when the lanes were opened.
         for lane, partition in self.lanes.partitions.items():
             partition.reserve_evaluation(segment.evaluation_slots[lane])
         plan = exchange.plan(parts.moves(event), early=False)

@@ -436,6 +436,7 @@ class Replication:
         """Put weights that came with the next step's exchange into a replica."""
         moves, weights = following.events[part.lane], copy.partition.weights
         places = _places_of(part.later, moves.slots, moves.users, self._masks[self._transport.rank], copy.scratch)
+        # What a step says of the next step's users must agree with the next step.
         if places.size != part.later.size:
             raise ScheduleError(
                 f"lane {part.lane}: {part.later.size} rows that a step changes are said to be used in the next, {places.size} are: the schedule is "

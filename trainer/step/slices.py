@@ -127,6 +127,7 @@ def check_samples(parts: TrainerParts, moves: LaneEvent, local: LocalRows, steps
     run = _module_of(parts, steps_done)
 
     def forward(dense: Tensor, block: Tensor) -> Tensor:
+        # Seed each call alike, so that random draws do not make outputs differ.
         seed_torch(parts.seed, parts.device.type)
         return run(dense, block)
 
@@ -158,6 +159,7 @@ def learn(parts: TrainerParts, event: Event, lane: int, moves: LaneEvent, local:
     outputs = _module_of(parts, event.step)(dense_values, block)
     labels = _aligned(moves.labels).to(parts.device).reshape(outputs.shape)
     weights = None if moves.weights is None else _aligned(moves.weights).to(parts.device)
+    # Divide by the samples of the whole batch, so that the lanes' losses and gradients add up.
     loss = parts.loss.of_slice(outputs, labels, weights) / event.samples
     # A parameter or block that the loss does not depend on has no gradient: it counts as zeros.
     of_block, *of_parameters = torch.autograd.grad(loss, [block, *parts.parameters], allow_unused=True)

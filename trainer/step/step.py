@@ -85,6 +85,8 @@ class TrainingStep:
                 one.
         """
         commits = self._commits
+        # Replica updates of the step before go behind this step's critical rows, for which trainers
+        # wait.
         self._session.exchange.finish_rows(self._plan, self._lanes.weights(), None if commits is None else commits.send)
         if commits is not None:
             commits.exchanged(self._plan)
@@ -111,6 +113,7 @@ class TrainingStep:
         weights = self._lanes.weights()
         for lane in self._session.hosted:
             local = LocalRows(*self._session.exchange.local_rows(self._plan, lane, weights))
+            # Check the model once, in the first step, on its real samples.
             if self.event.step == self._parts.schedule.header.first_step and len(self._plan.events[lane].labels) > 1:
                 slices.check_samples(self._parts, self._plan.events[lane], local, self.event.step)
             self._gradients[lane] = slices.learn(self._parts, self.event, lane, self._plan.events[lane], local)
@@ -145,16 +148,20 @@ class TrainingStep:
         def meanwhile() -> None:
             self._point("gradients sent")
             if commits is not None:
+                # The old dense part is saved while this trainer waits for the others' gradients.
                 commits.save_dense()
 
         self._totals = exchange.sum_row_gradients(self._plan, rows, meanwhile)
         losses = gradients[0].loss.reshape(1) if self._dense_sum is None else exchange.add_dense(self._dense_sum)
         if commits is not None:
+            # Everyone's gradients and losses are here, so every trainer has applied the step
+            # before.
             commits.commit()
             self._point("committed")
         self._clock.lap("exchange")
         # On CUDA this waits for the backward pass.
         self._loss_of_lane = losses.tolist()
+        # All trainers have the same losses and raise alike. Nothing of the step is applied yet.
         if not self._parts.allow_nan and not all(map(math.isfinite, self._loss_of_lane)):
             lane = next(lane for lane, loss in enumerate(self._loss_of_lane) if not math.isfinite(loss))
             raise LossNotFinite(f"step {self.event.step}", lane, self._loss_of_lane[lane])
@@ -170,11 +177,13 @@ class TrainingStep:
         rules = parts.rates.rules_at(self.event.step)
         for lane, partition in self._lanes.partitions.items():
             slots = self._plan.events[lane].slots
+            # The kernel saves the rows that it changes, so that the step can be undone.
             tags, before = (None, None) if commits is None else commits.keep(lane, slots)
             tables = partition.mark_trained(slots, self.event.step, tags)
             parts.kernels.apply(partition.weights, partition.state, slots, tables, self._totals[lane], rules, before)
         self._clock.lap("compute")
         self._point("rows applied")
+        # The dense sum was under way while the rows were updated.
         dense_sum, self._dense_sum = self._dense_sum, None
         if dense_sum is None:
             dense = self._gradients[0].dense

@@ -171,6 +171,7 @@ class Clock:
 
         At most the seconds that were added to `name` are moved.
         """
+        # The time waited cannot be longer than the time measured.
         seconds = min(seconds, getattr(self, name))
         setattr(self, name, getattr(self, name) - seconds)
         self.waiting += seconds

@@ -114,6 +114,7 @@ class Transport(ABC):
         received = torch.zeros(self.world, dtype=torch.uint8, device=self.device)
         self.post(dict.fromkeys(peers, token), {peer: received[peer : peer + 1] for peer in peers}, BARRIER_KIND).wait()
         if self.device.type == "cuda":
+            # On CUDA `wait` holds only the stream.
             torch.cuda.synchronize(self.device)
 
     def lost(self, peer: int, why: str) -> PeerLost:
@@ -204,6 +205,7 @@ class LinkedTransport(Transport):
         name, accepting = host_link.listen()
         try:
             with accepting, peers_lost(f"trainer {trainer}: cannot form the group of term {term} with {self.world} trainers"):
+                # The first trainer that comes here sets the term's token for all.
                 token = token or group.compare_set("token", "", new_token()).decode()
                 self._server = server = self._listening(address, token)
                 group.set(str(self.rank), f"{address} {server.port} {name}")
@@ -211,11 +213,14 @@ class LinkedTransport(Transport):
                     raise PeerLost(
                         f"trainer {trainer}: cannot form the group of term {term}: not all of its {self.world} trainers came"
                     )
+                # Each trainer connects to the lower ranks and accepts the higher ones, so each pair
+                # has one link.
                 for rank in range(self.rank):
                     theirs, port, their_name = group.get(str(rank)).decode().split(" ")
                     own_host = host_link.connect(their_name) if theirs == address else None
                     self.links[rank] = own_host or self._connected((theirs, int(port)), token, deadline, check)
                 self._accept(accepting, deadline, check)
+        # Do not leave links open that have been made already.
         except BaseException:
             self.close()
             raise
@@ -267,6 +272,7 @@ class LinkedTransport(Transport):
         except LinkClosed as error:
             link.close()
             raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer at {place[0]}: {error}") from error
+        # The thread sends and receives while the trainer computes.
         threading.Thread(target=link.carry, name=_PURPOSE, daemon=True).start()
         return link
 
@@ -291,6 +297,7 @@ class LinkedTransport(Transport):
                     if self.rank < rank < self.world and rank not in self.links:
                         self.links[rank] = met
                     else:
+                        # This rank is not expected, or has a link already.
                         met.close()
             for link in of_host:
                 link.meet(_left(deadline))
@@ -307,6 +314,8 @@ class LinkedTransport(Transport):
             raise
 
     def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
+        # Request the incoming messages first, so that a link can receive them while this thread
+        # sends.
         expected = [(peer, self.links[peer].expect(kind, tensor)) for peer, tensor in incoming.items()]
         for peer, tensor in outgoing.items():
             try:
@@ -331,6 +340,7 @@ class LinkedTransport(Transport):
             self._server.close()
         with contextlib.suppress(queue.Empty):
             while True:
+                # These links were made, but never taken in.
                 self._met.get_nowait()[1].close()
 
 
@@ -393,6 +403,7 @@ class LocalTransport(Transport):
             for peer, tensor in outgoing.items():
                 number = self._sent[peer, kind]
                 self._sent[peer, kind] += 1
+                # Copy the tensor, since the sender's `wait` does not wait for the receiver.
                 hub.messages[self.rank, peer, kind, number] = tensor.detach().clone()
             hub.changed.notify_all()
         expected = []
@@ -423,6 +434,7 @@ class _LocalWork(Work):
             with hub.changed:
                 over = {peer, rank}
                 hub.changed.wait_for(lambda: key in hub.messages or over & hub.closed, deadline - time.monotonic())  # noqa: B023
+                # A message that was sent counts even if its sender has left since.
                 message = None if rank in hub.closed else hub.messages.pop(key, None)
             if message is None:
                 reason = (

@@ -40,11 +40,8 @@ ALIKE = (
 def settings_of_job(job: TrainJob, schedule: Schedule, model: DenseModel) -> dict[str, Any]:
     """Return what a profile says about a job.
 
-    Among the settings are:
-
-    columns: the floats of the widest row, optimizer state included.
-    shards, k, r: of the store.
-    slots: of a lane.
+    In the result, `columns` is the number of floats in the widest row, optimizer state included.
+    `shards`, `k` and `r` describe the store. `slots` is that of the lane with the most slots.
     """
     header, shards = schedule.header, job.store.count
     k, r = job.code(shards)

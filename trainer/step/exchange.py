@@ -237,7 +237,7 @@ class Exchange:
 
         Returns:
             The rows, float32 [n, W], and None. If there is a single lane, its partition and the
-                slots of the rows, int32 [n]: then nothing is copied.
+            slots of the rows, int32 [n]: then nothing is copied.
         """
         if len(self._map) == 1:
             return weights[lane], plan.events[lane].slots

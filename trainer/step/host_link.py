@@ -188,7 +188,7 @@ class HostLink(Link):
     def _room(self, size: int) -> int:
         """Reserve room for a message in this end's memory, and return where it begins.
 
-        It is the first gap that is large enough.
+        It is the first gap that is large enough. Raises LinkClosed if the memory is full.
         """
         self._in_use = [block for block in self._in_use if self._own.memory[block[0]]]
         length = _ALIGNED + -(-size // _ALIGNED) * _ALIGNED

@@ -239,9 +239,10 @@ class HostedLanes:
         """Pass the boundary before an event.
 
         Rows of ended residencies leave for write-back, and arrived rows take their slots. A
-        boundary is passed once, and remains passed even if the step fails: the traffic has the rows
-        that left, and rows that arrived equal those in the store until the step is applied.
-        Evaluation ends no residency.
+        boundary is passed once, and remains passed even if the step fails: the rows that left go to
+        the traffic, and the rows that arrived equal those in the store until the step is applied.
+        Only `undo_boundaries` takes a boundary back, if `keeps` is set. Evaluation ends no
+        residency.
         """
         for lane, partition in self.partitions.items():
             own = moves[lane]
@@ -363,7 +364,7 @@ class HostedLanes:
 
         Returns:
             How many rows sat in slots. On a clean stop, only those that changed since they were
-                stored.
+            stored.
         """
         count = 0
         # The boundary of an aborted step has been passed already. Then the rows end at the next

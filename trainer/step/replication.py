@@ -32,7 +32,7 @@ from foreload.trainer.step.exchange import REPLICA, SEED, ExchangePlan
 from foreload.trainer.step.hosted_lanes import HostedLanes, LaneReplica
 from foreload.trainer.step.transport import Transport, Work
 
-# The length of a stretch before training begins.
+# The number of slots in a stretch before training begins.
 SLOTS_AT_ONCE = 1 << 16
 
 
@@ -192,7 +192,7 @@ def _parts(message: Tensor, partition: Partition, slots: int, tables: int) -> tu
 
     Returns:
         The head, int64 [released boundary, batch, ordinals given]; the columns of the occupants;
-            and the weights and states.
+        and the weights and states.
     """
     start = 0
 

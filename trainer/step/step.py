@@ -27,9 +27,9 @@ from foreload.trainer.step.term_session import Clock, TermSession, TrainerParts
 class TrainingStep:
     """A step in phases: `boundary`, `exchange`, `compute`, `reduce`, `apply`.
 
-    Each is called once, in this order. `break_off` is called if the step does not get that far.
-    Weights, row states and the dense part have the values of the step before until `apply`, and of
-    this step after it.
+    Each is called once, in this order. `break_off` is called if the step does not get that far, or
+    if training stops after it. Weights, row states and the dense part have the values of the step
+    before until `apply`, and of this step after it.
 
     Attributes:
         event: the training step's event.

@@ -1,1 +1,1 @@
-"""From settings to a trainer: what it is made of, and what it hands on."""
+"""From settings to a trainer: its parts, its lanes, and the state that terms pass on."""

@@ -1,6 +1,7 @@
-"""Put a trainer together: the loss, the parts that outlive terms, the lanes that it opens, and the term that it joins.
+"""Assemble a trainer.
 
-`foreload.trainer.step.program.Trainer` runs what comes of it.
+This makes the loss, the parts that outlive terms, the lanes that the trainer opens, and its session
+in the term that it joins. `foreload.trainer.step.program.Trainer` runs the result.
 """
 
 from __future__ import annotations
@@ -51,7 +52,12 @@ from foreload.trainer.step.transport import Transport
 
 
 def training_loss(job: TrainJob, features: FeatureSpec) -> TrainingLoss:
-    """Tried, where it is the user's own. Raises SettingError for weights of labels that are not there, and ModelError."""
+    """Return the loss that a job trains. A user's own loss is tried first.
+
+    Raises:
+        SettingError: weights are given for labels that do not exist, or for a single label.
+        ModelError: the user's own loss does not work.
+    """
     names, weights = [label.name for label in features.labels], job.label_weights
     if unknown := sorted(set(weights) - set(names)):
         raise SettingError(f"--label-weights: must name labels of the schedule, {', '.join(names)}; got {unknown[0]}")
@@ -66,7 +72,12 @@ def training_loss(job: TrainJob, features: FeatureSpec) -> TrainingLoss:
 
 @dataclass(frozen=True, slots=True)
 class DenseModel:
-    """The dense part of the model, the same on every trainer, and the layouts that follow from the model."""
+    """The dense part of the model, the same on every trainer, and the layouts that follow from it.
+
+    Attributes:
+        layouts: the layouts of the rows, by table.
+        loss: the loss that is trained.
+    """
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -75,7 +86,15 @@ class DenseModel:
 
     @classmethod
     def build(cls, job: TrainJob, schedule: Schedule, *, twice: bool = False) -> DenseModel:
-        """A new model and its optimizer, as the job says. twice: as `build_model` has it. Raises ModelError and SettingError."""
+        """Build a new model and its optimizer from a job's settings.
+
+        Args:
+            twice: passed on to `build_model`.
+
+        Raises:
+            ModelError: the model cannot be built.
+            SettingError: a setting is not valid.
+        """
         features = schedule.header.features
         model = load_model(job.model, job.model_folder)
         rows = layouts_of(job, features)
@@ -85,7 +104,7 @@ class DenseModel:
         return cls(module, optimizer, rows, training_loss(job, features))
 
     def parts(self, job: TrainJob, schedule: Schedule) -> TrainerParts:
-        """What a trainer of this model has as long as it lives."""
+        """Return the parts that a trainer of this model keeps as long as its process lives."""
         optimizers = tuple(job.row_optimizers(schedule.header.features))
         rules = UpdateRules.of(self.layouts, optimizers)
         return TrainerParts(
@@ -109,16 +128,21 @@ class DenseModel:
 
 
 def _plan(schedule: Schedule, position: Position, lane: int) -> Iterator[tuple[int, Arrivals] | None]:
-    """A lane's arrivals from a position on."""
+    """Return a lane's arrivals from a position on."""
     if position.next_event is None:
         return iter(())
     return arrivals_from(schedule, position.segment, position.next_event.index, lane)
 
 
 def arrivals_from(schedule: Schedule, segment: int, following: int, lane: int) -> Iterator[tuple[int, Arrivals] | None]:
-    """A lane's arrivals from event `following` on, which is in `segment` or behind it.
+    """Yield a lane's arrivals from event number `following` on.
 
-    None stands for what is not known yet, and for what cannot be read: the trainer says so when it comes to that segment.
+    The event is in `segment` or behind it. None is yielded where the next event is not known yet,
+    or cannot be read. In the latter case the trainer reports the error when it reaches that
+    segment.
+
+    Yields:
+        (event number, arrivals), or None.
     """
     while True:
         try:
@@ -135,22 +159,29 @@ def arrivals_from(schedule: Schedule, segment: int, following: int, lane: int) -
 
 
 def remaining(schedule: Schedule, position: Position) -> Iterator[Event]:
-    """The events from a position on."""
+    """Return the events from a position on."""
     if position.next_event is None:
         return iter(())
     return events_from(schedule, position.segment, position.next_event.index)
 
 
 def events_from(schedule: Schedule, segment: int, index: int) -> Iterator[Event]:
-    """The events from number `index` of the program on, which is in `segment` or behind it."""
+    """Return the program's events from number `index` on, which is in `segment` or behind it."""
     return (event for event in schedule.events(segment) if event.index >= index)
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAccess:
-    """The store that has a run's rows, as an owner of lanes comes to it.
+    """The store that has a run's rows, as an owner of lanes uses it.
 
-    log, on_shards, on_action, patience: as Traffic has them, the log needed where there is parity; ownership: whose lanes are taken over.
+    Attributes:
+        placement: which shards have which rows.
+        namespace: the run's name on the servers.
+        log: as in Traffic. It is needed if there is parity.
+        ownership: the term and identity with which lanes are taken over.
+        on_shards: as in Traffic.
+        on_action: as in Traffic.
+        patience: as in Traffic.
     """
 
     store: Store
@@ -164,7 +195,11 @@ class StoreAccess:
 
 
 def free_partitions(parts: TrainerParts, lanes: Sequence[int], with_base: bool) -> dict[int, Partition]:
-    """The lanes' arrays, every slot free."""
+    """Return new partitions for the lanes, with every slot free.
+
+    Args:
+        with_base: whether the partitions keep the base of each row, as parity needs it.
+    """
     schedule, rules = parts.schedule, parts.rules
     evaluation_slots = schedule.manifest["evaluation_slots"] if schedule.complete else [0] * schedule.header.lanes
     return {
@@ -176,42 +211,48 @@ def free_partitions(parts: TrainerParts, lanes: Sequence[int], with_base: bool) 
 def open_lanes(parts: TrainerParts, access: StoreAccess, lanes: Sequence[int], start: Start, position: Position) -> HostedLanes:
     """Take over the lanes of a run that has not begun or was stopped, and begin their traffic.
 
-    From then on no earlier owner can write them. The rows that sat in their slots are read back from the store.
+    From then on no earlier owner can write them. The rows that sat in their slots are read back
+    from the store.
 
     Args:
         start: where the run stopped.
         position: the schedule's position after that step.
 
     Raises:
-        CacheError: the store refuses or loses something.
+        CacheError: the store refuses a request, or has lost something.
     """
     stored = StoredRows(access.store, access.placement, parts.layouts, access.namespace)
     partitions = free_partitions(parts, lanes, with_base=access.placement.r > 0)
     given = np.array([state.ordinals for state in position.lanes], np.int64)
     stored.stripes = written_stripes(stored.placement, lambda: given)
+    # This fences the earlier owners, so it must come before rows are read.
     take_over(stored, access.ownership, {lane: start.last_batches[lane] for lane in lanes})
     for lane, partition in partitions.items():
         slots, who = position.lanes[lane].slots, position.lanes[lane].occupants
         rows = read_rows(stored, Expected(*who.columns(), lane))
-        # -1: no write-back of this schedule is to be waited for.
+        # -1 means that the rows need not wait for any write-back of this schedule.
         partition.admit(Arrivals(*who.columns(), slots, np.full(len(slots), -1, np.int32)), rows)
     hosted = _with_traffic(parts, access, stored)
     for lane, partition in partitions.items():
-        # Every row that has an ordinal was trained, and written back when the run stopped.
+        # Every row with an ordinal was trained, and written back when the run stopped.
         plan = LanePlan(lane, _plan(parts.schedule, position, lane), start.last_batches[lane], start.step, given[lane].copy())
         hosted.add(partition, plan, given[lane])
     return hosted
 
 
 def open_no_lanes(parts: TrainerParts, access: StoreAccess) -> HostedLanes:
-    """What a trainer has that hosts no lane yet: the traffic that will serve those that it takes over. Raises CacheError."""
+    """Return the hosted lanes of a trainer that hosts none yet.
+
+    They have the traffic that will serve the lanes that the trainer takes over. Raises CacheError.
+    """
     stored = StoredRows(access.store, access.placement, parts.layouts, access.namespace)
-    take_over(stored, access.ownership, {})  # finds the shards that are lost
+    # Without lanes, this only finds the shards that are lost.
+    take_over(stored, access.ownership, {})
     return _with_traffic(parts, access, stored)
 
 
 def _with_traffic(parts: TrainerParts, access: StoreAccess, stored: StoredRows) -> HostedLanes:
-    """No lanes, and a traffic with the store for those to come."""
+    """Start the traffic with the store, without any lanes yet."""
     traffic = Traffic(
         stored,
         parts.seed,
@@ -228,14 +269,26 @@ def _with_traffic(parts: TrainerParts, access: StoreAccess, stored: StoredRows) 
 def join_term(
     parts: TrainerParts, transport: Transport, lane_map: Sequence[int], copy_map: Sequence[Sequence[int]] = ()
 ) -> TermSession:
-    """A trainer's part in a term, whose group `transport` is. lane_map: of each lane, the rank that hosts it; copy_map: those with copies of it."""
+    """Return a trainer's session in the term whose group `transport` is.
+
+    Args:
+        lane_map: for each lane, the rank that hosts it.
+        copy_map: for each lane, the ranks that hold a replica of it.
+    """
     return TermSession(transport, lane_map, parts.kernels, parts.rules.width, copy_map)
 
 
 def begin_term(parts: TrainerParts, access: StoreAccess, session: TermSession, start: Start) -> tuple[Trainer, Iterator[Event]]:
     """Open the lanes that the first term of a call gives this trainer.
 
-    Returns the trainer for that term, and the events of the schedule after `start`. Raises CacheError.
+    Args:
+        start: where the run stopped, or its beginning.
+
+    Returns:
+        The trainer for that term, and the events of the schedule after `start`.
+
+    Raises:
+        CacheError: the store refuses a request, or has lost something.
     """
     position = state_after(parts.schedule, start.step)
     hosted = open_lanes(parts, access, session.hosted, start, position)
@@ -244,7 +297,11 @@ def begin_term(parts: TrainerParts, access: StoreAccess, session: TermSession, s
 
 
 def _commits(parts: TrainerParts, hosted: HostedLanes, session: TermSession, start: Start, position: Position) -> Commits | None:
-    """What a term needs whose lanes have copies. Copies of lanes in which nothing sits lack nothing; the others are seeded before training begins."""
+    """Return the commit state of a term whose lanes have replicas, or None if they have none.
+
+    A replica of a lane without any rows in its slots is complete. The others are seeded before
+    training begins.
+    """
     if not session.has_copies:
         return None
     header = parts.schedule.header

@@ -1,4 +1,7 @@
-"""What of a job, its schedule and its machine says how long a step takes, as a profile keeps it: numbers and words, no paths, ids or URLs."""
+"""The facts about a job, its schedule and its machine that decide how long a step takes.
+
+A profile keeps them. They are numbers and words, without paths, ids or URLs.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,15 @@ ALIKE = (
     ),
     *("features", "dense_columns"),
 )
-"""Settings in which jobs must agree for one to tell how long a sample of the other takes."""
+"""The settings that two jobs must share for one to predict the time per sample of the other."""
 
 
 def settings_of_job(job: TrainJob, schedule: Schedule, model: DenseModel) -> dict[str, Any]:
-    """What a profile says of a job. columns: floats of the widest row, optimizer state included; shards, k, r: of the store; slots: of a lane."""
+    """Return what a profile says about a job.
+
+    In the result, `columns` is the number of floats in the widest row, optimizer state included.
+    `shards`, `k` and `r` describe the store. `slots` is that of the lane with the most slots.
+    """
     header, shards = schedule.header, job.store.count
     k, r = job.code(shards)
     built_in = job.model in MODELS
@@ -68,14 +75,21 @@ def settings_of_job(job: TrainJob, schedule: Schedule, model: DenseModel) -> dic
 
 
 def machine() -> dict[str, Any]:
-    """This machine: cpu, its model; cores that this process may use; memory_bytes."""
+    """Return this machine's processor model, usable cores and memory in bytes.
+
+    The keys are "cpu", "cores" and "memory_bytes".
+    """
     return {"cpu": _cpu(), "cores": cores(), "memory_bytes": total_bytes()}
 
 
 def cores() -> int:
-    """Cores that this process may use, by its affinity and the control group's limit, at least 1."""
+    """Return how many cores this process may use, at least 1.
+
+    Its affinity and the limit of its control group both count.
+    """
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number: there is no limit
+    # Without a limit the file says "max", which is not a number.
+    with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
         count = min(count, max(-(-int(quota) // int(period)), 1))
     return max(count, 1)
@@ -89,5 +103,5 @@ def _cpu() -> str:
 
 
 def alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two profiles' settings agree in what ALIKE names."""
+    """Return whether the settings of two profiles agree in all names of ALIKE."""
     return all(one.get(name) == other.get(name) for name in ALIKE)

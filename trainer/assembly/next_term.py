@@ -1,4 +1,8 @@
-"""Go on in a further term: as a trainer that stands at the last committed step, or as one that joins and gets the others' state."""
+"""Continue in a further term.
+
+A trainer that stands at the last committed step goes on, and a trainer that joins gets the state of
+the others.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,14 @@ from foreload.trainer.step.transport import Transport
 
 
 def place_after(schedule: Schedule, step: int) -> tuple[int, int]:
-    """Where the program goes on after a training step that was trained: a segment, and the number of an event in it or right behind it."""
+    """Return where the program goes on after a training step.
+
+    Returns:
+        A segment, and the number of the next event, which is in that segment or right behind it.
+
+    Raises:
+        ValueError: `step` is not in the schedule.
+    """
     if step < schedule.header.first_step:
         return 0, 0
     place = 0
@@ -38,7 +49,10 @@ def place_after(schedule: Schedule, step: int) -> tuple[int, int]:
 
 
 def segment_after(schedule: Schedule, step: int) -> int | None:
-    """The segment that begins behind a training step, published or not; None where the step's own goes on."""
+    """Return the segment that begins right behind a training step, published or not.
+
+    Returns None if the step's own segment goes on.
+    """
     segment, index = place_after(schedule, step)
     if not index:
         return segment
@@ -47,7 +61,10 @@ def segment_after(schedule: Schedule, step: int) -> int | None:
 
 
 def _next_training_event(schedule: Schedule, segment: int, index: int) -> Event | None:
-    """The first training event from event `index` on; None where there is none, or it is not known yet."""
+    """Return the first training event from number `index` on.
+
+    Returns None if there is none, or if it is not known yet.
+    """
     for event in schedule.known_events(segment):
         if event is None:
             return None
@@ -57,7 +74,11 @@ def _next_training_event(schedule: Schedule, segment: int, index: int) -> Event 
 
 
 def _copied(copy: LaneReplica, step: int, ends: np.ndarray) -> CopiedLane:
-    """What a copy tells of its lane after `step`. ends: the slots whose rows leave at the next boundary."""
+    """Return what a replica knows of its lane after `step`.
+
+    Args:
+        ends: the slots whose rows leave at the next boundary.
+    """
     partition = copy.partition
     slots, here = partition.occupied(), partition.occupants
     nothing = partition.rows_in(slots[:0])
@@ -80,14 +101,22 @@ def take_over_copied(
     stopping: bool,
     last_owner_dead: bool,
 ) -> None:
-    """Host the lanes of which these are copies of the state after `step`, whose owners are gone, or have handed them over. Raises CacheError, after
-    which the traffic is over.
+    """Host the lanes of these replicas, whose owners were lost or have handed them over.
 
-    stopping: the owners may have handed over all that sat in slots. last_owner_dead: as `take_over_lost` has it.
+    Args:
+        copies: replicas in the state after `step`.
+        stopping: whether the owners may have handed over all rows in their slots.
+        last_owner_dead: as in `take_over_lost`.
+
+    Raises:
+        CacheError: the traffic has ended.
     """
     schedule = parts.schedule
     segment, index = place_after(schedule, step)
     following = None if stopping else _next_training_event(schedule, segment, index)
+    # The rows that the former owner may have handed over: at a stop all rows in slots, otherwise
+    # those that end at the next boundary. If that boundary is not known yet, all rows in slots
+    # count.
     ends = {
         copy.lane: copy.partition.occupied() if following is None else schedule.lane(following, copy.lane).ends for copy in copies
     }
@@ -99,6 +128,7 @@ def take_over_copied(
     )
     for copy in copies:
         lane, partition, of_lane = copy.lane, copy.partition, taken[copy.lane]
+        # The former owner has written these rows, so the store has them as they are in the slots.
         stored = ends[lane][of_lane.stored]
         partition.occupants.stored_tag[stored] = partition.occupants.tag[stored]
         if access.placement.r:
@@ -118,11 +148,24 @@ def continue_term(
     stopping: bool,
     last_owner_dead: bool,
 ) -> tuple[Trainer, Iterator[Event]]:
-    """Who trains in a further term, and the program from there on. Lanes, copies and dense part are those after `step`, the last committed.
+    """Make the trainer of a further term, and the rest of the program.
 
-    Lanes that the trainer hosted stay as they are; those of which it has a copy, and which the term gives it, are taken over. Copies that the term
-    asks for and that are not here are seeded while training goes on. seeded: (lane, rank) of the copies that are complete, on all trainers alike;
-    stopping: whether any trainer's position said so; last_owner_dead: as `take_over_lost` has it. Raises CacheError.
+    Lanes, replicas and the dense part must be in the state after `step`. Lanes that the trainer
+    hosted stay as they are. Lanes that the term gives it, and of which it has a replica, are taken
+    over. Replicas that the term needs and that are missing here are seeded while training goes on.
+
+    Args:
+        copies: the replicas held here, by lane.
+        step: the last committed step.
+        seeded: (lane, rank) of the replicas that are complete, the same on all trainers.
+        stopping: whether any trainer's position said that training was to end.
+        last_owner_dead: as in `take_over_lost`.
+
+    Returns:
+        The trainer for the term, and the events of the schedule after `step`.
+
+    Raises:
+        CacheError: a takeover failed.
     """
     schedule = parts.schedule
     segment, index = place_after(schedule, step)
@@ -144,7 +187,12 @@ def continue_term(
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """What was counted so far."""
+    """What was counted so far.
+
+    Attributes:
+        totals: the totals of the steps.
+        watched: the evaluations so far in the watched metric, or None.
+    """
 
     totals: Totals
     watched: Watched | None
@@ -153,7 +201,16 @@ class _Counted:
 def send_state(
     transport: Transport, ranks: Sequence[int], parts: TrainerParts, step: int, totals: Totals, watched: Watched | None = None
 ) -> None:
-    """Send trainers of the term the dense part as it is after `step`, totals, and what evaluations have been. Raises PeerLost."""
+    """Send joining trainers the dense part after `step` and what was counted so far.
+
+    Args:
+        ranks: the ranks of the joining trainers.
+        totals: the totals of the steps so far.
+        watched: the evaluations so far in the watched metric, or None.
+
+    Raises:
+        PeerLost: another trainer was lost.
+    """
     head, data = json.dumps(to_stored(_Counted(totals, watched))).encode(), dense_bytes(parts.module, parts.optimizer, step)
     sizes = torch.tensor([len(head), len(data)], dtype=torch.int64, device=transport.device)
     message = torch.frombuffer(bytearray(head + data), dtype=torch.uint8).to(transport.device)
@@ -162,7 +219,17 @@ def send_state(
 
 
 def receive_state(transport: Transport, rank: int, parts: TrainerParts) -> tuple[Totals, Watched | None]:
-    """The other side of `send_state`; puts the dense part in its place. Raises PeerLost, after which nothing has changed."""
+    """Receive what `send_state` sends, and load the dense part.
+
+    Args:
+        rank: the rank of the sender.
+
+    Returns:
+        The totals, and the evaluations so far in the watched metric, or None.
+
+    Raises:
+        PeerLost: the sender was lost. Nothing has changed then.
+    """
     sizes = torch.zeros(2, dtype=torch.int64, device=transport.device)
     transport.post({}, {rank: sizes}, STATE).wait()
     head, data = sizes.tolist()

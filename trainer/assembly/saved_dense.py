@@ -1,4 +1,7 @@
-"""The dense part of a model at rest, read without torch: parameters and optimizer state in one safetensors file."""
+"""Read the dense part of a stopped run's model, without torch.
+
+It is one safetensors file with parameters and optimizer state.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ PARAMETER, STATE, STEP = "parameter/", "state/", "step"
 
 
 def read_dense(path: Path, step: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Parameters by name and optimizer state by "<parameter>/<key>", float32.
+    """Return parameters by name and optimizer state by "<parameter>/<key>", float32.
 
-    Raises RunError if the file is missing, damaged, or of another step.
+    Raises:
+        RunError: the file is missing, damaged, or of another step than `step`.
     """
     parameters: dict[str, np.ndarray] = {}
     state: dict[str, np.ndarray] = {}

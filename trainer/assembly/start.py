@@ -1,4 +1,4 @@
-"""Where a trainer begins, and which rows the store has by then."""
+"""The step from which a trainer continues, and the rows that the store has by then."""
 
 from __future__ import annotations
 
@@ -14,16 +14,24 @@ from foreload.cache.parity.stripes import LaneStripes
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a trainer begins: the last step trained before, and per lane the number of its last write-back batch."""
+    """Where a trainer begins.
+
+    Attributes:
+        step: the last step trained before.
+        last_batches: for each lane, the number of its last write-back batch.
+    """
 
     step: int
     last_batches: tuple[int, ...]
 
 
 def written_stripes(placement: Placement, ordinals: Callable[[], np.ndarray]) -> Callable[[int], LaneStripes]:
-    """The stripes of each lane when so many ordinals were given, int64 [lanes, tables], and all rows were written back.
+    """Return a function that gives the stripes of each lane when all its rows are written back.
 
-    ordinals: called once, when a stripe is first asked for, since only decoding needs it and it may read the whole schedule.
+    Args:
+        ordinals: returns how many ordinals were given, int64 [lanes, tables]. It is called once,
+            when stripes are first needed, since only decoding needs them and this may read the
+            whole schedule.
     """
     known = cache(ordinals)
 

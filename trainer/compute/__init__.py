@@ -1,1 +1,1 @@
-"""Arithmetic: kernels, optimizers, losses, metrics, numerics. Knows no files."""
+"""Arithmetic: kernels, optimizers, losses, metrics and numerics, without access to files."""

@@ -1,4 +1,4 @@
-"""Which implementation of the kernels serves a device."""
+"""The choice of the kernels' implementation for a device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from foreload.trainer.compute.torch_kernels import TorchKernels
 
 
 def kernels_for(device: str) -> Kernels:
-    """The kernels for rows on a device: compiled on "cpu", torch elsewhere.
+    """Return the kernels for rows on a device: compiled ones on "cpu", torch elsewhere.
 
-    The environment's FORELOAD_KERNELS chooses between "compiled" and "torch" on the CPU. Raises SettingError.
+    On the CPU, the environment variable FORELOAD_KERNELS chooses between "compiled" and "torch".
+    Raises SettingError.
     """
     variant = os.environ.get("FORELOAD_KERNELS") or ("compiled" if device == "cpu" else "torch")
     if variant == "torch":

@@ -1,10 +1,11 @@
 """`Kernels` for rows in CPU memory: loops compiled by numba, which release the GIL.
 
-Rows lie at random in a partition, so each loop over them asks for the rows to come; and whole arrays are indexed, not rows cut out of them, since
-a view of each row would count references. The order of every sum is part of the result (docs/definitions.md, A step's arithmetic).
+Rows lie at random in a partition, so each loop over them prefetches rows. Loops index whole arrays
+and do not take views of rows, since each view would count references. The order of every sum is
+part of the result (docs/definitions.md, A step's arithmetic).
 
-One function goes over the rows of an update and calls the update of each row's table; branches are taken once a row, never in the loops over its
-columns.
+One function goes over the rows of an update and calls the update of each row's table. It branches
+once per row, never in the loops over a row's columns.
 """
 
 from __future__ import annotations
@@ -34,17 +35,23 @@ from foreload.trainer.compute.row_optimizers import (
     SGD,
 )
 
-_AHEAD = 16  # rows that prefetching is ahead of their use
+_AHEAD = 16  # rows by which prefetching is ahead of their use
 _LINE = 16  # float32 values in a cache line
-# Division by zero gives inf or nan as in torch, instead of an exception that also keeps LLVM from vectorising.
+# Division by zero gives inf or nan as in torch. By default it would raise an exception, which also
+# keeps LLVM from vectorising.
 _compile = nb.njit(nogil=True, cache=True, error_model="numpy")
 
 
 @_compile
 def _sum_of_squares(g: np.ndarray, i: int, start: int, end: int, p: np.ndarray) -> np.float32:
-    """Q of docs/definitions.md over g[i, start:end]: eight sums, the c-th of these columns in sum c % 8, then added in pairs.
+    """Return Q of docs/definitions.md over g[i, start:end].
 
-    Before: p is float32 [8] of scratch, holding anything. After: p may have changed, g has not. Where the columns are whole eights, the sums are the
+    There are eight sums: the square of column c of these columns goes into sum c % 8. The sums are
+    then added in pairs.
+
+    Before: `p` is float32 [8] of scratch, with any contents.
+
+    After: `p` may have changed, `g` has not. If the columns are whole eights, the sums are the
     lanes of one vector: the same additions in the same order.
     """
     blocks = (end - start) // 8
@@ -59,7 +66,10 @@ def _sum_of_squares(g: np.ndarray, i: int, start: int, end: int, p: np.ndarray) 
 
 @_compile
 def _keep(rows: np.ndarray, place: np.int64, kept: np.ndarray, at: int) -> None:
-    """kept[at] = rows[place], where kept has as many rows; one without any keeps nothing."""
+    """Set `kept[at] = rows[place]`, if `kept` has that many rows.
+
+    A `kept` without rows keeps nothing.
+    """
     if at < kept.shape[0]:
         for j in range(rows.shape[1]):
             kept[at, j] = rows[place, j]
@@ -77,7 +87,11 @@ def _adam(
     c: np.ndarray,
     k: int,
 ) -> None:
-    """Adam: the first moments stand in the first `width` columns of the state, the second ones behind them. lr: corrected for the step."""
+    """Update a row by Adam.
+
+    The state has the first moments in its first `width` columns and the second moments behind them.
+    `lr` is corrected for the step.
+    """
     epsilon, root = c[k, EPSILON], c[k, ROOT]
     first, less_first, second, less_second = c[k, FIRST], c[k, FIRST + 1], c[k, SECOND], c[k, SECOND + 1]
     for j in range(width):
@@ -100,7 +114,12 @@ def _ftrl(
     c: np.ndarray,
     k: int,
 ) -> None:
-    """FTRL-Proximal: z stands in the first `width` columns of the state, n behind it. Before: lr is above 0."""
+    """Update a row by FTRL-Proximal.
+
+    The state has z in its first `width` columns and n behind it.
+
+    Before: `lr` is above 0.
+    """
     l1, l2, beta = c[k, L1], c[k, L2], c[k, BETA]
     for j in range(width):
         g, before = gradient[i, j], state[r, width + j]
@@ -126,7 +145,10 @@ def _two_a_weight(
     c: np.ndarray,
     k: int,
 ) -> bool:
-    """Update a row that has two numbers of state a weight; whether its optimizer is such a one."""
+    """Update a row whose optimizer has two numbers of state per weight.
+
+    Returns whether `kind` is such an optimizer. If not, nothing has changed.
+    """
     if kind == ADAM:
         _adam(weights, state, r, gradient, i, width, lr, c, k)
     elif kind == FTRL and lr > 0:
@@ -145,11 +167,20 @@ def update_rows(
     before: tuple[np.ndarray, np.ndarray],
     two_a_weight: Literal[True] | None,
 ) -> None:
-    """One update of each row weights[slots[i]], state[slots[i]] by gradient[i], by the rule of tables[i].
+    """Update each row `weights[slots[i]]`, `state[slots[i]]` once by `gradient[i]`.
 
-    Before: slots are distinct, so the order of the rows does not matter. After: row-wise Adagrad divided all columns of a part by the root of the
-    part's one number; the others went through the columns one by one. Columns beyond the table's width were neither read nor written. before: as
-    `_keep` has it. two_a_weight: None where no table is under Adam or FTRL-Proximal, compiled on its own, without them in the others' way.
+    The rule is that of `tables[i]`.
+
+    Before: slots are distinct, so the order of the rows does not matter.
+
+    After: row-wise Adagrad has divided all columns of a part by the root of the part's one number.
+    The other optimizers went through the columns one by one. Columns beyond the table's width were
+    neither read nor written.
+
+    Args:
+        before: arrays for the old weights and states, as in `_keep`.
+        two_a_weight: None if no table is under Adam or FTRL-Proximal. Then this is compiled without
+            them, so that they do not slow down the other optimizers.
     """
     kinds, rates, constants, widths = rules.kinds, rules.rates, rules.constants, rules.widths
     parts, part_offsets = rules.parts, rules.part_offsets
@@ -164,6 +195,7 @@ def update_rows(
         r, k = np.int64(slots[i]), tables[i]
         _keep(weights, r, before[0], i)
         _keep(state, r, before[1], i)
+        # Everything is looked up once per row, so that the loops over columns have no branches.
         kind, lr, width = kinds[k], rates[k], np.int64(widths[k])
         if two_a_weight is not None and _two_a_weight(kind, weights, state, r, gradient, i, width, lr, constants, k):
             continue
@@ -207,9 +239,11 @@ def update_rows_rowwise(
     rules: UpdateRules,
     before: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """`update_rows` where every table has rows of one part, as wide as the partition and a multiple of COLUMNS, under row-wise Adagrad.
+    """Do what `update_rows` does, for tables that are all alike.
 
-    Before and after are the same. Without the other cases in its way it takes less than half the time.
+    All tables must be under row-wise Adagrad and have rows of one part, as wide as the partition
+    and a multiple of COLUMNS. Before and after are as in `update_rows`. Without the other cases,
+    this takes less than half the time.
     """
     columns, last = weights.shape[1], slots.size - 1
     rates, constants = rules.rates, rules.constants
@@ -232,15 +266,17 @@ def update_rows_rowwise(
 
 
 _ONE = np.uint64(1)
-# Division by zero gives inf or nan as in torch, instead of an exception that also keeps LLVM from vectorising.
 
 
 @_compile
 def _gather_equal(rows: np.ndarray, index: np.ndarray, block: np.ndarray) -> None:
-    """block[l] = rows[index[l]], where rows of all features are as wide as the block: float32 [lookups, W].
+    """Set `block[l] = rows[index[l]]`, for features whose rows are all as wide as the block.
 
-    Before: rows is contiguous and has the block's width, so row r begins at value r * W of the flat array. After: every row of the block is written;
-    whole vectors of COLUMNS first, then the columns that are left.
+    Before: `rows` is contiguous and has the block's width, so row r begins at value r * W of the
+    flat array. `block` is float32 [lookups, W].
+
+    After: every row of the block is written: first whole vectors of COLUMNS, then the remaining
+    columns.
     """
     columns = block.shape[1]
     vectors = columns // COLUMNS * COLUMNS
@@ -254,9 +290,10 @@ def _gather_equal(rows: np.ndarray, index: np.ndarray, block: np.ndarray) -> Non
 
 @_compile
 def _gather_through(rows: np.ndarray, places: np.ndarray, index: np.ndarray, block: np.ndarray) -> None:
-    """`_gather_equal` of rows[places], which lie at random: block[l] = rows[places[index[l]]].
+    """Set `block[l] = rows[places[index[l]]]`: `_gather_equal` of rows that lie at random.
 
-    Before and after are the same; the row of the lookup _AHEAD further on is prefetched meanwhile, which changes nothing but the time.
+    Before and after are as in `_gather_equal`. The row of the lookup that is _AHEAD further on is
+    prefetched, which affects only the time.
     """
     columns, last = block.shape[1], index.size - 1
     vectors = columns // COLUMNS * COLUMNS
@@ -273,9 +310,14 @@ def _gather_through(rows: np.ndarray, places: np.ndarray, index: np.ndarray, blo
 
 @_compile
 def _gather_single(rows: np.ndarray, index: np.ndarray, widths: np.ndarray, block: np.ndarray) -> None:
-    """`_gather_equal` where features' rows differ in width: block [b, F, W], one lookup per sample and feature, by sample and then feature.
+    """Fill a block [b, F, W] from rows that differ in width between features.
 
-    Before: index has b * F entries. After: block[i, f] is the row's own columns, and zeros beyond them, whatever the row holds there.
+    There is one lookup per sample and feature, by sample and then feature.
+
+    Before: `index` has b * F entries.
+
+    After: block[i, f] has the row's own columns, and zeros beyond them, whatever the row holds
+    there.
     """
     features, columns = block.shape[1], block.shape[2]
     for i in range(block.shape[0]):
@@ -291,10 +333,16 @@ def _gather_single(rows: np.ndarray, index: np.ndarray, widths: np.ndarray, bloc
 def _gather_bags(
     rows: np.ndarray, index: np.ndarray, offsets: np.ndarray, widths: np.ndarray, pooling: np.ndarray, block: np.ndarray
 ) -> None:
-    """`_gather_single` for bags: block[i, f] is the sum of the bag's rows, from the first on, divided by their number where pooling is MEAN.
+    """Fill a block [b, F, W] from bags.
 
-    Before: offsets, of b * F + 1 entries, ascend from 0; a bag may be empty, and may name a row twice. After: a bag of one row is that row bit for
-    bit (it is copied, not added to zero), an empty one is zeros, and so are the columns beyond a table's width.
+    block[i, f] is the sum of the bag's rows, from the first on, divided by their number if the
+    pooling is MEAN.
+
+    Before: `offsets` has b * F + 1 entries, which ascend from 0. A bag may be empty, and may name a
+    row twice.
+
+    After: a bag of one row is that row bit for bit, since it is copied, not added to zero. An empty
+    bag is zeros, and so are the columns beyond a table's width.
     """
     features, columns = block.shape[1], block.shape[2]
     for i in range(block.shape[0]):
@@ -319,10 +367,12 @@ def _gather_bags(
 
 @_compile
 def _scatter_single(gradient: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
-    """out[index[l]] += gradient[l], over the lookups in their order.
+    """Add `gradient[l]` to `out[index[l]]`, over the lookups in their order.
 
-    Before: gradient is contiguous float32 [lookups, W], out [n, W]. After: out[r] is the sum of the terms of row r from the first lookup on: out
-    begins at -0, and -0 + x is x for every x, so the first term needs no case of its own.
+    Before: `gradient` is contiguous float32 [lookups, W], `out` is [n, W] with any contents.
+
+    After: out[r] is the sum of the terms of row r, from the first lookup on. `out` begins at -0,
+    and -0 + x is x for every x, so the first term needs no special case.
     """
     out[:] = np.float32(-0.0)
     columns = out.shape[1]
@@ -338,10 +388,14 @@ def _scatter_single(gradient: np.ndarray, index: np.ndarray, out: np.ndarray) ->
 
 @_compile
 def _scatter_bags(gradient: np.ndarray, index: np.ndarray, offsets: np.ndarray, pooling: np.ndarray, out: np.ndarray) -> None:
-    """`_scatter_single` for bags: every row of a bag gets the bag's gradient, divided by the bag's length where pooling is MEAN.
+    """Add each bag's gradient to the rows of the bag.
 
-    Before: gradient is float32 [b * F, W], one row a bag. After: as `_scatter_single` leaves it, a row that stands twice in a bag having
-    two terms. The division comes before the sum, as in backward of a mean.
+    If the pooling is MEAN, the gradient is divided by the bag's length.
+
+    Before: `gradient` is float32 [b * F, W], one row per bag.
+
+    After: as `_scatter_single` leaves it. A row that occurs twice in a bag has two terms. The
+    division comes before the sum, as in backward of a mean.
     """
     out[:] = np.float32(-0.0)
     features = pooling.size
@@ -361,10 +415,14 @@ def _scatter_bags(gradient: np.ndarray, index: np.ndarray, offsets: np.ndarray, 
 
 @_compile
 def _add_part(total: np.ndarray, users: np.ndarray, lane: np.uint64, part: np.ndarray) -> None:
-    """Add the part of one lane to the owner's sums; `part` has the rows whose mask has the lane's bit, in the order of the owner's list.
+    """Add the part of one lane to the owner's sums.
 
-    Before: total[i] holds the sum over the lanes below that use row i, or anything where none does. After: over the lanes up to this one. Which
-    of the two a row is follows from the bits below the lane's own, so the first part is copied and no row was set to zero for it.
+    `part` has the rows whose mask has the lane's bit, in the order of the owner's list.
+
+    Before: total[i] has the sum over the lower lanes that use row i, or any contents if none does.
+
+    After: the same holds for the lanes up to this one. The bits below the lane's own say whether a
+    lower lane uses the row. So the first part is copied, and no row was set to zero for it.
     """
     bit, columns = _ONE << lane, total.shape[1]
     place = 0
@@ -390,7 +448,7 @@ class CompiledKernels(Kernels):
 
     def gather_block(self, rows: Tensor, lookups: Lookups, block: Tensor, places: np.ndarray | None = None) -> None:
         index, offsets, layout = lookups.index, lookups.offsets, lookups.layout
-        # detach: the block is usually a leaf that already requires its gradient
+        # The block is usually a leaf that already requires its gradient, hence `detach`.
         values = block.detach().numpy()
         if offsets is None and layout.equal and places is not None:
             _gather_through(rows.numpy(), places, index, values.reshape(-1, layout.width))
@@ -424,6 +482,7 @@ class CompiledKernels(Kernels):
         rules: UpdateRules,
         before: tuple[Tensor, Tensor] | None = None,
     ) -> None:
+        # Arrays without rows make the compiled loops keep nothing.
         empty = weights[:0], state[:0]
         kept_weights, kept_state = empty if before is None else before
         kept = kept_weights.numpy(), kept_state.numpy()

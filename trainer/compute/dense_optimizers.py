@@ -1,6 +1,7 @@
-"""Optimizers of the dense part: those of torch.optim whose update is a fixed function of parameters, gradients and state.
+"""Optimizers of the dense part.
 
-They are made and stepped so that torch does not import its compiler, which takes two seconds.
+They are those of torch.optim whose update is a fixed function of parameters, gradients and state.
+They are made and stepped in a way that does not import torch's compiler, which takes two seconds.
 """
 
 from __future__ import annotations
@@ -20,19 +21,26 @@ from foreload.trainer.models.building import parse_value
 _ALLOWED = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 DENSE_OPTIMIZERS = {name.lower(): name for name in _ALLOWED}
 _REFUSED = {"lbfgs": "evaluates the model several times a step", "sparseadam": "takes sparse gradients only"}
-# Settings that are not the user's: which of several implementations computes the update, with other bits.
+# Users cannot choose these settings. They select one of several implementations of the update,
+# which differ in their bits.
 _OWN = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
 
 _LEAST_SQUARE = 1e-37
-_LEAST_EPSILON = 1e-11  # whose neighbours are further from it than the root of _LEAST_SQUARE is from zero
+# The neighbours of this epsilon are further from it than the root of _LEAST_SQUARE is from zero.
+_LEAST_EPSILON = 1e-11
 
 
 def check_dense_optimizer(
     name: str, lr: float, options: Mapping[str, object]
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class that an optimizer's name stands for, and its arguments. Raises SettingError.
+    """Return the class that an optimizer's name stands for, and its arguments.
 
-    name: as in torch.optim, in upper or lower case; options: its other arguments, as strings or values ("betas" as "0.9,0.99").
+    Args:
+        name: as in torch.optim, in upper or lower case.
+        options: the optimizer's other arguments, as strings or values ("betas" as "0.9,0.99").
+
+    Raises:
+        SettingError: a setting is not valid.
     """
     class_name = DENSE_OPTIMIZERS.get(name.lower())
     if class_name is None:
@@ -58,7 +66,10 @@ def check_dense_optimizer(
 
 
 def build_dense_optimizer(name: str, lr: float, options: Mapping[str, object], module: nn.Module) -> torch.optim.Optimizer:
-    """A module's optimizer, its loop over single tensors chosen; arguments as `check_dense_optimizer` has them. Raises SettingError."""
+    """Return a module's optimizer, which loops over single tensors.
+
+    The arguments are those of `check_dense_optimizer`. Raises SettingError.
+    """
     kind, arguments = check_dense_optimizer(name, lr, options)
     _leave_the_compiler_out()
     try:
@@ -68,7 +79,10 @@ def build_dense_optimizer(name: str, lr: float, options: Mapping[str, object], m
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()` without the profiling and the compiler's guard that torch wraps around it. Gradients are in `.grad` of the parameters."""
+    """Run `optimizer.step()` without torch's profiling and compiler guard around it.
+
+    The gradients are in `.grad` of the parameters.
+    """
     update: Callable[[torch.optim.Optimizer], None] = inspect.unwrap(type(optimizer).step)
     if type(optimizer) is torch.optim.Adagrad and all(_is_plain(group) for group in optimizer.param_groups):
         update = _adagrad
@@ -77,15 +91,17 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_plain(group: Mapping[str, Any]) -> bool:
-    """Whether Adagrad's settings for some parameters are those of `_adagrad`."""
+    """Return whether `_adagrad` supports Adagrad's settings for a group of parameters."""
     return group["eps"] >= _LEAST_EPSILON and not (group["lr_decay"] or group["weight_decay"] or group["maximize"])
 
 
 def _adagrad(optimizer: torch.optim.Optimizer) -> None:
-    """Adagrad without decay, to the bits of torch's, which asks for the square root of every zero.
+    """Step Adagrad without decay, to the bits of torch's implementation.
 
-    A unit of which no sample was ever active leaves zeros in the sums; where half of them are, MKL's roots take eleven times as long. Of what is
-    below _LEAST_SQUARE the root does not change the epsilon that it is added to.
+    A unit that no sample ever activated leaves zeros in the sums. Where half of the sums are zeros,
+    MKL takes eleven times as long for the square roots that torch computes of all sums. Here the
+    sums are raised to _LEAST_SQUARE first. The root of a smaller sum does not change the epsilon
+    that it is added to.
     """
     for group in optimizer.param_groups:
         rate, epsilon = -group["lr"], group["eps"]
@@ -98,14 +114,18 @@ def _adagrad(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _leave_the_compiler_out() -> None:
-    # A method that torch marks as not to be compiled imports the compiler when it is first called, to say so; unless it bears the mark already.
+    # A method that torch marks as not to be compiled imports the compiler at its first call, to set
+    # that mark. It does not if the method bears the mark already.
     for method in vars(torch.optim.Optimizer).values():
         if hasattr(method, "__wrapped__"):
             method.__wrapped__.__dynamo_disable = method.__wrapped__
 
 
 def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as "<parameter>/<key>" -> float32 tensor on the CPU, numbers as tensors without dimensions."""
+    """Return the optimizer's state as "<parameter>/<key>" -> float32 tensor on the CPU.
+
+    Numbers become tensors without dimensions.
+    """
     state = {}
     for name, parameter in module.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -115,7 +135,7 @@ def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def load_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
-    """Put back what optimizer_state returned. Raises RunError if it belongs to other parameters."""
+    """Load what `optimizer_state` returned. Raises RunError if it belongs to other parameters."""
     parameters = dict(module.named_parameters())
     for parameter in parameters.values():
         optimizer.state.pop(parameter, None)
@@ -124,6 +144,7 @@ def load_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, sa
         if name not in parameters or (value.dim() and value.shape != parameters[name].shape):
             raise RunError(f"saved optimizer state: {path} {list(value.shape)} belongs to no parameter of this model")
         parameter = parameters[name]
-        # torch keeps counts and rates on the CPU. A copy, since a tensor read from a file may stand at any address.
+        # torch keeps counts and rates on the CPU. The tensor is copied, since a tensor read from a
+        # file may lie at any address.
         device = torch.device("cpu") if key in ("step", "eta", "mu", "mu_product") else parameter.device
         optimizer.state[parameter][key] = value.to(device, torch.float32, copy=True)

@@ -1,4 +1,7 @@
-"""Layouts that follow from the features, the model and the job: of rows, of the embedding block, and the row optimizers' settings."""
+"""Layouts that follow from the features, the model and the job.
+
+They describe rows, the embedding block, and the settings of the row optimizers.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,14 @@ from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.row_optimizers import RowOptimizer, dimensions, rule_arrays
 from foreload.trainer.models.spec import Embeddings, ModelSpec
 
-# How a bag's rows become one entry of the block, as numbers that the kernels switch on; SINGLE: a feature with one value a sample.
+# How a bag's rows become one entry of the block, as numbers that the kernels switch on. SINGLE is
+# for a feature with one value per sample.
 SINGLE, SUM, MEAN = 0, 1, 2
 POOLING = {"single": SINGLE, "sum": SUM, "mean": MEAN}
 
 
 def model_spec(features: FeatureSpec, dim: int) -> ModelSpec:
-    """The description of the data that the model gets."""
+    """Return the description of the data that the model receives."""
     table_dimensions = dimensions(features, dim)
     return ModelSpec(
         len(features.dense),
@@ -38,8 +42,14 @@ def model_spec(features: FeatureSpec, dim: int) -> ModelSpec:
 class BlockLayout:
     """How the embedding block [b, F, width] is filled and read.
 
-    All by feature, in the order of the feature file: names; parts, (name, columns) of each part of its rows; widths, int32 [F], all columns of its
-    rows; pooling, int8 [F], one of POOLING. width: the widest row of all tables.
+    The sequences are by feature, in the order of the feature file.
+
+    Attributes:
+        names: the names of the features.
+        parts: (name, columns) of each part of the feature's rows.
+        widths: int32 [F], all columns of the feature's rows.
+        pooling: int8 [F], values of POOLING.
+        width: the width of the widest row of all tables.
     """
 
     names: tuple[str, ...]
@@ -50,7 +60,11 @@ class BlockLayout:
 
     @classmethod
     def of(cls, features: FeatureSpec, rows: Sequence[RowLayout]) -> BlockLayout:
-        """The block of these features, with the layouts of their tables."""
+        """Return the block of these features.
+
+        Args:
+            rows: the layouts of the tables.
+        """
         tables = [rows[feature.table] for feature in features.features]
         return cls(
             tuple(feature.name for feature in features.features),
@@ -62,20 +76,28 @@ class BlockLayout:
 
     @property
     def equal(self) -> bool:
-        """Whether the rows of every feature fill the block's width, so that they can be copied whole."""
+        """Whether every feature's rows fill the block's width, so that they can be copied whole."""
         return bool((self.widths == self.width).all())
 
     def embeddings(self, block: Tensor) -> Embeddings:
-        """The block as the module receives it: views [b, D] per feature, [b, columns] per "<feature>.<column>"."""
+        """Return the block as the module receives it.
+
+        It gets views [b, D] per feature, and views [b, columns] per "<feature>.<column>".
+        """
         return Embeddings.split(block, self.names, self.parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lookups:
-    """What a slice looks up, and into which block.
+    """The rows that a slice looks up, and the block that receives them.
 
-    The *local rows* of a slice are the distinct rows that it uses. index: int32 [lookups], the place of each lookup among them, by sample, feature,
-    value; offsets: int32 [b*F + 1], where the bag of each sample and feature begins in index, or None where every feature has one value.
+    The *local rows* of a slice are the distinct rows that it uses.
+
+    Attributes:
+        index: int32 [lookups], the place of each lookup among the local rows, by sample, feature,
+            value.
+        offsets: int32 [b*F + 1], where the bag of each sample and feature begins in `index`. If
+            None, every feature has one value.
     """
 
     index: np.ndarray
@@ -84,12 +106,23 @@ class Lookups:
 
 
 class UpdateRules(NamedTuple):
-    """The row optimizers of all tables as arrays, for the kernels: a named tuple, which compiled loops take as it is.
+    """The row optimizers of all tables as arrays, for the kernels.
 
-    kinds: int8 [tables], places in ROW_OPTIMIZERS; rates: float32 [tables], learning rates; constants: float32 [tables, CONSTANTS], what else their
-    updates take (row_optimizers); widths: int32 [tables]; parts: int32, columns of the parts of table k at part_offsets[k] .. part_offsets[k+1];
-    width, state_width: the largest of all tables, the columns of a partition; rowwise: whether all tables have rows of one part, of one width, under
-    row-wise Adagrad; two_a_weight: whether any table is under Adam or FTRL-Proximal; by_step: whether constants depend on the step.
+    It is a named tuple, since compiled loops take those as they are.
+
+    Attributes:
+        kinds: int8 [tables], places in ROW_OPTIMIZERS.
+        rates: float32 [tables], learning rates.
+        constants: float32 [tables, CONSTANTS], the other constants of the updates (row_optimizers).
+        widths: int32 [tables].
+        parts: int32, the columns of the parts of table k at part_offsets[k] .. part_offsets[k+1].
+        part_offsets: int32 [tables + 1].
+        width: the largest width of all tables, which is that of a partition.
+        state_width: the largest state width of all tables, which is that of a partition.
+        rowwise: whether all tables are under row-wise Adagrad and have rows of one part, of one
+            width.
+        two_a_weight: whether any table is under Adam or FTRL-Proximal.
+        by_step: whether the constants depend on the step.
     """
 
     kinds: np.ndarray
@@ -106,7 +139,15 @@ class UpdateRules(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[RowLayout], optimizers: Sequence[RowOptimizer]) -> UpdateRules:
-        """The rules of these tables at step 0. optimizers: one a table, whose states the rows have."""
+        """Return the rules of these tables at step 0.
+
+        Args:
+            rows: the layouts of the rows, by table.
+            optimizers: one for each table, to which the states of the rows belong.
+
+        Raises:
+            ValueError: the optimizers are not those of the rows.
+        """
         if [row.optimizer for row in rows] != [optimizer.name for optimizer in optimizers]:
             raise ValueError(f"optimizers: must be those of the rows, one a table; got {optimizers}")
         return cls(
@@ -125,6 +166,11 @@ class UpdateRules(NamedTuple):
         )
 
     def at(self, optimizers: Sequence[RowOptimizer], step: int, factor: float) -> UpdateRules:
-        """The rules at a training step, learning rates multiplied by a factor. optimizers: as `of` was given them."""
+        """Return the rules at a training step.
+
+        Args:
+            optimizers: the same that `of` received.
+            factor: multiplies the learning rates.
+        """
         rates, constants = rule_arrays(optimizers, step, factor)
         return self._replace(rates=rates, constants=constants)

@@ -1,12 +1,19 @@
-"""Settings under which the same operations give the same bits, and the fingerprint by which trainers agree on them.
+"""Settings under which the same operations give the same bits, and the numerics fingerprint.
 
-`set_environment` must come before the first computation of torch in a process, best before torch is imported; hence torch is
-imported in functions here. MKL_CBWR is MKL's setting for results that can be repeated (conditional numerical reproducibility). On AMD processors MKL
-does not follow MKL_CBWR=AVX2 or AVX512 and says AUTO,STRICT: the same slice has the same bits then, and that is enough
-(docs/definitions.md, What is asked of torch). Measured for MKL_CBWR on a Cascade Lake CPU, with Linear layers of 1 to 128 outputs: under
-AVX2,STRICT a row's result is the same wherever it stands in memory and in its slice, with any number of threads; under AVX2 without STRICT,
-COMPATIBLE and the rest it depends on its place in the slice. STRICT takes no more time. AVX512,STRICT keeps the same promise in half the time or a
-little more (large layers: 372 to 391 ms instead of 622 to 813), on hosts that have it.
+Trainers compare their fingerprints to make sure that they have the same settings. `set_environment`
+must run before torch's first computation in a process, and preferably before torch is imported.
+Therefore the functions here import torch themselves.
+
+MKL_CBWR is MKL's setting for reproducible results (conditional numerical reproducibility). On AMD
+processors MKL does not follow MKL_CBWR=AVX2 or AVX512 and reports AUTO,STRICT. The same slice has
+the same bits then, and that is enough (docs/definitions.md, What is asked of torch).
+
+MKL_CBWR was measured on a Cascade Lake CPU, with Linear layers of 1 to 128 outputs. Under
+AVX2,STRICT a row's result is the same wherever the row stands in memory and in its slice, with any
+number of threads. Under AVX2 without STRICT, COMPATIBLE and the other values, it depends on the
+row's place in the slice. STRICT takes no more time. AVX512,STRICT gives the same guarantee in half
+the time or a little more (large layers: 372 to 391 ms instead of 622 to 813), on hosts that have
+AVX-512.
 """
 
 from __future__ import annotations
@@ -23,19 +30,25 @@ from foreload.base.errors import SettingError
 from foreload.base.process import KEEPS_FREED
 from foreload.trainer.errors import FingerprintError
 
-LINEAR = "FORELOAD_LINEAR"  # variable: whose products layers are; torch's own choice where it is not set
+# The environment variable that selects the library for products of layers. If it is not set, torch
+# chooses.
+LINEAR = "FORELOAD_LINEAR"
 ENVIRONMENTS = {
     "avx2": {"MKL_CBWR": "AVX2,STRICT", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "avx512": {"MKL_CBWR": "AVX512,STRICT", "ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
 }
 ENVIRONMENTS["avx512-onednn"] = ENVIRONMENTS["avx512"] | {LINEAR: "onednn"}
-"""By --cpu-capability, the variables that are set unless the user's environment has them. The capability is given, not detected: otherwise hosts of
-two kinds could never join one run."""
-# What cuBLAS needs to give the same bits each time, by its documentation.
+"""For each --cpu-capability, the variables that are set unless the user's environment has them.
+
+The user gives the capability. If it were detected, hosts of two kinds could never join one run.
+"""
+# By its documentation, cuBLAS needs this to give the same bits each time.
 _CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
-# Tensors of a step are of the same sizes in every step: glibc is set to keep their memory, in huge pages, instead of giving it back and
-# faulting it in again. Read when a process starts, so it is in force in what the launcher starts. Other C libraries ignore it.
+# A step's tensors have the same sizes in every step. These settings make glibc keep their memory,
+# in huge pages, instead of returning it to the kernel and faulting it in again. glibc reads them
+# when a process starts, so they are in force in the processes that the launcher starts. Other C
+# libraries ignore them.
 _KEEP_MEMORY = {"hugetlb": 1, **KEEPS_FREED}
 
 _REMEDY = {
@@ -49,7 +62,7 @@ _REMEDY = {
     "flush_to_zero": "start the trainer without what switches it on",
     "probe": "its arithmetic differs for another reason; use hosts of one kind",
 }
-# MKL's own numbers for the branch of code that MKL_CBWR asks for, and the arguments of mkl_serv_cbwr_get.
+# MKL's numbers for the code branches that MKL_CBWR selects, and the arguments of mkl_serv_cbwr_get.
 _CBWR_BRANCHES = {
     1: "off", 2: "AUTO", 3: "COMPATIBLE", 4: "SSE2", 6: "SSSE3", 7: "SSE4_1", 8: "SSE4_2", 9: "AVX", 10: "AVX2", 11: "AVX512_MIC",
     12: "AVX512", 13: "AVX512_MIC_E1", 14: "AVX512_E1",
@@ -58,9 +71,14 @@ _CBWR_BRANCH, _CBWR_ALL, _CBWR_STRICT = 1, -1, 0x10000
 
 
 def environment(cpu_capability: str = "avx2", threads: int = 1) -> dict[str, str]:
-    """Environment variables, name to value, for a process under these settings; those that are set already keep their values, but for the threads.
+    """Return the environment variables, name to value, for a process under these settings.
 
-    threads: that one operation of torch uses. They are set here too, since torch.set_num_threads reaches MKL in the calling thread only.
+    Variables that are set already keep their values, except for the number of threads.
+
+    Args:
+        cpu_capability: a key of ENVIRONMENTS.
+        threads: the number of threads of one operation of torch. They are set here too, since
+            torch.set_num_threads reaches MKL only in the calling thread.
     """
     tunables = ":".join(f"glibc.malloc.{name}={value}" for name, value in _KEEP_MEMORY.items())
     wanted = {"GLIBC_TUNABLES": tunables} | ENVIRONMENTS[cpu_capability] | _CUBLAS
@@ -68,14 +86,18 @@ def environment(cpu_capability: str = "avx2", threads: int = 1) -> dict[str, str
 
 
 def set_environment(cpu_capability: str = "avx2", threads: int = 1) -> None:
-    """Put this process, and those that it starts, under `environment`."""
+    """Put this process, and the processes that it starts, under `environment`."""
     os.environ.update(environment(cpu_capability, threads))
 
 
 def check_machine(device: str = "cpu") -> None:
-    """Raise SettingError where torch is asked for what this machine lacks: a CUDA device, or instructions, the first of which would kill the process.
+    """Check that this machine has the device and the instructions that are configured.
 
-    Nothing is computed here, so that this process can fork others which use the device.
+    Missing instructions would kill the process at their first use. Nothing is computed here, so
+    that this process can fork others that use the device.
+
+    Raises:
+        SettingError: the machine has no CUDA device, or lacks the instructions.
     """
     import torch
 
@@ -92,9 +114,17 @@ def check_machine(device: str = "cpu") -> None:
 
 
 def set_up(threads: int, device: str = "cpu", cpu_capability: str = "avx2") -> None:
-    """Put this process under the settings: environment, threads, device, deterministic algorithms, denormals kept. Raises SettingError.
+    """Put this process under the settings.
 
-    device: cpu, cuda, or, of several, as cuda:1.
+    They are the environment, threads, device and deterministic algorithms. Denormals are kept.
+
+    Args:
+        threads: the number of threads of one operation of torch.
+        device: cpu, cuda or, if there are several, for example cuda:1.
+        cpu_capability: a key of ENVIRONMENTS.
+
+    Raises:
+        SettingError: this machine lacks what the settings need.
     """
     set_environment(cpu_capability, threads)
     check_machine(device)
@@ -106,10 +136,12 @@ def set_up(threads: int, device: str = "cpu", cpu_capability: str = "avx2") -> N
 
         onednn.take_over()
     torch.set_flush_denormal(False)
-    # As torch.use_deterministic_algorithms(True) does, which imports torch's compiler, for two seconds, to tell it the same.
+    # These two lines replace torch.use_deterministic_algorithms(True). That function also imports
+    # torch's compiler to configure it, which takes two seconds.
     os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     torch.set_deterministic_debug_mode("error")
-    # Filling every new tensor would only cost time: nothing here reads what it has not written.
+    # Filling every new tensor would only cost time, since no code here reads values that it has not
+    # written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.startswith("cuda"):
         torch.set_float32_matmul_precision("highest")
@@ -120,7 +152,7 @@ def set_up(threads: int, device: str = "cpu", cpu_capability: str = "avx2") -> N
 
 
 def _mkl_cbwr() -> str:
-    """MKL_CBWR as MKL follows it, or as it is set where MKL cannot be asked."""
+    """Return the MKL_CBWR that MKL follows, or the variable's value if MKL cannot be queried."""
     import torch
 
     try:
@@ -132,7 +164,10 @@ def _mkl_cbwr() -> str:
 
 
 def _probe(device: str) -> str:
-    """A hash of the bits of a small computation whose result depends on the order of its sums and on approximations."""
+    """Return a hash of the bits of a small computation.
+
+    Its result depends on the order of its sums and on approximations.
+    """
     import torch
 
     x = ((torch.arange(37 * 29, dtype=torch.float32) % 101 - 50) / 37).view(37, 29).to(device)
@@ -143,7 +178,8 @@ def _probe(device: str) -> str:
     (gradient,) = torch.autograd.grad(loss, [hidden])
     results = [logits, loss, gradient, torch.sigmoid(x), torch.exp(x), torch.sqrt(x.abs()), x.flatten().sum()]
     if LINEAR in os.environ:
-        # As large as layers are: how oneDNN cuts their sums may depend on the processor's caches.
+        # This is as large as real layers. How oneDNN cuts their sums may depend on the processor's
+        # caches.
         large = (torch.arange(1024 * 256, dtype=torch.float32).view(256, 1024).to(device) % 103 - 51) / 41
         results.append(torch.nn.functional.linear(large, large))
     h = hashlib.sha256()
@@ -153,9 +189,10 @@ def _probe(device: str) -> str:
 
 
 def fingerprint(device: str = "cpu") -> dict[str, str]:
-    """What the bits of torch's results depend on, as it is in force in this process after set_up.
+    """Return what the bits of torch's results depend on, as it is in this process after `set_up`.
 
-    numba and numpy are left out: what they compute for the model is exact, or correctly rounded operation by operation.
+    numba and numpy are left out: what they compute for the model is exact, or correctly rounded
+    operation by operation.
     """
     import torch
 
@@ -174,16 +211,25 @@ def fingerprint(device: str = "cpu") -> dict[str, str]:
 
 
 def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """The fields in which two fingerprints differ; the probe, which says least, last."""
+    """Return the fields in which two fingerprints differ.
+
+    The probe comes last, since it says least.
+    """
     fields = sorted(one.keys() | other.keys(), key=lambda name: (name == "probe", name))
     return [field for field in fields if one.get(field) != other.get(field)]
 
 
 def check(mine: Mapping[str, str], run: Mapping[str, str], goes_on: str | None = None) -> None:
-    """Raise FingerprintError, naming the first field that differs, unless this trainer's fingerprint is the run's.
+    """Check that this trainer's fingerprint is that of the run.
 
-    mine, run: as `fingerprint` gives them; goes_on: the flag with which the run goes on, where its fingerprint is that of an earlier call, so
-    that --accept-numerics is a remedy.
+    Args:
+        mine: the fingerprint of this process.
+        run: the fingerprint of the run.
+        goes_on: the flag with which the run continues, if its fingerprint is that of an earlier
+            call. Then the error also suggests --accept-numerics. If None, it does not.
+
+    Raises:
+        FingerprintError: they differ. The error names the first field that does.
     """
     for field in differing(mine, run):
         here, there = mine.get(field, "nothing"), run.get(field, "nothing")
@@ -194,7 +240,11 @@ def check(mine: Mapping[str, str], run: Mapping[str, str], goes_on: str | None =
 
 
 def mixed_text(fingerprints: Sequence[Mapping[str, Any]]) -> str:
-    """A line about a run that went on in other numerics. fingerprints: {"step": its first, "fingerprint": ...} of each, in order, two at least."""
+    """Return a line about a run that continued under other numerics.
+
+    Args:
+        fingerprints: two or more, in order, each with "step", its first step, and "fingerprint".
+    """
     since = [
         f"{now['step']} ({', '.join(differing(now['fingerprint'], before['fingerprint']))})"
         for before, now in itertools.pairwise(fingerprints)

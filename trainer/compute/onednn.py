@@ -1,6 +1,8 @@
-"""Layers multiplied by oneDNN, which uses AVX-512 on every processor that has it; MKL, which torch takes otherwise, uses AVX2 on AMD's.
+"""Layers multiplied by oneDNN.
 
-In a process under `--cpu-capability avx512-onednn` (numerics) it stands in for `torch.nn.functional.linear`, which torch.nn.Linear calls too.
+oneDNN uses AVX-512 on every processor that has it. torch's default is MKL, which uses AVX2 on
+AMD's. In a process under `--cpu-capability avx512-onednn` (numerics), oneDNN replaces
+`torch.nn.functional.linear`, which torch.nn.Linear calls too.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ _torchs_own = torch.nn.functional.linear
 
 
 def take_over() -> None:
-    """Have every later call of `torch.nn.functional.linear` in this process be `linear`."""
+    """Replace `torch.nn.functional.linear` in this process by `linear`."""
     torch.nn.functional.linear = linear
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """input [n, k] times weight [m, k] transposed, plus bias [m]: [n, m]. What is not float32 on the CPU, or not so shaped, torch computes itself."""
+    """Return input [n, k] times the transpose of weight [m, k], plus bias [m]: [n, m].
+
+    Tensors that are not float32 on the CPU, and inputs of other dimensions, are left to torch.
+    """
     tensors = (input, weight) if bias is None else (input, weight, bias)
     if input.dim() != 2 or any(tensor.dtype != torch.float32 or tensor.device.type != "cpu" for tensor in tensors):
         return _torchs_own(input, weight, bias)
@@ -28,7 +33,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a [n, k] times b [m, k] transposed, plus bias [m]."""
+    """Return a [n, k] times the transpose of b [m, k], plus bias [m]."""
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
 
 

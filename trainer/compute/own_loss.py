@@ -1,4 +1,4 @@
-"""A loss of a user's own: found by its name, and tried on made-up samples."""
+"""A loss of the user's own: found by its name, and tried on synthetic samples."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from foreload.trainer.models.importing import load_named
 from foreload.trainer.models.spec import ModelSpec
 
 _SAMPLES = 5
-_RELATIVE, _ABSOLUTE = 1e-4, 1e-6  # that a sample's loss alone may differ from that among others
+# How much a sample's loss alone may differ from its loss among other samples.
+_RELATIVE, _ABSOLUTE = 1e-4, 1e-6
 
 
 def load_loss(name: str, folder: str = "") -> LossFunction:
-    """A loss function by package.module:function or file.py:function; looked for as models are. Raises ModelError."""
+    """Return the loss function that package.module:function or file.py:function names.
+
+    It is searched for as models are. Raises ModelError.
+    """
     module, _, function_name = name.partition(":")
     if not module or not function_name:
         raise ModelError(f"--loss: must be package.module:function or file.py:function; got {name!r}")
@@ -28,16 +32,26 @@ def load_loss(name: str, folder: str = "") -> LossFunction:
 
 
 def checked_loss(name: str, folder: str, spec: ModelSpec) -> OwnLoss:
-    """The loss of a name, as `load_loss` takes it, for a model's outputs. Raises ModelError where it is none, or cannot be trained."""
+    """Return the loss of a name for a model's outputs, after checking it.
+
+    Args:
+        name: as in `load_loss`.
+        folder: as in `load_loss`.
+        spec: describes the outputs of the model.
+
+    Raises:
+        ModelError: there is no such loss, or it cannot be trained.
+    """
     own = OwnLoss(name, load_loss(name, folder))
     check_loss(own, spec)
     return own
 
 
 def check_loss(loss: OwnLoss, spec: ModelSpec) -> None:
-    """Refuse a loss that is not a finite function, sample by sample, of outputs and labels alone. Raises ModelError.
+    """Refuse a loss that cannot be trained.
 
-    Tried on made-up samples: outputs around 0, clicks of both kinds, numbers above 0.
+    A loss must be a finite function of outputs and labels alone, sample by sample. It is tried on
+    synthetic samples: outputs around 0, clicks of both kinds, numbers above 0. Raises ModelError.
     """
     what, shape = f"--loss {loss.name}", spec.output_shape(_SAMPLES)
     with torch.random.fork_rng(devices=[]):
@@ -65,14 +79,25 @@ def check_loss(loss: OwnLoss, spec: ModelSpec) -> None:
 
 
 def _synthetic_labels(spec: ModelSpec) -> Tensor:
-    """float32, in the shape of outputs: clicks are 0 and 1 by turns, numbers from 0.5 to 1.5."""
+    """Return synthetic labels, float32, in the shape of outputs.
+
+    Clicks alternate between 0 and 1, and numbers are from 0.5 to 1.5.
+    """
     clicks, numbers = torch.arange(_SAMPLES) % 2, torch.rand(_SAMPLES) + 0.5
     columns = [clicks.float() if kind == "click" else numbers for kind in spec.label_kinds]
     return torch.stack(columns, 1).reshape(spec.output_shape(_SAMPLES))
 
 
 def _check_memory(what: str, loss: OwnLoss, losses: Tensor, outputs: Tensor, labels: Tensor) -> None:
-    """Refuse a loss that depends on earlier calls, of which `losses` came of the first one. Raises ModelError."""
+    """Refuse a loss that depends on earlier calls.
+
+    Args:
+        losses: the result of the first call.
+
+    Raises:
+        ModelError: a further call gives another result, draws random numbers or changes an
+            attribute.
+    """
     drawn, states = states_beside_torch(), []
     for _ in range(2):
         if not torch.equal(losses, loss(outputs, labels)) or states_beside_torch() != drawn:

@@ -1,4 +1,7 @@
-"""Learning rates that follow the step: a factor of the learning rate, as a pure function of the number of the training step (docs/definitions.md)."""
+"""Learning rates that follow the step (docs/definitions.md).
+
+The factor of a learning rate is a pure function of the number of the training step.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,20 @@ _FORMS = (
 )
 _DECAYS = ("linear", "cosine", "step")
 _NUMBER = r"[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?"
-_COSINE_TERMS = 11  # of its series: the next one is below the last bit up to a quarter of a turn
+# The number of terms of the cosine's series. Up to a quarter of a turn, the next term is below the
+# last bit.
+_COSINE_TERMS = 11
 
 
 @dataclass(frozen=True, slots=True)
 class RateSchedule:
-    """What a learning rate is multiplied by at each training step, counted as the schedule counts them (along --after from the first on).
+    """The factor of a learning rate at each training step.
 
-    written: as it was given. Steps are not numbered anew in an epoch, and a factor of 1 is the learning rate itself.
+    Steps are counted as the schedule counts them: along --after from the first on, and not anew in
+    each epoch. A factor of 1 is the learning rate itself.
+
+    Attributes:
+        written: the schedule as the user gave it, without spaces.
     """
 
     written: str
@@ -33,7 +42,7 @@ class RateSchedule:
 
     @classmethod
     def parse(cls, flag: str, value: Any) -> RateSchedule:
-        """From text; see `_FORMS`. Raises SettingError."""
+        """Parse a schedule from text; see `_FORMS`. Raises SettingError."""
         if isinstance(value, RateSchedule):
             return value
         words = value.replace(" ", "").split(",") if isinstance(value, str) else [""]
@@ -43,7 +52,7 @@ class RateSchedule:
         raise SettingError(f"{flag}: must be {_FORMS}; got {value!r}")
 
     def factor(self, step: int) -> float:
-        """The factor of a training step, float64, finite and not negative."""
+        """Return the factor of a training step, float64, finite and not negative."""
         return self._factor(step)
 
     def __str__(self) -> str:
@@ -54,7 +63,11 @@ class RateSchedule:
 
 
 def _points(flag: str, words: list[str]) -> Callable[[int], float] | None:
-    """Straight lines between points; before the first and after the last, theirs."""
+    """Parse points. The factor follows straight lines between them.
+
+    Before the first point and after the last one, it is the factor of that point. Returns None if
+    the words are not points.
+    """
     matches = [re.fullmatch(rf"([0-9]+):({_NUMBER})", word) for word in words]
     points = [(int(match[1]), float(match[2])) for match in matches if match]
     if len(points) < len(words):
@@ -74,7 +87,7 @@ def _points(flag: str, words: list[str]) -> Callable[[int], float] | None:
 
 
 def _decay(flag: str, words: list[str]) -> Callable[[int], float] | None:
-    """A warm-up, a decay, or both."""
+    """Parse a warm-up, a decay, or both. Returns None if the words are something else."""
     warmup = re.fullmatch(r"warmup:([0-9]+)", words[0])
     begin = int(warmup[1]) if warmup else 0
     rest = words[1:] if warmup else words
@@ -118,7 +131,11 @@ _AFTER = {"linear": _linear, "cosine": _cosine, "step": _step}
 
 
 def _cosine_of_half_turns(x: float) -> float:
-    """cos(pi x) for x from 0 to 1, by its series: sums and products alone, which are the same on every processor, as a library's cosine is not."""
+    """Return cos(pi x) for x from 0 to 1, by its series.
+
+    The series has only sums and products, which are the same on every processor. A library's cosine
+    is not.
+    """
     if x > 0.5:
         return -_cosine_of_half_turns(1.0 - x)
     square, total = (math.pi * x) * (math.pi * x), 1.0
@@ -128,7 +145,7 @@ def _cosine_of_half_turns(x: float) -> float:
 
 
 def power(base: float, exponent: int) -> float:
-    """By squaring, from the lowest bit up: products alone."""
+    """Return a power by squaring, from the lowest bit up. There are only products."""
     result, square = 1.0, base
     while exponent:
         if exponent & 1:

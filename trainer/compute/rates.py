@@ -1,4 +1,7 @@
-"""Learning rates of rows and of the dense part by step, and the clipping of dense gradients by their norm (docs/definitions.md)."""
+"""Learning rates by step, and the clipping of dense gradients (docs/definitions.md).
+
+The rates are those of rows and of the dense part. Gradients are clipped by their norm.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,15 @@ from foreload.trainer.compute.row_optimizers import RowOptimizer
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """rules: of the rows, at step 0 and before schedules; rows: their optimizers, by table; dense: the learning rate of the dense part.
-    row_schedule, dense_schedule: of learning rates; None: the same at every step.
+    """The learning rates of a job.
+
+    Attributes:
+        rules: the rules of the rows, at step 0 and before schedules.
+        rows: the optimizers of the rows, by table.
+        row_schedule: the schedule of the rows' learning rates. If None, they are the same at every
+            step.
+        dense: the learning rate of the dense part.
+        dense_schedule: the schedule of `dense`. If None, it is the same at every step.
     """
 
     rules: UpdateRules
@@ -29,13 +39,13 @@ class Rates:
     dense_schedule: RateSchedule | None
 
     def rules_at(self, step: int) -> UpdateRules:
-        """The rows' rules at a training step."""
+        """Return the rows' rules at a training step."""
         if self.row_schedule is None and not self.rules.by_step:
             return self.rules
         return self.rules.at(self.rows, step, 1.0 if self.row_schedule is None else self.row_schedule.factor(step))
 
     def set_dense(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Have the dense optimizer use the learning rate of a training step."""
+        """Set the dense optimizer's learning rate to that of a training step."""
         if self.dense_schedule is not None:
             rate = self.dense * self.dense_schedule.factor(step)
             for group in optimizer.param_groups:
@@ -43,9 +53,11 @@ class Rates:
 
 
 def clip(gradients: Sequence[Tensor], most: float) -> None:
-    """Scale gradients, in place, so that their norm over all of them is at most `most`; those of a larger or undefined norm are left as they are.
+    """Scale gradients in place, so that the norm over all of them is at most `most`.
 
-    The norm is the root of the sum of squares in float64, gradient after gradient, of each as `_squares` adds them up: the same everywhere.
+    If the norm is not a number, the gradients are left as they are. The norm is the root of the sum
+    of squares in float64, gradient after gradient, each added up by `_squares`. So it is the same
+    everywhere.
     """
     total = 0.0
     for gradient in gradients:
@@ -57,7 +69,10 @@ def clip(gradients: Sequence[Tensor], most: float) -> None:
 
 @nb.njit(nogil=True, cache=True)
 def _squares(values: np.ndarray) -> float:
-    """The sum of the squares of float32 values, in float64: eight sums, of values j, j + 8, .., added pair by pair."""
+    """Return the sum of the squares of float32 values, in float64.
+
+    There are eight sums, each of the values j, j + 8, .., which are added pair by pair.
+    """
     sums = np.zeros(8)
     whole = values.size // 8 * 8
     for first in range(0, whole, 8):

@@ -1,4 +1,7 @@
-"""The figures of a step, of all steps and of an evaluation pass, and metrics in words. Imports neither torch nor numpy."""
+"""The figures of a step, of all steps and of an evaluation pass, and metrics as text.
+
+This imports neither torch nor numpy.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,34 @@ if TYPE_CHECKING:
 
 
 def _rows(count: Callable[[np.ndarray, np.ndarray, np.ndarray], int]) -> dict[str, Any]:
-    """A number of rows that the schedule determines. count: from a lane's slots that a step uses, tags of rows that arrive, and slots that become
-    free before it.
+    """Return the metadata of a number of rows that the schedule determines.
+
+    Args:
+        count: counts the rows of a lane from the slots that a step uses, the tags of the rows that
+            arrive, and the slots that become free before the step.
     """
     return {"rule": "sum", "count": count}
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The figures that a trainer reports of a training step, each with the rule by which those of all trainers become that of the step: their sum,
-    the longest, or that of the trainer whose step was the slowest. A figure without a rule is the same on every trainer.
+    """The figures that one trainer reports of a training step.
 
-    Rows are of its own lanes; samples and loss (mean over them) are of the whole step. seconds: wall time, of which waiting is that for rows of the
-    store; bytes_sent: payload to other trainers. seconds_processor: processor time of the trainer's process in that time, the traffic's included;
-    seconds_thread: of it, that of the thread which runs the step.
+    Each has a rule by which the figures of all trainers become that of the step: their sum, the
+    longest, or the figure of the slowest trainer. A figure without a rule is the same on every
+    trainer.
+
+    Attributes:
+        samples: the samples of the whole step.
+        loss: the mean loss over the samples of the whole step.
+        rows_used: the rows of the trainer's own lanes that the step used, and likewise for the
+            other counts of rows.
+        seconds: wall time.
+        seconds_waiting: the part of `seconds` spent waiting for rows of the store.
+        bytes_sent: payload to other trainers.
+        seconds_processor: processor time of the trainer's process in that time, including the
+            traffic's.
+        seconds_thread: the part of it spent in the thread that runs the step.
     """
 
     step: int
@@ -49,8 +66,11 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """The figures of a training step in metrics.jsonl, in this order; times in milliseconds. without: trainers that were lost before they reported
-    the step, whose times and bytes are missing.
+    """The figures of a training step in metrics.jsonl, in this order. Times are in milliseconds.
+
+    Attributes:
+        without: trainers that were lost before they reported the step. Their times and bytes are
+            missing.
     """
 
     step: int
@@ -74,10 +94,13 @@ class StepLine:
 
 @dataclass(slots=True)
 class Totals:
-    """What the figures of all steps so far add up to; seconds are those of the steps, over all calls of a run.
+    """The sums of the figures of all steps so far.
 
-    rows_written_back: as the schedule says; rows_flushed: beyond it, at clean stops. steps_incomplete: steps whose times and bytes lack those of a
-    trainer that was lost.
+    Attributes:
+        rows_written_back: as the schedule says.
+        rows_flushed: rows written back beyond the schedule, at clean stops.
+        seconds: the time of the steps, over all calls of a run.
+        steps_incomplete: steps whose times and bytes lack those of a trainer that was lost.
     """
 
     steps: int = 0
@@ -95,19 +118,23 @@ class Totals:
     steps_incomplete: int = 0
 
     def add(self, report: StepReport) -> None:
-        """Count in a step as one trainer reports it."""
+        """Count a step that one trainer reports."""
         self.steps += 1
         self._add({figure.name: getattr(report, figure.name) for figure in SUMMED})
 
     def add_line(self, line: Mapping[str, Any]) -> None:
-        """Count in a step by its line of metrics.jsonl."""
+        """Count a step by its line of metrics.jsonl."""
         self.steps += 1
         self.steps_incomplete += "without" in line
         self._add({figure.name: line[figure.column] / 1000 if figure.is_time else line[figure.column] for figure in SUMMED})
 
     def add_call(self, trainers: Sequence[Totals], first: Totals, rows: Mapping[str, int]) -> None:
-        """Count in a call by what each of its trainers has counted. first: the trainer whose times stand for all; rows: figures that are known
-        otherwise, since a trainer's are missing.
+        """Count a call by the totals of its trainers.
+
+        Args:
+            trainers: the totals of each trainer.
+            first: the totals of the trainer whose times stand for all.
+            rows: figures that are known from elsewhere, since those of a trainer are missing.
         """
         self.steps += first.steps
         own = {figure.name: trainers if figure.rule == "sum" else [first] for figure in SUMMED}
@@ -118,16 +145,22 @@ class Totals:
             setattr(self, name, getattr(self, name) + value)
 
     def shared(self) -> Totals:
-        """Of one trainer's totals, what stands for all: a trainer that joins begins with these."""
+        """Return the part of one trainer's totals that holds for all trainers.
+
+        A trainer that joins begins with these.
+        """
         return Totals(self.steps, **{figure.name: getattr(self, figure.name) for figure in SUMMED if figure.rule != "sum"})
 
     def counts(self) -> dict[str, int]:
-        """Rows, bytes and incomplete steps, as summary.json has them."""
+        """Return rows, bytes and incomplete steps, as in summary.json."""
         others = {"steps", "samples", *(figure.name for figure in SUMMED if figure.is_time)}
         return {name: value for name, value in asdict(self).items() if name not in others}
 
     def means(self) -> dict[str, float]:
-        """Shares, and milliseconds a step, as summary.json has them; nan before the first step."""
+        """Return shares, and milliseconds per step, as in summary.json.
+
+        They are nan before the first step.
+        """
         times = {"ms_step" if figure.column == "ms" else figure.column: figure.name for figure in SUMMED if figure.is_time}
         return {
             "cache_hit_rate": 1 - self.rows_arrived / self.rows_used if self.rows_used else math.nan,
@@ -137,13 +170,19 @@ class Totals:
 
     @property
     def samples_per_second(self) -> float:
-        """Over the time of the steps, without start and evaluation; nan before the first step."""
+        """The samples per second of the steps' time, without start and evaluation.
+
+        It is nan before the first step.
+        """
         return self.samples / self.seconds if self.seconds else math.nan
 
 
 @dataclass(frozen=True, slots=True)
 class StepsSummary:
-    """What summary.json says of all steps and of the last evaluation; the other metrics of that are elsewhere in it."""
+    """What summary.json says about all steps and the last evaluation.
+
+    The other metrics of that evaluation are elsewhere in summary.json.
+    """
 
     state: str
     steps: int
@@ -170,9 +209,14 @@ class StepsSummary:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure of a step. name: in StepReport and Totals, where times are in seconds; column: in StepLine, where they are in milliseconds.
+    """A figure of a step.
 
-    default: where a line of an earlier version lacks it; MISSING: no line does. rule: as StepReport has it; count: as `_rows` has it.
+    Attributes:
+        name: its name in StepReport and Totals, where times are in seconds.
+        column: its name in StepLine, where times are in milliseconds.
+        default: the value for lines of earlier versions that lack it. If MISSING, no line lacks it.
+        rule: as in StepReport.
+        count: as in `_rows`.
     """
 
     name: str
@@ -183,11 +227,11 @@ class Figure:
 
     @property
     def is_time(self) -> bool:
-        """Whether it is in seconds or milliseconds."""
+        """Whether the figure is in seconds or milliseconds."""
         return self.name != self.column
 
     def merged(self, reports: Sequence[StepReport]) -> Any:
-        """That of the step, by the reports of all trainers, as a line has it."""
+        """Return the step's figure, as in its line, from the reports of all trainers."""
         values = [getattr(report, self.name) for report in reports]
         if self.rule == "slowest":
             seconds = [report.seconds for report in reports]
@@ -205,37 +249,56 @@ def _figures() -> tuple[Figure, ...]:
 
 FIGURES = _figures()
 SUMMED = tuple(figure for figure in FIGURES if hasattr(Totals, figure.name))
-"""Those that `Totals` has."""
+"""The figures that `Totals` has."""
 _KEPT = tuple(figure for figure in FIGURES if figure.name not in ("step", "epoch", "loss"))
 COLUMNS = tuple(figure.column for figure in _KEPT)
 """What pages and the history keep of a step."""
 
 
 def values_of(line: Mapping[str, Any]) -> list[Any]:
-    """COLUMNS of a line of metrics.jsonl, or of a step's figures by their columns. Raises KeyError."""
+    """Return the COLUMNS of a step.
+
+    Args:
+        line: a line of metrics.jsonl, or a step's figures by their columns.
+
+    Raises:
+        KeyError: a figure that every line has is missing.
+    """
     return [line[figure.column] if figure.default is MISSING else line.get(figure.column, figure.default) for figure in _KEPT]
 
 
 def merged(reports: Sequence[StepReport]) -> dict[str, Any]:
-    """A step's line of metrics.jsonl from the reports of all trainers."""
+    """Return a step's line of metrics.jsonl from the reports of all trainers."""
     return {"kind": "step", **{figure.column: figure.merged(reports) for figure in FIGURES}}
 
 
 def moved_rows(lanes: Sequence[Sequence[np.ndarray]]) -> dict[str, int]:
-    """The figures of a step's rows, of some lanes together. lanes: of each what `_rows` counts from."""
+    """Return the figures of a step's rows, summed over some lanes.
+
+    Args:
+        lanes: for each lane, the arguments of `count` in `_rows`.
+    """
     return {figure.name: sum(figure.count(*lane) for lane in lanes) for figure in FIGURES if figure.count is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelMetrics:
-    """The metrics of a label. None: it has no such metric; nan: it is not defined for these samples.
+    """The metrics of a label.
 
-    Of clicks: log_loss: nats a sample; auc: the area under the ROC curve, ties counted half; normalized_entropy: log_loss over the entropy of the
-    samples' click rate (He et al. 2014, Practical lessons from predicting clicks on ads at Facebook); calibration: as
-    `training_loss.calibration` gives it; grouped_auc: where there is a group column, the mean of the groups' AUC, weighted by their
-    samples (Zhou et al. 2018, Deep interest network).
-    Of numbers: rmse, mae: root of the mean square, and mean absolute value, of the error.
-    Of both: predicted_over_observed: the sum of what is predicted, of clicks their probabilities, over the sum of what was observed.
+    A metric is None if the label does not have it, and nan if it is not defined for these samples.
+
+    Attributes:
+        log_loss: of clicks, in nats per sample.
+        auc: of clicks, the area under the ROC curve, with ties counted half.
+        normalized_entropy: of clicks, log_loss over the entropy of the samples' click rate (He et
+            al. 2014, Practical lessons from predicting clicks on ads at Facebook).
+        predicted_over_observed: of both kinds, the sum of the predictions (of clicks, their
+            probabilities) over the sum of the observed values.
+        grouped_auc: of clicks, if there is a group column, the mean of the groups' AUC, weighted by
+            their samples (Zhou et al. 2018, Deep interest network).
+        rmse: of numbers, the root of the mean square of the error.
+        mae: of numbers, the mean absolute value of the error.
+        calibration: of clicks, the result of `training_loss.calibration`.
     """
 
     log_loss: LeftOut[float | None] = None
@@ -249,7 +312,10 @@ class LabelMetrics:
 
 
 def without_calibration(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """What metrics.jsonl reports of an evaluation but for the calibration, also of its labels: one number a metric."""
+    """Return an evaluation's metrics without calibration, also for its labels.
+
+    Each metric then is one number, as metrics.jsonl reports it.
+    """
     plain = {name: value for name, value in metrics.items() if name != "calibration"}
     if "labels" in plain:
         plain["labels"] = {name: without_calibration(label) for name, label in plain["labels"].items()}
@@ -258,11 +324,15 @@ def without_calibration(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """The metrics of an evaluation set in a pass after `epoch`, reported by the trainer that leads: of the first label, as `LabelMetrics` has them,
-    and of all.
+    """The metrics of an evaluation set in a pass after `epoch`, as the leader reports them.
 
-    step: the last training step of the run before it, in whatever call that was; -1 before any. loss: the mean of the trained loss over the
-    samples, None where that is the log loss. labels: where there are several, all of them by name. set: its name, "" of the one without.
+    The metrics beside `labels` are those of the first label, as in `LabelMetrics`.
+
+    Attributes:
+        step: the last training step of the run before the pass, in any call. -1 before any step.
+        loss: the mean of the trained loss over the samples. None if that is the log loss.
+        labels: the metrics of all labels by name, if there are several.
+        set: the name of the set, "" for the set without one.
     """
 
     step: int
@@ -284,7 +354,12 @@ class EvaluationReport:
     def of(
         cls, step: int, epoch: int, samples: int, labels: Mapping[str, LabelMetrics], loss: float | None = None, name: str = ""
     ) -> EvaluationReport:
-        """From the metrics of every label by name, in order. name: of the set."""
+        """Return the report of an evaluation set.
+
+        Args:
+            labels: the metrics of every label by name, in order.
+            name: the name of the set.
+        """
         first = {item.name: getattr(next(iter(labels.values())), item.name) for item in fields(LabelMetrics)}
         of_labels = dict(labels) if len(labels) > 1 else {}
         return cls(step=step, epoch=epoch, samples=samples, loss=loss, labels=of_labels, set=name, **first)
@@ -303,10 +378,15 @@ _WORDS = {
 
 
 def metric_lines(metrics: Mapping[str, Any], between: str) -> list[str]:
-    """A line for each label, of several with its name, and of evaluation sets with theirs; and for the trained loss where
-    that is not the log loss of one.
+    """Return the metrics as lines of text.
 
-    metrics: as a line of metrics.jsonl or summary.json has it; between: what stands between two metrics.
+    There is one line for each label, with its name if there are several, and with the name of the
+    evaluation set if sets have names. The trained loss is added unless it is the log loss of one
+    label.
+
+    Args:
+        metrics: as in a line of metrics.jsonl or in summary.json.
+        between: the text between two metrics.
     """
     if sets := metrics.get("sets"):
         return [f"{name}: {line}" for name, of_set in sets.items() for line in metric_lines(of_set, between)]

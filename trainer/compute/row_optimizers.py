@@ -1,4 +1,8 @@
-"""The row optimizers' settings, and the row layouts that follow from them, the features and the model. The updates are kernels."""
+"""The settings of the row optimizers, and the row layouts.
+
+The layouts follow from the settings, the features and the model. The updates themselves are
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +22,31 @@ from foreload.trainer.compute.rate_schedules import power
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM, FTRL = (
     ROW_OPTIMIZERS.index(name) for name in ("sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl")
 )
-# Columns of UpdateRules.constants: of both Adagrads, Adam and FTRL-Proximal. FIRST, SECOND: Adam's beta1 and beta2, each before 1 less it; ROOT: what
-# the root of its second moment is multiplied by at the step.
+# The columns of UpdateRules.constants: of both Adagrads, Adam and FTRL-Proximal. FIRST and SECOND
+# are Adam's beta1 and beta2, and the column behind each has 1 less it. ROOT is the factor of the
+# root of Adam's second moment at the step.
 CONSTANTS = 6
 EPSILON, DECAY = 0, 1
 FIRST, SECOND, ROOT = 1, 3, 5
 L1, L2, BETA = 0, 1, 2
 
-_LEAST = 1e-30  # what is added under a fraction line may be no less: with 0 there, a gradient of 0 would give NaN
+# The least value of terms that are added to a denominator. With 0 there, a gradient of 0 would give
+# NaN.
+_LEAST = 1e-30
 _MOST = 1e30
 
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """A number that a row optimizer takes: its default, and what it may be, in words and as a test of its float64 and its float32 value."""
+    """A number that a row optimizer takes.
+
+    Attributes:
+        default: its default.
+        rule: the values that it may have, in words.
+        low: the lower bound, which is tested on the float64 value if included, else on the float32
+            value.
+        high: the upper bound, which is tested likewise.
+    """
 
     default: float
     rule: str
@@ -64,10 +79,18 @@ _OPTIONS: dict[str, dict[str, _Option]] = {
 
 @dataclass(frozen=True, slots=True)
 class RowOptimizer:
-    """How rows are updated: `name` is one of ROW_OPTIMIZERS, `lr` the learning rate, finite and not negative; options: of those that the optimizer
-    has, by name, the ones that are not the defaults.
+    """How rows are updated.
 
-    lr = 0 leaves the weights of every row at their initial values, as a baseline; `ftrl`, which divides by it, takes none. Raises SettingError.
+    lr = 0 leaves the weights of every row at their initial values, as a baseline. `ftrl` does not
+    take 0, since it divides by lr.
+
+    Attributes:
+        name: one of ROW_OPTIMIZERS.
+        lr: the learning rate, finite and not negative.
+        options: the optimizer's options that differ from their defaults, by name.
+
+    Raises:
+        SettingError: a setting is not valid.
     """
 
     name: str
@@ -85,15 +108,22 @@ class RowOptimizer:
 
     @property
     def by_step(self) -> bool:
-        """Whether its constants are others at each step."""
+        """Whether the constants differ from step to step."""
         return self.name == "adam"
 
     def option(self, name: str) -> float:
-        """An option's value, as given or by default."""
+        """Return an option's value, given or default."""
         return float(self.options.get(name, _OPTIONS[self.name][name].default))
 
     def rule(self, step: int, factor: float) -> tuple[float, dict[int, float]]:
-        """What the kernels get for a training step: the learning rate, multiplied by a factor, and constants by their columns; all float64."""
+        """Return what the kernels need for a training step, all float64.
+
+        Args:
+            factor: multiplies the learning rate.
+
+        Returns:
+            The learning rate, and the constants by their columns.
+        """
         rate = self.lr * factor
         if self.name in ("adagrad", "rowwise_adagrad"):
             return rate, {EPSILON: self.option("epsilon"), DECAY: self.option("decay")}
@@ -108,7 +138,11 @@ class RowOptimizer:
 
 
 def rule_arrays(optimizers: Sequence[RowOptimizer], step: int, factor: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
-    """`RowOptimizer.rule` of every table: rates float32 [tables], constants float32 [tables, CONSTANTS]."""
+    """Return `RowOptimizer.rule` of every table as arrays.
+
+    Returns:
+        The rates, float32 [tables], and the constants, float32 [tables, CONSTANTS].
+    """
     rates, constants = np.zeros(len(optimizers), np.float32), np.zeros((len(optimizers), CONSTANTS), np.float32)
     for table, optimizer in enumerate(optimizers):
         rates[table], own = optimizer.rule(step, factor)
@@ -118,7 +152,13 @@ def rule_arrays(optimizers: Sequence[RowOptimizer], step: int, factor: float = 1
 
 
 def check_options(where: str, name: str, options: Mapping[str, Any]) -> None:
-    """Raise SettingError unless a row optimizer takes these options. where: what they are called in messages."""
+    """Raise SettingError unless a row optimizer takes these options.
+
+    Args:
+        where: the name of the options in messages.
+        name: one of ROW_OPTIMIZERS.
+        options: by name.
+    """
     known = _OPTIONS[name]
     for key, value in options.items():
         if key not in known:
@@ -129,7 +169,11 @@ def check_options(where: str, name: str, options: Mapping[str, Any]) -> None:
 
 
 def dimensions(features: FeatureSpec, dim: int) -> list[int]:
-    """Columns of an embedding, D, by table: the table's own `dimension`, or else `dim`. Raises SettingError unless all are positive."""
+    """Return the columns of an embedding, D, by table.
+
+    It is the table's own `dimension`, or `dim` if the table has none. Raises SettingError unless
+    all are positive.
+    """
     by_table = [table.dimension or dim for table in features.tables]
     if min(by_table, default=1) < 1:
         raise SettingError(f"dim: must be at least 1; got {dim}")
@@ -139,10 +183,15 @@ def dimensions(features: FeatureSpec, dim: int) -> list[int]:
 def layouts(
     features: FeatureSpec, further: Sequence[tuple[str, int]], dim: int, optimizers: Sequence[RowOptimizer]
 ) -> list[RowLayout]:
-    """The layout of every table's rows, in the order of the tables; further: the columns of a row besides the embedding, as its model
-    declares them; optimizers: of each table, whose state the rows have.
+    """Return the layout of every table's rows, in the order of the tables.
 
-    Raises SettingError.
+    Args:
+        further: the columns of a row besides the embedding, as the model declares them.
+        dim: the dimension of tables without one of their own.
+        optimizers: for each table, the optimizer whose state the rows have.
+
+    Raises:
+        SettingError: a dimension is not positive, or the number of a table's rows is not known.
     """
     row_layouts = []
     for number, (table, dimension, optimizer) in enumerate(

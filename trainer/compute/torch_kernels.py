@@ -1,7 +1,9 @@
-"""`Kernels` of torch operations, for rows on a CUDA device; on the CPU they serve to compare bits.
+"""`Kernels` of torch operations, for rows on a CUDA device.
 
-No operation here fuses a product with a sum, and sums over rows run in a fixed order (`segment_reduce`: one thread a sum). Before and after each
-are as `Kernels` says; where a loop would go from row to row, rows are sorted or cut into segments first.
+On the CPU they serve to compare bits. No operation here fuses a product with a sum, and sums over
+rows run in a fixed order (`segment_reduce`: one thread per sum). Before and after each operation
+are as `Kernels` says. Where a loop would go from row to row, rows are sorted or cut into segments
+first.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _ONE = np.uint64(1)
 
 
 class TorchKernels(Kernels):
-    """`Kernels` for rows on `device`, a name of torch's (cpu, cuda, cuda:0)."""
+    """`Kernels` for rows on `device`, which is one of torch's names (cpu, cuda, cuda:0)."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = torch.device(device)
@@ -41,8 +43,16 @@ class TorchKernels(Kernels):
         return torch.from_numpy(array.astype(np.int64)).to(self.device)
 
     def _segment_sum(self, values: Tensor, lengths: Tensor) -> Tensor:
-        """Sums of consecutive rows, in order: values [sum of lengths, W], lengths int64 [segments]; returns [segments, W], -0 for an empty one."""
-        # -0 + x = x for every x, so each sum starts from its first term
+        """Return the sums of consecutive rows, in order.
+
+        Args:
+            values: float32 [sum of lengths, W].
+            lengths: int64 [segments].
+
+        Returns:
+            float32 [segments, W], with -0 for an empty segment.
+        """
+        # -0 + x = x for every x, so each sum starts from its first term.
         return torch.segment_reduce(values, "sum", lengths=lengths, axis=0, initial=-0.0, unsafe=True)
 
     def take_rows(self, rows: Tensor, places: np.ndarray, out: Tensor) -> None:
@@ -73,7 +83,7 @@ class TorchKernels(Kernels):
             mean = torch.from_numpy(layout.pooling == MEAN).to(self.device).repeat(gradient.shape[0])
             values = values / torch.where(mean & (lengths > 0), lengths, 1).to(torch.float32)[:, None]
             values = values.repeat_interleave(lengths, dim=0, output_size=index.size)
-        # Stable, so that the terms of a row stay in the order of lookups.
+        # The sort is stable, so that the terms of a row stay in the order of lookups.
         order = torch.sort(places, stable=True).indices
         counts = self._long(np.bincount(index, minlength=out.shape[0]))
         out.copy_(self._segment_sum(values.index_select(0, order), counts))
@@ -81,6 +91,7 @@ class TorchKernels(Kernels):
     def add_part(self, total: Tensor, users: np.ndarray, lane: int, part: Tensor) -> None:
         used = np.flatnonzero((users >> np.uint64(lane)) & _ONE)
         places = self._long(used)
+        # A row that no lower lane uses may hold anything, so its first part replaces the contents.
         first = torch.from_numpy(users[used] & np.uint64((1 << lane) - 1) == 0).to(self.device)
         total.index_copy_(0, places, torch.where(first[:, None], part, total.index_select(0, places) + part))
 
@@ -106,9 +117,14 @@ class TorchKernels(Kernels):
             state.index_copy_(0, places, s)
 
     def _update(self, w: Tensor, s: Tensor, g: Tensor, k: int, rules: UpdateRules) -> None:
-        """Update, in place, copies of rows of table k: weights w [n, W] and state s [n, S] by gradient g [n, width of the table].
+        """Update copies of rows of table k in place.
 
         Python scalars would be float64, so rates and constants are float32 tensors.
+
+        Args:
+            w: the weights, float32 [n, W].
+            s: the states, float32 [n, S].
+            g: the gradients, float32 [n, width of the table].
         """
         lr, c = (torch.from_numpy(values[k : k + 1].copy()).to(self.device) for values in (rules.rates, rules.constants))
         lr, c = lr[0], c[0]
@@ -134,14 +150,32 @@ class TorchKernels(Kernels):
 
 
 def _adam(w: Tensor, m: Tensor, v: Tensor, g: Tensor, lr: Tensor, c: Tensor) -> None:
-    """Adam in place: weights w, first and second moments m and v, gradient g, all [n, width]; lr: corrected for the step; c: constants."""
+    """Run Adam in place.
+
+    Args:
+        w: the weights, [n, width], as all the others.
+        m: the first moments.
+        v: the second moments.
+        g: the gradients.
+        lr: the learning rate, corrected for the step.
+        c: the constants.
+    """
     m.copy_(c[FIRST] * m + c[FIRST + 1] * g)
     v.copy_(c[SECOND] * v + c[SECOND + 1] * (g * g))
     w -= (lr * m) / (_root(v) * c[ROOT] + c[EPSILON])
 
 
 def _ftrl(w: Tensor, z: Tensor, n: Tensor, g: Tensor, lr: Tensor, c: Tensor) -> None:
-    """FTRL-Proximal in place: weights w, state z and n, gradient g, all [n, width]; lr: above 0; c: constants."""
+    """Run FTRL-Proximal in place.
+
+    Args:
+        w: the weights, [n, width], as all the others.
+        z: the state z.
+        n: the state n.
+        g: the gradients.
+        lr: the learning rate, above 0.
+        c: the constants.
+    """
     now = n + g * g
     root = _root(now)
     sigma = (root - _root(n)) / lr
@@ -152,14 +186,16 @@ def _ftrl(w: Tensor, z: Tensor, n: Tensor, g: Tensor, lr: Tensor, c: Tensor) -> 
 
 
 def _root(s: Tensor) -> Tensor:
-    """The correctly rounded float32 square root, which torch's float32 one is not on the CPU (MKL); rounding twice,
-    to float64 and then to float32, gives the same, since float64 has more than twice the digits.
+    """Return the correctly rounded float32 square root.
+
+    torch's float32 root is not correctly rounded on the CPU (MKL). Rounding twice, to float64 and
+    then to float32, gives the correct result, since float64 has more than twice the digits.
     """
     return torch.sqrt(s.to(torch.float64)).to(torch.float32)
 
 
 def _sums_of_squares(g: Tensor) -> Tensor:
-    """Q of every row of g [n, columns]: float32 [n]."""
+    """Return Q of every row of g [n, columns]: float32 [n]."""
     squares = torch.nn.functional.pad(g * g, (0, -g.shape[1] % 8)).unflatten(1, (-1, 8))
     p = squares[:, 0]
     for c in range(1, squares.shape[1]):

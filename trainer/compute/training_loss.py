@@ -1,4 +1,7 @@
-"""The loss that is trained, and the metrics of predictions: cross-entropy of clicks, squared error of numbers, or a user's own loss."""
+"""The loss that is trained, and the metrics of predictions.
+
+The loss is the cross-entropy of clicks, the squared error of numbers, or a loss of the user's own.
+"""
 
 from __future__ import annotations
 
@@ -16,35 +19,49 @@ from foreload.trainer.errors import ModelError
 from foreload.trainer.models.diagnosis import raised_at
 
 CALIBRATION_BINS = 20
-"""Into so many bins, of as many samples each, an evaluation's samples are cut by what is predicted of them."""
+"""The number of bins of a calibration.
+
+Samples are ordered by their predictions, and each bin has equally many.
+"""
 
 
 def log_losses(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Binary cross-entropy of each sample, in nats, float64 [n]. logits: [n]; labels: 0 or 1, [n]."""
+    """Return the binary cross-entropy of each sample, in nats, float64 [n].
+
+    Args:
+        logits: [n].
+        labels: 0 or 1, [n].
+    """
     x, y = logits.astype(np.float64), labels.astype(np.float64)
     return np.asarray(np.maximum(x, 0) - x * y + np.log1p(np.exp(-np.abs(x))))
 
 
 def squared_errors(predicted: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """The square of each sample's error, float64 [n]. predicted, numbers: [n]."""
+    """Return the square of each sample's error, float64 [n]. Both arguments are [n]."""
     return np.asarray((predicted.astype(np.float64) - numbers.astype(np.float64)) ** 2)
 
 
 def exact_sum(values: np.ndarray) -> float:
-    """The sum of float64 [n], rounded once, so that the order of samples, and with it the number of trainers, shows in no digit; nan where one is
-    not finite.
+    """Return the sum of float64 [n], rounded once.
+
+    So the order of samples, and with it the number of trainers, does not affect any digit. The sum
+    is nan if a value is not finite.
     """
     return math.fsum(values.tolist()) if np.isfinite(values).all() else math.nan
 
 
 def auc(logits: np.ndarray, labels: np.ndarray) -> float:
-    """The share of pairs (a clicked sample, one that is not) which the logits order rightly, ties counted half; nan without pairs."""
+    """Return the share of (clicked, unclicked) pairs of samples that the logits order correctly.
+
+    Ties count half. Without pairs it is nan.
+    """
     clicked = labels > 0.5
     positives = int(clicked.sum())
     negatives = len(labels) - positives
     if not positives or not negatives or np.isnan(logits).any():
         return math.nan
-    # The Mann-Whitney U of the ranks: twice the mean rank of each tie is an integer, so their sum is exact.
+    # This is the Mann-Whitney U of the ranks. Twice the mean rank of each tie is an integer, so the
+    # sum of these is exact.
     _, tie, count = np.unique(logits, return_inverse=True, return_counts=True)
     last = np.cumsum(count)
     twice_rank_sum = int((2 * last - count + 1)[tie[clicked]].sum())
@@ -52,9 +69,15 @@ def auc(logits: np.ndarray, labels: np.ndarray) -> float:
 
 
 def grouped_auc(logits: np.ndarray, labels: np.ndarray, groups: np.ndarray) -> float:
-    """The mean of the groups' `auc`, weighted by their samples, of the groups with both kinds of labels; nan without any.
+    """Return the mean of the groups' `auc`, weighted by their samples.
 
-    Zhou et al. 2018, Deep interest network for click-through rate prediction, section 5.2. groups: int64 [n], which group each sample is in.
+    Only groups with both kinds of labels count. Without any it is nan. Source: Zhou et al. 2018,
+    Deep interest network for click-through rate prediction, section 5.2.
+
+    Args:
+        logits: [n].
+        labels: 0 or 1, [n].
+        groups: int64 [n], the group of each sample.
     """
     if not len(logits) or np.isnan(logits).any():
         return math.nan
@@ -65,7 +88,7 @@ def grouped_auc(logits: np.ndarray, labels: np.ndarray, groups: np.ndarray) -> f
     first, first_of_tie = np.flatnonzero(begins), np.flatnonzero(begins_tie)
     samples = np.diff(first, append=len(group))
     last_of_tie = np.append(first_of_tie[1:], len(group))
-    # As in `auc`, ranks being those within the group.
+    # This is as in `auc`, with ranks within the group.
     twice_rank = (first_of_tie + last_of_tie + 1)[np.cumsum(begins_tie) - 1] - 2 * np.repeat(first, samples)
     twice_rank_sum = np.add.reduceat(np.where(clicked, twice_rank, 0), first)
     positives = np.add.reduceat(clicked.astype(np.int64), first)
@@ -78,9 +101,10 @@ def grouped_auc(logits: np.ndarray, labels: np.ndarray, groups: np.ndarray) -> f
 
 
 def calibration(logits: np.ndarray, labels: np.ndarray) -> tuple[tuple[float, ...], ...]:
-    """Samples, mean of the predicted probability, and share of clicks, of up to CALIBRATION_BINS bins, from the lowest logits to the highest.
+    """Return samples, mean predicted probability and share of clicks of each bin.
 
-    Samples of one logit are in one bin. Empty without samples, and where a logit is not finite.
+    There are up to CALIBRATION_BINS bins, from the lowest logits to the highest. Samples with the
+    same logit are in one bin. The result is empty without samples, and if a logit is not finite.
     """
     if not len(logits) or not np.isfinite(logits).all():
         return ()
@@ -94,7 +118,13 @@ def calibration(logits: np.ndarray, labels: np.ndarray) -> tuple[tuple[float, ..
 
 
 def click_metrics(logits: np.ndarray, labels: np.ndarray, groups: np.ndarray | None = None) -> LabelMetrics:
-    """Of a label of clicks. logits: float32 [n]; labels: 0 or 1, [n]; groups: as `grouped_auc` has them, where there are any."""
+    """Return the metrics of a label of clicks.
+
+    Args:
+        logits: float32 [n].
+        labels: 0 or 1, [n].
+        groups: as in `grouped_auc`. If None, there is no grouped AUC.
+    """
     n, clicked = len(logits), labels > 0.5
     positives, nothing = int(clicked.sum()), math.nan
     rate = positives / n if n else nothing
@@ -113,7 +143,7 @@ def click_metrics(logits: np.ndarray, labels: np.ndarray, groups: np.ndarray | N
 
 
 def number_metrics(predicted: np.ndarray, numbers: np.ndarray) -> LabelMetrics:
-    """Of a label of numbers. predicted, numbers: float32 [n]."""
+    """Return the metrics of a label of numbers. Both arguments are float32 [n]."""
     n, nothing = len(predicted), math.nan
     errors = predicted.astype(np.float64) - numbers.astype(np.float64)
     observed = exact_sum(numbers.astype(np.float64))
@@ -125,12 +155,18 @@ def number_metrics(predicted: np.ndarray, numbers: np.ndarray) -> LabelMetrics:
 
 
 class EvaluationSamples:
-    """Collects outputs and labels until the metrics are asked for: 5 bytes a sample and label of clicks, 8 of numbers, and 8 for a group or a loss.
+    """Outputs and labels of evaluation samples, collected until the metrics are computed.
 
-    kinds: of each label, "click" or "number".
+    A sample takes 5 bytes for each label of clicks, 8 for each label of numbers, and 8 each for a
+    group and a loss.
     """
 
     def __init__(self, kinds: Sequence[str]) -> None:
+        """Begin without samples.
+
+        Args:
+            kinds: for each label, "click" or "number".
+        """
         self._kinds = tuple(kinds)
         self._outputs: list[np.ndarray] = []
         self._labels: list[list[np.ndarray]] = [[] for _ in kinds]
@@ -140,7 +176,14 @@ class EvaluationSamples:
     def add(
         self, outputs: np.ndarray, labels: np.ndarray, groups: np.ndarray | None = None, losses: np.ndarray | None = None
     ) -> None:
-        """outputs: float32 [n] or [n, labels]; labels: [n, labels]; groups: int64 [n]; losses: float64 [n], where the log loss is not trained."""
+        """Add samples.
+
+        Args:
+            outputs: float32 [n] or [n, labels].
+            labels: [n, labels].
+            groups: int64 [n], or None without groups.
+            losses: float64 [n], the trained loss. None if that is the log loss.
+        """
         self._outputs.append(np.array(outputs, np.float32).reshape(labels.shape))
         for column, kind, kept in zip(labels.T, self._kinds, self._labels, strict=True):
             kept.append(np.array(column, np.float32) if kind == "number" else column > 0.5)
@@ -149,11 +192,11 @@ class EvaluationSamples:
 
     @property
     def samples(self) -> int:
-        """How many were added."""
+        """The number of samples added."""
         return sum(map(len, self._outputs))
 
     def metrics(self) -> list[LabelMetrics]:
-        """Of all samples added, for each label."""
+        """Return the metrics of all samples added, for each label."""
         outputs = np.concatenate([np.empty((0, len(self._kinds)), np.float32), *self._outputs])
         groups = np.concatenate(self._groups) if self._groups else None
         of_labels = []
@@ -165,12 +208,15 @@ class EvaluationSamples:
         return of_labels
 
     def mean_loss(self) -> float | None:
-        """The mean of the trained loss over the samples; None where it is the log loss."""
+        """Return the mean of the trained loss over the samples, or None if it is the log loss."""
         return exact_sum(np.concatenate(self._trained_losses)) / self.samples if self._trained_losses else None
 
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""Called with outputs and labels, both float32 [b] or [b, labels]: a loss for each sample, float32 [b]."""
+"""A function of outputs and labels, both float32 [b] or [b, labels].
+
+It returns a loss for each sample, float32 [b].
+"""
 
 _OF_KIND: dict[str, Callable[..., Tensor]] = {
     "click": functional.binary_cross_entropy_with_logits,
@@ -181,13 +227,21 @@ _EVALUATED = {"click": log_losses, "number": squared_errors}
 
 @dataclass(frozen=True, slots=True)
 class OwnLoss:
-    """A loss of a user's own. name: as `--loss` has it."""
+    """A loss of the user's own.
+
+    Attributes:
+        name: as in `--loss`.
+        function: computes the loss of each sample.
+    """
 
     name: str
     function: LossFunction
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """A loss for each sample, float32 [b]. Raises ModelError where the function raises, or returns something else."""
+        """Return a loss for each sample, float32 [b].
+
+        Raises ModelError if the function raises, or returns something else.
+        """
         try:
             losses = self.function(outputs, labels)
         except Exception as error:  # a user's function may raise anything
@@ -208,21 +262,39 @@ class OwnLoss:
 
 @dataclass(frozen=True, slots=True)
 class TrainingLoss:
-    """What is trained. kinds: of the labels, "click" or "number"; label_weights: what the loss of each is multiplied by; own: in their place."""
+    """The loss that is trained.
+
+    Attributes:
+        kinds: for each label, "click" or "number".
+        label_weights: for each label, the factor of its loss.
+        own: the user's own loss, which replaces those of the labels. If None, there is none.
+    """
 
     kinds: tuple[str, ...]
     label_weights: tuple[float, ...]
     own: OwnLoss | None = None
 
     def of_slice(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """The sum over a slice's samples. outputs, labels: float32 [b] or [b, labels]; weights: of the samples, float32 [b], where they have any."""
+        """Return the sum of the loss over a slice's samples.
+
+        Args:
+            outputs: float32 [b] or [b, labels].
+            labels: float32, in the shape of `outputs`.
+            weights: the weights of the samples, float32 [b], or None if they have none.
+        """
         if weights is None and self._is_log_loss:
             return functional.binary_cross_entropy_with_logits(outputs, labels, reduction="sum")
         losses = self._of_samples(outputs, labels)
         return (losses if weights is None else losses * weights).sum()
 
     def of_evaluation(self, outputs: Tensor, labels: np.ndarray, weights: np.ndarray | None) -> np.ndarray | None:
-        """The loss of each sample of a slice, float64 [b]; None where that is the log loss. outputs: as forward gives them; labels: [b, labels]."""
+        """Return the loss of each sample of a slice, float64 [b], or None if it is the log loss.
+
+        Args:
+            outputs: as forward returned them.
+            labels: [b, labels].
+            weights: the weights of the samples, [b], or None if they have none.
+        """
         if weights is None and self._is_log_loss:
             return None
         if self.own is not None:
@@ -238,7 +310,7 @@ class TrainingLoss:
 
     @property
     def _is_log_loss(self) -> bool:
-        """Whether it is the log loss of one label, but for weights of the samples."""
+        """Whether it is the log loss of one label, apart from weights of the samples."""
         return self.own is None and self.kinds == ("click",)
 
     def _of_samples(self, outputs: Tensor, labels: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""A training step: exchange, commits, undo, copies of lanes."""
+"""A training step: exchange, commits, undo, replicas of lanes."""

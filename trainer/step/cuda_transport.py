@@ -1,4 +1,7 @@
-"""Transports between CUDA devices: by NCCL, or through host memory where trainers share a device, which NCCL refuses."""
+"""Transports between CUDA devices.
+
+They use NCCL, or host memory where trainers share a device, which NCCL refuses.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,38 @@ from foreload.trainer.step.transport import LinkedTransport, Transport, Work, aw
 
 
 class NcclTransport(Transport):
-    """Between CUDA devices by NCCL: all messages of a post are one batch, matched by order; a kind only says what bytes_sent counts them as."""
+    """A transport between CUDA devices that uses NCCL.
+
+    All messages of a post are one batch, and NCCL matches them by their order. A message's kind
+    only decides under which key `bytes_sent` counts the message.
+    """
 
     def __init__(
         self, store: dist.Store, term: int, trainer: int, members: Sequence[int], timeout: timedelta, device: torch.device
     ) -> None:
-        """store: the run's rendezvous store. Raises PeerLost if a peer does not come."""
+        """Form the group of a term.
+
+        Args:
+            store: the run's rendezvous store.
+            term: the number of the term, under which the group meets in the store.
+            trainer: the number of this trainer.
+            members: the numbers of all trainers, by rank.
+            timeout: how long a peer may be silent before it counts as lost.
+            device: the CUDA device of this trainer's tensors.
+
+        Raises:
+            PeerLost: a peer did not come in time.
+        """
         super().__init__(trainer, members, timeout)
         self._device = device
-        # Not in builds of torch without CUDA.
+        # Builds of torch without CUDA lack this class.
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timeout
         with peers_lost(f"trainer {trainer}: cannot form the group of term {term} with {self.world} trainers"):
             self._group = nccl(dist.PrefixStore(f"term/{term}/nccl", store), self.rank, self.world, options)
-            # The communicator is made by the first collective, in which every rank must take part.
+            # NCCL makes the communicator in the first collective, in which every rank must take
+            # part.
             self._group.allreduce([torch.zeros(1, device=device)]).wait()
 
     @property
@@ -43,7 +63,8 @@ class NcclTransport(Transport):
             return _NcclWork(self, None)
         with self.lost_if_nccl_fails():
             self._group._start_coalescing()
-            # By ascending peer on both sides; within a pair each direction has one message.
+            # NCCL matches messages by their order, so both sides go through their peers in
+            # ascending order. Within a pair, each direction has one message.
             for peer in sorted({*outgoing, *incoming}):
                 if peer in outgoing:
                     self._group.send([as_bytes(outgoing[peer])], peer, 0)
@@ -52,11 +73,15 @@ class NcclTransport(Transport):
             return _NcclWork(self, self._group._end_coalescing())
 
     def lost_if_nccl_fails(self) -> AbstractContextManager[None]:
-        """While entered, errors of NCCL are raised as PeerLost. NCCL does not tell which peer it is."""
+        """Return a context in which errors of NCCL are raised as PeerLost.
+
+        NCCL does not report which peer was lost.
+        """
         return peers_lost(f"trainer {self.members[self.rank]}: lost a peer")
 
     def interrupt(self) -> None:
-        # This frees who waits here, and by the closed connections who waits for this rank.
+        # This releases the threads that wait here. The connections it closes release the peers that
+        # wait for this rank.
         self._group.abort()
 
     def close(self) -> None:
@@ -76,10 +101,19 @@ class _NcclWork(Work):
 
 
 class StagedTransport(LinkedTransport):
-    """For tensors on `device`. A post waits until what is sent is in host memory; what is received is on the device once it was waited for."""
+    """A transport that takes tensors on `device` through host memory.
+
+    A post waits until the outgoing tensors are in host memory. Incoming tensors are on the device
+    once their `Work` has been waited for.
+    """
 
     def __init__(self, device: torch.device, *further: Any) -> None:
-        """further: as LinkedTransport takes it."""
+        """Form the group of a term.
+
+        Args:
+            device: the device of the tensors in messages.
+            further: the arguments of LinkedTransport.
+        """
         self._device = device
         super().__init__(*further)
 
@@ -98,7 +132,13 @@ class StagedTransport(LinkedTransport):
 
 class _StagedWork(Work):
     def __init__(self, work: Work, received: list[tuple[Tensor, Tensor]]) -> None:
-        """received: for each message, where it goes, and where it comes."""
+        """Wrap the work of the messages in host memory.
+
+        Args:
+            work: the messages under way in host memory.
+            received: for each incoming message, the tensor on the device and its buffer in host
+                memory.
+        """
         self._work, self._received = work, received
 
     def wait(self, timeout: timedelta | None = None) -> None:
@@ -117,9 +157,19 @@ def share_devices(
     patience: timedelta,
     check: Callable[[], None],
 ) -> bool:
-    """Whether two trainers of a term have the same CUDA device, which every trainer says here. check: called while they are waited for.
+    """Return whether two trainers of a term use the same CUDA device.
 
-    Raises PeerLost if one does not say it in time.
+    Every trainer of the term calls this. Each publishes its device in the store and waits for those
+    of the others.
+
+    Args:
+        store: the run's rendezvous store.
+        device: the CUDA device of this trainer.
+        patience: how long to wait for the others.
+        check: called repeatedly while this trainer waits.
+
+    Raises:
+        PeerLost: a trainer did not publish its device in time.
     """
     group, keys = dist.PrefixStore(f"term/{term}/devices", store), [str(member) for member in members]
     with peers_lost(f"trainer {trainer}: cannot form the group of term {term}"):

@@ -1,7 +1,8 @@
-"""Whether all trainers have the same dense part: by checksums of its parameters, buffers and optimizer state.
+"""Check that all trainers of a term have the same dense part.
 
-Every trainer updates the dense part alike, so it is the same everywhere by definition. If it is not, the trainers' gradients belong to different
-models, and what comes of them is none that could be trained again.
+The trainers compare checksums of its parameters, buffers and optimizer state. Every trainer updates
+the dense part alike, so it is the same everywhere by definition. If it differs, the trainers'
+gradients belong to different models, and nothing can reproduce the model that they result in.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from foreload.trainer.step.term_session import TermSession, TrainerParts
 
 
 def dense_checksums(parts: TrainerParts) -> dict[str, str]:
-    """Return the checksum of each parameter and buffer by its name, and of the optimizer's state by "<parameter>/<key>"."""
+    """Return the checksums of the dense part.
+
+    The keys are the names of parameters and buffers and, for the optimizer's state,
+    "<parameter>/<key>".
+    """
     named, state = dict(parts.module.named_parameters()), parts.optimizer.state
     sums = {name: checksum(value) for name, value in (*named.items(), *parts.module.named_buffers())}
     for name, parameter in named.items():
@@ -31,23 +36,32 @@ def dense_checksums(parts: TrainerParts) -> dict[str, str]:
 
 
 def _checksum_of(value: Any) -> str:
-    """Of a value of an optimizer's state, which may be a number."""
+    """Return the checksum of a value of an optimizer's state, which may be a number."""
     return checksum(value) if isinstance(value, Tensor) else repr(value)
 
 
 def check_agreement(parts: TrainerParts, session: TermSession, step: int) -> None:
-    """Raise DenseDiverged, on every trainer alike, if the dense part after training step `step` differs between the trainers of a term.
+    """Raise an error on every trainer if the dense part differs between the trainers of a term.
 
-    Every trainer of the term calls this at the same points of the program. Raises PeerLost.
+    Every trainer of the term calls this at the same points of the program.
+
+    Args:
+        step: the training step after which the dense parts are compared.
+
+    Raises:
+        DenseDiverged: the dense parts differ. Every trainer raises this.
+        PeerLost: another trainer was lost.
     """
     transport, exchange = session.transport, session.exchange
     if transport.world == 1:
         return
     text = json.dumps(dense_checksums(parts)).encode()
-    # First how long the texts are, and a checksum of each, which is all where they are equal.
+    # Send the length and a checksum of each text first. If all are equal, nothing else is sent.
     short = torch.tensor([len(text), int(checksum(_as_tensor(text))[:15], 16)], dtype=torch.int64)
     of_all = exchange.gather(short)
     if any(not torch.equal(short, other) for other in of_all):
+        # Messages must have the same size everywhere, so shorter texts are padded with spaces,
+        # which JSON ignores.
         padded = text.ljust(max(int(other[0]) for other in of_all))
         texts = [json.loads(other.numpy().tobytes()) for other in exchange.gather(_as_tensor(padded))]
         check_alike(dict(zip(transport.members, texts, strict=True)), step)
@@ -61,8 +75,8 @@ def check_alike(sums: Mapping[int, Mapping[str, str]], step: int) -> None:
     """Raise DenseDiverged if trainers have different checksums of the dense part.
 
     Args:
-        sums: by trainer, what `dense_checksums` gave.
-        step: the training step after which that was; below 0 before any.
+        sums: by trainer, the result of `dense_checksums`.
+        step: the training step after which the checksums were made; negative before any step.
     """
     for name in dict.fromkeys(name for of_trainer in sums.values() for name in of_trainer):
         holders: dict[str | None, list[int]] = defaultdict(list)

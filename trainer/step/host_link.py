@@ -1,7 +1,9 @@
-"""Messages between two trainers of one host: their bytes through memory that both have mapped, and a frame on a Unix socket for each.
+"""Links between two trainers of one host.
 
-A TCP connection takes the same bytes through the kernel twice, in a thread that wants a core of its own while it does. Here who sends copies them
-into its own memory, who receives copies them out, and nobody else takes part.
+The bytes of a message go through memory that both processes have mapped, and a frame on a Unix
+socket announces each message. A TCP connection would take the same bytes through the kernel twice,
+in a thread that needs a core of its own meanwhile. Here the sender copies the bytes into its own
+memory and the receiver copies them out. No other thread takes part.
 """
 
 from __future__ import annotations
@@ -26,16 +28,20 @@ from foreload.trainer.step.link import Link, LinkClosed
 
 _FRAME = struct.Struct("=iqq")  # kind, bytes, where they begin in the sender's memory
 _HELLO = struct.Struct("=i")  # the sender's rank
-_ALIGNED = 64  # bytes; so many stand before those of a message, and the first of them is 1 until they have been received
-_REGION_BYTES = 1 << 36  # of addresses: pages of which nothing was ever written take no memory
-# Whose loads and stores are seen by others in the order of the program, but for loads that overtake stores: who finds a message received may write
-# over it at once. Trainers on other processors have no links.
+# A message begins with a header of this size. The header's first byte is 1 until the message has
+# been received.
+_ALIGNED = 64  # bytes
+# This is address space. Pages that were never written take no memory.
+_REGION_BYTES = 1 << 36
+# On these processors other cores see a program's loads and stores in its order, except that loads
+# may overtake stores. The protocol needs this order, since a sender that sees a message as received
+# may overwrite it at once. Trainers on other processors do not link over shared memory.
 _ORDERED = ("x86_64", "AMD64")
 _READ_BYTES = 1 << 12
 
 
 def listen() -> tuple[str, socket.socket]:
-    """A name that nobody can guess, and a socket of this host that listens there."""
+    """Return a name that nobody can guess, and a socket of this host that listens under it."""
     name = f"foreload-{secrets.token_hex(16)}"
     listening = socket.socket(socket.AF_UNIX)
     listening.bind("\0" + name)
@@ -44,7 +50,7 @@ def listen() -> tuple[str, socket.socket]:
 
 
 class HostLink(Link):
-    """Over shared memory. Both ends call `introduce`, and then `meet`."""
+    """A link over shared memory. Both ends call `introduce`, and then `meet`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -55,21 +61,33 @@ class HostLink(Link):
         self._ended = select.poll()
         self._ended.register(connection, select.POLLRDHUP)
         self._unread = b""
-        self._arrived: dict[tuple[int, int], tuple[int, int]] = {}  # (kind, number) -> bytes, where they begin
-        self._frames: Counter[int] = Counter()  # by kind, how many have come
-        self._wanted: Counter[int] = Counter()  # by kind, how many messages were asked for
-        self._outs: dict[tuple[int, int], Tensor] = {}  # (kind, number) -> where it goes
-        self._in_use: list[tuple[int, int]] = []  # where messages begin and end that may not be received yet, ascending
+        # (kind, number) -> (bytes, where they begin), for messages that have arrived.
+        self._arrived: dict[tuple[int, int], tuple[int, int]] = {}
+        # The number of messages of each kind that have arrived.
+        self._frames: Counter[int] = Counter()
+        # The number of messages of each kind that `expect` has requested.
+        self._wanted: Counter[int] = Counter()
+        # (kind, number) -> the tensor that receives the message.
+        self._outs: dict[tuple[int, int], Tensor] = {}
+        # (begin, end) of messages in this end's memory that may not have been received yet,
+        # ascending.
+        self._in_use: list[tuple[int, int]] = []
 
     def introduce(self, rank: int) -> None:
-        """Tell the other end who this is, and let it map what this end sends. Raises LinkClosed."""
+        """Send the other end this trainer's rank and the memory that this end sends from.
+
+        Raises LinkClosed.
+        """
         try:
             socket.send_fds(self._connection, [_HELLO.pack(rank)], [self._own.descriptor])
         except OSError as error:
             raise LinkClosed(str(error)) from error
 
     def meet(self, timeout: timedelta) -> int:
-        """Wait until the other end has introduced itself: its rank. Raises LinkClosed."""
+        """Wait until the other end has introduced itself, and return its rank.
+
+        Raises LinkClosed.
+        """
         self._connection.settimeout(timeout.total_seconds())
         try:
             hello, descriptors, _, _ = socket.recv_fds(self._connection, _HELLO.size, 1)
@@ -83,7 +101,7 @@ class HostLink(Link):
         return int(rank)
 
     def send(self, kind: int, tensor: Tensor) -> None:
-        """See Link; the tensor may change at once."""
+        """See Link. The tensor may change as soon as this returns."""
         size = tensor.nbytes
         place = self._room(size)
         self._own.memory[place] = 1
@@ -93,7 +111,8 @@ class HostLink(Link):
             try:
                 frame = frame[self._connection.send(frame) :]
             except BlockingIOError:
-                # The other end may be as full of frames, and wait likewise: so what comes is read meanwhile.
+                # The other end's socket may be full of frames too, and it may wait here as well.
+                # Reading incoming frames meanwhile prevents a deadlock.
                 writable = select.poll()
                 writable.register(self._connection, select.POLLIN | select.POLLOUT)
                 writable.poll()
@@ -122,7 +141,8 @@ class HostLink(Link):
             raise ValueError(f"message of kind {kind}: must have {out.nbytes} bytes, got {size}")
         assert self._theirs is not None
         ctypes.memmove(out.data_ptr(), self._theirs.address + place + _ALIGNED, size)
-        # A single store, of a byte, and the last: from here on the place may be another message's. (struct.pack_into would write zeros twice.)
+        # This must be one store of one byte, and the last access: from here on the sender may put
+        # another message in this place. (struct.pack_into would write a zero twice.)
         self._theirs.memory[place] = 0
 
     @property
@@ -146,7 +166,10 @@ class HostLink(Link):
             self._theirs.close()
 
     def _read(self) -> None:
-        """Note the frames that have come. Raises LinkClosed where there are none, and none will come."""
+        """Record the frames that have arrived.
+
+        Raises LinkClosed if none are left and the connection is closed.
+        """
         try:
             data = self._connection.recv(_READ_BYTES)
         except BlockingIOError:
@@ -163,7 +186,10 @@ class HostLink(Link):
         self._unread = self._unread[whole:]
 
     def _room(self, size: int) -> int:
-        """The first place in this end's memory with room for a message, which is in use from here on."""
+        """Reserve room for a message in this end's memory, and return where it begins.
+
+        It is the first gap that is large enough. Raises LinkClosed if the memory is full.
+        """
         self._in_use = [block for block in self._in_use if self._own.memory[block[0]]]
         length = _ALIGNED + -(-size // _ALIGNED) * _ALIGNED
         number, place = _first_gap(self._in_use, length)
@@ -174,7 +200,14 @@ class HostLink(Link):
 
 
 def _first_gap(blocks: Iterable[tuple[int, int]], length: int) -> tuple[int, int]:
-    """(before which block, where) there is room first; blocks: (begin, end), ascending."""
+    """Return the first gap of at least `length` bytes.
+
+    Args:
+        blocks: (begin, end) of the blocks in use, ascending.
+
+    Returns:
+        The number of the block behind the gap, and where the gap begins.
+    """
     number, end = 0, 0
     for begin, following in blocks:
         if begin - end >= length:
@@ -184,7 +217,7 @@ def _first_gap(blocks: Iterable[tuple[int, int]], length: int) -> tuple[int, int
 
 
 class _Region:
-    """The memory of one end's messages, mapped here; owns the descriptor."""
+    """The memory of one end's messages, mapped into this process. It owns the descriptor."""
 
     def __init__(self, descriptor: int, create: bool) -> None:
         self.descriptor = descriptor
@@ -206,7 +239,10 @@ class _Region:
 
 
 def accept(listening: socket.socket) -> HostLink:
-    """A link to the next process of this user that connects. Raises OSError, also TimeoutError where `listening` has a timeout."""
+    """Return a link to the next process of this user that connects.
+
+    Raises OSError, and its subclass TimeoutError if `listening` has a timeout.
+    """
     while True:
         connection, _ = listening.accept()
         with contextlib.suppress(PermissionError):
@@ -214,7 +250,11 @@ def accept(listening: socket.socket) -> HostLink:
 
 
 def connect(name: str) -> HostLink | None:
-    """A link to who listens there; None where nobody does on this host, somebody else's process does, or memory cannot be shared."""
+    """Return a link to the process that listens under `name` on this host.
+
+    Returns None if no process listens there, if it belongs to another user, or if the two cannot
+    share memory.
+    """
     if platform.machine() not in _ORDERED:
         return None
     connection = socket.socket(socket.AF_UNIX)
@@ -227,7 +267,11 @@ def connect(name: str) -> HostLink | None:
 
 
 def _linked(connection: socket.socket) -> HostLink:
-    """A link over a connection, which is closed where OSError is raised, as it is if another user's process is at the other end."""
+    """Return a link over a connection.
+
+    If the link cannot be made, the connection is closed and OSError is raised. It is
+    PermissionError if the process at the other end belongs to another user.
+    """
     try:
         _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user != os.getuid():

@@ -1,4 +1,7 @@
-"""The lanes that a trainer hosts: who sits in their slots, and the traffic with the store; and the copies that it has of other lanes."""
+"""The lanes that a trainer hosts, and the replicas of other lanes that it holds.
+
+Hosted lanes have rows in their slots and traffic with the store.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,34 @@ from foreload.trainer.step.term_session import Clock
 
 
 class LaneReplica:
-    """Rows, states and occupants of a lane's slots after a committed step, and the rows that its owner still owes the store.
+    """A replica of another trainer's lane, in the state after a committed step.
 
-    It is moved by the schedule, as the owner's partition is; a row's values come from its owner once it was changed (`replication`). One that is
-    seeded while training goes on holds the slots below `cursor` alone.
+    It has the rows, states and occupants of the lane's slots, and the rows that the owner still
+    owes the store. The schedule moves rows in it as it does in the owner's partition. The owner
+    sends the new values of rows that changed (`replication`). A replica that is seeded while
+    training goes on holds only the slots below `cursor`.
 
-    partition: without base. given: int64 [tables], the lane's ordinals given so far. owed: boundary -> the rows that ended there, for each
-    boundary that is not known to be released. released, batch: the last boundary up to which all are released, and the last write-back batch that
-    is, as the owner last reported. seeded_at: the step after which the last slots came; rows that ended up to there may be missing from `owed`.
-    scratch: uint8 [slots], zeros between uses.
+    Attributes:
+        partition: the slots, without base.
+        given: int64 [tables], the number of the lane's ordinals given so far.
+        owed: by boundary, the rows that ended there, for each boundary that is not known to be
+            released.
+        released: the last boundary up to which all rows are released, as the owner last reported.
+        batch: the last write-back batch that is released, as the owner last reported.
+        cursor: the replica holds the slots below it.
+        seeded_at: the step after which the last slots arrived. Rows that ended up to that step may
+            be missing from `owed`.
+        scratch: uint8 [slots], zeros between uses.
     """
 
     def __init__(self, lane: int, partition: Partition, tables: int, empty: bool) -> None:
-        """empty: nothing sits in the lane's slots and nothing is owed, so the copy lacks nothing; else it must be seeded."""
+        """Make a replica whose slots are all free.
+
+        Args:
+            tables: the number of tables.
+            empty: whether no row sits in the lane's slots and no row is owed. Then the replica is
+                complete, otherwise it must be seeded.
+        """
         self.lane, self.partition = lane, partition
         self.given = np.zeros(tables, np.int64)
         self.owed: dict[int, EndedRows] = {}
@@ -45,7 +63,13 @@ class LaneReplica:
 
     @classmethod
     def of_owner(cls, lane: int, partition: Partition, given: np.ndarray, released: tuple[int, int]) -> LaneReplica:
-        """What a trainer keeps that was the lane's owner, and owes the store nothing. given, released: as the traffic of the lane had them."""
+        """Make the replica that a former owner keeps, which owes the store nothing.
+
+        Args:
+            given: int64 [tables], the ordinals given so far.
+            released: the last released boundary and write-back batch, as the traffic of the lane
+                had them.
+        """
         partition.forget_base()
         copy = cls(lane, partition, given.size, empty=True)
         copy.given[:] = given
@@ -54,17 +78,24 @@ class LaneReplica:
 
     @property
     def seeded(self) -> bool:
-        """Whether it holds every slot."""
+        """Whether the replica holds every slot."""
         return self.cursor == self.partition.slots
 
     @property
     def complete(self) -> bool:
-        """Whether the lane can be taken over from it: it holds every slot and every row that is owed."""
+        """Whether its trainer can take the lane over from it.
+
+        It must hold every slot and every row that is owed.
+        """
         return self.seeded and self.released >= self.seeded_at
 
     def move(self, step: int, moves: LaneEvent) -> None:
-        """The boundary before a training step, and the tags that the step gives; the values of its rows are put in by the caller."""
+        """Pass the boundary before a training step, and set the tags that the step gives.
+
+        The caller writes the values of the step's rows.
+        """
         ends, arrivals, slots = moves.ends, moves.arrivals, moves.slots
+        # Slots from the cursor on arrive later, with all that has happened in them.
         if not self.seeded:
             ends, slots = ends[ends < self.cursor], slots[slots < self.cursor]
             here = arrivals.slot < self.cursor
@@ -77,21 +108,32 @@ class LaneReplica:
         self.given += initial_by_table(moves.arrivals, self.given.size)
 
     def note_released(self, boundary: int, batch: int) -> None:
-        """What the owner reports: rows that ended up to the boundary are in the store, of the batches up to this one."""
-        # Who has just taken the lane over may know less than was reported before.
+        """Record a report of the owner and drop the owed rows that are in the store.
+
+        Args:
+            boundary: rows that ended up to this boundary are in the store.
+            batch: the last write-back batch that is in the store.
+        """
+        # An owner that has just taken the lane over may report less than the owner before it.
         self.released, self.batch = max(self.released, boundary), max(self.batch, batch)
         for past in [number for number in self.owed if number <= boundary]:
             del self.owed[past]
 
 
 def initial_by_table(arrivals: Arrivals, tables: int) -> np.ndarray:
-    """How many rows get their ordinals by arriving, int64 [tables]: those that were never written."""
+    """Return how many arriving rows get their ordinals now, int64 [tables].
+
+    These are the rows that were never written.
+    """
     return np.bincount(arrivals.table[arrivals.tag == 0], minlength=tables).astype(np.int64)
 
 
 @nb.njit(nogil=True, cache=True)
 def _arrival_of(slots: np.ndarray, arriving: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
-    """out[i]: which arrival takes slots[i], or -1. scratch int32 [slots]: all -1, before and after."""
+    """Set `out[i]` to the number of the arrival that takes `slots[i]`, or to -1.
+
+    `scratch` is int32 [slots] and holds only -1, before and after.
+    """
     for a in range(arriving.size):
         scratch[arriving[a]] = a
     for i in range(slots.size):
@@ -102,7 +144,15 @@ def _arrival_of(slots: np.ndarray, arriving: np.ndarray, scratch: np.ndarray, ou
 
 @dataclass(frozen=True, slots=True)
 class KeptBoundary:
-    """What undoes a boundary of a lane: slots int32 [E] and the rows that left them, slots taken int32 [A], ordinals given int64 [tables]."""
+    """What it takes to undo a boundary of a lane.
+
+    Attributes:
+        slots: int32 [E], the slots that rows left.
+        ended: the rows that left them.
+        taken: int32 [A], the slots that arrivals took.
+        given: int64 [tables], the number of ordinals that the arrivals were given.
+        at_stop: whether the residencies ended because of a clean stop, beyond the schedule.
+    """
 
     slots: np.ndarray
     ended: EndedRows
@@ -112,12 +162,16 @@ class KeptBoundary:
 
 
 class HostedLanes:
-    """Partitions by lane, and the one traffic that serves them. Lanes come and go between steps.
+    """The partitions of the hosted lanes, and the one traffic that serves them.
 
-    stored: access to the rows in the store, which belongs to the traffic's thread. All methods are for the trainer's own thread.
+    Lanes come and go between steps. All methods are for the trainer's own thread.
 
-    keeps: whether boundaries can be undone. Then rows that ended at one are handed to the traffic only when the step before it is committed
-    (`commit`). given: lane -> int64 [tables], the ordinals given so far.
+    Attributes:
+        stored: access to the rows in the store. It belongs to the traffic's thread.
+        partitions: by lane.
+        given: by lane, int64 [tables], the number of ordinals given so far.
+        keeps: whether boundaries can be undone. If so, rows that ended at a boundary are handed to
+            the traffic only when the step before it is committed (`commit`).
     """
 
     def __init__(self, stored: StoredRows, traffic: Traffic) -> None:
@@ -125,24 +179,35 @@ class HostedLanes:
         self.partitions: dict[int, Partition] = {}
         self.given: dict[int, np.ndarray] = {}
         self.keeps = False
-        self._arrivals: dict[int, np.ndarray] = {}  # scratch of `_arrival_of` by lane, int32 [slots], all -1 between calls
-        self._held_up = 0.0  # seconds for which the traffic had no room
-        self._boundary = -1  # the last one that was passed
-        self._handed: dict[int, int] = {}  # by lane, the last boundary whose rows the traffic has
-        self._kept: dict[int, dict[int, KeptBoundary]] = {}  # by boundary and lane
-        self._given_last: dict[
-            int, deque[tuple[int, np.ndarray]]
-        ] = {}  # by lane, at the last two boundaries, where these cannot be undone
+        # By lane, the scratch array of `_arrival_of`: int32 [slots], all -1 between calls.
+        self._arrivals: dict[int, np.ndarray] = {}
+        # How long the traffic had no room.
+        self._held_up = 0.0  # seconds
+        # The last boundary that was passed.
+        self._boundary = -1
+        # By lane, the last boundary whose rows the traffic has.
+        self._handed: dict[int, int] = {}
+        # By boundary and lane, what undoes it.
+        self._kept: dict[int, dict[int, KeptBoundary]] = {}
+        # By lane, the ordinals given at each of the last two boundaries, where these cannot be
+        # undone.
+        self._given_last: dict[int, deque[tuple[int, np.ndarray]]] = {}
 
     @property
     def numbers(self) -> list[int]:
-        """Which lanes they are."""
+        """The numbers of the lanes."""
         return list(self.partitions)
 
     def add(self, partition: Partition, plan: LanePlan, given: np.ndarray) -> None:
-        """Host one more lane, which was taken over: partition, with its rows in their slots; plan, of its traffic; given, as the lane's in `given`.
+        """Host one more lane, which was taken over.
 
-        Raises CacheError.
+        Args:
+            partition: the lane's slots, with its rows in them.
+            plan: the plan of its traffic.
+            given: int64 [tables], the number of the lane's ordinals given so far.
+
+        Raises:
+            CacheError: the traffic serves the lane already, or has failed.
         """
         self.traffic.add_lane(plan)
         self.partitions[plan.lane] = partition
@@ -151,9 +216,11 @@ class HostedLanes:
         self._arrivals[plan.lane] = np.full(partition.slots, -1, np.int32)
 
     def give_away(self, lane: int) -> LaneReplica:
-        """Host a lane no more, whose next owner has a copy of it: what was handed over is written back, what sits in slots stays, as another copy.
+        """Stop hosting a lane whose next owner has a replica of it.
 
-        To be called between steps, where every boundary that was passed is committed or undone. Raises CacheError.
+        The rows that were handed over are written back. The rows in slots stay, and the result is a
+        further replica of the lane. Call this between steps, when every boundary that was passed is
+        committed or undone. Raises CacheError.
         """
         self.traffic.flush()
         released, _ = self.traffic.released(lane)
@@ -162,14 +229,20 @@ class HostedLanes:
         return LaneReplica.of_owner(lane, self.partitions.pop(lane), self.given.pop(lane), (released, batch))
 
     def weights(self) -> dict[int, Tensor]:
-        """Lane -> float32 [slots, W]: the partitions themselves, no copies."""
+        """Return the weights by lane, float32 [slots, W].
+
+        They are the partitions' own tensors, not copies.
+        """
         return {lane: partition.weights for lane, partition in self.partitions.items()}
 
     def pass_boundary(self, event: Event, moves: Sequence[LaneEvent], clock: Clock) -> None:
-        """The boundary before an event: rows of ended residencies leave for write-back, arrived rows take their slots.
+        """Pass the boundary before an event.
 
-        A boundary is passed once, and stays behind whatever becomes of the step: what left is with the traffic, and rows that arrived are as the
-        store has them until the step is applied. Evaluation ends no residency.
+        Rows of ended residencies leave for write-back, and arrived rows take their slots. A
+        boundary is passed once, and remains passed even if the step fails: the rows that left go to
+        the traffic, and the rows that arrived equal those in the store until the step is applied.
+        Only `undo_boundaries` takes a boundary back, if `keeps` is set. Evaluation ends no
+        residency.
         """
         for lane, partition in self.partitions.items():
             own = moves[lane]
@@ -186,7 +259,11 @@ class HostedLanes:
     def _end(
         self, lane: int, boundary: int, slots: np.ndarray, arrivals: Arrivals | None = None, at_stop: bool = False
     ) -> EndedRows:
-        """Residencies end at a boundary, at which `arrivals` come: keep the rows, or hand them over."""
+        """End residencies at a boundary, and keep their rows or hand them to the traffic.
+
+        Args:
+            arrivals: the rows that arrive at the boundary. If None, none do.
+        """
         ended = self.partitions[lane].end(slots)
         given = np.zeros_like(self.given[lane])
         if arrivals is not None:
@@ -201,23 +278,33 @@ class HostedLanes:
         return ended
 
     def given_after(self, lane: int, step: int) -> np.ndarray:
-        """The ordinals given up to a training step, int64 [tables], where the boundary behind it may have been passed, and was not undone."""
+        """Return how many ordinals were given up to a training step, int64 [tables].
+
+        The boundary behind that step may have been passed, if it was not undone.
+        """
         return self.given[lane] - sum(given for boundary, given in self._given_last.get(lane, ()) if boundary > step)
 
     def _hand_over(self, lane: int, boundary: int, ended: EndedRows, at_stop: bool) -> None:
-        """Give the rows of a boundary to the traffic, unless it has them: those of one that was undone are the same bits when it is passed again."""
+        """Give the rows of a boundary to the traffic, unless the traffic has them.
+
+        A boundary that was undone and is passed again has the same rows, bit for bit.
+        """
         if boundary > self._handed[lane]:
-            # Whatever becomes of the call, the traffic has them then.
+            # The traffic has the rows from here on, even if the call fails.
             self._handed[lane] = boundary
             self._held_up += self.traffic.write_back(lane, boundary, ended, at_stop)
 
     def take_held_up(self) -> float:
-        """Seconds for which the traffic had no room for rows that leave, since this was asked last."""
+        """Return for how many seconds the traffic had no room for rows since the last call."""
         held_up, self._held_up = self._held_up, 0.0
         return held_up
 
     def commit(self, step: int) -> None:
-        """Training step `step` is committed: the rows that ended at the boundary after it leave for write-back, and older boundaries stay passed."""
+        """Note that training step `step` is committed.
+
+        Rows that ended at the boundary after it are handed to the traffic. Older boundaries can no
+        longer be undone.
+        """
         for boundary in sorted(self._kept):
             if boundary <= step:
                 del self._kept[boundary]
@@ -226,7 +313,10 @@ class HostedLanes:
                     self._hand_over(lane, boundary, kept.ended, kept.at_stop)
 
     def undo_boundaries(self, step: int) -> None:
-        """Undo the boundaries after training step `step` that were passed: rows that left sit in their slots again, those that came are gone."""
+        """Undo the boundaries that were passed after training step `step`.
+
+        Rows that left sit in their slots again, and rows that arrived leave the slots.
+        """
         for boundary in sorted((number for number in self._kept if number > step), reverse=True):
             for lane, kept in self._kept.pop(boundary).items():
                 self.partitions[lane].put_back(kept.taken, kept.slots, kept.ended)
@@ -234,14 +324,24 @@ class HostedLanes:
         self._boundary = min(self._boundary, step)
 
     def hand_over_owed(self, lane: int, owed: Sequence[tuple[int, EndedRows]]) -> None:
-        """Give the traffic what an earlier owner of the lane has left to write, by boundary, ascending."""
+        """Give the traffic the rows that an earlier owner of the lane did not write.
+
+        Args:
+            owed: the rows by boundary, ascending.
+        """
         for boundary, rows in owed:
             self._hand_over(lane, boundary, rows, at_stop=False)
 
     def take_early(self, event: Event, lane: int, moves: LaneEvent, places: np.ndarray, out: Tensor, kernels: Kernels) -> None:
-        """The weights of rows that a coming event uses, before its boundary: from their slots or, of those yet to be admitted, from staging.
+        """Read the weights of rows that a coming event uses, before its boundary is passed.
 
-        moves: the lane's part of that event; places: int32 [n] in its list of rows; out: float32 [n, W]. Waits for the arrivals among them.
+        They come from the rows' slots. Rows that have not taken their slots yet come from arrival
+        staging, and this method waits for them.
+
+        Args:
+            moves: the lane's part of the coming event.
+            places: int32 [n], places in the lane's list of rows.
+            out: float32 [n, W], which receives the weights.
         """
         slots = moves.slots[places]
         arrival = np.empty(slots.size, np.int32)
@@ -255,13 +355,20 @@ class HostedLanes:
             kernels.put_rows(out, arriving.astype(np.int32), torch.from_numpy(values).to(out.device))
 
     def write_everything_back(self, boundary: int, at_stop: bool) -> int:
-        """End every residency and wait until the store has all rows. Returns how many sat in slots, beyond the schedule only changed ones.
+        """End every residency, and wait until the store has all rows.
 
-        boundary: of the step after the last one trained. at_stop: on a clean stop; these write-backs are none of the schedule's and are counted
-        apart.
+        Args:
+            boundary: the boundary of the step after the last one trained.
+            at_stop: whether this is a clean stop. Its write-backs are not in the schedule and are
+                counted apart.
+
+        Returns:
+            How many rows sat in slots. On a clean stop, only those that changed since they were
+            stored.
         """
         count = 0
-        # The boundary of a step that was aborted has been passed already.
+        # The boundary of an aborted step has been passed already. Then the rows end at the next
+        # one.
         boundary = max(boundary, self._boundary + 1)
         for lane, partition in self.partitions.items():
             ended = self._end(lane, boundary, partition.occupied(), at_stop=at_stop)
@@ -272,5 +379,8 @@ class HostedLanes:
         return count
 
     def last_batches(self) -> dict[int, int]:
-        """Of each lane the number of its last write-back batch that all shards acknowledged: who opens the lane next begins there."""
+        """Return, by lane, the number of the last write-back batch that all shards acknowledged.
+
+        The next owner of the lane continues from this number.
+        """
         return {lane: self.traffic.last_batch(lane) for lane in self.partitions}

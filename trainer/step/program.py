@@ -1,4 +1,7 @@
-"""A trainer within a term: it runs the schedule's events, training and evaluation steps, over the lanes that it hosts."""
+"""A trainer within a term: it runs the schedule's events over the lanes that it hosts.
+
+The events are training steps and evaluation steps.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +27,36 @@ from foreload.trainer.step.term_session import Clock, TermSession, TrainerParts
 
 
 class EvaluationPass:
-    """Collects the slices of a pass until its reports are asked for. header: of the schedule; loss: what was trained."""
+    """The slices of an evaluation pass, collected until its reports are made."""
 
     def __init__(self, header: Header, loss: TrainingLoss) -> None:
+        """Begin a pass.
+
+        Args:
+            header: the header of the schedule.
+            loss: the loss that was trained.
+        """
         self._header, self._loss = header, loss
         self._sets = {name: EvaluationSamples(loss.kinds) for name in header.set_names}
 
     def add(self, step: int, moves: LaneEvent, outputs: Tensor) -> None:
-        """A slice of an evaluation step, by its number. outputs: float32 [b] or [b, labels], as forward gave them."""
+        """Add a slice of an evaluation step.
+
+        Args:
+            step: the number of the evaluation step.
+            outputs: float32 [b] or [b, labels], as forward returned them.
+        """
         if len(moves.labels):
             losses = self._loss.of_evaluation(outputs, moves.labels, moves.weights)
             self._sets[self._header.set_of(step)].add(outputs.cpu().numpy(), moves.labels, moves.groups, losses)
 
     def reports(self, step: int, epoch: int) -> list[EvaluationReport]:
-        """The metrics of all slices added, of each set in order. step, epoch: those before the pass."""
+        """Return the metrics of all added slices, one report for each evaluation set in order.
+
+        Args:
+            step: the last training step before the pass.
+            epoch: the epoch before the pass.
+        """
         labels, reports = [label.name for label in self._header.features.labels], []
         for name, samples in self._sets.items():
             of_labels = dict(zip(labels, samples.metrics(), strict=True))
@@ -46,30 +65,45 @@ class EvaluationPass:
 
 
 class Trainer:
-    """Runs events over hosted lanes, in one term. One thread uses it; the traffic with the store has a thread of its own.
+    """Runs events over hosted lanes, in one term.
 
-    parts, lanes and copies outlive it: in the next term another Trainer goes on with them, in that term's session. commits: where lanes have
-    copies. applying: whether a step is half applied, also when that failed. on_point: called with the named points of a step, and the step, in
-    an evaluation pass the training step before it (for tests and drills).
+    One thread uses it; the traffic with the store has a thread of its own. Parts, lanes and
+    replicas outlive a Trainer: in the next term another Trainer goes on with them, in that term's
+    session.
+
+    Attributes:
+        commits: the commit state, if lanes have replicas. Otherwise None.
+        applying: whether a step is half applied. It stays true if applying failed.
+        on_point: called with each named point of a step and the step, for tests and drills. In an
+            evaluation pass, the step is the training step before the pass.
+        ends_after: called on every trainer after an evaluation pass, with the training step before
+            the pass and, on the leader only, the metrics of each set. If it returns true, training
+            ends there.
     """
 
     def __init__(
         self, parts: TrainerParts, lanes: HostedLanes, session: TermSession, last_step: int, commits: Commits | None = None
     ) -> None:
-        """last_step: the last one trained before, in whatever term or call; -1 before any."""
+        """Make the trainer of one term.
+
+        Args:
+            last_step: the last step trained before, in any term or call. -1 before any step.
+            commits: the commit state, needed if lanes have replicas.
+        """
         if sorted(lanes.numbers) != sorted(session.hosted):
             raise ValueError(f"lanes: must be those that the term says, {session.hosted}; {lanes.numbers} are open")
         self.parts, self.lanes, self.session = parts, lanes, session
         self.commits = commits
         lanes.keeps = commits is not None
         self.on_point: Callable[[str, int], None] = lambda point, step: None
-        # Asked on every trainer after an evaluation pass behind a step, with its metrics of each set where this trainer leads: whether it ends.
+        # See the class. It must return the same on every trainer.
         self.ends_after: Callable[[int, Sequence[EvaluationReport]], bool] = lambda step, reports: False
         self._bucket = GradientBucket(parts.parameters, session.transport.world)
         self._last_step = last_step
         self.applying = False
         self._evaluation: EvaluationPass | None = None
-        # Of this evaluation pass, where this trainer leads: the first step and lane with an output that is not finite.
+        # On the leader: the first step and lane of this evaluation pass with an output that is not
+        # finite.
         self._not_finite: tuple[int, int] | None = None
 
     def run(
@@ -80,13 +114,29 @@ class Trainer:
         on_evaluation: Callable[[EvaluationReport], None],
         goes_on: Callable[[], bool] = lambda: False,
     ) -> int | None:
-        """Run events until they end, or until stop_after(step), asked after every training step, says so.
+        """Run events until there are no more, or until training stops.
 
-        stop_after must answer alike on all trainers, and so must ends_after. goes_on: asked then, whether it is the term alone that ends. Returns the
-        last step if stopped, None at the end. on_step is called when a step is committed, which is at once where lanes have no copies; on_evaluation,
-        of each set in order, on the trainer that leads alone. Raises LossNotFinite, on every trainer alike, with the rows and the dense part as the
-        last step applied left them, which `commit_last` then commits; PeerLost, after which the term is over; and DenseDiverged, on every trainer
-        alike, which is looked for before the first step, behind each segment and each evaluation pass, and at the end.
+        The dense parts of the trainers are compared before the first step, behind each segment and
+        each evaluation pass, and at the end.
+
+        Args:
+            events: the events to run.
+            stop_after: called after every training step with its number. If it returns true,
+                training stops. It must answer alike on all trainers, and so must `ends_after`.
+            on_step: called with the report of each step when the step is committed. Without
+                replicas, that is at once.
+            on_evaluation: called on the leader only, with the report of each evaluation set in
+                order.
+            goes_on: called when training stops. If it returns true, only the term ends.
+
+        Returns:
+            The last step if training stopped, or None if the events ended.
+
+        Raises:
+            LossNotFinite: on every trainer alike. Rows and the dense part are as the last applied
+                step left them, and `commit_last` can then commit that step.
+            PeerLost: another trainer was lost, and the term is over.
+            DenseDiverged: on every trainer alike.
         """
         check_agreement(self.parts, self.session, self._last_step)
         if self.commits is not None:
@@ -105,6 +155,7 @@ class Trainer:
                     return event.step
             else:
                 following = next(events, None)
+                # A training event, or the end, follows the last step of an evaluation pass.
                 last = following is None or following.kind == "train"
                 reports = self._evaluate(event, last, on_evaluation)
                 if last and self.ends_after(self._last_step, reports) and following is not None:
@@ -115,9 +166,16 @@ class Trainer:
         return None
 
     def commit_last(self, stopping: bool = True) -> None:
-        """Commit the last step by a barrier. Every trainer calls this before it writes back what is left. Raises PeerLost and DenseDiverged.
+        """Commit the last step by a barrier.
 
-        stopping: training ends; otherwise there may be a pause.
+        Every trainer calls this before it writes back the remaining rows.
+
+        Args:
+            stopping: whether training ends. If false, this may be only a pause.
+
+        Raises:
+            PeerLost: another trainer was lost.
+            DenseDiverged: the trainers' dense parts differ.
         """
         check_agreement(self.parts, self.session, self._last_step)
         if self.commits is not None:
@@ -130,8 +188,13 @@ class Trainer:
         stop_after: Callable[[int], bool],
         on_step: Callable[[StepReport], None],
     ) -> tuple[Event | None, bool]:
-        """One step through its phases; returns the event after it, where training goes on, and whether it stops here."""
-        # The next segment may not be published yet, and asking for it may wait; so rows go early within a segment only, as all trainers know.
+        """Run the phases of one training step.
+
+        Returns:
+            The event after the step, if training goes on, and whether training stops here.
+        """
+        # The next segment may not be published yet, and asking for it may wait. So rows go early
+        # only within a segment, whose length all trainers know.
         segment = self.parts.schedule.segment(step.event.segment)
         assert segment is not None
         following = next(events) if step.event.row + 1 < len(segment.samples) else None
@@ -144,7 +207,7 @@ class Trainer:
             step.apply()
             self.applying = False
         except LossNotFinite:
-            # Every trainer has the same losses, so all of them break off here.
+            # Every trainer has the same losses, so all of them abort the step here.
             step.break_off()
             raise
         self._last_step = step.event.step
@@ -157,17 +220,23 @@ class Trainer:
             return following, stopped
         check_agreement(self.parts, self.session, self._last_step)
         if self.parts.schedule.follow:
-            # The next segment may be long in coming.
+            # It may take long until the next segment is published.
             self.commit_last(stopping=False)
         return next(events, None), False
 
     def _evaluate(self, event: Event, last: bool, on_evaluation: Callable[[EvaluationReport], None]) -> list[EvaluationReport]:
-        """An evaluation step, the last of its pass or not; it changes nothing that is trained. Returns, after the last one, the metrics of each set
-        on the trainer that leads.
+        """Run an evaluation step, which changes nothing that is trained.
+
+        Args:
+            last: whether the step is the last one of its pass.
+
+        Returns:
+            On the leader after the last step, the metrics of each set. Otherwise an empty list.
         """
         parts, exchange = self.parts, self.session.exchange
         segment = parts.schedule.segment(event.segment)
         assert segment is not None
+        # The number of evaluation slots may not have been known when the lanes were opened.
         for lane, partition in self.lanes.partitions.items():
             partition.reserve_evaluation(segment.evaluation_slots[lane])
         plan = exchange.plan(parts.moves(event), early=False)
@@ -203,7 +272,10 @@ class Trainer:
         return reports
 
     def _agree_on_evaluation(self) -> None:
-        """At the end of an evaluation pass: raise LossNotFinite, on every trainer alike, if the leader saw an output that is not finite."""
+        """End an evaluation pass, and stop all trainers if an output was not finite.
+
+        If the leader saw such an output, every trainer raises LossNotFinite.
+        """
         if self.parts.allow_nan:
             return
         step_and_lane = torch.tensor(self._not_finite or (-1, -1), dtype=torch.int64, device=self.parts.device)

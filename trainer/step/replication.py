@@ -1,15 +1,17 @@
-"""Replicas: what an owner sends after a step to the trainers that hold copies of its lanes, and how a new copy is seeded.
+"""Replication: what an owner sends after a step to the trainers with replicas of its lanes.
 
-Of the rows that the step changed, a replica has the optimizer state, and the weights of those that
-the copy's trainer does not get anyway: a row that a lane of that trainer uses in the next training
-step comes with that step's exchange, on its critical path, since this step changed it. Sizes and
-order follow from the schedule's masks on both sides, as in `exchange`. Of a copy that is still
-seeded, only the slots that it has already are sent.
+The messages of a step are its *replica update*.
 
-A new copy is seeded in stretches of slots, one after a step while training goes on, or all at once
-before it. A stretch is as its step left it; from the next step on, replicas have what changes in
-it. Both sides know which stretch follows which step, since they begin with the term and are of
-fixed length.
+A replica update has the optimizer state of all rows that the step changed. It has the weights only
+of those rows that the replica's trainer does not get anyway. A row that a lane of that trainer uses
+in the next training step comes with that step's exchange, on its critical path, since this step
+changed the row. Both sides derive sizes and order from the schedule's masks, as in `exchange`. A
+replica that is still being seeded gets only updates of the slots that it has already.
+
+A new replica is seeded in stretches of slots: one stretch after each step while training goes on,
+or all of them before training begins. A stretch has the state that its step left. From the next
+step on, replica updates have what changes in it. Both sides know which stretch follows which step,
+since they begin with the term and all stretches have the same length.
 """
 
 from __future__ import annotations
@@ -30,12 +32,19 @@ from foreload.trainer.step.exchange import REPLICA, SEED, ExchangePlan
 from foreload.trainer.step.hosted_lanes import HostedLanes, LaneReplica
 from foreload.trainer.step.transport import Transport, Work
 
-SLOTS_AT_ONCE = 1 << 16  # of a stretch where nobody trains yet
+# The number of slots in a stretch before training begins.
+SLOTS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A lane's slots first .. first + slots - 1, from or for `peer`, as a message: uint8."""
+    """Consecutive slots of a lane, as a message to or from a peer.
+
+    Attributes:
+        first: the first slot.
+        slots: the number of slots.
+        message: uint8.
+    """
 
     lane: int
     peer: int
@@ -46,7 +55,7 @@ class Stretch:
 
 @dataclass(slots=True)
 class Seeds:
-    """The stretches that go and come after one step."""
+    """The stretches that this trainer sends and receives after one step."""
 
     outgoing: list[Stretch] = field(default_factory=list)
     incoming: list[Stretch] = field(default_factory=list)
@@ -54,9 +63,10 @@ class Seeds:
 
 
 class Seeding:
-    """One trainer's side of it, for one term. to: peer -> the lanes hosted here of which it holds copies; copies: those held here, by lane.
+    """One trainer's side of seeding, for one term.
 
-    seeded: (lane, rank) of the copies that hold every slot already. stretch: slots that go after a step while training goes on.
+    Attributes:
+        stretch: the number of slots sent to a replica after a step while training goes on.
     """
 
     stretch = 4096
@@ -70,23 +80,38 @@ class Seeding:
         copies: Mapping[int, LaneReplica],
         seeded: Iterable[tuple[int, int]],
     ) -> None:
+        """Begin with the replicas that are complete.
+
+        Args:
+            lane_map: for each lane, the rank that hosts it.
+            to: by peer, the lanes hosted here of which the peer holds replicas.
+            copies: the replicas held here, by lane.
+            seeded: (lane, rank) of the replicas that already hold every slot.
+        """
         self._transport, self._map, self._lanes, self._copies = transport, tuple(lane_map), lanes, copies
         whole = set(seeded)
+        # The cursor of each replica elsewhere: complete ones have all slots.
         self._cursors = {
             (lane, peer): lanes.partitions[lane].slots if (lane, peer) in whole else 0 for peer in to for lane in to[peer]
         }
 
     def cursor(self, lane: int, peer: int) -> int:
-        """A peer's copy has, or is being sent, the slots below it."""
+        """Return the cursor of a peer's replica: it has, or is being sent, all slots below it."""
         return self._cursors[lane, peer]
 
     def next_seeds(self, slots: int) -> Seeds:
-        """The next stretch for each copy that lacks slots, and room for those that come here."""
+        """Return the next stretch for each incomplete replica, and room for those that arrive here.
+
+        Args:
+            slots: the largest number of slots in a stretch.
+        """
         seeds = Seeds()
         for (lane, peer), cursor in self._cursors.items():
             partition = self._lanes.partitions[lane]
             count = min(slots, partition.slots - cursor)
             if count:
+                # Copy the rows now, since the next boundary may change slots before the message is
+                # sent.
                 message = torch.empty(_bytes(partition, count, self._lanes.given[lane].size), dtype=torch.uint8)
                 self._write(message, lane, cursor, count)
                 seeds.outgoing.append(Stretch(lane, peer, cursor, count, message.to(self._transport.device)))
@@ -110,7 +135,10 @@ class Seeding:
             tensor.copy_(rows[first : first + count])
 
     def post(self, seeds: Seeds) -> None:
-        """Send the stretches, and begin to receive: by lane, so in the same order on both sides."""
+        """Send the stretches, and start to receive.
+
+        Both sides go by lane, and therefore in the same order.
+        """
         for lane in range(len(self._map)):
             sends = {stretch.peer: stretch.message for stretch in seeds.outgoing if stretch.lane == lane}
             receives = {stretch.peer: stretch.message for stretch in seeds.incoming if stretch.lane == lane}
@@ -118,13 +146,16 @@ class Seeding:
                 seeds.works.append(self._transport.post(sends, receives, SEED))
 
     def wait(self, seeds: Seeds) -> None:
-        """Return when all have come and gone. Raises PeerLost."""
+        """Wait until all stretches have been sent and received. Raises PeerLost."""
         for work in seeds.works:
             work.wait()
         seeds.works.clear()
 
     def install(self, seeds: Seeds, step: int) -> None:
-        """Put the stretches that have come into their copies, which are those of `step` otherwise."""
+        """Put the received stretches into their replicas.
+
+        The other slots of these replicas have the state after `step` already.
+        """
         for stretch in seeds.incoming:
             copy = self._copies[stretch.lane]
             partition, slots = copy.partition, slice(stretch.first, stretch.first + stretch.slots)
@@ -138,7 +169,10 @@ class Seeding:
             copy.note_released(int(head[0]), int(head[1]))
 
     def seed_all(self, step: int) -> None:
-        """Bring every copy that lacks slots to the state after `step`, where nobody trains yet. Raises PeerLost."""
+        """Bring every incomplete replica to the state after `step`, before training begins.
+
+        Raises PeerLost.
+        """
         while True:
             seeds = self.next_seeds(SLOTS_AT_ONCE)
             if not seeds.outgoing and not seeds.incoming:
@@ -149,12 +183,17 @@ class Seeding:
 
 
 def _bytes(partition: Partition, slots: int, tables: int) -> int:
-    """Of a stretch: the head, who sits there, weights and states."""
+    """Return the size of a stretch's message: the head, the occupants, weights and states."""
     return 8 * (2 + tables) + slots * (26 + 4 * (partition.weights.shape[1] + partition.state.shape[1]))
 
 
 def _parts(message: Tensor, partition: Partition, slots: int, tables: int) -> tuple[np.ndarray, list[np.ndarray], list[Tensor]]:
-    """Views of a message in CPU memory: the head, int64 [released boundary, batch, ordinals given]; occupants' columns; weights and state."""
+    """Return views of a stretch's message in CPU memory.
+
+    Returns:
+        The head, int64 [released boundary, batch, ordinals given]; the columns of the occupants;
+        and the weights and states.
+    """
     start = 0
 
     def following(kind: torch.dtype, count: int) -> Tensor:
@@ -164,7 +203,7 @@ def _parts(message: Tensor, partition: Partition, slots: int, tables: int) -> tu
         return message[start - size : start].view(kind)
 
     head = following(torch.int64, 2 + tables).numpy()
-    # Those of 8 bytes first, so that each is aligned.
+    # Columns of 8-byte values come first, so that every column is aligned.
     ordinal, number = (following(torch.int64, slots).numpy() for _ in range(2))
     values = [
         following(torch.float32, slots * rows.shape[1]).view(slots, rows.shape[1])
@@ -175,12 +214,16 @@ def _parts(message: Tensor, partition: Partition, slots: int, tables: int) -> tu
     return head, [table, ordinal, number, tag, stored_tag], values
 
 
-_HEAD = 4  # float32 values: two int64, the lane's released boundary and batch
+# In float32 values. These are two int64: the lane's released boundary and batch.
+_HEAD = 4
 
 
 @nb.njit(nogil=True, cache=True)
 def _split_by_use(slots, next_users, bits, below):  # type: ignore[no-untyped-def]
-    """The slots under `below`, in two lists: of rows that no lane of `bits` uses next, and the others; int32."""
+    """Split the slots below `below` by whether some lane of `bits` uses the row next.
+
+    Returns two int32 arrays: the slots of rows that no such lane uses, and the others.
+    """
     first, second = np.empty(slots.size, np.int32), np.empty(slots.size, np.int32)
     a = b = 0
     for i in range(slots.size):
@@ -196,7 +239,11 @@ def _split_by_use(slots, next_users, bits, below):  # type: ignore[no-untyped-de
 
 @nb.njit(nogil=True, cache=True)
 def _places_of(wanted, slots, users, bits, scratch):  # type: ignore[no-untyped-def]
-    """Places in a list of rows, int32, of those that a lane of `bits` uses and whose slots are `wanted`. scratch: uint8 [slots], zeros."""
+    """Return the places, int32, of rows in `wanted` slots that a lane of `bits` uses.
+
+    The places are those in a list of rows. `scratch` is uint8 [slots] and holds zeros, before and
+    after.
+    """
     for i in range(wanted.size):
         scratch[wanted[i]] = 1
     out = np.empty(wanted.size, np.int32)
@@ -212,7 +259,13 @@ def _places_of(wanted, slots, users, bits, scratch):  # type: ignore[no-untyped-
 
 @dataclass(frozen=True, slots=True)
 class LanePart:
-    """A lane's rows in a replica, by their slots, int32: changed, all of which the state is sent; sent, with weights, too; later, the others."""
+    """A lane's rows in a replica update, by their slots.
+
+    Attributes:
+        changed: int32, the rows that changed. The update has the state of all of them.
+        sent: int32, those of which the update also has the weights.
+        later: int32, the others, whose weights come with the next step's exchange.
+    """
 
     lane: int
     changed: np.ndarray
@@ -222,10 +275,17 @@ class LanePart:
 
 @dataclass(slots=True)
 class Replica:
-    """The messages of one step, on their way.
+    """The replica update of one step: the messages sent and received.
 
-    events: every lane's part of the step; whole: all weights are in it; parts, incoming: what comes from each peer, by lane, and its message;
-    arrived: all of it is here.
+    Attributes:
+        events: every lane's part of the step.
+        whole: whether the update has all weights.
+        outgoing: the message to each peer.
+        parts: by peer, the parts of the lanes in the message from that peer.
+        incoming: the message from each peer.
+        seeds: the stretches that go with it.
+        work: the messages under way, or None before they are posted.
+        arrived: whether all messages have arrived.
     """
 
     step: int
@@ -240,9 +300,11 @@ class Replica:
 
 
 class Replication:
-    """One trainer's side of it, for one term. copy_map[lane]: the ranks that hold a copy of the lane; copies: those that are held here, by lane.
+    """One trainer's side of replication, for one term.
 
-    seeded: (lane, rank) of the copies that hold every slot when the term begins.
+    Attributes:
+        copies: the replicas held here, by lane.
+        seeding: the seeding of replicas that are incomplete.
     """
 
     def __init__(
@@ -255,11 +317,20 @@ class Replication:
         copies: Mapping[int, LaneReplica],
         seeded: Iterable[tuple[int, int]],
     ) -> None:
+        """Set up replication for a term's lanes and replicas.
+
+        Args:
+            lane_map: for each lane, the rank that hosts it.
+            copy_map: for each lane, the ranks that hold a replica of it.
+            copies: the replicas held here, by lane.
+            seeded: (lane, rank) of the replicas that hold every slot when the term begins.
+        """
         self._transport, self._kernels, self._lanes, self.copies = transport, kernels, lanes, copies
         own, world = transport.rank, transport.world
         self._masks = [np.uint64(sum(1 << lane for lane, host in enumerate(lane_map) if host == rank)) for rank in range(world)]
         peers = [peer for peer in range(world) if peer != own]
-        # By peer: the lanes hosted here of which it has copies, and its lanes of which copies are here.
+        # By peer: the lanes hosted here of which the peer has replicas, and the peer's lanes of
+        # which this trainer has replicas.
         self._to = {
             peer: [lane for lane, host in enumerate(lane_map) if host == own and peer in copy_map[lane]] for peer in peers
         }
@@ -269,7 +340,12 @@ class Replication:
         self.seeding = Seeding(transport, lane_map, self._to, lanes, copies, seeded)
 
     def fill(self, step: int, events: Sequence[LaneEvent], whole: bool) -> Replica:
-        """The replica of a step that was just applied; nothing is sent yet. whole: with all weights, as the next step's exchange may not come."""
+        """Return the replica update of a step that was just applied, without sending it.
+
+        Args:
+            events: every lane's part of the step.
+            whole: whether to put in all weights, since the next step's exchange may not come.
+        """
         partitions = self._lanes.partitions
         outgoing, incoming, parts = {}, {}, {}
         for peer, lanes in self._to.items():
@@ -286,13 +362,22 @@ class Replication:
     def _part(
         self, events: Sequence[LaneEvent], lane: int, partition: Partition, rank: int, cursor: int, whole: bool
     ) -> LanePart:
-        """What the replica of a lane consists of for trainer `rank`, whose copy has the slots below `cursor`."""
+        """Return what the update of a lane has for one trainer.
+
+        Args:
+            rank: the rank of the trainer that holds the replica.
+            cursor: the replica has the slots below it.
+            whole: whether all weights are sent.
+        """
         moves = events[lane]
         sent, later = _split_by_use(moves.slots, moves.next_users, np.uint64(0) if whole else self._masks[rank], cursor)
         return LanePart(lane, moves.slots if cursor == partition.slots else moves.slots[moves.slots < cursor], sent, later)
 
     def _packed(self, parts: list[LanePart]) -> Tensor:
-        """What goes to one trainer: first the heads of all lanes, then of each its weights and states."""
+        """Return the message for one trainer.
+
+        It begins with the heads of all lanes. Then come the weights and states of each lane.
+        """
         partitions = self._lanes.partitions
         buffer = torch.empty(sum(_size(part, partitions[part.lane]) for part in parts), device=self._transport.device)
         start = _HEAD * len(parts)
@@ -309,12 +394,12 @@ class Replication:
         return buffer
 
     def post(self, replica: Replica) -> None:
-        """Send it, and begin to receive the others'."""
+        """Send the update, and start to receive those of the other trainers."""
         replica.work = self._transport.post(replica.outgoing, replica.incoming, REPLICA)
         self.seeding.post(replica.seeds)
 
     def wait(self, replica: Replica) -> None:
-        """Return when everything that comes here has come. Raises PeerLost."""
+        """Wait until all updates for the replicas here have arrived. Raises PeerLost."""
         assert replica.work is not None
         replica.work.wait()
         self.seeding.wait(replica.seeds)
@@ -322,12 +407,19 @@ class Replication:
         replica.outgoing.clear()
 
     def install(self, replica: Replica, following: ExchangePlan | None) -> None:
-        """Bring every copy to the state after the replica's step. following: the next step's exchange, which has come; needed unless `whole`."""
+        """Bring every replica here to the state after the update's step.
+
+        Args:
+            following: the exchange of the next step, which has arrived. It is needed unless the
+                update is `whole`.
+        """
         for peer, parts in replica.parts.items():
             buffer, start = replica.incoming[peer], _HEAD * len(parts)
             heads = buffer[:start].cpu().view(torch.int64).tolist()
             for place, part in enumerate(parts):
                 copy = self.copies[part.lane]
+                # The boundary comes first, since the values that follow are for rows in the slots
+                # they have during the step.
                 copy.move(replica.step, replica.events[part.lane])
                 for rows, slots in ((copy.partition.weights, part.sent), (copy.partition.state, part.changed)):
                     size = slots.size * rows.shape[1]
@@ -341,9 +433,10 @@ class Replication:
         self.seeding.install(replica.seeds, replica.step)
 
     def _put_exchanged(self, copy: LaneReplica, part: LanePart, peer: int, following: ExchangePlan) -> None:
-        """Weights that the next step's exchange has brought."""
+        """Put weights that came with the next step's exchange into a replica."""
         moves, weights = following.events[part.lane], copy.partition.weights
         places = _places_of(part.later, moves.slots, moves.users, self._masks[self._transport.rank], copy.scratch)
+        # What a step says of the next step's users must agree with the next step.
         if places.size != part.later.size:
             raise ScheduleError(
                 f"lane {part.lane}: {part.later.size} rows that a step changes are said to be used in the next, {places.size} are: the schedule is "
@@ -355,5 +448,5 @@ class Replication:
 
 
 def _size(part: LanePart, partition: Partition) -> int:
-    """Of a lane's part of a message: float32 values."""
+    """Return the size of a lane's part of a message, in float32 values."""
     return _HEAD + part.sent.size * partition.weights.shape[1] + part.changed.size * partition.state.shape[1]

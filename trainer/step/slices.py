@@ -1,4 +1,7 @@
-"""Forward and backward of one lane on its slice, with no other lane's data: its bits do not depend on which trainer hosts the lane."""
+"""Forward and backward of one lane on its slice, without any other lane's data.
+
+The bits of the results therefore do not depend on which trainer hosts the lane.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +24,32 @@ from foreload.trainer.step.term_session import TrainerParts
 
 @dataclass(frozen=True, slots=True)
 class LocalRows:
-    """The local rows of a slice: all of `rows`, float32 [n, W], in order; or, where `places` is given, those at places int32 [local rows] of it."""
+    """The local rows of a slice.
+
+    Attributes:
+        rows: float32 [n, W].
+        places: int32 [local rows], the places of the local rows in `rows`. If None, the local rows
+            are all of `rows`, in order.
+    """
 
     rows: Tensor
     places: np.ndarray | None
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of local rows."""
         return self.rows.shape[0] if self.places is None else self.places.size
 
 
 @dataclass(frozen=True, slots=True)
 class SliceGradients:
-    """What backward of a slice gives.
+    """The result of a slice's backward pass.
 
-    rows: float32 [local rows, W]; dense: one tensor per trained parameter, in its shape; loss: the sum over the slice's samples, divided by the
-    samples of the whole batch, so that the lanes' losses add up to the batch's mean.
+    Attributes:
+        rows: float32 [local rows, W], the gradients of the local rows.
+        dense: one tensor for each trained parameter, in its shape.
+        loss: the sum over the slice's samples, divided by the number of samples in the whole batch.
+            So the lanes' losses add up to the batch's mean.
     """
 
     rows: Tensor
@@ -46,14 +58,17 @@ class SliceGradients:
 
 
 def _aligned(view: np.ndarray) -> Tensor:
-    """A copy in torch's own memory: a mapped view may lie at any address, and the bits of a product depend on its alignment."""
+    """Return a copy in torch's own memory.
+
+    A mapped view may lie at any address, and the bits of a product depend on its alignment.
+    """
     copy = torch.empty(view.shape, dtype=torch.float32)
     copy.numpy()[...] = view
     return copy
 
 
 def _gathered(parts: TrainerParts, moves: LaneEvent, local: LocalRows, requires_grad: bool = False) -> tuple[Tensor, Tensor]:
-    """The dense values [b, n] and the block [b, F, W] of a lane's slice."""
+    """Return the dense values [b, n] and the embedding block [b, F, W] of a lane's slice."""
     block = torch.empty(
         (len(moves.labels), len(parts.block.names), parts.block.width), device=parts.device, requires_grad=requires_grad
     )
@@ -62,7 +77,11 @@ def _gathered(parts: TrainerParts, moves: LaneEvent, local: LocalRows, requires_
 
 
 def _module_of(parts: TrainerParts, steps_done: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """The module as a function of dense values and a block. steps_done: training steps before, which a model that takes the step is given."""
+    """Return the module as a function of dense values and an embedding block.
+
+    Args:
+        steps_done: the number of training steps before, which a model that takes the step receives.
+    """
     given = {"step": steps_done} if parts.takes_step else {}
 
     def run(dense: Tensor, block: Tensor) -> Tensor:
@@ -73,9 +92,15 @@ def _module_of(parts: TrainerParts, steps_done: int) -> Callable[[Tensor, Tensor
 
 
 def evaluate(parts: TrainerParts, moves: LaneEvent, local: LocalRows, steps_done: int) -> Tensor:
-    """Outputs [b] or [b, labels] of a lane's slice, which must not be empty, outside training: on tiles, unless the model mixes samples.
+    """Return the outputs, [b] or [b, labels], of a lane's slice outside training.
 
-    moves: the lane's part of the event; steps_done: as `_module_of` has it. The module is in evaluation mode, and no gradients are wanted.
+    The slice must not be empty. It is computed in tiles, unless the model mixes samples. The module
+    must be in evaluation mode, and no gradients are computed.
+
+    Args:
+        moves: the lane's part of the event.
+        local: the local rows of the slice.
+        steps_done: the number of training steps before.
     """
     dense, block = _gathered(parts, moves, local)
     run = _module_of(parts, steps_done)
@@ -83,16 +108,26 @@ def evaluate(parts: TrainerParts, moves: LaneEvent, local: LocalRows, steps_done
 
 
 def output_shape(moves: LaneEvent) -> tuple[int, ...]:
-    """What `forward` gives for a slice: [b], or [b, labels] where there are several."""
+    """Return the shape of a slice's outputs: [b], or [b, labels] if there are several labels."""
     samples, labels = moves.labels.shape
     return (samples,) if labels == 1 else (samples, labels)
 
 
 def check_samples(parts: TrainerParts, moves: LaneEvent, local: LocalRows, steps_done: int) -> None:
-    """Refuse a model whose outputs depend on other samples than their own, as a lane's slice of two or more shows. Raises ModelError."""
+    """Refuse a model whose output for a sample depends on other samples.
+
+    Args:
+        moves: the lane's part of the event, with two or more samples.
+        local: the local rows of the slice.
+        steps_done: the number of training steps before.
+
+    Raises:
+        ModelError: the outputs depend on other samples.
+    """
     run = _module_of(parts, steps_done)
 
     def forward(dense: Tensor, block: Tensor) -> Tensor:
+        # Seed each call alike, so that random draws do not make outputs differ.
         seed_torch(parts.seed, parts.device.type)
         return run(dense, block)
 
@@ -100,12 +135,23 @@ def check_samples(parts: TrainerParts, moves: LaneEvent, local: LocalRows, steps
 
 
 def learn(parts: TrainerParts, event: Event, lane: int, moves: LaneEvent, local: LocalRows) -> SliceGradients:
-    """Forward and backward of a lane's slice. Changes nothing but torch's generator and the module's mode."""
+    """Run forward and backward of a lane's slice.
+
+    This changes nothing but torch's generator and the module's mode.
+
+    Args:
+        event: the training step.
+        lane: the lane, which the seed of random draws depends on.
+        moves: the lane's part of the event.
+        local: the local rows of the slice.
+    """
     if not len(moves.labels):
+        # A batch with fewer samples than lanes leaves some slices empty.
         no_gradients = [torch.zeros_like(parameter) for parameter in parts.parameters]
         return SliceGradients(
             torch.empty((0, parts.block.width), device=parts.device), no_gradients, torch.zeros((), device=parts.device)
         )
+    # Random draws, as for dropout, depend on seed, step and lane only, not on the trainer.
     seed_torch(key(parts.seed, event.step, lane) >> 1, parts.device.type)
     if not all(part.training for part in parts.module.modules()):
         parts.module.train()
@@ -113,7 +159,9 @@ def learn(parts: TrainerParts, event: Event, lane: int, moves: LaneEvent, local:
     outputs = _module_of(parts, event.step)(dense_values, block)
     labels = _aligned(moves.labels).to(parts.device).reshape(outputs.shape)
     weights = None if moves.weights is None else _aligned(moves.weights).to(parts.device)
+    # Divide by the samples of the whole batch, so that the lanes' losses and gradients add up.
     loss = parts.loss.of_slice(outputs, labels, weights) / event.samples
+    # A parameter or block that the loss does not depend on has no gradient: it counts as zeros.
     of_block, *of_parameters = torch.autograd.grad(loss, [block, *parts.parameters], allow_unused=True)
     dense = [g if g is not None else torch.zeros_like(p) for g, p in zip(of_parameters, parts.parameters, strict=True)]
     gradient = of_block if of_block is not None else torch.zeros_like(block)

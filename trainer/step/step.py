@@ -1,4 +1,7 @@
-"""One training step of a trainer's lanes, in phases, and what is undone where it is broken off (docs/internals/trainer.md, A step)."""
+"""One training step of a trainer's lanes, in phases (docs/internals/trainer.md, A step).
+
+It also undoes what a step began if training stops before the step is complete.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,15 @@ from foreload.trainer.step.term_session import Clock, TermSession, TrainerParts
 
 
 class TrainingStep:
-    """A step: `boundary`, `exchange`, `compute`, `reduce`, `apply`, each once and in this order; `break_off` where it does not come that far.
+    """A step in phases: `boundary`, `exchange`, `compute`, `reduce`, `apply`.
 
-    Weights, row states and the dense part are those of the step before until `apply`, and those of this step after it. `ahead`: the plan of the next
-    step, where rows of it went early.
+    Each is called once, in this order. `break_off` is called if the step does not get that far, or
+    if training stops after it. Weights, row states and the dense part have the values of the step
+    before until `apply`, and of this step after it.
+
+    Attributes:
+        event: the training step's event.
+        ahead: the plan of the next step, if rows of that step went early. Otherwise None.
     """
 
     def __init__(
@@ -39,9 +47,14 @@ class TrainingStep:
         commits: Commits | None = None,
         on_point: Callable[[str, int], None] = lambda point, step: None,
     ) -> None:
-        """bucket: how dense gradients are cut for this term's trainers; plan: `ahead` of the step before; None if it had none.
+        """Prepare a step, without starting it.
 
-        commits: where lanes have copies; on_point: called with each point that the step reaches.
+        Args:
+            bucket: how dense gradients are cut for this term's trainers.
+            event: the training step's event.
+            plan: `ahead` of the step before. If None, no rows of this step went early.
+            commits: the commit state, if lanes have replicas.
+            on_point: called with each point that the step reaches, and the step's number.
         """
         self._clock = Clock()
         self._commits = commits
@@ -57,17 +70,23 @@ class TrainingStep:
         self._dense_sum: DenseSum | None = None
 
     def boundary(self) -> None:
-        """Rows of ended residencies leave for write-back, arrived rows take their slots."""
+        """Pass the boundary: ended rows leave for write-back, and arrived rows take their slots."""
         self._point("before fetch")
         self._lanes.pass_boundary(self.event, self._plan.events, self._clock)
         self._point("rows staged")
 
     def exchange(self, following: Event | None) -> None:
-        """Wait until the rows of other lanes that this step uses are here, and send those of the step `following` that may go early.
+        """Wait for this step's rows from other lanes, and send early rows of the next step.
 
-        Early rows are not changed by this step, and go while it computes. None: the next step's rows go after this one.
+        Early rows are those that this step does not change. They travel while it computes.
+
+        Args:
+            following: the event of the next step. If None, all rows of the next step go after this
+                one.
         """
         commits = self._commits
+        # Replica updates of the step before go behind this step's critical rows, for which trainers
+        # wait.
         self._session.exchange.finish_rows(self._plan, self._lanes.weights(), None if commits is None else commits.send)
         if commits is not None:
             commits.exchanged(self._plan)
@@ -87,10 +106,14 @@ class TrainingStep:
         self._point("early rows sent")
 
     def compute(self) -> None:
-        """Forward and backward of every hosted lane, alone on its slice. Raises ModelError where the first slices show that samples are not apart."""
+        """Run forward and backward of every hosted lane, each on its slice alone.
+
+        Raises ModelError if the first slices show that samples depend on each other.
+        """
         weights = self._lanes.weights()
         for lane in self._session.hosted:
             local = LocalRows(*self._session.exchange.local_rows(self._plan, lane, weights))
+            # Check the model once, in the first step, on its real samples.
             if self.event.step == self._parts.schedule.header.first_step and len(self._plan.events[lane].labels) > 1:
                 slices.check_samples(self._parts, self._plan.events[lane], local, self.event.step)
             self._gradients[lane] = slices.learn(self._parts, self.event, lane, self._plan.events[lane], local)
@@ -98,14 +121,22 @@ class TrainingStep:
         self._point("forward done")
 
     def reduce(self) -> None:
-        """Gradients of rows return to their owners and are added there; every trainer learns all losses. Raises LossNotFinite, on all alike.
+        """Return the gradients of rows to their owners, and add them there.
 
-        The dense sum is under way while rows are exchanged, added and, in `apply`, updated. With a single lane there is nothing to add.
+        Every trainer gets the losses of all lanes. The dense sum is under way while rows are
+        exchanged and added and, in `apply`, updated. With a single lane there is nothing to add.
 
-        Where lanes have copies: these first have all of the step before; and when all gradients and losses are here, that step is committed.
+        If lanes have replicas, this trainer first waits until its replicas have all of the step
+        before. Once all gradients and losses are here, that step is committed.
+
+        Raises:
+            LossNotFinite: on all trainers alike, before anything of the step is applied.
+            PeerLost: another trainer was lost.
         """
         exchange, gradients, commits = self._session.exchange, self._gradients, self._commits
         if commits is not None:
+            # Gradients that leave here report to others that this trainer applied the step before
+            # and its replicas have it. So none may leave earlier.
             commits.wait()
             self._clock.lap("exchange")
             self._point("replicated")
@@ -117,32 +148,42 @@ class TrainingStep:
         def meanwhile() -> None:
             self._point("gradients sent")
             if commits is not None:
+                # The old dense part is saved while this trainer waits for the others' gradients.
                 commits.save_dense()
 
         self._totals = exchange.sum_row_gradients(self._plan, rows, meanwhile)
         losses = gradients[0].loss.reshape(1) if self._dense_sum is None else exchange.add_dense(self._dense_sum)
         if commits is not None:
+            # Everyone's gradients and losses are here, so every trainer has applied the step
+            # before.
             commits.commit()
             self._point("committed")
         self._clock.lap("exchange")
-        self._loss_of_lane = losses.tolist()  # on CUDA this waits for the backward pass
+        # On CUDA this waits for the backward pass.
+        self._loss_of_lane = losses.tolist()
+        # All trainers have the same losses and raise alike. Nothing of the step is applied yet.
         if not self._parts.allow_nan and not all(map(math.isfinite, self._loss_of_lane)):
             lane = next(lane for lane, loss in enumerate(self._loss_of_lane) if not math.isfinite(loss))
             raise LossNotFinite(f"step {self.event.step}", lane, self._loss_of_lane[lane])
 
     def apply(self) -> None:
-        """Update every row that this trainer's lanes own and the step used, once, and the dense part, which all trainers update alike."""
+        """Update each row that the step used, once, and the dense part.
+
+        Each trainer updates the rows of its own lanes. All trainers update the dense part alike.
+        """
         parts, commits = self._parts, self._commits
         if commits is not None:
             commits.begin_apply(self.event)
         rules = parts.rates.rules_at(self.event.step)
         for lane, partition in self._lanes.partitions.items():
             slots = self._plan.events[lane].slots
+            # The kernel saves the rows that it changes, so that the step can be undone.
             tags, before = (None, None) if commits is None else commits.keep(lane, slots)
             tables = partition.mark_trained(slots, self.event.step, tags)
             parts.kernels.apply(partition.weights, partition.state, slots, tables, self._totals[lane], rules, before)
         self._clock.lap("compute")
         self._point("rows applied")
+        # The dense sum was under way while the rows were updated.
         dense_sum, self._dense_sum = self._dense_sum, None
         if dense_sum is None:
             dense = self._gradients[0].dense
@@ -162,20 +203,28 @@ class TrainingStep:
         self._point("dense part applied")
 
     def replicate(self, whole: bool) -> None:
-        """Send the copies of this trainer's lanes what was applied, and keep the report until the step is committed.
+        """Send the replicas of this trainer's lanes what was applied.
 
-        whole: all weights, also of rows that the next step's exchange will bring.
+        The report is kept until the step is committed.
+
+        Args:
+            whole: whether to send all weights, also of rows that the next step's exchange would
+                bring.
         """
         assert self._commits is not None
         self._commits.end_apply(self.report(), self._plan, whole)
 
     def break_off(self) -> None:
-        """Undo what the step began and nothing will follow: wait for what is under way between the trainers, and leave it unused.
+        """Abort the step: wait for the messages that are under way, and discard them.
 
-        For where all trainers break off alike, before `apply` (a loss that is not finite) or after it (a stop). Then no message is left over that a
-        later one of its kind could be taken for, and the buffers are free. The boundary stays behind, as `HostedLanes` knows; what a clean stop
-        writes back is the state before or after the step, and nothing between. Where a peer is lost, nobody can wait: the term is over, its session
-        is closed, and with it go its messages; a step that was being applied then is lost with this trainer's rows.
+        Use this where all trainers abort alike, before `apply` (a loss that is not finite) or after
+        it (a stop). Then no message is left over that could be taken for a later one of its kind,
+        and the buffers are free. The boundary stays passed, as `HostedLanes` knows. A clean stop
+        writes back the state before or after the step, and nothing in between.
+
+        If a peer is lost, no trainer can wait. The term is over and its session is closed, along
+        with its messages. A step that was being applied at that time is lost with this trainer's
+        rows.
         """
         if self._dense_sum is not None:
             self._session.exchange.finish_dense(self._dense_sum)
@@ -185,7 +234,7 @@ class TrainingStep:
             self.ahead = None
 
     def report(self) -> StepReport:
-        """What this trainer reports of the step, which has been applied."""
+        """Return this trainer's report of the step, which has been applied."""
         event, clock = self.event, self._clock
         processor, thread = clock.processor_seconds
         clock.held_up(self._lanes.take_held_up(), "exchange" if self._lanes.keeps else "compute")

@@ -1,8 +1,10 @@
-"""Messages between trainers of different hosts: frames over TCP.
+"""Links between trainers of different hosts: messages as frames over TCP.
 
-A message goes from its tensor into the connection, and from there into the tensor that it is for: it is left in the connection until that is known,
-so who sends takes no memory here. Who waits for a message carries it, without a thread in between; a thread of the link goes on where more is under
-way than the connection holds, and the trainer computes. Nothing is encrypted.
+A message goes from its tensor into the connection, and from there into the tensor that receives it.
+The link leaves a message in the connection until it knows that tensor, so a sender takes no memory
+here. The thread that waits for a message also sends and receives, without handing over to another
+thread. The link has a thread of its own for the time in which more is under way than the connection
+holds and the trainer computes. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -23,39 +25,51 @@ from foreload.trainer.step.link import Link, LinkClosed, as_bytes
 
 _FRAME = struct.Struct("=iq")  # kind, bytes
 _HELLO = struct.Struct("=i")  # the sender's rank
-_TOGETHER = 16  # pieces that are sent at once, at most
-_SMALL = 1 << 18  # bytes that the connection holds until they are waited for
+_TOGETHER = 16  # buffers sent in one system call, at most
+_SMALL = 1 << 18  # bytes; the connection holds smaller messages until they are waited for
 _ROUSED_BYTES = 1 << 12
 
 
 class TcpLink(Link):
-    """Over a connection whose other end has shown that it belongs here. Both ends call `introduce`, `meet`, and then, in a thread, `carry`."""
+    """A link over a connection whose other end has shown the right token.
+
+    Both ends call `introduce`, then `meet`, and then `carry` in a thread.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._ended = select.poll()
         self._ended.register(connection, select.POLLRDHUP)
-        self._lock = threading.Lock()  # for all that follows
-        self._outgoing: deque[memoryview] = deque()  # left to be sent; each keeps its tensor
-        self._asked: Counter[int] = Counter()  # by kind, how many messages were asked for
-        self._awaited: dict[tuple[int, int], memoryview] = {}  # (kind, number) -> where it goes
+        self._lock = threading.Lock()  # for all attributes below
+        # What is left to send. Each view keeps its tensor alive.
+        self._outgoing: deque[memoryview] = deque()
+        # The number of messages of each kind that `expect` has requested.
+        self._asked: Counter[int] = Counter()
+        # (kind, number) -> the memory that receives the message, until it has arrived.
+        self._awaited: dict[tuple[int, int], memoryview] = {}
         self._reading = _Reading(connection, self._awaited)
-        self._waited_for = False  # somebody waits, and so carries
-        self._why: str | None = None  # why nothing more comes or goes
+        # Whether a thread waits in `_wait`. If so, that thread sends and receives.
+        self._waited_for = False
+        # Why the link is closed, or None while it is open.
+        self._why: str | None = None
         self._rouser, self._roused = socket.socketpair()
         for one in (self._rouser, self._roused):
             one.setblocking(False)
-        self._over: threading.Event | None = None  # when the thread is, once there is one
+        # Set when the link's thread has finished. None before `meet`.
+        self._over: threading.Event | None = None
 
     def introduce(self, rank: int) -> None:
-        """Tell the other end who this is. Raises LinkClosed."""
+        """Send the other end this trainer's rank. Raises LinkClosed."""
         try:
             self._connection.sendall(_HELLO.pack(rank))
         except OSError as error:
             raise LinkClosed(str(error)) from error
 
     def meet(self, timeout: timedelta) -> int:
-        """Wait until the other end has introduced itself: its rank. Raises LinkClosed."""
+        """Wait until the other end has introduced itself, and return its rank.
+
+        Raises LinkClosed.
+        """
         self._connection.settimeout(timeout.total_seconds())
         try:
             hello = self._connection.recv(_HELLO.size, socket.MSG_WAITALL)
@@ -70,7 +84,7 @@ class TcpLink(Link):
 
     def send(self, kind: int, tensor: Tensor) -> None:
         """See Link."""
-        body = as_bytes(tensor).numpy().data  # which keeps the tensor
+        body = as_bytes(tensor).numpy().data  # keeps the tensor alive
         with self._lock:
             self._check_open()
             self._outgoing.extend((memoryview(_FRAME.pack(kind, body.nbytes)), body))
@@ -112,7 +126,7 @@ class TcpLink(Link):
         self._rouse()
 
     def close(self) -> None:
-        """See Link. From here on nobody touches the tensors' memory."""
+        """See Link. After this no thread accesses the tensors' memory."""
         self.interrupt()
         if self._over is not None:
             self._over.wait()
@@ -120,7 +134,10 @@ class TcpLink(Link):
             one.close()
 
     def carry(self) -> None:
-        """In a thread of its own: send and receive while nobody waits, until the link is closed, or its other end."""
+        """Send and receive while no other thread waits, until either end closes the link.
+
+        This runs in a thread of its own.
+        """
         assert self._over is not None
         try:
             self._carry_on()
@@ -145,12 +162,12 @@ class TcpLink(Link):
                     self._roused.recv(_ROUSED_BYTES)
             if came := events.get(self._connection.fileno(), 0):
                 with self._lock:
-                    # Who waits would not see by its own poll what is received here.
+                    # A thread that waits polls for itself. It would miss what this thread receives.
                     if not self._waited_for:
                         self._carry(came)
 
     def _wait(self, satisfied: Callable[[], bool], deadline: float) -> None:
-        """Send and receive until something is so. Raises LinkClosed, TimeoutError."""
+        """Send and receive until `satisfied` returns true. Raises LinkClosed, TimeoutError."""
         ready = select.poll()
         with self._lock:
             self._carry(select.POLLIN | select.POLLOUT)
@@ -176,11 +193,12 @@ class TcpLink(Link):
                 self._rouse()
 
     def _rouse(self) -> None:
-        """Have the thread look what there is to do."""
-        with contextlib.suppress(OSError):  # it has enough to be roused by, or it is over
+        """Wake the link's thread, so that it looks for work."""
+        # An error means that wake-ups are pending already, or that the thread is over.
+        with contextlib.suppress(OSError):
             self._rouser.send(b"\0")
 
-    # With the lock.
+    # The methods below are called with the lock held.
 
     def _check_open(self) -> None:
         if self._why is not None:
@@ -188,11 +206,18 @@ class TcpLink(Link):
 
     @property
     def _wanted(self) -> int:
-        """What to poll the connection for. What nobody has asked for stays in it."""
+        """The events to poll the connection for.
+
+        A message that has not been requested stays in the connection.
+        """
         return select.POLLIN * self._reading.goes_on | select.POLLOUT * bool(self._outgoing)
 
     def _carry(self, events: int) -> None:
-        """Send and receive what can be, by what a poll says of the connection. What goes wrong closes the link."""
+        """Send and receive as much as possible. An error closes the link.
+
+        Args:
+            events: what a poll reported for the connection.
+        """
         if self._why is not None:
             return
         try:
@@ -207,7 +232,7 @@ class TcpLink(Link):
             self._outgoing.clear()
 
     def _send_some(self) -> None:
-        """Send what the connection takes. Raises OSError."""
+        """Send as much as the connection takes. Raises OSError."""
         outgoing = self._outgoing
         while outgoing:
             try:
@@ -221,24 +246,38 @@ class TcpLink(Link):
 
 
 class _Reading:
-    """What comes next over a connection. awaited: (kind, number) -> where a message goes, until it is there."""
+    """The receiving side of a connection."""
 
     def __init__(self, connection: socket.socket, awaited: dict[tuple[int, int], memoryview]) -> None:
+        """Begin in front of the first frame.
+
+        Args:
+            awaited: (kind, number) -> the memory that receives the message. Messages are removed
+                when they have arrived.
+        """
         self._connection, self._awaited = connection, awaited
-        self._came: Counter[int] = Counter()  # by kind, how many messages have begun to come
+        # The number of messages of each kind of which the head has arrived.
+        self._came: Counter[int] = Counter()
         self._head = memoryview(bytearray(_FRAME.size))
-        self._left = self._head  # what of the head, or of the message, has still to be filled
-        self._message: tuple[int, int] | None = None  # (kind, number), once its head is there
-        self._size = 0  # of it
-        self._placed = False  # whether it is known where it goes
+        # The part of the head, or of the message, that is still to be filled.
+        self._left = self._head
+        # (kind, number) of the message being received, once its head has arrived.
+        self._message: tuple[int, int] | None = None
+        # The size of that message in bytes.
+        self._size = 0
+        # Whether `_left` is in the memory of the tensor that receives the message.
+        self._placed = False
 
     @property
     def goes_on(self) -> bool:
-        """Whether what comes next can be received: a head, or a message that is awaited."""
+        """Whether the next bytes can be received: a head, or a message that was requested."""
         return self._message is None or self._placed or self._message in self._awaited
 
     def read(self) -> None:
-        """Receive what is there, as far as it is known where it goes. Raises OSError, and ValueError for a message of another size."""
+        """Receive what has arrived, as far as its destination is known.
+
+        Raises OSError, and ValueError for a message of another size than requested.
+        """
         while self.goes_on:
             if self._message is not None and not self._placed:
                 out = self._awaited[self._message]

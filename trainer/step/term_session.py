@@ -1,4 +1,7 @@
-"""A trainer's parts, which live as long as its process; its part in one term; and the clock of a step."""
+"""A trainer's parts, its session in one term, and the clock of a step.
+
+The parts live as long as the trainer's process, a session as long as its term.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,20 @@ from foreload.trainer.step.transport import Transport
 
 
 class TermSession:
-    """The group of a term's trainers, who of them hosts which lane, and the exchange between them.
+    """The group of a term's trainers, its lane map, and the exchange between the trainers.
 
-    lane_map[v]: the rank that hosts lane v; the trainer that hosts lane 0 leads. A rank is an address within the term, and no trainer's number: in
-    the next term the same trainer may have another one. width: columns of the rows that are exchanged, W. copy_map[v]: the ranks that hold a copy
-    of lane v, none by default. A rank may host no lane: it takes part in every step all the same. One thread uses it. Raises ValueError for a rank
-    that is none of the group's, or that holds a copy of its own lane.
+    The trainer that hosts lane 0 leads. A rank is an address within the term, not the trainer's
+    number, and in the next term the same trainer may have another rank. A rank that hosts no lane
+    still takes part in every step. One thread uses a session.
+
+    Attributes:
+        transport: carries the messages between the term's trainers.
+        lane_map: for each lane, the rank that hosts it.
+        copy_map: for each lane, the ranks that hold a replica of it. By default there are none.
+        copied: the lanes of which this trainer holds replicas.
+        exchange: passes rows and gradients between the lanes.
+        hosted: the lanes that this trainer hosts.
+        leads: whether this trainer hosts lane 0.
     """
 
     def __init__(
@@ -37,6 +48,16 @@ class TermSession:
         width: int,
         copy_map: Sequence[Sequence[int]] = (),
     ) -> None:
+        """Begin this trainer's part in the term whose group `transport` is.
+
+        Args:
+            lane_map: for each lane, the rank that hosts it.
+            width: W, the columns of the rows that are exchanged.
+            copy_map: for each lane, the ranks that hold a replica of it. If empty, there are none.
+
+        Raises:
+            ValueError: a rank is not in the group, or holds a replica of a lane that it hosts.
+        """
         ranks_there = set(range(transport.world))
         if not set(lane_map) <= ranks_there:
             raise ValueError(f"lane map: must name ranks of 0 .. {transport.world - 1}, and no other; got {list(lane_map)}")
@@ -55,27 +76,38 @@ class TermSession:
 
     @property
     def has_copies(self) -> bool:
-        """Whether there is a copy of any lane, on any trainer."""
+        """Whether any trainer holds a replica of any lane."""
         return any(self.copy_map)
 
     @property
     def bytes_sent(self) -> int:
-        """Payload to the others, in this term so far."""
+        """The payload bytes sent to other trainers in this term so far."""
         return sum(self.transport.bytes_sent.values())
 
     def barrier(self) -> None:
-        """Return after every trainer of the term has called this. Raises PeerLost."""
+        """Wait until every trainer of the term has called this. Raises PeerLost."""
         self.transport.barrier()
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerParts:
-    """The schedule, the dense part of the model, and the settings of a step; nothing in it is shared with another trainer.
+    """The schedule, the dense part of the model, and the settings of a step.
 
-    takes_step: whether the module's forward gets the number of steps done before; parameters: those of the module that are trained, in its order;
-    layouts: of the rows, by table; block: of the embedding block; rules: the row optimizers; rates: learning rates by step; clip_dense: the most
-    that the norm of the dense gradients may be, or None; dense_ema: how much of the parameters' moving average stays at each step, or None for none;
-    loss: what is trained; seed: of the run; allow_nan: whether training goes on after a loss that is not finite.
+    Trainers share nothing of it with each other.
+
+    Attributes:
+        takes_step: whether the module's forward gets the number of steps done before.
+        parameters: the trained parameters of the module, in its order.
+        layouts: the layout of the rows, by table.
+        block: the layout of the embedding block.
+        rules: the row optimizers.
+        rates: the learning rates by step.
+        clip_dense: the largest allowed norm of the dense gradients. If None, they are not clipped.
+        dense_ema: the share of the parameters' moving average that stays at each step. If None,
+            there is no moving average.
+        loss: the loss that is trained.
+        seed: the seed of the run.
+        allow_nan: whether training goes on after a loss that is not finite.
     """
 
     schedule: Schedule
@@ -96,15 +128,28 @@ class TrainerParts:
     allow_nan: bool
 
     def moves(self, event: Event) -> list[LaneEvent]:
-        """Every lane's part of an event, by lane: also of the lanes that others host, from whose masks follows what comes from them."""
+        """Return every lane's part of an event, by lane.
+
+        This includes the lanes that other trainers host: their masks determine which rows come from
+        them.
+        """
         return [self.schedule.lane(event, lane) for lane in range(self.schedule.header.lanes)]
 
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds of a step by what they went to: the time between two calls of `lap` is added to what the later one names.
+    """Seconds of a step, by what they were spent on.
 
-    process, thread: processor time of this process, and of the thread that made the clock, when it was made.
+    The time between two calls of `lap` is added to the name that the later call gives.
+
+    Attributes:
+        compute: seconds of computing.
+        exchange: seconds of exchanging data with other trainers.
+        waiting: seconds of waiting for the store.
+        begun: time.perf_counter when the clock was made.
+        last: time.perf_counter at the last lap.
+        process: processor time of this process when the clock was made.
+        thread: processor time of the thread that made the clock, at that time.
     """
 
     compute: float = 0.0
@@ -116,23 +161,30 @@ class Clock:
     thread: float = field(default_factory=time.thread_time)
 
     def lap(self, name: str) -> None:
-        """Add the time since the last lap to `name`: compute, exchange or waiting."""
+        """Add the time since the last lap to `name`: "compute", "exchange" or "waiting"."""
         now = time.perf_counter()
         setattr(self, name, getattr(self, name) + now - self.last)
         self.last = now
 
     def held_up(self, seconds: float, name: str) -> None:
-        """So much of what was added to `name` was waiting for the store."""
+        """Move `seconds` from `name` to `waiting`, since they were spent waiting for the store.
+
+        At most the seconds that were added to `name` are moved.
+        """
+        # The time waited cannot be longer than the time measured.
         seconds = min(seconds, getattr(self, name))
         setattr(self, name, getattr(self, name) - seconds)
         self.waiting += seconds
 
     @property
     def seconds(self) -> float:
-        """In all, so far."""
+        """The seconds since the clock was made."""
         return time.perf_counter() - self.begun
 
     @property
     def processor_seconds(self) -> tuple[float, float]:
-        """Processor time so far of this process, and of it of the thread that runs the step, which must be the one that asks."""
+        """The processor time since the clock was made, of this process and of the calling thread.
+
+        The caller must be the thread that made the clock, which runs the step.
+        """
         return time.process_time() - self.process, time.thread_time() - self.thread

@@ -1,6 +1,8 @@
-"""The seam between trainers: messages of known size between ranks of one term, in process, or over links (`cuda_transport`: between CUDA devices).
+"""The interface between trainers: messages of known size between the ranks of one term.
 
-A rank is only an address within a term; what a trainer does follows from the lane map, never from its rank.
+There is an implementation within one process, and one over links. `cuda_transport` has those
+between CUDA devices. A rank is only an address within a term. What a trainer does follows from the
+lane map, never from its rank.
 """
 
 from __future__ import annotations
@@ -28,29 +30,54 @@ from foreload.trainer.step.tcp_link import TcpLink
 
 BARRIER_KIND = (1 << 31) - 1
 _PURPOSE = "trainer link"
-_PEERS_PAUSE = timedelta(milliseconds=2)  # between two looks whether all peers have come
-_ATTEMPT = timedelta(seconds=2)  # to connect to one, before it is looked whether it is still wanted
+_PEERS_PAUSE = timedelta(milliseconds=2)  # between two checks whether all peers have come
+# The time for one attempt to connect to a peer. After each attempt the caller checks whether the
+# connection is still wanted.
+_ATTEMPT = timedelta(seconds=2)
 
 
 class Work(ABC):
-    """Messages under way; their tensors belong to the transport until `wait` returns."""
+    """Messages under way. Their tensors belong to the transport until `wait` returns."""
 
     @abstractmethod
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Return once every message has been sent or received. On CUDA the current stream waits, not the caller.
+        """Wait until every message has been sent or received.
 
-        timeout: the transport's own if None. Raises PeerLost if a peer is gone or silent for longer; the term is over then.
+        On CUDA the current stream waits, not the caller.
+
+        Args:
+            timeout: how long to wait. If None, the transport's own timeout.
+
+        Raises:
+            PeerLost: a peer has left, or was silent for longer than the timeout. The term is then
+                over.
         """
 
 
 class Transport(ABC):
-    """Point-to-point messages among the trainers of one term. A peer, below, is the rank of another trainer.
+    """Point-to-point messages among the trainers of one term.
 
-    trainer: the number of this one; members: all trainers' numbers, by rank (errors name trainers by number); timeout: after which a silent peer
-    counts as lost. Attributes: rank, its own; world, how many there are; bytes_sent, Counter of payload bytes by kind.
+    A peer, below, is the rank of another trainer.
+
+    Attributes:
+        members: the numbers of all trainers, by rank. Errors name trainers by number.
+        rank: this trainer's rank.
+        world: the number of trainers.
+        timeout: how long a peer may be silent before it counts as lost.
+        bytes_sent: payload bytes sent, by kind of message.
     """
 
     def __init__(self, trainer: int, members: Sequence[int], timeout: timedelta) -> None:
+        """Determine this trainer's rank.
+
+        Args:
+            trainer: the number of this trainer.
+            members: the numbers of all trainers, by rank.
+            timeout: how long a peer may be silent before it counts as lost.
+
+        Raises:
+            ValueError: `trainer` is not in `members`.
+        """
         if trainer not in members:
             raise ValueError(f"trainer: must be one of {list(members)}, got {trainer}")
         self.members = tuple(members)
@@ -60,10 +87,20 @@ class Transport(ABC):
         self.bytes_sent: Counter[int] = Counter()
 
     def post(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], kind: int) -> Work:
-        """Start sending and receiving, one contiguous tensor a peer, and return at once. sends, receives: peer -> tensor; kind: names the messages.
+        """Start sending and receiving one contiguous tensor per peer, and return at once.
 
-        Messages of one kind between two ranks arrive in the order posted; all ranks post kinds in the same order. Both sides know
-        the sizes: a tensor without elements is no message, on either side. Raises PeerLost, and ValueError for a tensor or a peer that cannot be.
+        Messages of one kind between two ranks arrive in the order in which they were posted. All
+        ranks post kinds in the same order. Both sides know the sizes. A tensor without elements is
+        no message, on either side.
+
+        Args:
+            sends: by peer, the tensor to send.
+            receives: by peer, the tensor that receives a message.
+            kind: identifies the messages.
+
+        Raises:
+            PeerLost: a peer has left.
+            ValueError: a tensor is not contiguous, or a peer is not another rank of the term.
         """
         outgoing = {peer: self._checked(peer, tensor) for peer, tensor in sorted(sends.items()) if tensor.numel()}
         incoming = {peer: self._checked(peer, tensor) for peer, tensor in sorted(receives.items()) if tensor.numel()}
@@ -71,38 +108,46 @@ class Transport(ABC):
         return self._start(outgoing, incoming, kind)
 
     def barrier(self) -> None:
-        """Return after every rank has called this; raises PeerLost."""
+        """Wait until every rank has called this. Raises PeerLost."""
         peers = [peer for peer in range(self.world) if peer != self.rank]
         token = torch.zeros(1, dtype=torch.uint8, device=self.device)
         received = torch.zeros(self.world, dtype=torch.uint8, device=self.device)
         self.post(dict.fromkeys(peers, token), {peer: received[peer : peer + 1] for peer in peers}, BARRIER_KIND).wait()
         if self.device.type == "cuda":
+            # On CUDA `wait` holds only the stream.
             torch.cuda.synchronize(self.device)
 
     def lost(self, peer: int, why: str) -> PeerLost:
-        """The error that says that the trainer of a rank is gone."""
+        """Return the error that reports the loss of the trainer with rank `peer`."""
         return PeerLost(f"trainer {self.members[self.rank]}: lost trainer {self.members[peer]}: {why}")
 
     @property
     def device(self) -> torch.device:
-        """The device that the tensors of messages are on."""
+        """The device of the tensors in messages."""
         return torch.device("cpu")
 
     @abstractmethod
     def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
-        """Start what `post` has checked; peers ascend."""
+        """Start the messages that `post` has checked. Peers are in ascending order."""
 
     @abstractmethod
     def interrupt(self) -> None:
-        """End the term from another thread: whoever waits for a message here, or for one from here, sees PeerLost; so does whoever waits later."""
+        """End the term from another thread.
+
+        Threads that wait for a message here, or for one from here, get PeerLost, and so do threads
+        that wait later.
+        """
 
     def check_peers(self) -> None:
-        """Raise PeerLost if a peer is known to be gone while none may leave, and nothing is awaited of it here."""
+        """Raise PeerLost if a peer has left.
+
+        This is for a time when no peer may leave and this trainer waits for no message.
+        """
         return
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the term; peers that still wait for this rank see PeerLost."""
+        """Leave the term. Peers that still wait for this rank get PeerLost."""
 
     def _checked(self, peer: int, tensor: torch.Tensor) -> torch.Tensor:
         if not 0 <= peer < self.world or peer == self.rank:
@@ -113,9 +158,11 @@ class Transport(ABC):
 
 
 class LinkedTransport(Transport):
-    """For tensors on the CPU: through shared memory with trainers of the same host and address (`host_link`), over TCP with the others (`tcp_link`).
+    """A transport for tensors on the CPU.
 
-    Whom to link with the rendezvous store says, under the term's own prefix.
+    It uses shared memory with trainers of the same host and address (`host_link`), and TCP with the
+    others (`tcp_link`). The trainers find each other in the rendezvous store, under a prefix of the
+    term.
     """
 
     def __init__(
@@ -130,11 +177,24 @@ class LinkedTransport(Transport):
         check: Callable[[], None] = lambda: None,
         token: str | None = None,
     ) -> None:
-        """store: the run's rendezvous store; address: of this trainer's own network interface; forming: how long peers may take to come, `timeout`
-        by default; check: called while they are waited for, raises where they are not to be waited for any more. token: the job's, which peers on
-        other hosts show each other; None: one of the term's, which is in the store.
+        """Form the group of a term.
 
-        Raises PeerLost if a peer does not come, SettingError if the address is none of this machine.
+        Args:
+            store: the run's rendezvous store.
+            term: the number of the term.
+            trainer: the number of this trainer.
+            members: the numbers of all trainers, by rank.
+            timeout: how long a peer may be silent before it counts as lost.
+            address: the address of this trainer's own network interface.
+            forming: how long peers may take to come. If None, this is `timeout`.
+            check: called repeatedly while this trainer waits for peers. It raises an error if the
+                group is no longer wanted.
+            token: the job's token, which peers on other hosts show each other. If None, the term
+                gets a token of its own, which is in the store.
+
+        Raises:
+            PeerLost: a peer did not come in time.
+            SettingError: the address is not one of this machine.
         """
         super().__init__(trainer, members, timeout)
         self.links: dict[int, Link] = {}
@@ -145,6 +205,7 @@ class LinkedTransport(Transport):
         name, accepting = host_link.listen()
         try:
             with accepting, peers_lost(f"trainer {trainer}: cannot form the group of term {term} with {self.world} trainers"):
+                # The first trainer that comes here sets the term's token for all.
                 token = token or group.compare_set("token", "", new_token()).decode()
                 self._server = server = self._listening(address, token)
                 group.set(str(self.rank), f"{address} {server.port} {name}")
@@ -152,11 +213,14 @@ class LinkedTransport(Transport):
                     raise PeerLost(
                         f"trainer {trainer}: cannot form the group of term {term}: not all of its {self.world} trainers came"
                     )
+                # Each trainer connects to the lower ranks and accepts the higher ones, so each pair
+                # has one link.
                 for rank in range(self.rank):
                     theirs, port, their_name = group.get(str(rank)).decode().split(" ")
                     own_host = host_link.connect(their_name) if theirs == address else None
                     self.links[rank] = own_host or self._connected((theirs, int(port)), token, deadline, check)
                 self._accept(accepting, deadline, check)
+        # Do not leave links open that have been made already.
         except BaseException:
             self.close()
             raise
@@ -171,7 +235,10 @@ class LinkedTransport(Transport):
             ) from error
 
     def _serve(self, connection: socket.socket, _: str) -> None:
-        """In a thread: what a peer of another host and its link have to say, until that is over."""
+        """Serve the connection of a peer on another host, until the link is closed.
+
+        This runs in a thread of its own.
+        """
         link = TcpLink(connection)
         try:
             link.introduce(self.rank)
@@ -183,13 +250,17 @@ class LinkedTransport(Transport):
         link.carry()
 
     def _connected(self, place: tuple[str, int], token: str, deadline: float, check: Callable[[], None]) -> TcpLink:
-        """A link to a peer of another host, which listens at this address and port. Raises PeerLost."""
+        """Return a link to a peer of another host, which listens at this address and port.
+
+        Raises PeerLost.
+        """
         while True:
             try:
                 connection = connected(*place, token, _PURPOSE, min(_left(deadline), _ATTEMPT).total_seconds())
                 break
             except OSError as error:
-                # One that is asked by many at once closes some of the connections.
+                # A peer with many simultaneous connections closes some of them, so other errors are
+                # retried.
                 if isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline:
                     raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer at {place[0]}: {error}") from error
             check()
@@ -201,11 +272,15 @@ class LinkedTransport(Transport):
         except LinkClosed as error:
             link.close()
             raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer at {place[0]}: {error}") from error
+        # The thread sends and receives while the trainer computes.
         threading.Thread(target=link.carry, name=_PURPOSE, daemon=True).start()
         return link
 
     def _accept(self, accepting: socket.socket, deadline: float, check: Callable[[], None]) -> None:
-        """Introduce this rank to those of this host, and wait until all higher ranks have come. Raises PeerLost."""
+        """Introduce this rank to peers of this host, and wait until all higher ranks have come.
+
+        Raises PeerLost.
+        """
         accepting.settimeout(_PEERS_PAUSE.total_seconds())
         try:
             of_host = [link for link in self.links.values() if isinstance(link, HostLink)]
@@ -222,6 +297,7 @@ class LinkedTransport(Transport):
                     if self.rank < rank < self.world and rank not in self.links:
                         self.links[rank] = met
                     else:
+                        # This rank is not expected, or has a link already.
                         met.close()
             for link in of_host:
                 link.meet(_left(deadline))
@@ -229,7 +305,7 @@ class LinkedTransport(Transport):
             raise PeerLost(f"trainer {self.members[self.rank]}: lost a peer: {error}") from error
 
     def _meet(self, link: HostLink, deadline: float) -> None:
-        """Take in a peer of this host that has connected. Raises LinkClosed."""
+        """Add the link to a peer of this host that has connected. Raises LinkClosed."""
         try:
             link.introduce(self.rank)
             self.links[link.meet(_left(deadline))] = link
@@ -238,6 +314,8 @@ class LinkedTransport(Transport):
             raise
 
     def _start(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], kind: int) -> Work:
+        # Request the incoming messages first, so that a link can receive them while this thread
+        # sends.
         expected = [(peer, self.links[peer].expect(kind, tensor)) for peer, tensor in incoming.items()]
         for peer, tensor in outgoing.items():
             try:
@@ -262,12 +340,18 @@ class LinkedTransport(Transport):
             self._server.close()
         with contextlib.suppress(queue.Empty):
             while True:
+                # These links were made, but never taken in.
                 self._met.get_nowait()[1].close()
 
 
 class _LinkedWork(Work):
     def __init__(self, transport: LinkedTransport, kind: int, expected: list[tuple[int, int]], sent_to: list[int]) -> None:
-        """expected: of each message its peer and its number."""
+        """Take the messages of one post.
+
+        Args:
+            expected: (peer, number) of each incoming message.
+            sent_to: the peers that get a message.
+        """
         self._transport, self._kind, self._expected, self._sent_to = transport, kind, expected, sent_to
 
     def wait(self, timeout: timedelta | None = None) -> None:
@@ -284,9 +368,12 @@ class _LinkedWork(Work):
 
 
 class LocalHub:
-    """The term of several trainers that are threads of one process. members: their numbers, by rank.
+    """The term of several trainers that are threads of one process.
 
-    messages: by (source rank, destination rank, kind, how many of that kind came before); closed: ranks that have left.
+    Attributes:
+        members: the trainers' numbers, by rank.
+        messages: by (source rank, destination rank, kind, number of earlier messages of that kind).
+        closed: the ranks that have left.
     """
 
     def __init__(self, members: Sequence[int]) -> None:
@@ -296,17 +383,17 @@ class LocalHub:
         self.closed: set[int] = set()
 
     def transports(self, timeout: timedelta = timedelta(seconds=60)) -> list[LocalTransport]:
-        """One transport a rank, in order."""
+        """Return one transport for each rank, in order."""
         return [LocalTransport(self, trainer, timeout) for trainer in self.members]
 
 
 class LocalTransport(Transport):
-    """The in-memory twin of LinkedTransport; made by LocalHub.transports."""
+    """The in-memory twin of LinkedTransport. LocalHub.transports makes it."""
 
     def __init__(self, hub: LocalHub, trainer: int, timeout: timedelta) -> None:
         super().__init__(trainer, hub.members, timeout)
         self.hub = hub
-        # (peer, kind) -> how many messages were posted so far: the number that keeps them in order.
+        # By (peer, kind), how many messages were posted so far. This number keeps them in order.
         self._sent: Counter[tuple[int, int]] = Counter()
         self._expected: Counter[tuple[int, int]] = Counter()
 
@@ -316,6 +403,7 @@ class LocalTransport(Transport):
             for peer, tensor in outgoing.items():
                 number = self._sent[peer, kind]
                 self._sent[peer, kind] += 1
+                # Copy the tensor, since the sender's `wait` does not wait for the receiver.
                 hub.messages[self.rank, peer, kind, number] = tensor.detach().clone()
             hub.changed.notify_all()
         expected = []
@@ -346,6 +434,7 @@ class _LocalWork(Work):
             with hub.changed:
                 over = {peer, rank}
                 hub.changed.wait_for(lambda: key in hub.messages or over & hub.closed, deadline - time.monotonic())  # noqa: B023
+                # A message that was sent counts even if its sender has left since.
                 message = None if rank in hub.closed else hub.messages.pop(key, None)
             if message is None:
                 reason = (
@@ -359,12 +448,18 @@ class _LocalWork(Work):
 
 
 def _left(deadline: float) -> timedelta:
-    """How long until then, by time.monotonic, but never nothing."""
+    """Return the time until a deadline, by time.monotonic. It is always positive."""
     return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
 
 
 def await_keys(store: dist.Store, keys: list[str], patience: timedelta, check: Callable[[], None]) -> bool:
-    """Wait until the store has all keys, at most for `patience`: whether it has. check: called meanwhile, raises where nobody is to wait any more."""
+    """Wait until the store has all keys, and return whether it has.
+
+    Args:
+        patience: how long to wait at most.
+        check: called repeatedly while this trainer waits. It raises an error if the wait is no
+            longer wanted.
+    """
     deadline = time.monotonic() + patience.total_seconds()
     while not (there := bool(store.check(keys))) and time.monotonic() < deadline:
         check()
@@ -374,7 +469,13 @@ def await_keys(store: dist.Store, keys: list[str], patience: timedelta, check: C
 
 @contextlib.contextmanager
 def peers_lost(what: str) -> Iterator[None]:
-    """While entered, what torch.distributed raises becomes PeerLost, text after `what`; what the device raises (no memory, a failed kernel) stays."""
+    """Return a context in which errors of torch.distributed are raised as PeerLost.
+
+    Errors of the device (no memory, a failed kernel) stay as they are.
+
+    Args:
+        what: the first part of the error's text.
+    """
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -384,7 +485,7 @@ def peers_lost(what: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What a library says, without its advice and the place in its source."""
+    """Return a library's message without its advice and the place in its source."""
     line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     line = line.split("] ", 1)[1] if line.startswith("[") and "] " in line else line
     return line.split(". This is typically", 1)[0]

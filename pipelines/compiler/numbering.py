@@ -3,8 +3,8 @@
 The kernels are pure functions on arrays. In training, the row table itself yields a step's distinct
 rows. Every record has the number of the row's last access, and an access within this step is a
 place among the step's distinct rows. So the pass fetches each row's record once a step, with a
-prefetch, and copies the parts that later kernels need. Evaluation must not change the row table, so
-it finds the distinct rows in a hash table of its own. See docs/definitions.md, "Ownership".
+prefetch, and copies the parts that later kernels need. Evaluation does not count as an access, so
+it finds the distinct rows in a hash table of the step. See docs/definitions.md, "Ownership".
 """
 
 from __future__ import annotations
@@ -136,11 +136,11 @@ def _find_records(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: Scratch) -
 
 @nb.njit(nogil=True, cache=True)
 def number_training_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, access: int, tag: int, s: Scratch) -> int:
-    """Number the distinct rows of a training step by first lookup, and mark their records as
-    accessed.
+    """Number the distinct rows of a training step by first lookup.
 
-    Fills s.table, s.id, s.record, s.state, s.lane (-1 if the row was never trained) and s.inverse.
-    `number_rows` enters the lanes, ordinals and numbers of new rows later.
+    Marks the rows' records as accessed. Fills s.table, s.id, s.record, s.state, s.lane (-1 if the
+    row was never trained) and s.inverse. `number_rows` enters the lanes, ordinals and numbers of
+    new rows later.
 
     Before: a record holds the low bits of the number of its row's last access, which was in a step
     before this one. After: it holds those of the access in this step, which is `access` + the row's
@@ -189,8 +189,8 @@ def number_training_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, access
             records[r, OWNER] = np.int32((owner & ~low) | ((begun + count) & low))
             records[r, TAG] = tag
             count = np.uint32(count + np.uint32(1))
-    # The lane counts only if the row has an ordinal; the OWNER field of other records names no
-    # lane.
+    # The lane counts only if the row has an ordinal; the OWNER field of other records names no lane
+    # yet.
     for n in range(count):
         owner = np.uint32(state[n, OWNER])
         distinct_lane[n] = np.int32(owner >> np.uint32(ACCESS_BITS)) if state[n, ORDINAL] != 0 else np.int32(-1)
@@ -201,7 +201,7 @@ def number_training_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, access
 def number_evaluation_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: Scratch) -> int:
     """Number the distinct rows of an evaluation step, as `number_training_rows` does for training.
 
-    Nothing changes in the row table. s.record is -1 if a row was never trained.
+    The row table does not change. s.record is -1 if a row was never trained.
     """
     places, distinct_table, distinct_id, inverse = s.places, s.table, s.id, s.inverse
     bits = 0
@@ -244,8 +244,9 @@ def number_evaluation_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: S
 
 @nb.njit(nogil=True, cache=True)
 def _look_up_lanes(rows: Rows, count: int, s: Scratch) -> None:
-    """Look up the record, its contents and the lane of each distinct row; -1 if it was never
-    trained.
+    """Look up the record, its contents and the lane of each distinct row.
+
+    Record and lane are -1 if the row was never trained.
     """
     records, bases, index, keys, hashed, direct = rows.records, rows.bases, rows.entries, rows.keys, rows.hashed, rows.direct
     distinct_table, distinct_id, distinct_record, distinct_lane = s.table, s.id, s.record, s.lane
@@ -317,10 +318,9 @@ def owner_by_hash(table: int, row: int, users: int) -> int:
 
 @nb.njit(nogil=True, cache=True)
 def assign_owners(count: int, counts: np.ndarray, train: bool, owned: np.ndarray, s: Scratch) -> int:
-    """Give a lane to each distinct row that has none, and in training an ordinal; sort the rows by
-    lane.
+    """Give a lane to each distinct row that has none, and sort the rows by lane.
 
-    Fills s.lane, s.given and s.order.
+    In training, such a row gets an ordinal, too. Fills s.lane, s.given and s.order.
 
     Before: s.lane is -1 for a row without a lane, and s.users has the lanes whose slices use each
     row. After: every row has a lane. s.order lists the rows lane by lane, and within a lane by

@@ -94,13 +94,13 @@ FAILURES, ORDER_FILES, PIECES, REJECTS, WRITTEN = "failures", "orders", "pieces"
 PROGRESS = "progress"
 """The folder, within the work folder, in which each worker has a file that reports its progress.
 
-The file holds, as text, the work that the worker has done, the schedule's steps, and the total work.
+The file holds, as text, the work that the worker has done, the schedule's steps, and all work.
 """
 
 FOLDERS = (FAILURES, ORDER_FILES, PIECES, REJECTS, PROGRESS, WRITTEN)
 
 RESERVE = "reserve"
-"""A file in the work folder that keeps disk space free for recording a failure."""
+"""A file in the work folder that keeps disk space for recording a failure."""
 
 RESERVE_BYTES = 1 << 16
 

@@ -40,7 +40,6 @@ class GrowingSource:
         """Start with nothing read.
 
         Args:
-            plan: The plan.
             tasks: The tasks that are being read.
             rows: The number of rows of each of the plan's sets, about.
             counted: Whether `rows` is exact, so that all numbers of samples are known from the
@@ -183,8 +182,6 @@ def compiling(plan: Plan, tasks: Sequence[ReadTask], rows: Mapping[str, int], co
     schedule is complete, or a failure is recorded.
 
     Args:
-        plan: The plan.
-        tasks: The tasks.
         rows: As in GrowingSource.
         counted: As in GrowingSource.
     """
@@ -218,8 +215,6 @@ def compile_here(plan: Plan, source: OrderedSource, check: Callable[[], object] 
     """Compile a source in this process.
 
     Args:
-        plan: The plan.
-        source: The source.
         check: Called every now and then. It may raise an error to stop the compilation.
     """
     keep_freed()

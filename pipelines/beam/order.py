@@ -36,7 +36,6 @@ def load_orders(plan: Plan, name: str) -> dict[str, PieceOrder]:
     """Return the order of each set after a stage.
 
     Args:
-        plan: The plan.
         name: The name under which the stage saved the orders. "read" and "sorted" have the sets of
             `Plan.sets`. "cut" has all training samples and all evaluation samples.
     """
@@ -47,7 +46,6 @@ def save_cut(plan: Plan, training: PieceOrder, sets: Sequence[PieceOrder]) -> No
     """Save the orders "cut" of the training samples and of the evaluation samples.
 
     Args:
-        plan: The plan.
         training: The order of the training samples.
         sets: The order of each evaluation set; they follow one another.
     """

@@ -118,9 +118,6 @@ def add_ordering(pipeline: beam.Pipeline, plan: Plan, tasks: Sequence[ReadTask],
     """Add all stages from the tasks to samples in their final order (`order.source_of`).
 
     Args:
-        pipeline: The pipeline.
-        plan: The plan.
-        tasks: The tasks.
         wrap: See `stages.Wrap`.
     """
     orders = add_reading(pipeline, plan, tasks, wrap)
@@ -178,8 +175,6 @@ def run_pipeline(
     raised.
 
     Args:
-        plan: The plan.
-        tasks: The tasks.
         rows: The number of rows of each of the plan's sets, about.
         counted: Whether `rows` is exact.
         flags: Beam's flags.

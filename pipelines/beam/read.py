@@ -249,7 +249,6 @@ class MergeCounts(CollectStage):
         """Create the stage.
 
         Args:
-            plan: The plan.
             counted: The names of the tasks that were counted.
             tasks: All tasks.
         """

@@ -117,7 +117,6 @@ def progress_of(plan: Plan, name: str) -> Callable[[int, int, int], None]:
     once a second.
 
     Args:
-        plan: The plan.
         name: The name of the file, unique to the caller.
     """
     noted = 0.0
@@ -152,8 +151,6 @@ def each(elements: beam.PCollection, stage: Stage, wrap: Wrap, spread: bool = Tr
     """Run a stage on every element.
 
     Args:
-        elements: The elements.
-        stage: The stage.
         wrap: See `Wrap`.
         spread: Whether to spread the elements over all workers. Without that, one worker would
             process all outputs of a group stage.

@@ -39,12 +39,9 @@ class CompileSettings:
     """All that a schedule is a function of, besides its samples.
 
     Attributes:
-        features: The features.
         batch_size: Samples in a step, over all lanes.
-        lanes: The number of lanes.
         slots: Slots for each lane: a number, "min" (the rows of the largest step) or "all" (no row
             ever leaves).
-        epochs: The number of epochs.
         shuffle_seed: If None, epochs are not shuffled.
         segment_bytes: The bound on a segment's sample files.
         window_accesses: The bound on the distinct rows of each step, summed over the lookahead. If
@@ -174,7 +171,8 @@ class Compilation:
         Args:
             source: The samples.
             work: A folder for scratch files.
-            progress: Called with the training steps compiled, of how many.
+            progress: Called with the number of training steps compiled so far, and their total
+                number.
 
         Returns:
             The schedule's manifest (docs/schedule.md).
@@ -299,8 +297,6 @@ class Counted:
 
         Args:
             steps: The steps of an epoch.
-            epochs: The number of epochs.
-            lanes: The number of lanes.
             shuffled: Whether each epoch has an order of its own, so that all epochs are read.
             on_progress: Called with the work done, the steps of the schedule, and the total work.
                 Work is counted in steps of a lane that are read or planned.

@@ -30,7 +30,6 @@ class PlannedSegment:
     """A segment of the program.
 
     Attributes:
-        samples: The segment's samples.
         entry: Whether the segment has an entry state.
     """
 
@@ -43,7 +42,6 @@ class Program:
     """The result of `Reading`, besides files: all that a lane's worker and the manifest need.
 
     Attributes:
-        header: The schedule's header.
         shuffled: Whether each epoch has an order of its own.
         segments: All segments, in order.
         ordinals: The numbers of ordinals given before the first step, by lane and table.
@@ -183,8 +181,6 @@ def plan_lane(
     """Plan a lane, and write its moves and entry states into `out`.
 
     Args:
-        program: The program.
-        lane: The lane's number.
         out: The schedule's folder.
         folder: The folder of `Reading`.
         scratch: A folder for the next uses.
@@ -230,7 +226,6 @@ def publish(program: Program, plans: Sequence[LanePlan], out: Path) -> ScheduleM
     """Write the header and all manifests; return the schedule's manifest.
 
     Args:
-        program: The program.
         plans: The plan of each lane.
         out: The schedule's folder.
     """

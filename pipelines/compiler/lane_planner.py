@@ -106,8 +106,6 @@ class LanePlanner:
     `end`.
 
     Attributes:
-        number: The lane's number.
-        slots: The number of slots.
         first_step: The schedule's first training step.
         state: The oracle's lane.
         rows: LANE_ROW, the lane's rows by number.
@@ -119,8 +117,6 @@ class LanePlanner:
 
         Args:
             out: The schedule's folder.
-            header: The schedule's header.
-            lane: The lane's number.
             ordinals: int64 [tables], the numbers of ordinals given before the first step.
             rows: LANE_ROW, the lane's rows by number, as far as they are known.
         """
@@ -157,7 +153,6 @@ class LanePlanner:
 
         Args:
             first: The first step, counted from the schedule's first.
-            accesses: The accesses of the steps.
             starts: int64 [steps + 1], where the accesses of each step begin.
             span: See `oracle.plan_steps`.
 
@@ -222,7 +217,6 @@ def too_few_slots(header: Header, most: np.ndarray) -> SlotsError:
     """Return the error for a step that does not fit the slots.
 
     Args:
-        header: The schedule's header.
         most: int64 [V], the rows of each lane's largest step.
     """
     lane, rows = int(most.argmax()), int(most.max())

@@ -43,7 +43,6 @@ def assign_samples(inverse: np.ndarray, starts: np.ndarray, lane: np.ndarray, lo
         starts: int64 [n + 1], the first lookup of every sample.
         lane: int32 [distinct], the lane of each distinct row, -1 if it has none yet.
         lookups: int32 [distinct], the number of lookups of each row in the step.
-        lanes: The number of lanes.
 
     Returns:
         int64 [n], places in the batch, ascending within a slice. Slice v is order[v * n // lanes :

@@ -93,7 +93,6 @@ class AccessWriter:
 
         Args:
             folder: Is created if it does not exist.
-            lane: The lane's number.
             mask: An unsigned dtype with a bit for every lane.
         """
         folder.mkdir(exist_ok=True)
@@ -148,7 +147,6 @@ class LaneAccesses:
 
         Args:
             folder: The folder that the lane's `AccessWriter` wrote.
-            lane: The lane's number.
             mask: An unsigned dtype with a bit for every lane.
             same: Whether all epochs have the same accesses, so that the files hold only the first
                 epoch's.

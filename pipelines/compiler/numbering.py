@@ -155,7 +155,6 @@ def number_training_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, access
             sample has one value of each.
         access: The number of the first distinct row's access.
         tag: 1 + the step, which the records get.
-        s: The scratch space.
 
     Returns:
         The number of distinct rows.
@@ -332,7 +331,6 @@ def assign_owners(count: int, counts: np.ndarray, train: bool, owned: np.ndarray
         counts: int64 [V, tables], the numbers of ordinals given so far, advanced in training.
         train: Whether this is a training step.
         owned: int64 [V], filled with the number of rows that each lane owns.
-        s: The scratch space.
 
     Returns:
         The number of rows seen for the first time, or -1 if a table's ordinals no longer fit.
@@ -387,7 +385,6 @@ def number_rows(rows: Rows, count: int, access: int, numbers: np.ndarray, newcom
         numbers: int64 [2, V], for each lane the number of rows numbered so far, and the number of
             rows looked up that were never trained. Advanced.
         newcomers: int64 [V], filled with the number of entries of s.newcomers that are each lane's.
-        s: The scratch space.
     """
     records, record_of, lane_of, given, order, state = rows.records, s.record, s.lane, s.given, s.order, s.state
     newcomers[:] = 0
@@ -435,7 +432,6 @@ def local_index(inverse: np.ndarray, bounds: np.ndarray, count: int, s: Scratch,
         inverse: int32 [lookups], see `find_users`.
         bounds: int64 [V + 1], see `find_users`.
         count: The number of distinct rows.
-        s: The scratch space.
         index: int32 [lookups], filled.
     """
     lanes = bounds.size - 1

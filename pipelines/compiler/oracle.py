@@ -124,7 +124,6 @@ def empty_lane(slots: int, steps: int, ordinals: np.ndarray) -> Lane:
     The large arrays are filled, so the memory that they take does not depend on the data.
 
     Args:
-        slots: The number of slots.
         steps: The number of steps of the schedule.
         ordinals: int64 [tables], the number of ordinals given before the first step.
     """
@@ -146,7 +145,6 @@ def with_rows(lane: Lane, tags: np.ndarray) -> Lane:
     """Return the lane with more rows added.
 
     Args:
-        lane: The lane.
         tags: int32 [more], the tag of each row's version in the store before this schedule, 0 for
             none.
     """
@@ -232,8 +230,8 @@ def plan_steps(
     """Decide one lane's moves in consecutive training steps.
 
     Before each step: the step's stack holds the slots of exactly those of its rows that sit in a
-    slot. After each step: every row of the step has a slot, and every slot stands in the stack of
-    its row's next use, or in the queue if no next use is known.
+    slot. After each step: every row of the step has a slot, and every slot that was ever taken
+    stands in the stack of its row's next use, or in the queue if no next use is known.
 
     Args:
         lane: The lane, brought forward to the end of these steps.
@@ -243,8 +241,8 @@ def plan_steps(
         accesses: The accesses of these steps.
         starts: int64 [steps + 1], the number of each step's first access, and the end of the last
             step.
-        span: A pair. The first number is added to the steps of next uses. A next use at or beyond
-            the second counts as never.
+        span: A pair (shift, never). A next use at or beyond step `never` counts as never; `shift`
+            is added to all others.
         fill: int64 [3], the entries of `moves` that rows used, ends and arrivals take. Advanced.
         moves: Have room for as many more entries in each group as there are accesses.
         counts: int64 [steps, 4], filled for each step with its rows used, residencies ended,
@@ -257,7 +255,7 @@ def plan_steps(
         at, start, used = np.uint64(first + k), np.uint64(starts[k]), int(starts[k + 1] - starts[k])
         if used > lane.held.size:
             return used
-        # Emptying the step's own stack keeps `_choose` from taking the slots of rows that this step
+        # Empty the step's own stack, so that `_choose` cannot take the slots of rows that this step
         # uses.
         lane.tops[at] = -1
         _clear(lane, at)
@@ -375,10 +373,8 @@ def _choose(lane: Lane, wanted: np.uint64, end0: np.uint64, moves: Moves) -> boo
     step's own stack is empty by now. After: the slots taken are in no stack and not in the queue.
 
     Args:
-        lane: The lane.
         wanted: How many slots to take.
         end0: The first entry of `moves.ends` to fill with them.
-        moves: The moves.
 
     Returns:
         False if there are not that many slots.
@@ -396,7 +392,8 @@ def _choose(lane: Lane, wanted: np.uint64, end0: np.uint64, moves: Moves) -> boo
         lane.older[np.uint64(slot)] = -1
     else:
         lane.scalars[NEWEST] = -1
-    # The queue is empty or the wanted slots are taken. Go on with the stacks, the furthest first.
+    # Now the queue is empty, or all wanted slots are taken. Go on with the stacks, the furthest
+    # first.
     while taken < wanted:
         furthest = _furthest(lane, lane.scalars[FURTHEST])
         if furthest < 0:
@@ -419,9 +416,7 @@ def _wait_for_next(lane: Lane, start: np.uint64, accesses: Accesses, span: tuple
     """Put the slots of a step's rows on the stacks of their next use, or at the end of the queue.
 
     Args:
-        lane: The lane.
         start: The number of the step's first access.
-        accesses: The accesses.
         span: See `plan_steps`.
         slots: int32 [used], the slot of each of the step's rows.
     """
@@ -475,7 +470,6 @@ def plan_evaluation(
     `fill`, `moves` and `counts` change.
 
     Args:
-        lane: The lane at its position in the training steps.
         rows: LANE_ROW, the lane's rows by number.
         unknown: LANE_ROW, the rows that were never trained.
         numbers: int32 [rows used], the row's number, or -1 - n for the nth row of `unknown`.
@@ -515,7 +509,6 @@ def occupants(lane: Lane, rows: np.ndarray) -> dict[str, np.ndarray]:
     """Return the row in each of the slots 0 .. USED - 1: a partition's entry state.
 
     Args:
-        lane: The lane.
         rows: LANE_ROW, the lane's rows by number.
 
     Returns:

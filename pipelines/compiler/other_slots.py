@@ -180,7 +180,6 @@ def lru_arrivals(uses: LaneUses, depths: np.ndarray, slots: int) -> np.ndarray:
     """Count the arrivals of each step in an LRU cache that starts empty.
 
     Args:
-        uses: The uses.
         depths: The result of `lru_depths`.
         slots: At least the rows of the largest step.
 

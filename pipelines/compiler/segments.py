@@ -61,7 +61,6 @@ class SampleFiles:
 
     Attributes:
         kind: Training or evaluation.
-        epoch: The epoch.
         first: The first step's number, among the steps of its kind.
         samples: The number of samples of each step.
         writing: The future of `files`.
@@ -141,8 +140,6 @@ class SampleWriter:
 
         Args:
             out: The schedule's folder.
-            features: The features.
-            lanes: The number of lanes.
             kind: Training or evaluation.
             segment_bytes: The bound on a segment's size, from which the memory for it is estimated.
             thread: Writes one segment while the next one is collected.
@@ -180,8 +177,6 @@ class SampleWriter:
         Args:
             samples: The batch.
             numbers: int64 [samples], the samples' numbers.
-            serial: The serial pass.
-            step: What it found.
         """
         if len(self._index) < len(samples.ids):
             self._index = np.empty(len(samples.ids), np.int32)
@@ -279,7 +274,6 @@ class EntryShare:
         """Count a segment's size.
 
         Args:
-            samples: The segment's samples.
             rows_used: The rows that its steps use, over all lanes.
         """
         self._bytes += self._used_bytes * rows_used
@@ -295,8 +289,6 @@ def write_segment(out: Path, index: int, samples: SampleFiles, parts: Sequence[L
 
     Args:
         out: The schedule's folder.
-        index: The segment's number.
-        samples: The segment's samples.
         parts: Each lane's part.
     """
     ordinals = [part.ordinals for part in parts]
@@ -321,7 +313,6 @@ def write_row_table(out: Path, table: RowTable, first_step: int = 0, repeated: i
 
     Args:
         out: The schedule's folder.
-        table: The row table.
         first_step: The first training step that the row table has gone over in this schedule.
         repeated: How many steps follow those that the row table has gone over, and use the same
             rows in the same order. The tags of rows used from `first_step` on are raised by this
@@ -397,7 +388,6 @@ class ScheduleOutput:
         """Publish the next segment.
 
         Args:
-            samples: The segment's samples.
             parts: Each lane's part, whose files are written.
         """
         self._checksums.append(write_segment(self._out, len(self._checksums), samples, parts))

@@ -79,8 +79,6 @@ class SerialPass:
     """Finds distinct rows, lanes, ordinals and local numbers, step by step, over one row table.
 
     Attributes:
-        table: The row table.
-        lanes: The number of lanes.
         counts: int64 [lanes, tables], the numbers of ordinals given so far.
         owned: int64 [lanes], the rows of the current step that each lane owns.
         most: int64 [lanes], the most rows of one step that each lane has owned so far.
@@ -94,9 +92,6 @@ class SerialPass:
         """Start a pass; `table` holds the rows of earlier schedules, if any.
 
         Args:
-            features: The features.
-            lanes: The number of lanes.
-            table: The row table.
             assign: Decides which samples of a training batch each lane takes. If None, each lane
                 takes consecutive samples.
             first_step: The number of the first training step.

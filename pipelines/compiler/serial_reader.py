@@ -29,7 +29,6 @@ class KeptSlices:
         """Open the file.
 
         Args:
-            path: The file.
             filled: Whether the file exists and covers a whole epoch. If so, it is only read.
         """
         path.parent.mkdir(exist_ok=True)
@@ -84,7 +83,6 @@ class SerialReader:
 
     Attributes:
         source: The samples.
-        serial: The serial pass.
         closed: The complete files of training steps, in order. A caller that publishes them may
             remove them.
     """

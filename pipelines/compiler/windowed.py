@@ -90,8 +90,6 @@ def link(lane: Lane, window: Window, step: int, previous: int, numbers: np.ndarr
     either now or when the access before is planned.
 
     Args:
-        lane: The lane.
-        window: The lane's window.
         step: The step, counted from the schedule's first.
         previous: The number of the first access of the step before.
         numbers: int32 [rows], the lane's rows used.
@@ -107,8 +105,9 @@ def link(lane: Lane, window: Window, step: int, previous: int, numbers: np.ndarr
         prefetch(lane.rows, near * 2)
         number = np.uint64(numbers[i])
         last = lasts[number]
-        # An access that is still in the window learns its next use. One that was planned already
-        # left its row in the queue, if the row still sits in a slot.
+        # If the row's last access is still in the window, record this step as its next use.
+        # Otherwise that access was planned with no known next use. Then the row's slot waits in the
+        # queue, unless the row has left it.
         if last >= tail:
             accesses.nexts[np.uint64(last) & ring] = step
             if last >= previous:
@@ -126,8 +125,7 @@ def link(lane: Lane, window: Window, step: int, previous: int, numbers: np.ndarr
 
 CHUNK_STEPS = 16  # steps that the oracles plan before the serial pass runs ahead again
 RATE_STEPS = 32  # steps over which a lane's arrivals are averaged
-# The lookahead wanted, in units of slots / arrivals per step. From 3 on, arrivals equal Belady's
-# MIN.
+# The lookahead wanted, in slots / arrivals per step. From 3 on, arrivals equal Belady's MIN.
 TARGET_RATIO = 4
 _FIRST_RING = 1 << 12  # accesses that a lane's window has room for at first
 
@@ -138,8 +136,6 @@ class WindowedLane:
     It holds the accesses of the steps that are not planned yet, and recent numbers of arrivals.
 
     Attributes:
-        planner: The lane's planner.
-        window: The lane's window.
         lookahead_ratio: The least lookahead of any decision to end a residency, in units of slots /
             arrivals per step. Infinite if every such decision knew all of the future.
     """
@@ -192,7 +188,6 @@ class WindowedLane:
         """Plan consecutive training steps.
 
         Args:
-            first: The first step.
             count: How many steps.
             front: The step that the serial pass has reached.
             at_end: Whether that is the schedule's end.
@@ -243,8 +238,6 @@ class WindowedCompiler:
     The constructor reads and writes nothing; `run` does.
 
     Attributes:
-        header: The schedule's header.
-        lanes: The lanes.
         steps: The number of training steps of the schedule.
         planned: How many of them are planned.
         front: How many of them the serial pass has gone over.
@@ -255,7 +248,6 @@ class WindowedCompiler:
 
         Args:
             reader: At its beginning, over all epochs.
-            header: The schedule's header.
             accesses: How many accesses the windows of all lanes may hold together.
             out: The schedule's folder.
             work: A folder for scratch files.
@@ -275,7 +267,8 @@ class WindowedCompiler:
 
         Args:
             threads: How many lanes are planned at once.
-            progress: Called with the training steps planned, of how many.
+            progress: Called with the number of training steps planned so far, and their total
+                number.
 
         Returns:
             The schedule's manifest.

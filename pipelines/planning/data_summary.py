@@ -26,8 +26,6 @@ def data_summary(
     """Return the figures about the data for the summary.
 
     Args:
-        schedule: The schedule.
-        spec: The features.
         causes: The causes of malformed records, most frequent first, each as ((column, value,
             rule), number of records).
         columns: The counts of each set.

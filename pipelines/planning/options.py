@@ -266,7 +266,6 @@ def _check_together(options: PrepareOptions, given: set[str]) -> None:
     """Raise SettingError for options that exclude each other.
 
     Args:
-        options: The options.
         given: The names of the settings that the user set.
     """
     synthetic = options.format == "synthetic"

@@ -293,7 +293,6 @@ class ReadTask:
 
     Attributes:
         which: The set, one of `Plan.sets`.
-        split: The split.
     """
 
     which: str
@@ -314,8 +313,6 @@ def plan_reading(options: PrepareOptions, spec: FeatureSpec, sets: Mapping[str, 
     """Return the splits of all sources.
 
     Args:
-        options: The options.
-        spec: The features.
         sets: The evaluation sources by set.
 
     Raises:

@@ -148,7 +148,6 @@ def _row_table_bytes(samples: int, values: Sequence[int], spec: FeatureSpec) -> 
     Args:
         samples: The number of samples.
         values: For each feature, about how many values a sample has.
-        spec: The features.
     """
     total = 0
     for number, table in enumerate(spec.tables):

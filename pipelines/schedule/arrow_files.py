@@ -19,7 +19,6 @@ def write_lists(path: Path, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -
     """Write list columns as one Arrow record batch with a row for each event.
 
     Args:
-        path: The file.
         columns: name -> (offsets int32 [events + 1], values).
 
     Returns:
@@ -50,7 +49,6 @@ def map_file(path: Path, entry: FileEntry, what: str) -> mmap.mmap:
     arrays that are not writable only by a detour of about 0.1 ms a call.
 
     Args:
-        path: The file.
         entry: Its entry in a manifest.
         what: What the file is, for error messages.
 
@@ -80,7 +78,6 @@ class MappedLists:
         """Map the file.
 
         Args:
-            path: The file.
             entry: Its entry in a manifest.
 
         Raises:

@@ -120,11 +120,8 @@ class Header:
     Attributes:
         version: The rule by which its features are encoded. An earlier version of the program,
             which would encode them differently, refuses to read the schedule.
-        features: The features.
         batch_size: Samples in a step, over all lanes.
-        lanes: The number of lanes.
         slots: The slots of each lane.
-        epochs: The number of epochs.
         shuffle_seed: None if epochs are not shuffled.
         training_samples: Samples of one epoch.
         evaluation_samples: Samples of one evaluation pass.
@@ -246,7 +243,6 @@ class Segment:
     Attributes:
         index: The segment's place in the program.
         kind: Training or evaluation.
-        epoch: The epoch.
         first: The number of the first event, among those of its kind.
         samples: The samples of each event, over all lanes.
         files: For each lane, the manifest entries of "samples", "moves" and, if the segment has an
@@ -293,8 +289,6 @@ class Event:
         step: The step's number, among those of its kind.
         samples: The step's samples, over all lanes.
         index: The step's place in the program.
-        epoch: The epoch.
-        segment: The segment.
         row: The step's row in the segment.
     """
 

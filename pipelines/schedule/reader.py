@@ -83,9 +83,7 @@ class Schedule:
     it counts as the same.
 
     Attributes:
-        path: The folder.
         follow: Whether the schedule may still be growing.
-        header: The header.
         identity: SHA-256 of header.json. Known from the start, and unchanged when the schedule is
             complete.
         slots: For each lane, the slots that a trainer needs. These are the header's, or, if the
@@ -472,7 +470,6 @@ class RowIndex:
         """Return those rows with the given ids that were ever trained.
 
         Args:
-            table: The table.
             ids: int64 [n], in any order.
         """
         parts = [self._in_batch(batch, table, ids) for batch in self._batches]

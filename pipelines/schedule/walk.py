@@ -29,8 +29,6 @@ class LaneMoves:
     The arrays are read-only views of the schedule.
 
     Attributes:
-        first: The first step.
-        last: The last step.
         lists: The moves of the segment (docs/schedule.md, "Moves").
         row: The place of the first step within the segment.
     """
@@ -97,8 +95,6 @@ def walk(schedule: Schedule, lane: int, after: int = -1, until: Sequence[int] | 
     If the schedule is still growing, the walk waits until it has the steps.
 
     Args:
-        schedule: The schedule.
-        lane: The lane.
         after: The step before the first one wanted. By default, the walk starts at the first step.
         until: Steps at which a part ends, in addition to the last step of each segment. The
             greatest of them ends the walk. By default, the walk goes to the schedule's end.
@@ -167,8 +163,6 @@ def rows_used(
     """Return the lanes' parts of an event, and for each lane the rows that its slots hold.
 
     Args:
-        schedule: The schedule.
-        event: The event.
         occupants: The row in each slot of each lane before the event. Updated to the state at the
             event.
 
@@ -188,7 +182,6 @@ def local_rows(lanes: tuple[LaneEvent, ...], rows: tuple[np.ndarray, ...], lane:
     Args:
         lanes: The lanes' parts, as `rows_used` returns them.
         rows: The lanes' rows, as `rows_used` returns them, or any other value for each row.
-        lane: The lane.
     """
     bit = np.uint64(lane)
     return np.concatenate([owned[(owner.users >> bit) & np.uint64(1) == 1] for owned, owner in zip(rows, lanes, strict=True)])
@@ -231,7 +224,6 @@ def state_after(schedule: Schedule, step: int) -> Position:
     equal the tags.
 
     Args:
-        schedule: The schedule.
         step: The step. header.first_step - 1 is the schedule's beginning.
 
     Raises:
@@ -270,9 +262,6 @@ def _lane_state(schedule: Schedule, lane: int, step: int, segment: int, before: 
     """Return a lane's state after a step.
 
     Args:
-        schedule: The schedule.
-        lane: The lane.
-        step: The step.
         segment: A segment with an entry state, at or before the step.
         before: The training step before that segment.
         ordinals: int64 [tables], the numbers of ordinals given before that segment.

@@ -128,7 +128,7 @@ class HoldOut(Stage):
         if self.plan.evaluation_fraction:
             order = orders[TRAINING]
             held = held_out(order.rows, self.plan.evaluation_fraction)
-            # If the training samples were counted, their number stands, even if held-out records
+            # If the training samples were counted, their number remains, even if held-out records
             # have turned out to be malformed since.
             kept = self.plan.load(TRAINING_ROWS, int) if self.plan.counted else order.rows - held
             orders = {TRAINING: order.slice(0, kept), EVALUATION: order.slice(kept, order.rows)}

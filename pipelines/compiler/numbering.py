@@ -114,7 +114,7 @@ def scratch(lookups: int, lanes: int) -> Scratch:
 def _find_records(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: Scratch) -> None:
     """Find the record of every lookup, and fill s.records.
 
-    Rows without a record get one. The entries behind the last lookup repeat it, so that prefetches
+    Rows without a record get one. The entries after the last lookup repeat it, so that prefetches
     may read beyond the end. See `number_training_rows`.
     """
     lookup_record, words = s.records, s.words

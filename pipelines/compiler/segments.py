@@ -172,7 +172,7 @@ class SampleWriter:
         return len(self._samples)
 
     def add(self, samples: Samples, numbers: np.ndarray, serial: SerialPass, step: Step) -> None:
-        """Add the event that the serial pass has just gone over.
+        """Add the event that the serial pass has just processed.
 
         Args:
             samples: The batch.
@@ -244,8 +244,8 @@ def _offsets(offsets: np.ndarray, chosen: Any, width: int) -> np.ndarray:
 class EntryShare:
     """Decides which segments have entry states.
 
-    Entry states take at most their share of the size that a schedule certainly has besides. The
-    decision does not depend on anything that a lane's oracle decides.
+    Entry states take at most their share of the size that a schedule has for certain without them.
+    The decision does not depend on anything that a lane's oracle decides.
     """
 
     def __init__(self, mask_bytes: int) -> None:
@@ -313,8 +313,8 @@ def write_row_table(out: Path, table: RowTable, first_step: int = 0, repeated: i
 
     Args:
         out: The schedule's folder.
-        first_step: The first training step that the row table has gone over in this schedule.
-        repeated: How many steps follow those that the row table has gone over, and use the same
+        first_step: The first training step that the row table has processed in this schedule.
+        repeated: How many steps follow those that the row table has processed, and use the same
             rows in the same order. The tags of rows used from `first_step` on are raised by this
             number.
 

@@ -138,7 +138,7 @@ class SerialPass:
         """Write each lookup's place among its lane's local rows, slice by slice.
 
         Args:
-            step: The step that the pass has just gone over.
+            step: The step that the pass has just processed.
             out: int32 [lookups], filled.
         """
         numbering.local_index(step.inverse, step.bounds, step.count, self.scratch, out)

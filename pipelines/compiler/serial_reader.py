@@ -147,8 +147,8 @@ class SerialReader:
             return None
         samples, numbers, step = incoming
         self._end += 1
-        # A later epoch in the same order has the same samples and slices. It refers to the first
-        # epoch's files, as soon as it has gone over all of a file's steps.
+        # A later epoch in the same order has the same samples and slices. It refers to each
+        # of the first epoch's files, once all of that file's steps are processed.
         if self._epoch and not self.source.shuffled:
             first = self._ends.get(self._end - self._epoch * self._epoch_steps)
             if first is not None:
@@ -164,7 +164,7 @@ class SerialReader:
     def end_epoch(self) -> None:
         """Complete the epoch's files and go on with the next epoch.
 
-        The caller has gone over all training steps of the epoch.
+        The caller has processed all training steps of the epoch.
         """
         self._epoch_steps = self._epoch_steps or self._end - self._header.first_step
         self._begun = self._end

@@ -240,7 +240,7 @@ class WindowedCompiler:
     Attributes:
         steps: The number of training steps of the schedule.
         planned: How many of them are planned.
-        front: How many of them the serial pass has gone over.
+        front: How many of them the serial pass has processed.
     """
 
     def __init__(self, reader: SerialReader, header: Header, accesses: int, out: Path, work: Path) -> None:

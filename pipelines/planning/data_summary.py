@@ -49,7 +49,7 @@ def data_summary(
 def data_lines(summary: Mapping[str, Any], spec: FeatureSpec) -> list[str]:
     """Return the lines to print about a `data_summary`.
 
-    Their length is bounded, whatever the number of columns.
+    Their length is bounded for any number of columns.
     """
     lines = []
     rates = [f"{report['label_rate']:.2%}{_FLAGS[which]}" for which, report in summary["data"].items() if "label_rate" in report]

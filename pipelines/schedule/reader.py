@@ -140,8 +140,8 @@ class Schedule:
 
     def _check_at_work(self, there: Callable[[], bool]) -> None:
         self._refuse_failed()
-        # The order matters. Once `prepare` is gone, everything that it published is visible, so a
-        # segment that is missing now will not come.
+        # The order of the two checks matters. Once `prepare` has exited, all that it published is
+        # visible. So a segment that is missing after that will never exist.
         if self._watch.gone() and not there():
             self._refuse_failed()
             raise ScheduleError(

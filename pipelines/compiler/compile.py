@@ -52,8 +52,8 @@ class CompileSettings:
             the number of samples decides.
         threads: How many lanes are planned at once.
         settings: Kept in the header as they are.
-        slots_at_most: Whether the number of slots is an upper limit, of which no lane uses more
-            than there can be rows.
+        slots_at_most: Whether the number of slots is an upper limit. If so, a lane gets no more
+            slots than there can be rows.
         eval_every: Steps of an epoch between evaluation passes during the epoch. If None, no pass
             lies within an epoch.
         again: Whether the samples are the parent's.

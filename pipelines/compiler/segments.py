@@ -342,8 +342,8 @@ class SlotsWanted:
 
     Attributes:
         wanted: A number, "min" (the rows of the largest step) or "all" (no row ever leaves).
-        at_most: Whether the number is an upper limit, of which no lane uses more than there can be
-            rows.
+        at_most: Whether the number is an upper limit. If so, a lane gets no more slots than there
+            can be rows.
     """
 
     wanted: int | Literal["min", "all"]

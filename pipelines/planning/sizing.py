@@ -38,8 +38,9 @@ ROW_RECORD_BYTES = 16
 # The row's identity by its number in its lane, in a file: id (8), ordinal (4), tag (4), table (2),
 # padded to whole words.
 LANE_ROW_BYTES = 24
-# A table with more rows than DIRECT_ROWS, or with more than this many times the samples, finds its
-# records through a hash index (compiler/row_table).
+# A table of more than DIRECT_ROWS rows finds its records through a hash index (compiler/row_table).
+# So does a table of more than FEWEST_DIRECT_ROWS rows that has over ROWS_A_LOOKUP rows for each
+# sample.
 DIRECT_ROWS, FEWEST_DIRECT_ROWS, ROWS_A_LOOKUP = 1 << 26, 1 << 16, 8
 # What a row of such a table takes besides its record: key (16) and two entries of the index (8
 # each).

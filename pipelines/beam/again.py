@@ -1,7 +1,8 @@
-"""More epochs of a schedule's own samples: they are taken from its files, ordered by its rules, and compiled, in this process.
+"""Compiles more epochs of a schedule's own samples, in this process.
 
-The sample files of its first epoch have all samples, slice by slice, and say of each lookup which of a step's rows it is; who these are, the moves
-show. So nothing of the raw logs is read.
+The samples are taken from the schedule's files, ordered by its rules, and compiled. The sample
+files of its first epoch hold all samples, slice by slice, and map each lookup to one of the step's
+rows. The moves identify these rows. So the raw logs are not read.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ from foreload.pipelines.samples.pieces import PieceOrder, Samples, gather, write
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.walk import empty_slots, local_rows, rows_used
 
-_BUFFERED_PIECES = 16  # of samples that are put into pieces together
+_BUFFERED_PIECES = 16  # samples of about this many pieces are held in memory before they are cut
 
 
 def compile_again(plan: Plan, parent: Schedule) -> None:
-    """Compile more epochs of a parent's samples. The plan's work folder exists; failures that the user can see to are noted there, others raised."""
+    """Compile more epochs of a parent's samples.
+
+    The plan's work folder exists. Failures that the user can fix are recorded there; others are
+    raised.
+    """
     try:
         slices = _write_samples(plan, parent)
         if plan.settings.shuffle_seed is not None:
@@ -46,8 +51,11 @@ def compile_again(plan: Plan, parent: Schedule) -> None:
 
 
 def _write_samples(plan: Plan, parent: Schedule) -> Path | None:
-    """Write pieces of all samples, training ones by their numbers, and save the orders that they make. Returns where it stands who had which sample,
-    if later epochs are to have the same slices (docs/definitions.md, Steps and slices).
+    """Write pieces of all samples, in the order of their numbers, and save their orders.
+
+    Returns:
+        The file that records which lane took each sample, if later epochs are to have the same
+            slices (docs/definitions.md, "Steps and slices"); else None.
     """
     header = parent.header
     training, evaluation = _Pieces(plan, "training"), _Pieces(plan, "evaluation")
@@ -70,7 +78,11 @@ def _write_samples(plan: Plan, parent: Schedule) -> Path | None:
 
 
 def _first_of_all(parent: Schedule) -> Iterator[tuple[str, list[tuple[Samples, np.ndarray]]]]:
-    """Every step of the first epoch, and of the first evaluation pass: its kind, and per lane samples and their numbers."""
+    """Yield every step of the first epoch and of the first evaluation pass.
+
+    Yields:
+        The step's kind, and for each lane its samples and their numbers.
+    """
     header, occupants = parent.header, empty_slots(parent)
     pass_steps = sum(header.set_steps)
     for event in parent.events():
@@ -89,16 +101,19 @@ def _first_of_all(parent: Schedule) -> Iterator[tuple[str, list[tuple[Samples, n
 
 
 class _Pieces:
-    """Samples that come in any order, as pieces by their numbers from 0: cut by number first, and then each put in order, as any external sort."""
+    """Turns samples that come in any order into pieces by their numbers, from 0.
+
+    As in any external sort, the samples are first cut by number, and then each piece is sorted.
+    """
 
     def __init__(self, plan: Plan, which: str) -> None:
         self._plan, self._which = plan, which
         self._held: list[tuple[Samples, np.ndarray]] = []
         self._count = self._parts = 0
-        self._cut: dict[int, list[tuple[str, int]]] = {}  # piece -> its parts, and how many samples each has
+        self._cut: dict[int, list[tuple[str, int]]] = {}  # piece -> (name, samples) of its parts
 
     def add(self, samples: Samples, numbers: np.ndarray) -> None:
-        """Take in samples; numbers int64 [samples]."""
+        """Add samples; `numbers` is int64 [samples]."""
         self._held.append((samples, numbers))
         self._count += len(samples)
         if self._count >= _BUFFERED_PIECES * self._plan.piece_rows:
@@ -118,7 +133,7 @@ class _Pieces:
         self._parts += 1
 
     def in_order(self) -> PieceOrder:
-        """The order that all of them make; their parts are gone."""
+        """Return the order of all pieces, and delete the parts from which they were made."""
         self._flush()
         made = []
         for piece, parts in sorted(self._cut.items()):
@@ -132,7 +147,7 @@ class _Pieces:
 
 
 def _shuffle(plan: Plan) -> None:
-    """The stages of a shuffle (`order`), one after the other."""
+    """Run the stages of a shuffle (`order`), one after the other."""
     places = range(max(len(load_orders(plan, "cut")[TRAINING].names), 1))
     runs = [place for element in places for place in SortRuns(plan).outputs(element)]
     buckets = list(CutShuffle(plan).together(runs))

@@ -1,4 +1,7 @@
-"""Compile in this process, which alone writes into the schedule: while the sources are read if nothing is sorted or shuffled, else after it."""
+"""Compiles in this process, which is the only one that writes into the schedule's folder.
+
+If nothing is sorted or shuffled, it compiles while the sources are read, else after that.
+"""
 
 from __future__ import annotations
 
@@ -20,60 +23,85 @@ from foreload.pipelines.planning.plan import TRAINING, Plan, ReadTask, names_of,
 from foreload.pipelines.planning.work_folder import give_encoding
 from foreload.pipelines.samples.pieces import Abandoned, OrderedSource, PieceSource, Samples, held_out, read_order, read_piece
 
-_POLL_SECONDS = 0.01  # between two looks for a piece
+_POLL_SECONDS = 0.01  # between two checks for a new piece
 
 
 class GrowingSource:
-    """An OrderedSource of what `Encode` writes, task by task, as it comes. Of a tail that is held out it gives what cannot be part of it any more.
+    """An OrderedSource of the output of `Encode`, task by task, as it is written.
 
-    rows: of the sources of each of the plan's sets, about; counted: exactly, so that all numbers of samples are known from the beginning.
+    If a tail is held out, the source yields only samples that can no longer become part of the
+    tail.
     """
 
     shuffled = False
     slices: Path | None = None
 
     def __init__(self, plan: Plan, tasks: Sequence[ReadTask], rows: Mapping[str, int], counted: bool) -> None:
+        """Start with nothing read.
+
+        Args:
+            tasks: The tasks that are being read.
+            rows: The number of rows of each of the plan's sets, about.
+            counted: Whether `rows` is exact, so that all numbers of samples are known from the
+                beginning.
+        """
         self._plan, self._rows, self._counted = plan, rows, counted
         self._tasks = sorted(task.name for task in tasks if task.is_training)
         self._over = threading.Event()
         self._whole = False
 
     def finish(self, whole: bool) -> None:
-        """Nothing more will be read; whole: all has been, and the orders are there."""
+        """Report that reading has ended.
+
+        Args:
+            whole: Whether everything was read, and the orders exist.
+        """
         self._whole = whole
         self._over.set()
 
     def wait_for_samples(self) -> None:
-        """Until a piece is there, or the reading is over. Raises Abandoned."""
+        """Wait until a piece exists or reading has ended. Raises Abandoned."""
         next(self._written(), None)
         self.check()
 
     @property
     def expected_samples(self) -> int:
-        """Samples of one epoch, about."""
+        """The samples of one epoch, about."""
         return self._rows[TRAINING] - held_out(self._rows[TRAINING], self._plan.evaluation_fraction)
 
     @property
     def training_samples(self) -> int:
-        """Samples of one epoch; waits for them to be read unless they are counted. Raises Abandoned."""
+        """The samples of one epoch.
+
+        Unless they are counted, this waits until they are read. Raises Abandoned.
+        """
         return self.expected_samples if self._counted else self._read().training_samples
 
     @property
     def evaluation_samples(self) -> int:
-        """Samples of one pass; waits for them to be read unless they are counted. Raises Abandoned."""
+        """The samples of one pass.
+
+        Unless they are counted, this waits until they are read. Raises Abandoned.
+        """
         if not self._counted:
             return self._read().evaluation_samples
         return sum(self._rows.values()) - self.expected_samples
 
     @property
     def evaluation_sets(self) -> tuple[int, ...]:
-        """Samples of each set that has a name; waits for them to be read unless they are counted. Raises Abandoned."""
+        """The samples of each set that has a name.
+
+        Unless they are counted, this waits until they are read. Raises Abandoned.
+        """
         if not self._counted:
             return self._read().evaluation_sets
         return tuple(self._rows[which] for which in self._plan.sets[1:]) if self._plan.settings.evaluation_sets else ()
 
     def training(self, epoch: int) -> Iterator[tuple[Samples, np.ndarray]]:
-        """Chunks of the training samples in order, with their numbers from 0, as they come. Raises Abandoned."""
+        """Yield chunks of the training samples in order, as they are written. Raises Abandoned.
+
+        Each chunk comes with its samples' numbers, from 0.
+        """
         given = 0
         for samples in self._certain():
             yield samples, np.arange(given, given + len(samples), dtype=np.int64)
@@ -84,27 +112,36 @@ class GrowingSource:
             given += len(samples)
 
     def evaluation(self) -> Iterator[tuple[Samples, np.ndarray]]:
-        """Chunks of the evaluation samples in order, with their numbers from 0. Raises Abandoned."""
+        """Return chunks of the evaluation samples in order. Raises Abandoned.
+
+        Each chunk comes with its samples' numbers, from 0.
+        """
         return self._read().evaluation()
 
     def _read(self) -> PieceSource:
-        """All of it, once the reading is over."""
+        """Wait until reading has ended, and return the whole source."""
         self._over.wait()
         self.check()
         return source_of(self._plan)
 
     def check(self) -> None:
-        """Raise Abandoned if nothing will come of what is compiled."""
+        """Raise Abandoned if reading has ended early, so that compiling is useless."""
         if self._over.is_set() and not self._whole:
             raise Abandoned
 
     def _certain(self) -> Iterator[Samples]:
-        """The first training samples, those of pieces written while it is read: all but the part that is held out of these pieces."""
+        """Yield the training samples that are certain while the sources are being read.
+
+        These are the samples of the pieces written so far, without the tail that is held out of
+        these.
+        """
         pieces: deque[Samples] = deque()
         seen = given = 0
         for samples in self._written():
             pieces.append(samples)
             seen += len(samples)
+            # `seen - held_out(seen)` never shrinks, so a sample in front of the tail stays a
+            # training sample.
             room = seen - held_out(seen, self._plan.evaluation_fraction) - given
             while room:
                 first = pieces.popleft()
@@ -116,7 +153,7 @@ class GrowingSource:
                 yield first
 
     def _written(self) -> Iterator[Samples]:
-        """The training samples as they are read, piece by piece, as long as there is something still to be read."""
+        """Yield the training samples piece by piece as they are written, until reading ends."""
         for task in self._tasks:
             saved, count = self._plan.order_path(names_of(task)), 0
             while not self._over.is_set():
@@ -124,7 +161,9 @@ class GrowingSource:
                 if piece.exists():
                     yield read_piece(piece)[0]
                     count += 1
-                elif saved.exists():  # a place whose records are all malformed has no piece, so there may be later ones
+                elif saved.exists():
+                    # The task is done. A place whose records are all malformed has no piece, so
+                    # later places may have pieces.
                     for name in self._plan.load(names_of(task), list[str])[count:]:
                         yield read_piece(self._plan.pieces / name)[0]
                     break
@@ -137,9 +176,14 @@ _NAME = "Compile"
 
 @contextlib.contextmanager
 def compiling(plan: Plan, tasks: Sequence[ReadTask], rows: Mapping[str, int], counted: bool) -> Iterator[None]:
-    """While it is entered, the pipeline is to read and order all tasks; it is left when the schedule is whole, or a failure is noted.
+    """Compile the schedule while and after the body runs.
 
-    rows, counted: as in GrowingSource.
+    The body runs the pipeline that reads and orders all tasks. When the context is left, the
+    schedule is complete, or a failure is recorded.
+
+    Args:
+        rows: As in GrowingSource.
+        counted: As in GrowingSource.
     """
     if plan.spec.order_by is not None or plan.settings.shuffle_seed is not None:
         yield
@@ -149,7 +193,9 @@ def compiling(plan: Plan, tasks: Sequence[ReadTask], rows: Mapping[str, int], co
     source = GrowingSource(plan, tasks, rows, counted)
 
     def begin() -> None:
-        if plan.counted:  # what is counted is needed first
+        # The compiler needs the vocabularies and scales. They exist once the first piece is
+        # encoded.
+        if plan.counted:
             source.wait_for_samples()
         compile_here(plan, source, source.check)
 
@@ -166,7 +212,11 @@ def compiling(plan: Plan, tasks: Sequence[ReadTask], rows: Mapping[str, int], co
 
 
 def compile_here(plan: Plan, source: OrderedSource, check: Callable[[], object] = lambda: None) -> None:
-    """Compile a source, in this process. check: called every now and then, and may end it by an error of its own."""
+    """Compile a source in this process.
+
+    Args:
+        check: Called every now and then. It may raise an error to stop the compilation.
+    """
     keep_freed()
     note = progress_of(plan, _NAME)
 

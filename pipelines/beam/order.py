@@ -1,8 +1,10 @@
-"""The stages that bring pieces into the global order: sort by a column, hold out a tail, shuffle each epoch. (pipelines/samples/external_sort.py)
+"""The stages that bring pieces into the global order.
 
-Both are external sorts: sorted runs, cut by key into buckets, each of which one worker sorts. Sorting writes the samples once more; a shuffle
-writes them twice for every epoch, as runs and as buckets. What is put out are numbers and names; orders and bounds lie in files of the work folder
-(`Plan.save`).
+They sort by a column, hold out a tail, and shuffle each epoch. Sort and shuffle are external sorts
+(pipelines/samples/external_sort.py): sorted runs are cut by key into buckets, and one worker sorts
+each bucket. A sort writes the samples once more. A shuffle writes them twice for every epoch, as
+runs and as buckets. The stages output numbers and names only; orders and bounds are in files of the
+work folder (`Plan.save`).
 """
 
 from __future__ import annotations
@@ -31,21 +33,29 @@ from foreload.pipelines.samples.pieces import (
 
 
 def load_orders(plan: Plan, name: str) -> dict[str, PieceOrder]:
-    """The order of each set after a stage, by set. name: what the stage saved it as: read or sorted, of `Plan.sets`, or cut, of all training and all
-    evaluation samples.
+    """Return the order of each set after a stage.
+
+    Args:
+        name: The name under which the stage saved the orders. "read" and "sorted" have the sets of
+            `Plan.sets`. "cut" has all training samples and all evaluation samples.
     """
     return plan.load(name, dict[str, PieceOrder])
 
 
 def save_cut(plan: Plan, training: PieceOrder, sets: Sequence[PieceOrder]) -> None:
-    """Write the orders "cut": of the training samples, and of the evaluation samples, of one set after the other."""
+    """Save the orders "cut" of the training samples and of the evaluation samples.
+
+    Args:
+        training: The order of the training samples.
+        sets: The order of each evaluation set; they follow one another.
+    """
     plan.save("cut", {TRAINING: training, EVALUATION: PieceOrder.joined(sets)})
     if plan.settings.evaluation_sets:
         plan.save("sets", [order.rows for order in sets])
 
 
 def source_of(plan: Plan) -> PieceSource:
-    """What the schedule is compiled from, once every stage here has run."""
+    """Return the source to compile the schedule from, after all stages of this module have run."""
     orders = load_orders(plan, "cut")
     epochs: tuple[PieceOrder, ...] = ()
     if plan.settings.shuffle_seed is not None:
@@ -55,9 +65,10 @@ def source_of(plan: Plan) -> PieceSource:
 
 
 class CutBuckets(Stage):
-    """The name of the orders as read -> (set, bucket) for every bucket, a part of the order by key that fits in memory.
+    """The name of the orders as read -> (set, bucket) for every bucket.
 
-    A bucket's file has the range of each piece that lies in it.
+    A bucket is a part of the order by key that fits in memory. The bucket's file holds, for each
+    piece, the range that lies in the bucket.
     """
 
     def outputs(self, element: Any) -> Iterator[Any]:
@@ -71,7 +82,7 @@ class CutBuckets(Stage):
 
 
 class SortBucket(Stage):
-    """(set, bucket) -> (set, bucket, piece, rows): the bucket's samples as one piece, in order."""
+    """(set, bucket) -> (set, bucket, piece, rows): the bucket's samples as one sorted piece."""
 
     def name(self, element: Any) -> str:
         return _bucket_name(*element)
@@ -81,7 +92,8 @@ class SortBucket(Stage):
         part = self.plan.load(_bucket_name(which, bucket), PieceOrder)
         samples, keys = gather(self.plan.pieces, part)
         name = piece_name("sorted", which, bucket)
-        # The pieces of a bucket stand in the order of their names, so a stable sort leaves ties in the order of the sources.
+        # The pieces of a bucket are in the order of their names, which is that of the sources. A
+        # stable sort therefore leaves ties in the order of the sources.
         write_piece(self.plan.pieces / name, samples.take(stable_order(keys)), None, {})
         yield which, bucket, name, len(samples)
 
@@ -102,10 +114,13 @@ class CollectSorted(GroupStage):
 
 
 class HoldOut(Stage):
-    """The name of the orders so far -> the orders "cut": training and evaluation samples, final but for a shuffle.
+    """The name of the orders so far -> the orders "cut", final except for a shuffle.
 
-    Puts out 0, 1, ..: the places of the ranges (a piece, or a part of one) of the training order. Raises SourceError where a set that is asked for
-    is empty.
+    "cut" has the training and the evaluation samples. The stage outputs 0, 1, ...: the places of
+    the ranges of the training order. A range is a piece or a part of one.
+
+    Raises:
+        SourceError: If a set that the user asked for is empty.
     """
 
     def outputs(self, element: str) -> Iterator[Any]:
@@ -113,6 +128,8 @@ class HoldOut(Stage):
         if self.plan.evaluation_fraction:
             order = orders[TRAINING]
             held = held_out(order.rows, self.plan.evaluation_fraction)
+            # If the training samples were counted, their number remains, even if held-out records
+            # have turned out to be malformed since.
             kept = self.plan.load(TRAINING_ROWS, int) if self.plan.counted else order.rows - held
             orders = {TRAINING: order.slice(0, kept), EVALUATION: order.slice(kept, order.rows)}
         if orders[TRAINING].rows == 0 and not self.plan.evaluation_only:
@@ -123,18 +140,22 @@ class HoldOut(Stage):
                 f"is {self.plan.evaluation_fraction}; give a larger one, or --eval-source"
             )
         save_cut(self.plan, orders[TRAINING], [orders[which] for which in self.plan.sets if which != TRAINING])
-        yield from range(max(len(orders[TRAINING].names), 1))  # at least one, or the stages that follow would never run
+        # Without at least one output, the stages that follow would never run.
+        yield from range(max(len(orders[TRAINING].names), 1))
 
 
 class SortRuns(Stage):
-    """The place of a training range -> for every epoch a run: its samples by shuffle key, with their numbers as keys; puts out the place."""
+    """The place of a training range -> a run for every epoch. Outputs the place.
+
+    A run has the range's samples sorted by shuffle key, with their numbers as keys.
+    """
 
     def name(self, element: int) -> str:
         return str(element)
 
     def outputs(self, element: int) -> Iterator[Any]:
         order = load_orders(self.plan, "cut")[TRAINING]
-        first = int((order.ends[:element] - order.starts[:element]).sum())  # samples in the ranges before
+        first = int((order.ends[:element] - order.starts[:element]).sum())  # samples in earlier ranges
         samples, _ = next(read_order(self.plan.pieces, order.range(element)))
         numbers = np.arange(first, first + len(samples), dtype=np.int64)
         seed = self.plan.settings.shuffle_seed
@@ -150,9 +171,10 @@ def _run_name(epoch: int, index: int) -> str:
 
 
 class CutShuffle(GroupStage):
-    """All runs -> (epoch, bucket, buckets): equal parts of the shuffle keys' range, 0 .. 2^64 - 1, of about piece_rows samples each.
+    """All runs -> (epoch, bucket, buckets): equal parts of the shuffle keys' range, 0 .. 2^64 - 1.
 
-    Keys are hashes, so equal parts hold about as many samples, and nothing has to be sampled to find splitters.
+    Each part has about piece_rows samples. Keys are hashes, so equal parts of their range hold
+    about as many samples each, and no keys have to be sampled to find splitters.
     """
 
     def together(self, values: list[Any]) -> Iterator[Any]:
@@ -163,7 +185,10 @@ class CutShuffle(GroupStage):
 
 
 class ShuffleBucket(Stage):
-    """(epoch, bucket, buckets) -> (epoch, bucket, piece, rows): the samples of an epoch that fall into the bucket, in its order."""
+    """(epoch, bucket, buckets) -> (epoch, bucket, piece, rows).
+
+    The piece has the samples of an epoch that fall into the bucket, in the epoch's order.
+    """
 
     def name(self, element: Any) -> str:
         return piece_name(*element)

@@ -1,4 +1,7 @@
-"""The Beam pipeline: read -> (count ->) encode -> order -> (shuffle ->) compile; and running it on the runner that the flags name."""
+"""The Beam pipeline, and running it on the runner that the flags name.
+
+The stages are read -> (count ->) encode -> order -> (shuffle ->) compile.
+"""
 
 from __future__ import annotations
 
@@ -49,16 +52,21 @@ _PROGRAM = "program.json"
 
 
 class ReadAll(GroupStage):
-    """The final orders -> sample files, row table, and in the folder "lanes" what planning needs; puts out all lanes."""
+    """The final orders -> sample files and row table. Outputs all lanes.
+
+    The stage leaves what the planning of lanes needs in the folder "lanes".
+    """
 
     def together(self, values: list[Any]) -> Iterator[Any]:
-        if not self.plan.lanes.exists():  # a runner may try again what is done
+        # A runner may retry a stage that has already succeeded.
+        if not self.plan.lanes.exists():
             with attempt(self.plan) as scratch:
                 self._read(scratch)
                 try:
                     scratch.rename(self.plan.lanes)
                 except OSError:
-                    if not self.plan.lanes.exists():  # else another attempt was there first, with the same
+                    # If the folder exists, another attempt was first, and its result is the same.
+                    if not self.plan.lanes.exists():
                         raise
         yield from range(self.plan.settings.lanes)
 
@@ -70,7 +78,10 @@ class ReadAll(GroupStage):
 
 
 class PlanLanes(Stage):
-    """A lane -> its moves, and in the folder "lanes" what the manifests say of it; puts it out."""
+    """A lane -> its moves. Outputs the lane.
+
+    The stage leaves what the manifests need about the lane in the folder "lanes".
+    """
 
     def name(self, element: Any) -> str:
         return piece_name(element)
@@ -88,7 +99,7 @@ class PlanLanes(Stage):
 
 
 def publish_lanes(plan: Plan) -> None:
-    """Make the schedule of what `add_planning` has left, in the command's own process."""
+    """Complete the schedule from the results of `add_planning`, in the command's own process."""
     plans = [read_json(plan.lanes / _lane_name(lane), LanePlan) for lane in range(plan.settings.lanes)]
     program = _program(plan)
     give_lanes(plan)
@@ -104,7 +115,11 @@ def _program(plan: Plan) -> Program:
 
 
 def add_ordering(pipeline: beam.Pipeline, plan: Plan, tasks: Sequence[ReadTask], wrap: Wrap) -> beam.PCollection:
-    """Add everything from tasks to samples in their final order (`order.source_of`). wrap: applied to every DoFn (tests disturb them)."""
+    """Add all stages from the tasks to samples in their final order (`order.source_of`).
+
+    Args:
+        wrap: See `stages.Wrap`.
+    """
     orders = add_reading(pipeline, plan, tasks, wrap)
     if plan.spec.order_by is not None:
         buckets = each(orders, CutBuckets(plan), wrap, spread=False)
@@ -117,7 +132,10 @@ def add_ordering(pipeline: beam.Pipeline, plan: Plan, tasks: Sequence[ReadTask],
 
 
 def add_planning(ready: beam.PCollection, plan: Plan, wrap: Wrap) -> None:
-    """Add what follows, to all that the command needs to publish the schedule (`publish_lanes`): for workers that are not this machine's."""
+    """Add the stages that compile on the workers of a cluster.
+
+    Their results are all that the command needs to publish the schedule (`publish_lanes`).
+    """
     each(grouped(ready, ReadAll(plan), wrap), PlanLanes(plan), wrap)
 
 
@@ -125,9 +143,13 @@ _LOCAL_RUNNERS = ("", "direct", "directrunner", "fnapirunner")
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Refuse what neither this program nor Beam knows, where Beam would drop it without a word. Raises SettingError."""
+    """Raise SettingError for a flag that neither this program nor Beam knows.
+
+    Beam itself would ignore such a flag silently.
+    """
+    # A job service has flags of its own.
     if not runs_locally(flags):
-        return  # a job service has flags of its own
+        return
     known = beam_flags()
     for flag in flags:
         if flag.startswith("-") and flag.partition("=")[0] not in known:
@@ -135,25 +157,34 @@ def check_flags(flags: Sequence[str]) -> None:
 
 
 def runner_name(flags: Sequence[str]) -> str:
-    """The runner that the flags name, or ""."""
+    """Return the runner that the flags name, or ""."""
     return PipelineOptions(list(flags)).view_as(StandardOptions).runner or ""
 
 
 def runs_locally(flags: Sequence[str]) -> bool:
-    """Whether the pipeline runs in this process (or in workers that it starts)."""
+    """Return whether the pipeline runs in this process, or in workers that this process starts."""
     return runner_name(flags).lower().rpartition(".")[2] in _LOCAL_RUNNERS
 
 
 def run_pipeline(
     plan: Plan, tasks: Sequence[ReadTask], rows: Mapping[str, int], counted: bool, flags: Sequence[str], wrap: Wrap
 ) -> None:
-    """Run to the end. The plan's work folder exists; failures that the user can see to are noted there, others are raised.
+    """Run the pipeline to its end.
 
-    rows: of the sources of each of the plan's sets, about; counted: exactly.
+    The plan's work folder exists. Failures that the user can fix are recorded there; others are
+    raised.
+
+    Args:
+        rows: The number of rows of each of the plan's sets, about.
+        counted: Whether `rows` is exact.
+        flags: Beam's flags.
+        wrap: See `stages.Wrap`.
     """
     local = runs_locally(flags)
-    here = local or plan.settings.window_accesses is not None  # one process compiles through a window, so it is this one
-    # Beam's own default first tries to download another runner, so name the one in this process.
+    # Only a single process can compile through a window, so this one does.
+    here = local or plan.settings.window_accesses is not None
+    # Beam's default runner first tries to download another one, so name the runner that works in
+    # this process.
     with _temporary_folders_in(plan.work):
         pipeline = beam.Pipeline(FnApiRunner() if local else None, PipelineOptions(list(flags)))
     ready = add_ordering(pipeline, plan, tasks, wrap)
@@ -177,14 +208,19 @@ def _run(pipeline: beam.Pipeline) -> None:
             result.cancel()
             raise
     except RuntimeError as error:
-        if came_of_interrupt(error):  # Beam wraps what its workers meet, Ctrl-C too
+        # Beam wraps the errors of its workers, including Ctrl-C.
+        if came_of_interrupt(error):
             raise KeyboardInterrupt from error
         raise
 
 
 @contextlib.contextmanager
 def _temporary_folders_in(folder: Path) -> Iterator[None]:
-    """A pipeline makes a temporary folder at once, and removes it only if it comes to run: so it gets one that is removed in any case."""
+    """Let Beam create its temporary folders in a folder that is removed in any case.
+
+    A pipeline creates a temporary folder as soon as it is constructed, but removes it only if it
+    runs.
+    """
     before, tempfile.tempdir = tempfile.tempdir, str(folder)
     try:
         yield
@@ -193,7 +229,10 @@ def _temporary_folders_in(folder: Path) -> Iterator[None]:
 
 
 def _tells_more_than_a_stop(record: logging.LogRecord) -> bool:
-    """A filter of log records: False for the stack that Beam logs where Ctrl-C met it, as it does for a failure."""
+    """Filter log records: return False for the stack trace that Beam logs after Ctrl-C.
+
+    Beam logs that like the stack trace of a failure.
+    """
     return not (record.exc_info and isinstance(record.exc_info[1], KeyboardInterrupt)) and not record.getMessage().startswith(
         KeyboardInterrupt.__name__
     )

@@ -1,9 +1,11 @@
-"""The stages that read the sources: survey and count (for vocabularies and standardisation), then encode into pieces.
+"""The stages that read the sources: survey, count, and encode into pieces.
 
-Each pass is a ReadStage, task by task (a task is a split and its set), and a CollectStage over what all tasks gave.
+Survey and count serve vocabularies and standardisation. Each pass is a ReadStage over tasks (a task
+is a split and its set), followed by a CollectStage over the outputs of all tasks.
 
-A source is read once where nothing has to be counted, twice where it has, and three times where in addition a tail is held out:
-which samples are training data, and so counted, is known only once all are.
+A source is read once if nothing has to be counted, and twice if something has. It is read three
+times if, in addition, a tail is held out: only training data is counted, and which samples these
+are is known only when all have been read.
 """
 
 from __future__ import annotations
@@ -54,14 +56,17 @@ from foreload.pipelines.samples.vocabulary import (
 from foreload.pipelines.schedule.format import REJECTS_FILE
 from foreload.pipelines.sources import MOST_REJECTS, Records, read_records
 
-_SHOWN = 3  # malformed records named in an error
-_MOST_KEPT = 10 * MOST_REJECTS  # in the rejects file
+_SHOWN = 3  # malformed records that an error names
+_MOST_KEPT = 10 * MOST_REJECTS  # malformed records in the rejects file
 
 
 class ReadStage(Stage):
-    """Reads a task's records, piece by piece, and notes the first of its malformed ones, and all causes, in a file of the task's.
+    """Reads a task's records, piece by piece.
 
-    scales: of dense columns, once they are known.
+    The stage writes the task's first malformed records, and all causes, to a file of the task.
+
+    Attributes:
+        scales: The scales of dense columns, once they are known.
     """
 
     scales: Sequence[Scale] = ()
@@ -70,19 +75,22 @@ class ReadStage(Stage):
         return element.name
 
     def outputs(self, element: ReadTask) -> Iterator[Any]:
-        """Puts out (name of the task, pieces as (name, rows), number of malformed records)."""
+        """Yield (name of the task, pieces as (name, rows), number of malformed records)."""
         rejects: list[RejectedRecord] = []
         causes: Counter[Cause] = Counter()
         rejected = 0
         pieces: list[tuple[str, int]] = []
         working: Future[None] | None = None
-        with ThreadPoolExecutor(1) as thread:  # while a piece is worked on, the next is read
+        # The thread processes one piece while the next one is read.
+        with ThreadPoolExecutor(1) as thread:
             for place, records in enumerate(read_records(element.split, self.plan.spec, self.scales)):
                 rejects += records.rejects[: MOST_REJECTS - len(rejects)]
                 add_causes(causes, records.causes)
                 rejected += records.rejected
                 if rejected > self.plan.max_rejects or self.plan.over or self.plan.failed():
-                    break  # what has been read is enough to say so, or for nothing
+                    # Enough was read to report too many malformed records, or reading on is
+                    # useless.
+                    break
                 if len(records):
                     name = piece_of(element.name, place)
                     if working is not None:
@@ -97,15 +105,19 @@ class ReadStage(Stage):
         yield element.name, pieces, rejected
 
     def piece(self, name: str, records: Records) -> None:
-        """Do what the stage is for with some records; in a thread, in the records' order."""
+        """Process some records. Runs in a thread, in the records' order."""
         raise NotImplementedError
 
     def finish(self, task: str, pieces: list[tuple[str, int]]) -> None:
-        """Write what was gathered over the task's pieces, which are (name, rows)."""
+        """Write the results over all of the task's pieces, which are (name, rows)."""
 
 
 class CollectStage(GroupStage):
-    """What follows a ReadStage: RecordError where more records are malformed than allowed. Puts out tasks."""
+    """The group stage after a ReadStage, which gathers the malformed records of all tasks.
+
+    Raises:
+        RecordError: If more records are malformed than allowed.
+    """
 
     def __init__(self, plan: Plan, tasks: Sequence[ReadTask] = ()) -> None:
         super().__init__(plan)
@@ -113,7 +125,8 @@ class CollectStage(GroupStage):
 
     def together(self, values: list[Any]) -> Iterator[Any]:
         rejected = sum(count for _, _, count in values)
-        # Training records first; within a set the tasks' names are in the order in which the user gave the files.
+        # Training records come first. Within a set, the tasks' names sort in the order in which the
+        # user gave the files.
         names = [name for which in self.plan.sets for name, _, count in values if count and name.startswith(which)]
         rejects = [read_json(self.plan.work / REJECTS / f"{name}.json", TaskRejects) for name in names]
         kept = [reject for part in rejects for reject in part.first][:_MOST_KEPT]
@@ -137,14 +150,16 @@ class CollectStage(GroupStage):
         yield from self.collected([piece for _, pieces, _ in values for piece in pieces])
 
     def collected(self, pieces: list[tuple[str, int]]) -> Iterator[Any]:
-        """What follows from all pieces, (name, rows) in order of their names."""
+        """Yield the outputs for all pieces, (name, rows) in the order of their names."""
         raise NotImplementedError
 
 
 class Survey(ReadStage):
-    """Training tasks -> how many samples each of their pieces has, and with order_by a run of its sorted keys without samples.
+    """Training tasks -> the number of samples of each piece.
 
-    Runs only where a tail is held out and something is counted, since what is held out must not be.
+    With order_by, the stage also writes for each piece a run of its sorted keys, without samples.
+    It runs only if a tail is held out and something is counted, because the tail must not be
+    counted.
     """
 
     def piece(self, name: str, records: Records) -> None:
@@ -159,12 +174,16 @@ def _keys_name(piece: str) -> str:
 
 
 class FindTraining(CollectStage):
-    """The survey -> how many samples of each piece, in the order of the sort, are training samples. Puts out the training tasks."""
+    """The survey -> how many samples of each piece, in sort order, are training samples.
+
+    Outputs the training tasks.
+    """
 
     def collected(self, pieces: list[tuple[str, int]]) -> Iterator[Any]:
         order = PieceOrder.whole(pieces)
         count = order.rows - held_out(order.rows, self.plan.evaluation_fraction)
-        # Later a held-out record may turn out to be malformed, as `standard` transforms it; what was counted stays the training data.
+        # The transform `standard` may later show that a held-out record is malformed. The samples
+        # counted here stay the training data all the same.
         self.plan.save(TRAINING_ROWS, count)
         if self.plan.spec.order_by is None:
             kept = order.slice(0, count)
@@ -177,7 +196,7 @@ class FindTraining(CollectStage):
 
 
 class Count(ReadStage):
-    """Training tasks -> the values of vocabularies with their counts, and the sums of dense columns, in files."""
+    """Training tasks -> files of vocabulary values with counts, and of dense columns' sums."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -196,7 +215,8 @@ class Count(ReadStage):
             count = self._training.get(name, 0)
             order = np.arange(len(records)) if records.keys is None else stable_order(order_keys(records.keys))
             is_training = np.zeros(len(records), bool)
-            is_training[order[:count]] = True  # the first by key: those held out are the last
+            # The held-out samples are the last by key, so the first ones are training samples.
+            is_training[order[:count]] = True
             records = records.filter(is_training)
         for table, counts in self._counts.items():
             self._counts[table] = merge_counts([counts, count_values(records, self.plan.spec, table)])
@@ -220,12 +240,18 @@ def _sums_name(task: str) -> str:
 
 
 class MergeCounts(CollectStage):
-    """All counts -> the encoding state (vocabularies, scales) in the schedule. Puts out all tasks, evaluation ones too.
+    """All counts -> the schedule's encoding state, which is vocabularies and scales.
 
-    counted: names of the tasks that were counted.
+    Outputs all tasks, including evaluation tasks.
     """
 
     def __init__(self, plan: Plan, counted: Sequence[str], tasks: Sequence[ReadTask]) -> None:
+        """Create the stage.
+
+        Args:
+            counted: The names of the tasks that were counted.
+            tasks: All tasks.
+        """
         super().__init__(plan, tasks)
         self.counted = sorted(counted)
 
@@ -247,7 +273,7 @@ class MergeCounts(CollectStage):
 
 
 class Encode(ReadStage):
-    """Tasks -> encoded pieces; with order_by each is sorted, so that it is a run."""
+    """Tasks -> encoded pieces. With order_by, each piece is sorted and so is a run."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -265,7 +291,8 @@ class Encode(ReadStage):
         assert self._encoder is not None
         samples = self._encoder.encode(records)
         if name.startswith("training") and not self.plan.evaluation_fraction:
-            samples = replace(samples, groups=None)  # which only evaluation has
+            # Only evaluation needs groups.
+            samples = replace(samples, groups=None)
         self._columns += ColumnCounts.of(records, samples, self.plan.spec)
         keys = None
         if records.keys is not None:
@@ -284,7 +311,11 @@ def _columns_name(task: str) -> str:
 
 
 class CollectPieces(CollectStage):
-    """All encoded pieces -> the orders as read; puts out their name, "read". Raises SourceError where a set has no well-formed record."""
+    """All encoded pieces -> the orders as read. Outputs their name, "read".
+
+    Raises:
+        SourceError: If a set has no well-formed record.
+    """
 
     def collected(self, pieces: list[tuple[str, int]]) -> Iterator[Any]:
         orders = {which: PieceOrder.whole([piece for piece in pieces if piece[0].startswith(which)]) for which in self.plan.sets}
@@ -301,9 +332,13 @@ class CollectPieces(CollectStage):
 
 
 def add_reading(pipeline: beam.Pipeline, plan: Plan, tasks: Sequence[ReadTask], wrap: Wrap) -> beam.PCollection:
-    """Add the stages from the tasks to the name of the orders as read, which the collection returned has as its one element."""
+    """Add the stages from the tasks to the orders as read.
+
+    Returns:
+        A collection whose one element is the name of the orders.
+    """
     training = [task for task in tasks if task.is_training]
-    # Create spreads its elements over all workers; without that they would be read by one.
+    # beam.Create spreads its elements over all workers, so the first stage does not have to.
     current = pipeline | "Tasks" >> beam.Create(training if plan.counted else list(tasks))
     spread = False
     if plan.counted and plan.evaluation_fraction:

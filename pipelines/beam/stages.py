@@ -1,10 +1,13 @@
-"""What all stages of the pipeline share: the plan, the work folder, groups, and errors that reach the user as one line.
+"""What all stages of the pipeline share: the plan, the work folder, groups, and error handling.
 
-Only names and counts go through Beam; arrays lie in files on a disk that all workers share, in the folder of this call of the command alone. A stage
-names its files and their contents from its input alone and writes them under a temporary name, so that Beam may run any of it twice, at once, or from
-the beginning again.
-An error of the user's making is noted in a file: a runner that retries would only meet it again. The stages after a group look first
-whether any before it has failed.
+Only names and counts go through Beam. Arrays lie in files on a disk that all workers share, in the
+work folder of this call of the command. A stage derives the names and contents of its files from
+its input alone, and writes them under temporary names first. So Beam may run any stage twice, at
+the same time, or again from the beginning.
+
+If the user or the disk caused an error, the stage records it in a file, because a runner that
+retries would only meet it again. Group stages check first whether an earlier stage has failed. The
+command reports the error to the user in one line.
 """
 
 from __future__ import annotations
@@ -28,11 +31,15 @@ from foreload.pipelines.planning.plan import PROGRESS, Plan
 
 _PROGRESS_SECONDS = 1.0
 Wrap = Callable[[beam.DoFn], beam.DoFn]
-"""Applied to every DoFn of the pipeline: the identity but in tests, which disturb them."""
+"""Applied to each DoFn of the pipeline. It is the identity except in tests, which disturb them."""
 
 
 class Stage(beam.DoFn):
-    """A DoFn of the pipeline: `outputs` does the work. Errors of foreload's and of the disk are noted; anything else is raised."""
+    """A DoFn of the pipeline; `outputs` does its work.
+
+    Foreload's own errors and errors of the disk are recorded in the work folder. Any other error is
+    raised.
+    """
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -40,26 +47,27 @@ class Stage(beam.DoFn):
 
     @property
     def label(self) -> str:
-        """How the stage is named in Beam."""
+        """The name of the stage in Beam."""
         return type(self).__name__
 
     def name(self, element: Any) -> str:
-        """A file name for the element, unique in the stage."""
+        """Return a file name for the element that is unique within the stage."""
         return "all"
 
     def outputs(self, element: Any) -> Iterator[Any]:
-        """Do the stage's work for an element, and give what it puts out for the next stage."""
+        """Do the stage's work for an element, and yield its outputs for the next stage."""
         raise NotImplementedError
 
     def setup(self) -> None:
-        """Beam's call in each process that is to run the stage."""
+        """Prepare a process to run the stage. Beam calls this."""
         keep_freed()
 
     def process(self, element: Any) -> Iterator[Any]:
-        """Beam's entry: `outputs`, with errors of the user's making and of the disk noted in the work folder.
+        """Run `outputs`, and record errors that the user or the disk caused. Beam calls this.
 
-        Where the command is over, nothing is done, and that is no error, which a runner would only try again: so a job ends on every runner soon
-        after its command, also where that cannot cancel it.
+        Once the command is over, this does nothing and raises no error, because a runner would
+        retry after one. So a job ends soon after its command on every runner, even on one that
+        cannot cancel it.
         """
         try:
             if not self.plan.over:
@@ -74,7 +82,10 @@ class Stage(beam.DoFn):
 
 
 class GroupStage(Stage):
-    """A stage that gets all outputs of the stage before it at once, sorted; it does nothing where any has failed."""
+    """A stage that gets all outputs of the stage before it at once, sorted.
+
+    It does nothing if any stage has failed.
+    """
 
     def outputs(self, element: Any) -> Iterator[Any]:
         _, values = element
@@ -82,13 +93,16 @@ class GroupStage(Stage):
             yield from self.together(sorted(values))
 
     def together(self, values: list[Any]) -> Iterator[Any]:
-        """Do the stage's work for all values, and give what it puts out for the next stage."""
+        """Do the stage's work for all values, and yield its outputs for the next stage."""
         raise NotImplementedError
 
 
 @contextlib.contextmanager
 def attempt(plan: Plan) -> Iterator[Path]:
-    """A folder of this attempt alone: a worker given up for dead may still be writing into its own."""
+    """Create a folder for this attempt alone, and remove it afterwards.
+
+    Another worker that was given up may still be writing to a folder of its own.
+    """
     scratch = Path(tempfile.mkdtemp(prefix="compile-", dir=plan.work))
     try:
         yield scratch
@@ -97,7 +111,14 @@ def attempt(plan: Plan) -> Iterator[Path]:
 
 
 def progress_of(plan: Plan, name: str) -> Callable[[int, int, int], None]:
-    """What is called with the work done, the schedule's steps, and the work in all; writes them for the command to show, once a second at most."""
+    """Return a function that writes progress to a file, which the command displays.
+
+    The function takes the work done, the schedule's steps, and the total work. It writes at most
+    once a second.
+
+    Args:
+        name: The name of the file, unique to the caller.
+    """
     noted = 0.0
 
     def note(done: int, steps: int, work: int) -> None:
@@ -115,7 +136,7 @@ def _with_one_key(value: Any) -> tuple[str, Any]:
 
 
 class Together(beam.PTransform):
-    """All elements as one group, in any order."""
+    """Collects all elements into one group, in any order."""
 
     def expand(self, elements: beam.PCollection) -> beam.PCollection:
         return elements | "WithOneKey" >> beam.Map(_with_one_key) | "Group" >> beam.GroupByKey()
@@ -127,7 +148,13 @@ def grouped(elements: beam.PCollection, stage: GroupStage, wrap: Wrap) -> beam.P
 
 
 def each(elements: beam.PCollection, stage: Stage, wrap: Wrap, spread: bool = True) -> beam.PCollection:
-    """Run a stage on every element; spread: over all workers, which what one group stage put out would not be."""
+    """Run a stage on every element.
+
+    Args:
+        wrap: See `Wrap`.
+        spread: Whether to spread the elements over all workers. Without that, one worker would
+            process all outputs of a group stage.
+    """
     if spread:
         elements = elements | f"Spread{stage.label}" >> beam.Reshuffle()
     return elements | stage.label >> beam.ParDo(wrap(stage))

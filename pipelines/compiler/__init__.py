@@ -1,1 +1,1 @@
-"""From ordered samples to a schedule: the serial pass, placement of samples, the oracles of the lanes, and the segments."""
+"""The compiler, from ordered samples to a schedule: serial pass, placement, oracles, segments."""

@@ -1,6 +1,8 @@
-"""Compile ordered samples into a schedule: with all of the future known (`exact`), or through a window as the data is read (`windowed`).
+"""Compile ordered samples into a schedule.
 
-The result is a function of the samples and the settings alone: neither threads nor timing change a byte of it.
+Either all of the future is known (`exact`), or the compiler sees it through a window as the data is
+read (`windowed`). The result is a function of the samples and the settings alone: neither threads
+nor timing change a byte of it.
 """
 
 from __future__ import annotations
@@ -29,20 +31,34 @@ from foreload.pipelines.samples.pieces import Abandoned, OrderedSource
 from foreload.pipelines.schedule.format import FAILED, Header, SampleAssignment, ScheduleManifest
 from foreload.pipelines.schedule.reader import Schedule
 
-_ACCESSES, _NEXT_USES, _ROWS = "accesses", "next-uses", "rows"  # folders
+_ACCESSES, _NEXT_USES, _ROWS = "accesses", "next-uses", "rows"  # folders within the work folder
 
 
 @dataclass(frozen=True, slots=True)
 class CompileSettings:
-    """What a schedule is a function of, besides its samples.
+    """All that a schedule is a function of, besides its samples.
 
-    slots: per lane; a number, "min" (the rows of the largest step) or "all" (no row ever leaves). segment_bytes: bound on a segment's sample
-    files. window_accesses: bound on the distinct rows per step, summed over the lookahead; None: all of the future is known. parent: the schedule to
-    continue. placement: of a step's samples in its slices (docs/definitions.md). direct_rows: tables of up to so many rows are addressed directly
-    (RowTable); None: by how many samples there are. threads: that plan lanes at once. settings: kept in the header as they are.
-    slots_at_most: the number of slots is what there is room for; not more are given than there can be rows. eval_every: steps of an epoch between
-    evaluation passes amid it; None: there are none. again: the samples are the parent's. evaluation_sets: the names of the sets that the evaluation
-    samples are; empty: one without a name.
+    Attributes:
+        batch_size: Samples in a step, over all lanes.
+        slots: Slots for each lane: a number, "min" (the rows of the largest step) or "all" (no row
+            ever leaves).
+        shuffle_seed: If None, epochs are not shuffled.
+        segment_bytes: The bound on a segment's sample files.
+        window_accesses: The bound on the distinct rows of each step, summed over the lookahead. If
+            None, all of the future is known.
+        parent: The schedule to continue, if any.
+        placement: How a step's samples are placed in its slices (docs/definitions.md).
+        direct_rows: Tables of at most this many rows are addressed directly (RowTable). If None,
+            the number of samples decides.
+        threads: How many lanes are planned at once.
+        settings: Kept in the header as they are.
+        slots_at_most: Whether the number of slots is an upper limit. If so, a lane gets no more
+            slots than there can be rows.
+        eval_every: Steps of an epoch between evaluation passes during the epoch. If None, no pass
+            lies within an epoch.
+        again: Whether the samples are the parent's.
+        evaluation_sets: The names of the sets of evaluation samples. Empty for one set without a
+            name.
     """
 
     features: FeatureSpec
@@ -64,23 +80,26 @@ class CompileSettings:
     evaluation_sets: tuple[str, ...] = ()
 
     def first_number(self, parent: Schedule | None) -> int:
-        """The number of the first training sample."""
+        """Return the number of the first training sample."""
         if parent is None:
             return 0
         return parent.header.first_number + (0 if self.again else parent.header.training_samples)
 
     def first_epoch(self, parent: Schedule | None) -> int:
-        """The number of the first epoch of these samples."""
+        """Return the number of the first epoch of these samples."""
         return parent.header.first_epoch + parent.header.epochs if parent is not None and self.again else 0
 
     @property
     def slots_wanted(self) -> SlotsWanted:
-        """What a lane's slots follow from."""
+        """The settings that a lane's number of slots follows from."""
         return SlotsWanted(self.slots, self.slots_at_most)
 
 
 def _serial_pass(settings: CompileSettings, parent: Schedule | None, folder: Path, samples: int) -> SerialPass:
-    """A serial pass over so many samples at its beginning: over an empty row table, or one with the parent's rows."""
+    """Create a serial pass over about `samples` samples, at its beginning.
+
+    Its row table holds the rows of the parent, if there is one.
+    """
     assign = assign_samples if settings.placement == "locality" else None
     first_step = 0 if parent is None else parent.header.end_step
     direct = settings.direct_rows
@@ -93,7 +112,7 @@ def _serial_pass(settings: CompileSettings, parent: Schedule | None, folder: Pat
 
 
 def _header(settings: CompileSettings, parent: Schedule | None) -> Header:
-    """The header but for its slots and its numbers of samples, those of evaluation sets too."""
+    """Return the header without slots and numbers of samples, also of evaluation sets."""
     return Header(
         version=settings.features.rule,
         features=settings.features,
@@ -132,19 +151,32 @@ def _check_parent(settings: CompileSettings, parent: Schedule) -> None:
 
 
 class Compilation:
-    """Of ordered samples into a schedule in the folder `out`: `compile` does all of it in this process. Where all of the future is known, `read`,
-    `plan_all` and `publish` do that in turn, and workers that see the same disk may do it.
+    """Compiles ordered samples into a schedule in the folder `out`.
 
-    Raises SlotsError where a step does not fit the slots, ScheduleError where the parent cannot be continued, DiskError where the disk is full, or
-    refuses to be written. `failed.json` then says so, and so it does of any other error, which is raised as it is; what was published stays valid,
-    and there is no schedule.json.
+    `compile` does all of it in this process. If all of the future is known, `read`, `plan_all` and
+    `publish` do the same in turn, and workers that see the same disk may run them.
+
+    All of them raise SlotsError if a step does not fit the slots, ScheduleError if the parent
+    cannot be continued, and DiskError if the disk is full or refuses a write. Then `failed.json`
+    records the failure. It also records any other error, which is raised unchanged. Segments
+    already published stay valid, and schedule.json does not exist.
     """
 
     def __init__(self, settings: CompileSettings, out: Path) -> None:
         self.settings, self._out = settings, out
 
     def compile(self, source: OrderedSource, work: Path, progress: Progress = lambda done, total: None) -> ScheduleManifest:
-        """Compile `source`; returns the manifest (docs/schedule.md). work: a folder for scratch files."""
+        """Compile `source` in this process.
+
+        Args:
+            source: The samples.
+            work: A folder for scratch files.
+            progress: Called with the number of training steps compiled so far, and their total
+                number.
+
+        Returns:
+            The schedule's manifest (docs/schedule.md).
+        """
         threads = max(1, min(self.settings.threads, self.settings.lanes))
         if self.settings.window_accesses is not None:
             return self._through_window(source, work, threads, progress)
@@ -155,22 +187,40 @@ class Compilation:
         return self.publish(program, plans)
 
     def read(self, source: OrderedSource, folder: Path, progress: Callable[[], object] = lambda: None) -> Program:
-        """Go over all samples: see `exact.Reading`. folder: for what the lanes' plans need."""
+        """Go over all samples; see `exact.Reading`.
+
+        Args:
+            source: The samples.
+            folder: For the files that the planning of lanes needs.
+            progress: Called after every training step.
+        """
         slots, segment_bytes = self.settings.slots_wanted, self.settings.segment_bytes
         with self._failure_recorded():
             header, serial = self._begin(source, folder)
             epochs = header.epochs if source.shuffled else 1
             reader = SerialReader(source, header, serial, epochs, segment_bytes, self._out, folder)
             program = exact.Reading(reader, header, self._out, folder / _ACCESSES).read(slots, progress)
+            # Drop the row table before its folder is deleted. If it did not fit in memory, its
+            # files may be large.
             del serial, reader
-            shutil.rmtree(folder / _ROWS)  # where the row table did not fit in memory it may be large
+            shutil.rmtree(folder / _ROWS)
             return program
 
     def plan_all(
         self, program: Program, lanes: Iterable[int], folder: Path, scratch: Path, threads: int, progress: Callable[[int], object]
     ) -> list[LanePlan]:
-        """Plan lanes in threads: see `exact.plan_lane`. folder: that of `read`. Where one fails, or it is stopped, the others end within a
-        segment.
+        """Plan lanes in threads; see `exact.plan_lane`.
+
+        If one lane fails or the call is interrupted, the other lanes stop within a segment.
+
+        Args:
+            program: The result of `read`.
+            lanes: The lanes to plan.
+            folder: The folder of `read`.
+            scratch: A folder for scratch files.
+            threads: How many lanes are planned at once.
+            progress: Called with the number of steps planned since the last call, from several
+                threads.
         """
         ended = Event()
 
@@ -193,7 +243,7 @@ class Compilation:
             return [task.result() for task in tasks]
 
     def publish(self, program: Program, plans: Sequence[LanePlan]) -> ScheduleManifest:
-        """Write the header and all manifests, the schedule's last; returns that."""
+        """Write the header and all manifests, and return the schedule's, which is written last."""
         with self._failure_recorded():
             return exact.publish(program, plans, self._out)
 
@@ -220,7 +270,7 @@ class Compilation:
 
     @contextlib.contextmanager
     def _failure_recorded(self) -> Iterator[None]:
-        """Where it fails, `failed.json` says so, unless the failure is that of its source."""
+        """Write `failed.json` if the body fails, unless its source failed (Abandoned)."""
         try:
             yield
         except Abandoned:
@@ -228,7 +278,8 @@ class Compilation:
         except BaseException as error:
             failure = disk_error(error, self._out)
             message = str(failure or error) or type(error).__name__
-            # The disk may be full for this too; without schedule.json nobody takes it for whole.
+            # A full disk may refuse this write, too. That is safe: without schedule.json the
+            # schedule counts as unfinished.
             with contextlib.suppress(OSError):
                 write_json(self._out / FAILED, {"error": message})
             if failure is not None:
@@ -237,13 +288,19 @@ class Compilation:
 
 
 class Counted:
-    """How far reading and planning are. epochs: of so many steps; on_progress: called with the work done, in steps of a lane that are read or
-    planned, the steps of the schedule, and the work in all. Several threads plan.
-    """
+    """Counts the progress of reading and planning. Thread-safe, because several threads plan."""
 
     def __init__(
         self, steps: int, epochs: int, lanes: int, shuffled: bool, on_progress: Callable[[int, int, int], object]
     ) -> None:
+        """Start at 0.
+
+        Args:
+            steps: The steps of an epoch.
+            shuffled: Whether each epoch has an order of its own, so that all epochs are read.
+            on_progress: Called with the work done, the steps of the schedule, and the total work.
+                Work is counted in steps of a lane that are read or planned.
+        """
         self._steps, self._lanes, self._on_progress = steps * epochs, lanes, on_progress
         self._work = lanes * (self._steps + (self._steps if shuffled else steps))
         self._done = 0
@@ -251,16 +308,16 @@ class Counted:
 
     @classmethod
     def of(cls, settings: CompileSettings, source: OrderedSource, on_progress: Callable[[int, int, int], object]) -> Counted:
-        """As the schedule of a source will have it, about."""
+        """Return a counter for the schedule of a source, by its expected number of samples."""
         steps = -(-source.expected_samples // settings.batch_size)
         return cls(steps, settings.epochs, settings.lanes, source.shuffled, on_progress)
 
     def read(self) -> None:
-        """A step was read."""
+        """Count a step that was read."""
         self._add(self._lanes)
 
     def planned(self, steps: int) -> None:
-        """So many steps of a lane were planned."""
+        """Count steps of a lane that were planned."""
         self._add(steps)
 
     def _add(self, done: int) -> None:

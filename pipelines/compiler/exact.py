@@ -1,9 +1,10 @@
-"""Compile with all of the future known: read everything, then plan it lane by lane. Arrivals are Belady's minimum for any number of slots.
+"""Compile with all of the future known: read everything, then plan it lane by lane.
 
-`Reading` goes over all samples first and writes them, and of each lane the rows of every step. `plan_lane` then finds every access's next use, in a
-pass in reverse (`next_uses`), and plans the lane, in one forwards (`oracle`). Lanes know nothing of each other: they are planned in threads, or by
-workers of their own that see the same disk. What is held in memory follows rows, slots and steps, not accesses. `publish` puts together what they
-have written.
+Arrivals are Belady's minimum for any number of slots. `Reading` first goes over all samples, and
+writes them and, for each lane, the rows of every step. `plan_lane` then finds every access's next
+use in a reverse pass (`next_uses`), and plans the lane in a forward pass (`oracle`). Lanes do not
+depend on each other, so they are planned in threads, or by workers that see the same disk. Memory
+grows with rows, slots and steps, not with accesses. `publish` writes the header and the manifests.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from foreload.pipelines.schedule.format import Header, RowTableEntry, ScheduleMa
 
 @dataclass(frozen=True, slots=True)
 class PlannedSegment:
-    """A segment of the program. entry: whether it has an entry state."""
+    """A segment of the program.
+
+    Attributes:
+        entry: Whether the segment has an entry state.
+    """
 
     samples: SampleFiles
     entry: bool
@@ -34,10 +39,14 @@ class PlannedSegment:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What `Reading` leaves, besides files: all that a lane's worker must know, and that the manifest says.
+    """The result of `Reading`, besides files: all that a lane's worker and the manifest need.
 
-    shuffled: epochs have an order each; segments: all of them, in order; ordinals: given before the first step, by lane and table; minimum_slots:
-    rows of each lane's largest step; rows: the row table's manifest entry.
+    Attributes:
+        shuffled: Whether each epoch has an order of its own.
+        segments: All segments, in order.
+        ordinals: The numbers of ordinals given before the first step, by lane and table.
+        minimum_slots: The rows of each lane's largest step.
+        rows: The row table's manifest entry.
     """
 
     header: Header
@@ -50,28 +59,51 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class LanePlan:
-    """What `plan_lane` leaves, besides files. parts: of each segment; occupied: slots that hold a row at the end."""
+    """The result of `plan_lane`, besides files.
+
+    Attributes:
+        parts: The lane's part of each segment.
+        occupied: The number of slots that hold a row at the end.
+    """
 
     parts: tuple[LanePart, ...]
     occupied: int
 
 
 class Reading:
-    """Goes over all that is to come: sample files and row table into `out`, the lanes' accesses into `folder`.
-
-    reader: at its beginning, of one epoch where all have the same order; header: of the schedule, with no slots and no numbers of samples yet, which
-    the source may know only when all has been read.
-    """
+    """Goes over all samples, and writes the sample files, the row table and the lanes' accesses."""
 
     def __init__(self, reader: SerialReader, header: Header, out: Path, folder: Path) -> None:
+        """Prepare to read.
+
+        Args:
+            reader: At its beginning; over one epoch if all epochs have the same order.
+            header: The schedule's header, still without slots and numbers of samples. The source
+                may know its numbers of samples only after everything was read.
+            out: The schedule's folder, for sample files and the row table.
+            folder: For the lanes' accesses.
+        """
         self._reader, self._serial, self._source = reader, reader.serial, reader.source
         self._header, self._out, self._folder = header, out, folder
-        # Before each training step that is read, and at the end: rows used so far, and of each lane rows numbered.
+        # Running totals before each training step that is read, and at the end: the rows used, and
+        # the rows that each lane has numbered.
         self._used, self._numbered = [0], [[0] * header.lanes]
-        self._evaluated = [0]  # before each evaluation step: rows used so far
+        # The same for evaluation steps: the rows used.
+        self._evaluated = [0]
 
     def read(self, slots: SlotsWanted, progress: Callable[[], object]) -> Program:
-        """Read it. progress: called after every training step that is read. Raises SlotsError."""
+        """Read everything.
+
+        Args:
+            slots: How many slots the lanes are to have.
+            progress: Called after every training step that is read.
+
+        Returns:
+            The program, from which lanes are planned.
+
+        Raises:
+            SlotsError: If a step does not fit the slots.
+        """
         ordinals = tuple(map(tuple, self._serial.counts.tolist()))
         with self._reader:
             self._read(progress)
@@ -91,14 +123,20 @@ class Reading:
                     self._numbered.append([writer.rows for writer in writers])
                     progress()
                 self._reader.end_epoch()
-                if epoch == 0:  # each evaluation pass is the same
+                # All evaluation passes are the same. They are looked up once, after the first
+                # epoch, when all rows that training uses have an owner.
+                if epoch == 0:
                     for step in self._reader.look_up():
                         for writer, of_lane in zip(writers, step.lanes, strict=True):
                             writer.add_evaluation(of_lane)
                         self._evaluated.append(self._evaluated[-1] + step.count)
 
     def _whole(self, slots: SlotsWanted) -> Header:
-        """The header with its numbers of samples, and every lane's slots. Raises SlotsError where a step does not fit."""
+        """Return the header with its numbers of samples and every lane's slots.
+
+        Raises:
+            SlotsError: If a step does not fit the slots.
+        """
         header, most = counted(self._header, self._source), self._serial.most
         number = slots.number(header)
         if number is not None:
@@ -114,7 +152,8 @@ class Reading:
         passes = count()
 
         def occupied(steps: int) -> int:
-            # A row that has come takes a slot, until there is none that was never taken.
+            # Every row that arrives for the first time takes a slot that was never taken, as long
+            # as one exists. So this is known before the oracle has planned anything.
             return sum(map(min, self._numbered[min(steps, read)], header.slots))
 
         def evaluation(epoch: int, steps: int) -> Iterator[PlannedSegment]:
@@ -141,8 +180,12 @@ def plan_lane(
 ) -> LanePlan:
     """Plan a lane, and write its moves and entry states into `out`.
 
-    folder: that of `Reading`; scratch: a folder for what is found of next uses; progress: called every now and then with steps that were planned
-    since, and may end it by an error of its own.
+    Args:
+        out: The schedule's folder.
+        folder: The folder of `Reading`.
+        scratch: A folder for the next uses.
+        progress: Called every now and then with the number of steps planned since the last call. It
+            may raise an error to stop the planning.
     """
     header, parts = program.header, []
     same = header.epochs > 1 and not program.shuffled
@@ -162,21 +205,30 @@ def plan_lane(
 
 
 def _train(program: Program, planner: LanePlanner, accesses: LaneAccesses, samples: SampleFiles) -> None:
-    """Plan a segment's training steps."""
+    """Plan the training steps of a segment."""
     header = program.header
     start, shift, never = samples.first - header.first_step, 0, int(NEVER)
     if not program.shuffled:
-        # An epoch in the same order as the first one, whose next uses go into the one after (oracle.plan_steps).
+        # All epochs have the accesses of the first one. Their next uses are counted within it and
+        # may lie in the epoch after; `span` shifts them to this epoch. In the last epoch, a use in
+        # the epoch after counts as never (oracle.plan_steps).
         steps = header.steps_per_epoch
         shift, never = samples.epoch * steps, (2 * steps if samples.epoch < header.epochs - 1 else steps)
     for first, last, part, starts in accesses.accesses(start - shift, start - shift + len(samples.samples)):
         if last + shift == header.end_step - header.first_step:
-            part.next_users[starts[-2] :] = 0  # epochs in the same order begin anew, the last one does not
+            # The last step of an epoch names the users in the next epoch's first step, but nothing
+            # follows the last epoch.
+            part.next_users[starts[-2] :] = 0
         planner.plan(first + shift, part, starts, (shift, never))
 
 
 def publish(program: Program, plans: Sequence[LanePlan], out: Path) -> ScheduleManifest:
-    """Write the header and all manifests; plans: of each lane. Returns the schedule's manifest."""
+    """Write the header and all manifests; return the schedule's manifest.
+
+    Args:
+        plans: The plan of each lane.
+        out: The schedule's folder.
+    """
     output = ScheduleOutput(out, program.header)
     for index, segment in enumerate(program.segments):
         output.publish(segment.samples, [plan.parts[index] for plan in plans])

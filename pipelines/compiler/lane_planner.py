@@ -1,4 +1,7 @@
-"""Planning one lane by the oracle, and writing its files: the second half of both ways of compiling."""
+"""Plans one lane by the oracle, and writes its files.
+
+This is the second half of both ways of compiling.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +16,46 @@ from foreload.pipelines.errors import SlotsError
 from foreload.pipelines.schedule.arrow_files import write_lists
 from foreload.pipelines.schedule.format import MOVE_COLUMNS, FileEntry, Header, mask_dtype
 
-_KINDS = 3 * (oracle.ROWS_USED,) + (oracle.ENDS,) + 6 * (oracle.ARRIVALS,)  # what each of the columns of Moves has an entry for
+# For each column of Moves, whether it has an entry for each row used, residency ended or arrival.
+_KINDS = 3 * (oracle.ROWS_USED,) + (oracle.ENDS,) + 6 * (oracle.ARRIVALS,)
 
 Columns = dict[str, tuple[np.ndarray, np.ndarray]]  # name -> (offsets int32 [events + 1], values)
 
 
 class MoveBuffer:
-    """The moves of one lane in consecutive events, in arrays that are used again."""
+    """Collects one lane's moves in consecutive events, in arrays that are reused.
+
+    Attributes:
+        moves: The arrays.
+        fill: int64 [3], the entries taken, by ROWS_USED, ENDS and ARRIVALS.
+    """
 
     def __init__(self, mask: np.dtype) -> None:
         kinds = (np.int32, np.uint8, mask, np.int32, np.int32, np.int16, np.int64, np.int64, np.int32, np.int32)
         self.moves = oracle.Moves(*(np.empty(0, kind) for kind in kinds))
-        self.fill = np.zeros(3, np.int64)  # entries taken: ROWS_USED, ENDS, ARRIVALS
+        self.fill = np.zeros(3, np.int64)
         self._counts: list[np.ndarray] = []  # int64 [events, 4] each: ROWS_USED, ENDS, ARRIVALS, INITIAL
 
     @property
     def events(self) -> int:
-        """Events gathered so far."""
+        """The number of events collected so far."""
         return sum(map(len, self._counts))
 
     def room(self, events: int, rows: int) -> np.ndarray:
-        """Make room for as many events that use so many rows in all; returns int64 [events, 4] to be filled with their counts.
+        """Make room for more events.
 
-        Columns of the counts: ROWS_USED, ENDS, ARRIVALS, INITIAL.
+        Args:
+            events: The number of events.
+            rows: The number of rows that all of them use together.
+
+        Returns:
+            int64 [events, 4], zeros, for the caller to fill with the events' counts. The columns
+                are ROWS_USED, ENDS, ARRIVALS and INITIAL.
         """
         need = int(self.fill.max()) + rows
         if need > len(self.moves.slots):
-            # Once grown to a segment, it stays: a page of it is paid for once.
+            # The arrays grow to the size of a segment and then stay, so the process pays for each
+            # of their pages only once.
             size = max(need, 2 * len(self.moves.slots))
             grown = [np.empty(size, array.dtype) for array in self.moves]
             for old, new in zip(self.moves, grown, strict=True):
@@ -50,7 +66,10 @@ class MoveBuffer:
         return counts
 
     def take(self) -> Columns:
-        """The moves since the last call as list columns; they are views, valid until the next `room`."""
+        """Return the moves since the last call as list columns.
+
+        The columns are views, valid until the next call of `room`.
+        """
         counts = np.concatenate(self._counts)
         offsets = np.zeros((len(counts) + 1, 3), np.int32)
         np.cumsum(counts[:, :3], axis=0, out=offsets[1:])
@@ -64,8 +83,14 @@ class MoveBuffer:
 
 @dataclass(frozen=True, slots=True)
 class LanePart:
-    """What a lane has of a segment: its files' manifest entries; the ordinals given before it, where it has an entry state; slots that its events
-    need besides the lane's; counts as in a Segment.
+    """One lane's part of a segment.
+
+    Attributes:
+        files: The manifest entries of the lane's files.
+        ordinals: The numbers of ordinals given before the segment, by table. None if the lane has
+            no entry state here.
+        evaluation_slots: The slots that the segment's events need besides the lane's own.
+        counts: As in a Segment.
     """
 
     files: dict[str, FileEntry]
@@ -75,14 +100,26 @@ class LanePart:
 
 
 class LanePlanner:
-    """Plans one lane, segment by segment, and writes what the lane has of each into `out`.
+    """Plans one lane, segment by segment, and writes the lane's files of each segment.
 
-    Of each segment: `begin`, `plan` or `plan_evaluation` of all of its steps, `end`.
+    For each segment, call `begin`, then `plan` or `plan_evaluation` for all of its steps, then
+    `end`.
 
-    ordinals int64 [tables]: given before the first step; rows LANE_ROW: the lane's rows by number, as far as they are known.
+    Attributes:
+        first_step: The schedule's first training step.
+        state: The oracle's lane.
+        rows: LANE_ROW, the lane's rows by number.
+        buffer: The moves of the segment so far.
     """
 
     def __init__(self, out: Path, header: Header, lane: int, ordinals: np.ndarray, rows: np.ndarray) -> None:
+        """Start a lane with all slots free.
+
+        Args:
+            out: The schedule's folder.
+            ordinals: int64 [tables], the numbers of ordinals given before the first step.
+            rows: LANE_ROW, the lane's rows by number, as far as they are known.
+        """
         self.number, self.slots, self.first_step = lane, header.slots[lane], header.first_step
         self.state = oracle.with_rows(oracle.empty_lane(self.slots, header.end_step - header.first_step, ordinals), rows["tag"])
         self.rows = rows
@@ -91,15 +128,20 @@ class LanePlanner:
         self._segment = 0
         self._entry: dict[str, FileEntry] = {}
         self._ordinals: list[int] | None = None
-        self._evaluation_slots = 0  # that the segment's evaluation steps need
+        self._evaluation_slots = 0  # slots that the segment's evaluation steps need
 
     @property
     def occupied(self) -> int:
-        """Slots that a row has taken; they are 0 .. occupied - 1."""
+        """The number of slots that a row has ever taken; they are slots 0 .. occupied - 1."""
         return int(self.state.scalars[oracle.USED])
 
     def begin(self, entry: bool) -> None:
-        """Begin a segment. entry: whether it has an entry state (schedule.Occupants): the lane as it is now."""
+        """Begin a segment.
+
+        Args:
+            entry: Whether the segment has an entry state (schedule.Occupants). If so, the state of
+                the lane is written now.
+        """
         if entry:
             occupants = oracle.occupants(self.state, self.rows)
             state = {name: (np.array([0, len(values)], np.int32), values) for name, values in occupants.items()}
@@ -107,7 +149,19 @@ class LanePlanner:
             self._ordinals = self.state.ordinals.tolist()
 
     def plan(self, first: int, accesses: oracle.Accesses, starts: np.ndarray, span: tuple[int, int]) -> np.ndarray:
-        """Plan steps from `first` on, counted from the schedule's first (oracle.plan_steps): their counts int64 [steps, 4]. Raises TooFewSlots."""
+        """Plan consecutive training steps; see `oracle.plan_steps`.
+
+        Args:
+            first: The first step, counted from the schedule's first.
+            starts: int64 [steps + 1], where the accesses of each step begin.
+            span: See `oracle.plan_steps`.
+
+        Returns:
+            int64 [steps, 4], the counts of each step.
+
+        Raises:
+            TooFewSlots: If a step needs more slots than the lane has.
+        """
         counts = self.buffer.room(len(starts) - 1, int(starts[-1] - starts[0]))
         need = oracle.plan_steps(
             self.state, self.rows, first, self.first_step, accesses, starts, span, self.buffer.fill, self.buffer.moves, counts
@@ -117,7 +171,13 @@ class LanePlanner:
         return counts
 
     def plan_evaluation(self, first: int, steps: int, accesses: LaneAccesses) -> None:
-        """Plan so many evaluation steps from `first` on, counted over all passes (oracle.plan_evaluation). accesses: what they look up."""
+        """Plan consecutive evaluation steps; see `oracle.plan_evaluation`.
+
+        Args:
+            first: The first step, counted over all evaluation passes.
+            steps: How many steps.
+            accesses: The rows that the steps look up.
+        """
         buffer = self.buffer
         for numbers in accesses.evaluated(first, steps):
             counts = buffer.room(1, len(numbers))
@@ -127,7 +187,7 @@ class LanePlanner:
             self._evaluation_slots = max(self._evaluation_slots, int(counts[0, oracle.ARRIVALS]))
 
     def end(self) -> LanePart:
-        """Write the moves of the segment, all of which was planned."""
+        """Write the moves of the segment, after all of its steps were planned."""
         columns = self.buffer.take()
         tags = columns["arrival_tag"][1]
         counts = {
@@ -147,14 +207,18 @@ class LanePlanner:
 
 
 class TooFewSlots(Exception):
-    """A step of a lane uses more rows than it has slots."""
+    """A step of a lane uses more rows than the lane has slots."""
 
     def __init__(self, lane: int, rows: int) -> None:
         self.lane, self.rows = lane, rows
 
 
 def too_few_slots(header: Header, most: np.ndarray) -> SlotsError:
-    """The error where a step does not fit; most int64 [V]: rows of each lane's largest step."""
+    """Return the error for a step that does not fit the slots.
+
+    Args:
+        most: int64 [V], the rows of each lane's largest step.
+    """
     lane, rows = int(most.argmax()), int(most.max())
     return SlotsError(
         f"--slots: must hold every row of a step, is {header.slots[lane]}: the largest step of lane {lane} has {rows}: give --slots {rows} or more, "

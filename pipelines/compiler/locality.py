@@ -1,8 +1,10 @@
-"""Locality placement: which samples of a training step go to which slice (docs/definitions.md, Placement by locality).
+"""Locality placement: which samples of a training step go to which slice.
 
-A sample goes to the lane that owns most of its rarer rows, so that fewer rows are exchanged between lanes. Rows that most slices use anyway
-say nothing about where a sample belongs and are left out. Herald (NSDI 2024) places inputs likewise, at run time; here the schedule does.
-All arithmetic is on integers: the placement decides what is trained, and must be the same everywhere.
+A sample goes to the lane that owns most of its rarer rows, so that lanes exchange fewer rows. Rows
+that most slices use anyway say nothing about where a sample belongs, and are left out. Herald (NSDI
+2024) places inputs in a similar way at run time; here the schedule does. All arithmetic is on
+integers, because the placement decides what is trained and must be the same on every machine. See
+docs/definitions.md, "Placement by locality".
 """
 
 from __future__ import annotations
@@ -12,29 +14,39 @@ import numpy as np
 from foreload.base.compiled import nb
 
 MOST_LOOKUPS = 16
-"""A row with more lookups in the step counts as used by every slice."""
+"""A row with more lookups than this in a step counts as used by every slice."""
 
-_WEIGHT = 64  # of a row with one lookup in the step; one with c has _WEIGHT // c
+_WEIGHT = 64  # of a row with one lookup in the step; a row with c lookups has _WEIGHT // c
 
-# A word per distinct row has all that a lookup needs to know: bits 0-6 its weight, 8-14 its lane + 1 (0: none), 15 whether it is shared, 32
-# whether it has but one lookup, 34-63 its number among the shared rows, those with 2 .. MOST_LOOKUPS lookups.
+# A word for each distinct row holds all that a lookup needs to know: bits 0-6 its weight, 8-14 its
+# lane + 1 (0 for none), 15 whether it is shared, 32 whether it has only one lookup, 34-63 its
+# number among the shared rows. Shared rows are those with 2 .. MOST_LOOKUPS lookups.
 _LANE_SHIFT, _SHARED_SHIFT, _SINGLE_SHIFT, _NUMBER_SHIFT = np.uint64(8), np.uint64(15), np.uint64(32), np.uint64(34)
 _SEVEN_BITS = np.uint64(127)
 _ONE = np.uint64(1)
-_SUMMED = _SEVEN_BITS | _ONE << _SINGLE_SHIFT  # what is summed per sample and lane: weights below, single rows above
+# The parts of a word that are summed for each sample and lane: weights below, single rows above.
+_SUMMED = _SEVEN_BITS | _ONE << _SINGLE_SHIFT
 _WEIGHTS = np.uint64((1 << 32) - 1)
 
 
 @nb.njit(nogil=True, cache=True)
 def assign_samples(inverse: np.ndarray, starts: np.ndarray, lane: np.ndarray, lookups: np.ndarray, lanes: int) -> np.ndarray:
-    """The samples of a step in the order of its slices: int64 [n], places in the batch, ascending within a slice.
+    """Return the samples of a step in the order of its slices.
 
-    inverse int32 [lookups]: distinct row of every lookup; starts int64 [n + 1]: first lookup of every sample; lane int32 [distinct]: lane of
-    each distinct row, -1 where it has none yet; lookups int32 [distinct]: lookups of each in the step. Slice v has order[v * n // lanes :
-    (v + 1) * n // lanes].
+    Four passes lead there. `_score` computes every sample's score with every lane. `_deal` deals
+    samples by regret: those that lose most with their second-best lane go first. Then the rows of
+    each slice are counted (`present`). Finally `_swap` exchanges pairs of samples between two
+    slices if that saves rows.
 
-    Four passes: every sample's score with every lane (`_score`); samples dealt by regret, those first that lose most with their second lane
-    (`_deal`); the slices' rows counted (`present`); pairs of samples exchanged between two slices where that saves rows (`_swap`).
+    Args:
+        inverse: int32 [lookups], the distinct row of every lookup.
+        starts: int64 [n + 1], the first lookup of every sample.
+        lane: int32 [distinct], the lane of each distinct row, -1 if it has none yet.
+        lookups: int32 [distinct], the number of lookups of each row in the step.
+
+    Returns:
+        int64 [n], places in the batch, ascending within a slice. Slice v is order[v * n // lanes :
+            (v + 1) * n // lanes].
     """
     n = starts.size - 1
     order = np.empty(n, np.int64)
@@ -48,6 +60,7 @@ def assign_samples(inverse: np.ndarray, starts: np.ndarray, lane: np.ndarray, lo
     bounds = np.empty(n + 1, np.int64)
     sums = np.zeros((n, lanes + 1), np.uint64)
     regrets, most = _score(inverse, starts, words, shared, bounds, sums)
+    # Slices differ by one sample at most, whichever samples they have.
     firsts = np.empty(lanes + 1, np.int64)
     for v in range(lanes + 1):
         firsts[v] = v * n // lanes
@@ -61,6 +74,7 @@ def assign_samples(inverse: np.ndarray, starts: np.ndarray, lane: np.ndarray, lo
         for k in range(bounds[i], bounds[i + 1]):
             present[np.uint64(shared[k]), np.uint64(v)] += np.uint8(1)
     _swap(members, firsts, chosen, shared, bounds, present, sums, most)
+    # Go through the samples in order, so that each slice is in the order of the batch.
     filled[:] = firsts
     for i in range(n):
         v = chosen[i]
@@ -71,7 +85,14 @@ def assign_samples(inverse: np.ndarray, starts: np.ndarray, lane: np.ndarray, lo
 
 @nb.njit(nogil=True, cache=True)
 def _words(lane: np.ndarray, lookups: np.ndarray, present: np.ndarray) -> np.ndarray:
-    """The distinct rows' words, uint64. present uint8 [shared rows, lanes]: 1 is added where a lane owns a shared row, for it is there anyway."""
+    """Return the words of the distinct rows, uint64 [distinct], in the layout described above.
+
+    Args:
+        lane: See `assign_samples`.
+        lookups: See `assign_samples`.
+        present: uint8 [shared rows, lanes], set to 1 where a lane owns a shared row, because the
+            owner has the row in any case.
+    """
     words = np.zeros(lookups.size, np.uint64)
     number = 0
     for d in range(lookups.size):
@@ -96,13 +117,26 @@ def _words(lane: np.ndarray, lookups: np.ndarray, present: np.ndarray) -> np.nda
 def _score(
     inverse: np.ndarray, starts: np.ndarray, words: np.ndarray, shared: np.ndarray, bounds: np.ndarray, sums: np.ndarray
 ) -> tuple[np.ndarray, int]:
-    """Sum up every sample's rows per lane, and gather its shared rows; no branch in the loop over lookups, which could not be foreseen.
+    """Sum up every sample's rows by lane, and gather its shared rows.
 
-    Before: sums are zeros. A lookup's word is added to the sum of its row's lane, column 0 standing for none; weights and the count of single rows
-    do not run into each other below 2^25 lookups a sample. Every row is written as the next shared one, and stays if it is one.
+    The word of each lookup is added to the sum of its row's lane, or to column 0 for a row without
+    a lane. Weights and the count of single rows do not overflow into each other below 2^25 lookups
+    a sample. The loop over lookups has no branch, because the processor could not predict one: it
+    writes every row as the next shared one, and advances only if the row is shared.
 
-    Fills shared int32 [lookups + 1], bounds int64 [n + 1] (CSR into it) and sums uint64 [n, lanes + 1], column v + 1 for lane v. Returns each
-    sample's largest score less its second largest, int32 [n], and the most rows that a gain (`_rank`) can count.
+    Before: sums are zeros.
+
+    Args:
+        inverse: See `assign_samples`.
+        starts: See `assign_samples`.
+        words: uint64 [distinct], of `_words`.
+        shared: int32 [lookups + 1], filled with the shared rows of every sample.
+        bounds: int64 [n + 1], filled, CSR into `shared`.
+        sums: uint64 [n, lanes + 1], filled; column v + 1 is lane v.
+
+    Returns:
+        int32 [n], each sample's largest score minus its second largest, and the most rows that a
+            gain (`_rank`) can count.
     """
     n = starts.size - 1
     regrets = np.empty(n, np.int32)
@@ -131,7 +165,10 @@ def _score(
 
 @nb.njit(nogil=True, cache=True)
 def _by_regret(regrets: np.ndarray) -> np.ndarray:
-    """Samples by descending regret, then by place: int32 [n]. A counting sort: regrets are small."""
+    """Return the samples by descending regret, then by place: int32 [n].
+
+    This is a counting sort, because regrets are small.
+    """
     top = np.int32(0)
     for i in range(regrets.size):
         top = max(top, regrets[i])
@@ -149,9 +186,19 @@ def _by_regret(regrets: np.ndarray) -> np.ndarray:
 
 @nb.njit(nogil=True, cache=True)
 def _deal(order: np.ndarray, sums: np.ndarray, firsts: np.ndarray) -> np.ndarray:
-    """Each sample in turn to the lane with the largest score of those with room; ties: most room, then the lowest lane. int32 [n].
+    """Deal each sample in turn to the lane with the largest score among those that have room.
 
-    After: lane v has firsts[v + 1] - firsts[v] samples. Score and room are compared as one number, the score above.
+    Of several such lanes, the one with most room gets the sample, then the lowest. Score and room
+    are compared as one number, with the score in the upper half. After: lane v has firsts[v + 1] -
+    firsts[v] samples.
+
+    Args:
+        order: int32 [n], the samples in the order in which they are dealt.
+        sums: uint64 [n, lanes + 1], of `_score`.
+        firsts: int64 [lanes + 1], the first place of each slice.
+
+    Returns:
+        int32 [n], the lane of each sample.
     """
     lanes = firsts.size - 1
     room = firsts[1:] - firsts[:-1]
@@ -179,13 +226,24 @@ def _swap(
     sums: np.ndarray,
     most: int,
 ) -> None:
-    """For every two lanes, exchange the samples that gain most by it, pair by pair, where fewer rows are exchanged then.
+    """For every two lanes, exchange the pairs of samples whose exchange saves rows.
 
-    members int32 [n]: samples slice by slice. present uint8 [shared rows, lanes]: lookups of a row in a slice, and 1 for its owner; so a row is
-    exchanged to every lane where that is not 0, but for its owner.
+    A row is exchanged to every lane whose entry in `present` is not 0, except its owner. The
+    samples with the largest gains go first. Gains are those of each move alone. So a pair is moved,
+    the rows exchanged are counted, and the pair is moved back if nothing is saved.
 
-    Before: chosen and present are those of members. After: again, and no more rows are exchanged than before. Gains are those of each move alone,
-    so a pair is moved, counted as it then is, and moved back where nothing is saved.
+    Before: `chosen` and `present` agree with `members`. After: they agree again, and no more rows
+    are exchanged than before.
+
+    Args:
+        members: int32 [n], the samples slice by slice.
+        firsts: int64 [lanes + 1], the first place of each slice.
+        chosen: int32 [n], the lane of each sample.
+        shared: Of `_score`.
+        bounds: Of `_score`.
+        present: uint8 [shared rows, lanes], the lookups of a row in a slice, plus 1 for its owner.
+        sums: Of `_score`.
+        most: The most rows that a gain can count.
     """
     lanes = firsts.size - 1
     largest = (members.size + lanes - 1) // lanes
@@ -198,6 +256,7 @@ def _swap(
             _rank(ours, a, b, shared, bounds, present, sums, most, work, heads, places[0], gains[0])
             _rank(theirs, b, a, shared, bounds, present, sums, most, work, heads, places[1], gains[1])
             for k in range(min(ours.size, theirs.size)):
+                # Both lists are in descending order of gain, so no later pair gains anything.
                 if gains[0, k] + gains[1, k] <= 0:
                     break
                 i, j = ours[places[0, k]], theirs[places[1, k]]
@@ -214,9 +273,15 @@ def _swap(
 
 @nb.njit(nogil=True, cache=True, inline="always")
 def _single_gain(sums: np.ndarray, source: int, target: int) -> np.int64:
-    """Rows with one lookup that are no longer exchanged if their sample moves; a row without a lane is not, wherever it is used.
+    """Return how many rows with one lookup are no longer exchanged if their sample moves.
 
-    sums uint64 [lanes + 1]: the sample's.
+    A row without a lane does not count: the lane that uses it becomes its owner, so it is not
+    exchanged wherever its sample goes.
+
+    Args:
+        sums: uint64 [lanes + 1], the sums of the sample.
+        source: The lane that the sample leaves.
+        target: The lane that the sample goes to.
     """
     return np.int64(sums[np.uint64(target + 1)] >> _SINGLE_SHIFT) - np.int64(sums[np.uint64(source + 1)] >> _SINGLE_SHIFT)
 
@@ -236,9 +301,24 @@ def _rank(
     places: np.ndarray,
     gains: np.ndarray,
 ) -> None:
-    """Places in a slice's list and their gains by a move to `target`, by descending gain, then by place: fills places and gains.
+    """Rank the samples of a slice by what their move to another slice would gain.
 
-    A gain is what a sample's move alone would save, from -most to most, so it is a counting sort: work and heads are its space.
+    A gain is what a sample's move alone would save, from -most to most. So this is a counting sort,
+    by descending gain, then by place.
+
+    Args:
+        members: int32, the samples of the slice.
+        source: The slice's lane.
+        target: The other lane.
+        shared: Of `_score`.
+        bounds: Of `_score`.
+        present: See `_swap`.
+        sums: Of `_score`.
+        most: The most rows that a gain can count.
+        work: Space for the sort.
+        heads: Space for the sort.
+        places: Filled with places in `members`.
+        gains: Filled with their gains.
     """
     heads[:] = 0
     s, t = np.uint64(source), np.uint64(target)
@@ -260,7 +340,7 @@ def _rank(
 
 @nb.njit(nogil=True, cache=True)
 def _move(rows: np.ndarray, source: int, target: int, present: np.ndarray) -> np.int64:
-    """Take a sample's shared rows from one slice to another; returns by how many fewer rows are exchanged."""
+    """Move a sample's shared rows to another slice; return how many fewer rows are exchanged."""
     s, t = np.uint64(source), np.uint64(target)
     fewer = np.int64(0)
     for q in range(rows.size):

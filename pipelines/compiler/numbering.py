@@ -1,8 +1,10 @@
-"""The serial pass: distinct rows of a step, their lanes and ordinals, each lane's local numbering (docs/definitions.md, Ownership).
+"""The kernels of the serial pass: distinct rows, their lanes and ordinals, and local numbers.
 
-Pure kernels over arrays. In training the row table itself gives a step's distinct rows: every record has the number of the row's last access,
-and an access of this step is a place among its distinct rows. So each row's record is fetched once a step, and asked for ahead; what later
-kernels need of it is copied. Evaluation, which changes nothing, finds distinct rows in a hash table of the step's.
+The kernels are pure functions on arrays. In training, the row table itself yields a step's distinct
+rows. Every record has the number of the row's last access, and an access within this step is a
+place among the step's distinct rows. So the pass fetches each row's record once a step, with a
+prefetch, and copies the parts that later kernels need. Evaluation does not count as an access, so
+it finds the distinct rows in a hash table of the step. See docs/definitions.md, "Ownership".
 """
 
 from __future__ import annotations
@@ -31,34 +33,61 @@ from foreload.pipelines.compiler.row_table import (
 )
 
 LANE_ROW = np.dtype([("id", np.int64), ("ordinal", np.int32), ("tag", np.int32), ("table", np.int16)], align=True)
-"""A row of a lane, by its number there. ordinal: -1: never trained; tag: of the version that the store had before this schedule, 0: none."""
+"""A row of a lane; arrays of this dtype are indexed by the row's number in the lane.
+
+`ordinal` is -1 if the row was never trained. `tag` is that of the version that the store had before
+this schedule, 0 for none.
+"""
 _HASH_BITS = 64
-_LOOKUPS_AHEAD = 64  # lookups between asking for a record, or for the index entry that says which it is, and using it
+_LOOKUPS_AHEAD = 64  # lookups between the prefetch of a record, or of its index entry, and its use
 
 
 class Scratch(NamedTuple):
-    """Working space of the serial pass, grown to the largest step."""
+    """The working space of the serial pass, as large as the largest step so far needs.
 
-    records: np.ndarray  # int64 [lookups and _LOOKUPS_AHEAD more]: the record of each lookup, in training
-    words: np.ndarray  # uint64 [lookups and _LOOKUPS_AHEAD more]: the hash of each lookup, where any table is hashed
-    places: np.ndarray  # uint32 [power of two]: a step's hash table in evaluation: distinct row + 1, 0 free
-    table: np.ndarray  # int16 [distinct]
-    id: np.ndarray  # int64 [distinct]
-    record: np.ndarray  # int64 [distinct]: -1 for a row that was never trained, in evaluation
-    state: np.ndarray  # int32 [distinct, FIELDS]: the row's record before the step; zeros where it was never trained
-    lane: np.ndarray  # int32 [distinct]: owner, -1 before it is known
-    given: np.ndarray  # int32 [distinct]: 1 + the ordinal that a row gets in this step, 0 where it has one
-    # int32 [distinct], in the order of `order`: each row's number in its lane; of a row never trained -1 - its place among the lane's such rows
+    Attributes:
+        records: int64 [lookups + _LOOKUPS_AHEAD], in training the record of each lookup.
+        words: uint64 [lookups + _LOOKUPS_AHEAD], the hash of each lookup if any table is hashed.
+        places: uint32 [a power of two], in evaluation a step's hash table: distinct row + 1, 0 for
+            free.
+        table: int16 [distinct].
+        id: int64 [distinct].
+        record: int64 [distinct], in evaluation -1 for a row that was never trained.
+        state: int32 [distinct, FIELDS], the row's record before the step, zeros if it was never
+            trained.
+        lane: int32 [distinct], the owner, -1 before it is known.
+        given: int32 [distinct], 1 + the ordinal that the row gets in this step, 0 if it has one
+            already.
+        numbers: int32 [distinct], in the order of `order`, each row's number in its lane. For a row
+            that was never trained, -1 - its place among such rows of the lane.
+        newcomers: LANE_ROW [distinct], by lane, the rows that get their number in this step.
+        users: uint64 [distinct], bit v is set if the slice of lane v uses the row.
+        order: int32 [distinct], the distinct rows by owner lane, then by number.
+        inverse: int32 [lookups], the distinct row of each lookup.
+        local: int32 [lanes, distinct], the row's place among the local rows of a lane that uses it.
+    """
+
+    records: np.ndarray
+    words: np.ndarray
+    places: np.ndarray
+    table: np.ndarray
+    id: np.ndarray
+    record: np.ndarray
+    state: np.ndarray
+    lane: np.ndarray
+    given: np.ndarray
     numbers: np.ndarray
-    newcomers: np.ndarray  # LANE_ROW [distinct], by lane: rows that get their number in this step
-    users: np.ndarray  # uint64 [distinct]: bit v: the slice of lane v uses the row
-    order: np.ndarray  # int32 [distinct]: distinct rows by owner lane, then by number
-    inverse: np.ndarray  # int32 [lookups]: distinct row of a lookup
-    local: np.ndarray  # int32 [lanes, distinct]: place in a using lane's local rows
+    newcomers: np.ndarray
+    users: np.ndarray
+    order: np.ndarray
+    inverse: np.ndarray
+    local: np.ndarray
 
 
 def scratch(lookups: int, lanes: int) -> Scratch:
-    """Space for steps of at most `lookups` lookups."""
+    """Allocate the space for steps of at most `lookups` lookups."""
+    # The hash table of evaluation is at most four fifths full, even if every lookup is of another
+    # row.
     size = 16
     while 4 * size < 5 * lookups:
         size *= 2
@@ -83,13 +112,19 @@ def scratch(lookups: int, lanes: int) -> Scratch:
 
 @nb.njit(nogil=True, cache=True)
 def _find_records(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: Scratch) -> None:
-    """The record of every lookup into s.records, and some more of the last; rows without one get it. See number_training_rows."""
+    """Find the record of every lookup, and fill s.records.
+
+    Rows without a record get one. The entries after the last lookup repeat it, so that prefetches
+    may read beyond the end. See `number_training_rows`.
+    """
     lookup_record, words = s.records, s.words
     width = tables.size
     firsts = rows.bases[tables]
     for begin in range(0, ids.size, width):
         for f in range(width):
             lookup_record[np.uint64(begin + f)] = firsts[np.uint64(f)] + ids[np.uint64(begin + f)]
+    # The sums above are the records of lookups in directly addressed tables. Those in hashed tables
+    # are overwritten with what the index says.
     if rows.direct < len(rows.records):
         for begin in range(0, ids.size, width):
             for f in range(width):
@@ -101,16 +136,28 @@ def _find_records(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: Scratch) -
 
 @nb.njit(nogil=True, cache=True)
 def number_training_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, access: int, tag: int, s: Scratch) -> int:
-    """Number the distinct rows of a training step by first lookup, and note in their records that they are accessed.
+    """Number the distinct rows of a training step by first lookup.
 
-    ids int64 [lookups], at least one; tables int16 [lookups or features]: the table of each lookup, or of each feature when every sample has
-    one value of each; access: the number of the first distinct row's access; tag: 1 + the step, which the records get. Fills s.table, s.id, s.record,
-    s.state, s.lane (-1 where the row was never trained) and s.inverse; returns how many. Lanes, ordinals and numbers of new rows are entered by
-    `number_rows`.
+    Marks the rows' records as accessed. Fills s.table, s.id, s.record, s.state, s.lane (-1 if the
+    row was never trained) and s.inverse. `number_rows` enters the lanes, ordinals and numbers of
+    new rows later.
 
-    Before: a record has the low bits of the number of its row's last access, in a step before this one. After: of the access in this step, which is
-    `access` + the row's number here; s.state has the record as it was. So while the step is gone through, a record whose access lies in this step
-    says which distinct row it is, and no hash table is needed; that the bits fit by chance is found out by comparing the record.
+    Before: a record holds the low bits of the number of its row's last access, which was in a step
+    before this one. After: it holds those of the access in this step, which is `access` + the row's
+    number here, and s.state holds the record as it was. So during the step, a record whose access
+    lies in this step says which distinct row it is, and no hash table is needed. The low bits may
+    match by chance; comparing the record detects that.
+
+    Args:
+        rows: The row table.
+        ids: int64 [lookups], at least one.
+        tables: int16 [lookups or features], the table of each lookup, or of each feature if every
+            sample has one value of each.
+        access: The number of the first distinct row's access.
+        tag: 1 + the step, which the records get.
+
+    Returns:
+        The number of distinct rows.
     """
     _find_records(rows, ids, tables, s)
     records, lookup_record, distinct_record, state = rows.records, s.records, s.record, s.state
@@ -126,7 +173,7 @@ def number_training_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, access
             record = lookup_record[i]
             r = np.uint64(record)
             owner = np.uint32(records[r, OWNER])
-            # The row's number in this step, if it has one.
+            # If an earlier lookup of this step accessed the row, this is its number in the step.
             d = (owner - begun) & low
             if d < count and distinct_record[np.uint64(d)] == record:
                 inverse[i] = d
@@ -141,6 +188,8 @@ def number_training_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, access
             records[r, OWNER] = np.int32((owner & ~low) | ((begun + count) & low))
             records[r, TAG] = tag
             count = np.uint32(count + np.uint32(1))
+    # The lane counts only if the row has an ordinal; the OWNER field of other records names no lane
+    # yet.
     for n in range(count):
         owner = np.uint32(state[n, OWNER])
         distinct_lane[n] = np.int32(owner >> np.uint32(ACCESS_BITS)) if state[n, ORDINAL] != 0 else np.int32(-1)
@@ -149,7 +198,10 @@ def number_training_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, access
 
 @nb.njit(nogil=True, cache=True)
 def number_evaluation_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: Scratch) -> int:
-    """Number the distinct rows of an evaluation step; see number_training_rows. s.record is -1 where a row was never trained."""
+    """Number the distinct rows of an evaluation step, as `number_training_rows` does for training.
+
+    The row table does not change. s.record is -1 if a row was never trained.
+    """
     places, distinct_table, distinct_id, inverse = s.places, s.table, s.id, s.inverse
     bits = 0
     while 1 << bits < places.size:
@@ -191,7 +243,10 @@ def number_evaluation_rows(rows: Rows, ids: np.ndarray, tables: np.ndarray, s: S
 
 @nb.njit(nogil=True, cache=True)
 def _look_up_lanes(rows: Rows, count: int, s: Scratch) -> None:
-    """The record, what it says, and the lane of each distinct row; -1 where it was never trained."""
+    """Look up the record, its contents and the lane of each distinct row.
+
+    Record and lane are -1 if the row was never trained.
+    """
     records, bases, index, keys, hashed, direct = rows.records, rows.bases, rows.entries, rows.keys, rows.hashed, rows.direct
     distinct_table, distinct_id, distinct_record, distinct_lane = s.table, s.id, s.record, s.lane
     for d in range(count):
@@ -221,10 +276,13 @@ def _look_up_lanes(rows: Rows, count: int, s: Scratch) -> None:
 
 @nb.njit(nogil=True, cache=True)
 def find_users(inverse: np.ndarray, bounds: np.ndarray, count: int, users: np.ndarray) -> None:
-    """The lanes whose slices use each distinct row.
+    """Find the lanes whose slices use each distinct row.
 
-    inverse int32 [lookups]: distinct row of each lookup, slice by slice; bounds int64 [V + 1]: first lookup of each slice; users uint64
-    [distinct]: filled.
+    Args:
+        inverse: int32 [lookups], the distinct row of each lookup, slice by slice.
+        bounds: int64 [V + 1], the first lookup of each slice.
+        count: The number of distinct rows.
+        users: uint64 [distinct], filled with a bit for each lane.
     """
     users[:count] = np.uint64(0 if bounds.size > 2 else 1)
     if bounds.size == 2:
@@ -237,11 +295,12 @@ def find_users(inverse: np.ndarray, bounds: np.ndarray, count: int, users: np.nd
 
 @nb.njit(nogil=True, cache=True)
 def owner_by_hash(table: int, row: int, users: int) -> int:
-    """The lane, of those in the mask `users`, that a row seen for the first time belongs to."""
+    """Return the lane, among those in the mask `users`, that owns a row seen for the first time."""
     bits = np.uint64(users)
     n = 0
     left = bits
-    while left != np.uint64(0):  # takes the lowest bit away
+    # Count the bits. Each turn clears the lowest bit that is set.
+    while left != np.uint64(0):
         left &= left - np.uint64(1)
         n += 1
     pick = np.int64(0)
@@ -258,13 +317,23 @@ def owner_by_hash(table: int, row: int, users: int) -> int:
 
 @nb.njit(nogil=True, cache=True)
 def assign_owners(count: int, counts: np.ndarray, train: bool, owned: np.ndarray, s: Scratch) -> int:
-    """Give a lane to each distinct row that has none, and in training an ordinal; sort the rows by lane.
+    """Give a lane to each distinct row that has none, and sort the rows by lane.
 
-    counts int64 [V, tables]: the ordinals given so far; owned int64 [V]: filled with the rows of each lane. Fills s.lane, s.given and s.order.
-    Returns the number of rows seen for the first time, or -1 where a table's ordinals no longer fit.
+    In training, such a row gets an ordinal, too. Fills s.lane, s.given and s.order.
 
-    Before: s.lane is -1 where a row has none, s.users has the lanes whose slices use it. After: every row has a lane; s.order has the rows lane by
-    lane, within a lane by their numbers, so by first lookup; in training, counts have the ordinals given here, too, which s.given has row by row.
+    Before: s.lane is -1 for a row without a lane, and s.users has the lanes whose slices use each
+    row. After: every row has a lane. s.order lists the rows lane by lane, and within a lane by
+    their numbers in this step, so by first lookup. In training, `counts` includes the ordinals
+    given here, and s.given holds them row by row.
+
+    Args:
+        count: The number of distinct rows.
+        counts: int64 [V, tables], the numbers of ordinals given so far, advanced in training.
+        train: Whether this is a training step.
+        owned: int64 [V], filled with the number of rows that each lane owns.
+
+    Returns:
+        The number of rows seen for the first time, or -1 if a table's ordinals no longer fit.
     """
     distinct_table, distinct_id, distinct_lane, users, order, given = s.table, s.id, s.lane, s.users, s.order, s.given
     fresh = 0
@@ -280,6 +349,7 @@ def assign_owners(count: int, counts: np.ndarray, train: bool, owned: np.ndarray
             fresh += 1
             if train:
                 ordinal = counts[lane, table]
+                # The row table holds ordinal + 1 as int32.
                 if ordinal >= 2**31 - 2:
                     return -1
                 counts[lane, table] = ordinal + 1
@@ -289,6 +359,8 @@ def assign_owners(count: int, counts: np.ndarray, train: bool, owned: np.ndarray
         for n in range(count):
             order[n] = n
         return fresh
+    # A counting sort by lane. It is stable, so the rows of a lane stay in the order of first
+    # lookup.
     ends = np.zeros(owned.size, np.int64)
     for lane in range(1, owned.size):
         ends[lane] = ends[lane - 1] + owned[lane - 1]
@@ -301,11 +373,18 @@ def assign_owners(count: int, counts: np.ndarray, train: bool, owned: np.ndarray
 
 @nb.njit(nogil=True, cache=True)
 def number_rows(rows: Rows, count: int, access: int, numbers: np.ndarray, newcomers: np.ndarray, s: Scratch) -> None:
-    """Give every row of a step its number in its lane, in the order of s.order; enter what is new into the row table.
+    """Give every row of a step its number in its lane, and enter what is new into the row table.
 
-    access: the number of the first row's access, -1 in evaluation, where no row gets a lane or an ordinal; numbers int64 [2, V]: of each lane the
-    rows numbered so far, and the rows looked up that were never trained, advanced; newcomers int64 [V]: filled with how many lines of s.newcomers
-    are each lane's. Before: s.state has the records before the step.
+    Numbers follow s.order. Before: s.state has the records as they were before the step.
+
+    Args:
+        rows: The row table.
+        count: The number of distinct rows.
+        access: The number of the first row's access, or -1 in evaluation, where no row gets a lane
+            or an ordinal.
+        numbers: int64 [2, V], for each lane the number of rows numbered so far, and the number of
+            rows looked up that were never trained. Advanced.
+        newcomers: int64 [V], filled with the number of entries of s.newcomers that are each lane's.
     """
     records, record_of, lane_of, given, order, state = rows.records, s.record, s.lane, s.given, s.order, s.state
     newcomers[:] = 0
@@ -313,6 +392,7 @@ def number_rows(rows: Rows, count: int, access: int, numbers: np.ndarray, newcom
     for k in range(count):
         d = np.uint64(order[k])
         known = state[d, NUMBER]
+        # An earlier step of this schedule numbered the row.
         if known != 0:
             s.numbers[k] = known - 1
             continue
@@ -323,6 +403,7 @@ def number_rows(rows: Rows, count: int, access: int, numbers: np.ndarray, newcom
             low = np.uint32((access + np.int64(d)) & np.int64(ACCESS_MASK))
             records[np.uint64(record), ORDINAL] = ordinal
             records[np.uint64(record), OWNER] = np.int32(np.uint32(lane) << np.uint32(ACCESS_BITS) | low)
+        # In evaluation, a row that was never trained has no record. It is numbered within the step.
         if record < 0:
             s.numbers[k] = -1 - numbers[1, lane]
             numbers[1, lane] += 1
@@ -340,11 +421,18 @@ def number_rows(rows: Rows, count: int, access: int, numbers: np.ndarray, newcom
 
 @nb.njit(nogil=True, cache=True)
 def local_index(inverse: np.ndarray, bounds: np.ndarray, count: int, s: Scratch, index: np.ndarray) -> None:
-    """Number each lane's local rows, by owner lane and then by first lookup in the step, and write every lookup's place among them.
+    """Number each lane's local rows, and write every lookup's place among them.
 
-    A lane's local rows are those that its slice uses, wherever they live. Before: s.order and s.users are those of the step. No branch on who uses
-    a row: one that the lane does not use gets a number too, which is the next one's, and no lookup of the lane asks for it.
-    inverse int32 [lookups] and bounds int64 [V + 1]: see find_users; index int32 [lookups]: filled.
+    A lane's local rows are those that its slice uses, whichever lane owns them. They are in order
+    of owner lane, then of first lookup in the step. Before: s.order and s.users are those of the
+    step. The loop does not branch on which lanes use a row. A row that the lane does not use gets
+    the number of the next one that it does use, and no lookup of the lane reads it.
+
+    Args:
+        inverse: int32 [lookups], see `find_users`.
+        bounds: int64 [V + 1], see `find_users`.
+        count: The number of distinct rows.
+        index: int32 [lookups], filled.
     """
     lanes = bounds.size - 1
     if lanes == 1:
@@ -364,10 +452,14 @@ def local_index(inverse: np.ndarray, bounds: np.ndarray, count: int, s: Scratch,
 
 @nb.njit(nogil=True, cache=True)
 def placed_lookups(order: np.ndarray, inverse: np.ndarray, starts: np.ndarray, placed: np.ndarray, bounds: np.ndarray) -> None:
-    """The lookups of a batch whose samples are put into another order, and where they begin.
+    """Put the lookups of a batch into the order of its slices.
 
-    order int64 [samples]; inverse int32 [lookups]: distinct row of each lookup in the batch's own order; starts int64 [samples + 1]: first
-    lookup of each sample there. Fills placed int32 [lookups] and bounds int64 [samples + 1], likewise in the new order.
+    Args:
+        order: int64 [samples], the samples in the new order.
+        inverse: int32 [lookups], the distinct row of each lookup in the batch's own order.
+        starts: int64 [samples + 1], the first lookup of each sample in the batch's own order.
+        placed: int32 [lookups], filled with `inverse` in the new order.
+        bounds: int64 [samples + 1], filled with the first lookup of each sample in the new order.
     """
     k = np.uint64(0)
     for n in range(order.size):
@@ -383,6 +475,11 @@ def placed_lookups(order: np.ndarray, inverse: np.ndarray, starts: np.ndarray, p
 
 @nb.njit(nogil=True, cache=True)
 def lookups_of_rows(inverse: np.ndarray, count: np.ndarray) -> None:
-    """Add to count int32 [distinct] the lookups of each row; inverse int32 [lookups]."""
+    """Count the lookups of each distinct row.
+
+    Args:
+        inverse: int32 [lookups], the distinct row of each lookup.
+        count: int32 [distinct], increased by the lookups of each row.
+    """
     for i in range(inverse.size):
         count[inverse[i]] += 1

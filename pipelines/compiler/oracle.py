@@ -1,13 +1,21 @@
 """The oracle: which row sits in which slot, when it arrives and when it leaves, by Belady's MIN.
 
-Pure kernels over the arrays of one lane; lanes know nothing of each other. A lane's rows have numbers, in the order in which the schedule comes to
-them. Of each access the oracle has the row's number and the step of its next use: from all accesses of the schedule (`next_uses`), or from as many
-as a window holds (`windowed`). Rows of one step all sit in slots; among the others the one whose next use is furthest leaves (Belady 1966), one with
-no known next use first, oldest first. Slots stand in stacks, one per step of next use, linked from slot to slot, and a bitmap in two levels says
-which stacks hold any: a decision costs O(1), nothing is sorted, and what it takes of memory follows rows, slots and steps, not accesses.
+The kernels here are pure functions on the arrays of one lane; lanes do not depend on each other. A
+lane's rows are numbered in the order in which the schedule first uses them. For each access the
+oracle knows the row's number and the step of its next use. These come from all accesses of the
+schedule (`next_uses`), or from as many as a window holds (`windowed`).
 
-Loops over rows ask for memory AHEAD rows before they need it, and do not branch on what the processor cannot guess. Places are uint64, for which
-numba does not look for negative ones.
+All rows of a step sit in slots. Among the other rows, the one whose next use is furthest away
+leaves (Belady 1966). A row with no known next use leaves before any other; of several such rows,
+the one that has waited longest leaves first.
+
+Slots stand in stacks, one stack for each step of next use, linked from slot to slot. A bitmap of
+two levels says which stacks hold any slot. So a decision costs O(1), nothing is sorted, and memory
+grows with rows, slots and steps, not with accesses.
+
+Loops over rows prefetch memory AHEAD rows before they need it, and do not branch on conditions that
+the processor cannot predict. Array indices are uint64, because numba adds a check for negative
+indices to signed ones.
 """
 
 from __future__ import annotations
@@ -20,63 +28,104 @@ from foreload.base.compiled import nb
 from foreload.base.intrinsics import prefetch
 from foreload.pipelines.compiler.row_table import AHEAD
 
-NEVER = np.int32(2**31 - 1)  # no next use, or none that is known
+NEVER = np.int32(2**31 - 1)  # the row has no next use, or none that is known
 SLOT, LAST = range(2)  # columns of Lane.rows
 USED, FURTHEST, OLDEST, NEWEST = range(4)  # places in Lane.scalars
-ROWS_USED, ENDS, ARRIVALS, INITIAL = range(4)  # columns of a step's counts; the first three are places in `fill`, too
+# Columns of a step's counts. The first three are also places in `fill`.
+ROWS_USED, ENDS, ARRIVALS, INITIAL = range(4)
 
 
 class Lane(NamedTuple):
-    """A lane's slots, and its rows as far as the oracle has come. Steps are counted from the schedule's first."""
+    """The slots of a lane, and the state of its rows at the step that the oracle has reached.
 
-    scalars: (
-        np.ndarray
-    )  # int64 [4]: slots taken, no step after this has a slot in its stack, first and last slot of the queue (-1: empty)
-    # int32 [rows, 2]: by number: the row's slot, or -(boundary + 2) of its last write-back, -1: none; and 1 + the last step that used it, 0: never
+    Steps are counted from the schedule's first.
+
+    Attributes:
+        scalars: int64 [4]: USED, the number of slots ever taken; FURTHEST, a step after which no
+            stack holds a slot; OLDEST and NEWEST, the first and last slot of the queue, -1 if it is
+            empty.
+        rows: int32 [rows, 2], by number. SLOT is the row's slot, or -(boundary + 2) of its last
+            write-back, or -1 if it has neither. LAST is 1 + the last step that used it, 0 for
+            never.
+        held: int32 [slots], the number of the row in each slot, -1 for a free slot.
+        stored: int32 [slots], the tag of the row's version in the store, 0 for never written.
+        below: int32 [slots], the slot below in the stack, or, for a slot in the queue of rows with
+            no known use, the next younger one; -1 for none.
+        older: int32 [slots], for a slot in the queue the next older one, -1 for none.
+        tops: int32 [steps], the slot on top of each step's stack, -1 for an empty stack.
+        words: uint64 [steps / 64], a bit for each step whose stack holds a slot.
+        groups: uint64 [steps / 4096], a bit for each entry of `words` that is not 0.
+        ordinals: int64 [tables], how many ordinals the oracle has passed.
+    """
+
+    scalars: np.ndarray
     rows: np.ndarray
-    held: np.ndarray  # int32 [slots]: the number of the row there, -1 free
-    stored: np.ndarray  # int32 [slots]: tag of the version in the store, 0 never written
-    below: (
-        np.ndarray
-    )  # int32 [slots]: the slot below in the stack, -1 none; in the queue of those with no use known the next younger one
-    older: np.ndarray  # int32 [slots]: of a slot in the queue the next older one, -1 none
-    tops: np.ndarray  # int32 [steps]: the slot on top of each step's stack, -1 empty
-    words: np.ndarray  # uint64 [steps / 64]: a bit for each step whose stack holds any
-    groups: np.ndarray  # uint64 [steps / 4096]: a bit for each word that is not 0
-    ordinals: np.ndarray  # int64 [tables]: ordinals that the oracle has passed
+    held: np.ndarray
+    stored: np.ndarray
+    below: np.ndarray
+    older: np.ndarray
+    tops: np.ndarray
+    words: np.ndarray
+    groups: np.ndarray
+    ordinals: np.ndarray
 
 
 class Accesses(NamedTuple):
-    """Accesses of a lane, step by step: number n stands at place n & ring."""
+    """Accesses of a lane, step by step; access n is at index n & ring.
 
-    numbers: np.ndarray  # int32: the row's number
-    nexts: np.ndarray  # int32: the step of its next use, counted as given to `plan_steps`, or NEVER
-    next_users: np.ndarray  # unsigned: the lanes of the next use, where that is the step after, else 0
+    Attributes:
+        numbers: int32, the row's number.
+        nexts: int32, the step of the row's next use, in the count that `plan_steps` is given, or
+            NEVER.
+        next_users: unsigned, the lanes of the next use if that is in the step right after, else 0.
+        ring: The size of a ring buffer - 1, or all bits set if the arrays hold all accesses.
+    """
+
+    numbers: np.ndarray
+    nexts: np.ndarray
+    next_users: np.ndarray
     ring: np.uint64
 
 
 class Moves(NamedTuple):
-    """What `plan_steps` writes: one lane's parts of consecutive steps, one after the other (docs/schedule.md, Moves).
+    """The output of `plan_steps`: one lane's moves in consecutive steps, one step after the other.
 
-    Three lists of their own lengths: rows used, residencies ended, arrivals.
+    There are three groups of columns, each with a length of its own: rows used, residencies ended,
+    and arrivals. See docs/schedule.md, "Moves".
+
+    Attributes:
+        slots: int32 [rows used], the slot of each row.
+        early: uint8 [rows used], 1 if the row may be sent while the step before still computes.
+        next_users: unsigned [rows used], the lanes that use the row in the next step.
+        ends: int32 [ended], the slots whose rows are written back.
+        slot: int32 [arrivals], the slot that each row takes.
+        table: int16 [arrivals].
+        ordinal: int64 [arrivals].
+        id: int64 [arrivals].
+        tag: int32 [arrivals], the tag of the stored version to expect, 0 for an initial arrival.
+        after: int32 [arrivals], the boundary of the row's last write-back, -1 for never written.
     """
 
-    slots: np.ndarray  # int32 [rows used]: where each row sits
-    early: np.ndarray  # uint8 [rows used]: 1: the row may be sent while the step before still computes
-    next_users: np.ndarray  # unsigned [rows used]: the lanes that use it in the next step
-    ends: np.ndarray  # int32 [ended]: the slots that are written back
-    slot: np.ndarray  # int32 [arrivals]: where each row is put
-    table: np.ndarray  # int16 [arrivals]
-    ordinal: np.ndarray  # int64 [arrivals]
-    id: np.ndarray  # int64 [arrivals]
-    tag: np.ndarray  # int32 [arrivals]: of the stored version to expect, 0: an initial arrival
-    after: np.ndarray  # int32 [arrivals]: the boundary of the row's last write-back, -1: never written
+    slots: np.ndarray
+    early: np.ndarray
+    next_users: np.ndarray
+    ends: np.ndarray
+    slot: np.ndarray
+    table: np.ndarray
+    ordinal: np.ndarray
+    id: np.ndarray
+    tag: np.ndarray
+    after: np.ndarray
 
 
 def empty_lane(slots: int, steps: int, ordinals: np.ndarray) -> Lane:
-    """A lane of so many free slots, for so many steps, that knows no rows yet. ordinals int64 [tables]: given before the first step.
+    """Return a lane of free slots that knows no rows yet.
 
-    The arrays are filled, so that what they take does not depend on the data.
+    The large arrays are filled, so the memory that they take does not depend on the data.
+
+    Args:
+        steps: The number of steps of the schedule.
+        ordinals: int64 [tables], the number of ordinals given before the first step.
     """
     return Lane(
         np.array([0, 0, -1, -1], np.int64),
@@ -93,7 +142,12 @@ def empty_lane(slots: int, steps: int, ordinals: np.ndarray) -> Lane:
 
 
 def with_rows(lane: Lane, tags: np.ndarray) -> Lane:
-    """The same lane with more rows; tags int32 [more]: of their versions in the store before this schedule, 0: none."""
+    """Return the lane with more rows added.
+
+    Args:
+        tags: int32 [more], the tag of each row's version in the store before this schedule, 0 for
+            none.
+    """
     more = np.empty((len(tags), 2), np.int32)
     more[:, SLOT], more[:, LAST] = -1, tags
     return lane._replace(rows=np.concatenate([lane.rows, more]))
@@ -101,7 +155,7 @@ def with_rows(lane: Lane, tags: np.ndarray) -> Lane:
 
 @nb.njit(nogil=True, cache=True, inline="always")
 def _top_bit(word: np.uint64) -> np.uint64:
-    """The number of the highest bit of a word that is not 0."""
+    """Return the number of the highest bit of a word that is not 0."""
     bit = np.uint64(0)
     for width in (32, 16, 8, 4, 2, 1):
         if word >> np.uint64(width) != np.uint64(0):
@@ -112,14 +166,14 @@ def _top_bit(word: np.uint64) -> np.uint64:
 
 @nb.njit(nogil=True, cache=True, inline="always")
 def _mark(lane: Lane, step: np.uint64) -> None:
-    """Note that the stack of a step holds a slot."""
+    """Record in the bitmap that the stack of a step holds a slot."""
     lane.words[step >> np.uint64(6)] |= np.uint64(1) << (step & np.uint64(63))
     lane.groups[step >> np.uint64(12)] |= np.uint64(1) << ((step >> np.uint64(6)) & np.uint64(63))
 
 
 @nb.njit(nogil=True, cache=True, inline="always")
 def _clear(lane: Lane, step: np.uint64) -> None:
-    """Note that the stack of a step is empty."""
+    """Record in the bitmap that the stack of a step is empty."""
     word = step >> np.uint64(6)
     lane.words[word] &= ~(np.uint64(1) << (step & np.uint64(63)))
     if lane.words[word] == np.uint64(0):
@@ -128,9 +182,14 @@ def _clear(lane: Lane, step: np.uint64) -> None:
 
 @nb.njit(nogil=True, cache=True)
 def _furthest(lane: Lane, bound: int) -> int:
-    """The last step, `bound` at most, whose stack holds a slot; -1: there is none. No later stack holds any."""
+    """Return the last step, `bound` at most, whose stack holds a slot; -1 if no stack does.
+
+    Before: no stack after step `bound` holds a slot.
+    """
     word = np.uint64(bound) >> np.uint64(6)
     if lane.words[word] == np.uint64(0):
+        # The word of step `bound` is empty. Look for an earlier word that is not, first within the
+        # same group and then in earlier groups.
         group = np.int64(word >> np.uint64(6))
         bits = lane.groups[group] & ((np.uint64(1) << (word & np.uint64(63))) - np.uint64(1))
         while bits == np.uint64(0):
@@ -144,7 +203,10 @@ def _furthest(lane: Lane, bound: int) -> int:
 
 @nb.njit(nogil=True, cache=True, inline="always")
 def push(lane: Lane, slot: np.uint64, step: np.uint64) -> None:
-    """Put a slot that is in no stack and no queue on the stack of a step; FURTHEST is the caller's."""
+    """Put a slot that is in no stack and not in the queue on the stack of a step.
+
+    The caller updates FURTHEST.
+    """
     top = lane.tops[step]
     lane.below[slot] = top
     lane.tops[step] = np.int32(slot)
@@ -167,26 +229,42 @@ def plan_steps(
 ) -> int:
     """Decide one lane's moves in consecutive training steps.
 
-    rows LANE_ROW: the lane's rows by number; first: the first step, counted from the schedule's first, which is training step `first_step`; accesses,
-    starts int64 [steps + 1]: those of these steps, and the numbers of each step's first and of the last one's end; span: what is added to the steps
-    of next uses, and from which number on such a step is never; fill int64 [3]: entries of `moves` that are taken by rows used, ends and arrivals,
-    advanced; moves have room for as many more of each as there are accesses; counts int64 [steps, 4]: filled with each step's rows used, residencies
-    ended, arrivals, and initial ones. Returns 0, or the rows that a step needs where the slots do not suffice.
+    Before each step: the step's stack holds the slots of exactly those of its rows that sit in a
+    slot. After each step: every row of the step has a slot, and every slot that was ever taken
+    stands in the stack of its row's next use, or in the queue if no next use is known.
 
-    Before each step: its stack has the slots of exactly those of its rows that sit in one. After it: every row of the step has a slot, and every slot
-    stands in the stack of its row's next use, or in the queue where none is known.
+    Args:
+        lane: The lane, brought forward to the end of these steps.
+        rows: LANE_ROW, the lane's rows by number.
+        first: The first of the steps, counted from the schedule's first.
+        first_step: The number of the schedule's first training step.
+        accesses: The accesses of these steps.
+        starts: int64 [steps + 1], the number of each step's first access, and the end of the last
+            step.
+        span: A pair (shift, never). A next use at or beyond step `never` counts as never; `shift`
+            is added to all others.
+        fill: int64 [3], the entries of `moves` that rows used, ends and arrivals take. Advanced.
+        moves: Have room for as many more entries in each group as there are accesses.
+        counts: int64 [steps, 4], filled for each step with its rows used, residencies ended,
+            arrivals, and initial arrivals.
+
+    Returns:
+        0, or the number of rows that a step needs if the slots do not suffice.
     """
     for k in range(len(counts)):
         at, start, used = np.uint64(first + k), np.uint64(starts[k]), int(starts[k + 1] - starts[k])
         if used > lane.held.size:
             return used
-        # The slots of rows that this step uses are out of reach from here on.
+        # Empty the step's own stack, so that `_choose` cannot take the slots of rows that this step
+        # uses.
         lane.tops[at] = -1
         _clear(lane, at)
+        # `_arrive` chooses among slots whose rows wait for later steps. So this step's own rows go
+        # on the stacks of their next uses only after it.
         waiting = _use(lane, first_step + first + k, start, used, accesses, fill, moves)
         ended_and_initial = _arrive(lane, rows, first_step + first + k, waiting, fill, moves)
         if ended_and_initial < 0:
-            return used  # every slot is needed by this step
+            return used
         _wait_for_next(lane, start, accesses, span, moves.slots[fill[ROWS_USED] : fill[ROWS_USED] + used])
         counts[k, ROWS_USED], counts[k, ENDS] = used, ended_and_initial & 0xFFFFFFFF
         counts[k, ARRIVALS], counts[k, INITIAL] = waiting, ended_and_initial >> 32
@@ -198,11 +276,15 @@ def plan_steps(
 
 @nb.njit(nogil=True, cache=True)
 def _use(lane: Lane, step: int, start: np.uint64, used: int, accesses: Accesses, fill: np.ndarray, moves: Moves) -> int:
-    """Fill a step's rows used, but for the slots of those that must arrive, which are put down as arrivals; returns how many.
+    """Fill the entries of a step's rows used, and enter the rows without a slot as arrivals.
 
-    After: moves.slots is negative where a row must arrive, and of each arrival moves.slot has the place among the rows used, moves.ordinal the row's
-    number: `_arrive` puts slot and ordinal there. Nothing branches on which rows must arrive: each is written as the next arrival, and counts as one
-    or is overwritten.
+    After: moves.slots is negative for a row that must arrive. For each arrival, moves.slot holds
+    the row's place among the rows used and moves.ordinal the row's number; `_arrive` replaces these
+    by the slot and the ordinal. The loop does not branch on which rows must arrive: it writes each
+    row as the next arrival, which then either counts or is overwritten.
+
+    Returns:
+        The number of rows that must arrive.
     """
     rows, numbers, next_users, ring = lane.rows, accesses.numbers, accesses.next_users, accesses.ring
     row0, arrival0 = np.uint64(fill[ROWS_USED]), np.uint64(fill[ARRIVALS])
@@ -216,28 +298,39 @@ def _use(lane: Lane, step: int, start: np.uint64, used: int, accesses: Accesses,
         slot, before = rows[number, SLOT], rows[number, LAST]
         rows[number, LAST] = tag
         moves.slots[row0 + i] = slot
-        # The step before changes the row; or it left a slot at the boundary before that, and is written back once that step's gradients are in.
+        # A row must not be sent early in two cases. The step before may change the row. Or the row
+        # left a slot at the boundary before that step, and is written back only once that step's
+        # gradients are in.
         moves.early[row0 + i] = np.uint8((before == 0) | ((before != step) & (slot != left_before)))
         moves.next_users[row0 + i] = next_users[(start + i) & ring]
         moves.slot[missing] = np.int32(i)
         moves.ordinal[missing] = number
         moves.tag[missing] = before
         moves.after[missing] = -slot - 2
+        # If the row has a slot, the next row overwrites this arrival.
         missing += np.uint64(slot < 0)
     return int(missing - arrival0)
 
 
 @nb.njit(nogil=True, cache=True)
 def _arrive(lane: Lane, rows: np.ndarray, step: int, waiting: int, fill: np.ndarray, moves: Moves) -> int:
-    """Give a slot to every row that `_use` found without: an unused one, or that of the row whose next use is furthest.
+    """Give a slot to every row that `_use` found without one.
 
-    After: the rows that left have the boundary of their write-back, the rows that arrived have their slots, and the arrivals are whole. The slots are
-    in no stack and no queue yet. Returns residencies ended | initial arrivals << 32, or -1 where all slots are needed.
+    A row takes a slot that was never used, or else the slot of the row whose next use is furthest
+    away.
+
+    After: the rows that left have the boundary of their write-back, the rows that arrived have
+    their slots, and the entries of the arrivals are complete. The slots are in no stack and not in
+    the queue.
+
+    Returns:
+        residencies ended | initial arrivals << 32, or -1 if this step needs more slots than exist.
     """
     held, state = lane.held, lane.rows
     row0, end0, arrival0 = np.uint64(fill[ROWS_USED]), np.uint64(fill[ENDS]), np.uint64(fill[ARRIVALS])
     ahead = np.uint64(AHEAD)
     unused = lane.scalars[USED]
+    # Slots that were never taken come first. Only the rest of the rows need another row to leave.
     into_unused = np.uint64(min(held.size - unused, waiting))
     ends = np.uint64(waiting) - into_unused
     if not _choose(lane, ends, end0, moves):
@@ -259,6 +352,7 @@ def _arrive(lane: Lane, rows: np.ndarray, step: int, waiting: int, fill: np.ndar
         moves.ordinal[a] = rows[number].ordinal
         moves.id[a] = rows[number].id
         moves.table[a] = rows[number].table
+        # An initial arrival is a row's first use, so the oracle passes the row's ordinal here.
         if tag == 0:
             initial += 1
             lane.ordinals[rows[number].table] += 1
@@ -272,10 +366,18 @@ def _arrive(lane: Lane, rows: np.ndarray, step: int, waiting: int, fill: np.ndar
 
 @nb.njit(nogil=True, cache=True)
 def _choose(lane: Lane, wanted: np.uint64, end0: np.uint64, moves: Moves) -> bool:
-    """Take so many slots from the rows whose next use is furthest, into moves.ends from end0 on; False where that many do not exist.
+    """Take slots from the rows whose next use is furthest away.
 
-    Belady's choice: rows with no use known first, those that wait longest before others, then the rows of the furthest step, and so on down to
-    the step after this one, whose own stack is empty by now. After: the slots taken are in no stack and no queue.
+    Belady's choice takes the rows with no known use first, those that have waited longest before
+    others. Then come the rows of the furthest step, and so on down to the step after this one. This
+    step's own stack is empty by now. After: the slots taken are in no stack and not in the queue.
+
+    Args:
+        wanted: How many slots to take.
+        end0: The first entry of `moves.ends` to fill with them.
+
+    Returns:
+        False if there are not that many slots.
     """
     below, held = lane.below, lane.held
     taken = np.uint64(0)
@@ -290,6 +392,8 @@ def _choose(lane: Lane, wanted: np.uint64, end0: np.uint64, moves: Moves) -> boo
         lane.older[np.uint64(slot)] = -1
     else:
         lane.scalars[NEWEST] = -1
+    # Now the queue is empty, or all wanted slots are taken. Go on with the stacks, the furthest
+    # first.
     while taken < wanted:
         furthest = _furthest(lane, lane.scalars[FURTHEST])
         if furthest < 0:
@@ -309,7 +413,13 @@ def _choose(lane: Lane, wanted: np.uint64, end0: np.uint64, moves: Moves) -> boo
 
 @nb.njit(nogil=True, cache=True)
 def _wait_for_next(lane: Lane, start: np.uint64, accesses: Accesses, span: tuple[int, int], slots: np.ndarray) -> None:
-    """Put the slots of a step's rows, int32 [used], on the stacks of their next use, or at the queue's end; span: see `plan_steps`."""
+    """Put the slots of a step's rows on the stacks of their next use, or at the end of the queue.
+
+    Args:
+        start: The number of the step's first access.
+        span: See `plan_steps`.
+        slots: int32 [used], the slot of each of the step's rows.
+    """
     nexts, ring = accesses.nexts, accesses.ring
     shift, never = span
     furthest, newest = lane.scalars[FURTHEST], lane.scalars[NEWEST]
@@ -331,7 +441,7 @@ def _wait_for_next(lane: Lane, start: np.uint64, accesses: Accesses, span: tuple
 
 @nb.njit(nogil=True, cache=True)
 def leave_queue(lane: Lane, slot: np.uint64) -> None:
-    """Take a slot out of the queue of those with no use known."""
+    """Take a slot out of the queue of slots whose rows have no known next use."""
     older, younger = np.int64(lane.older[slot]), np.int64(lane.below[slot])
     if older >= 0:
         lane.below[np.uint64(older)] = np.int32(younger)
@@ -354,10 +464,19 @@ def plan_evaluation(
     moves: Moves,
     counts: np.ndarray,
 ) -> None:
-    """One lane's part of an evaluation step: rows in slots are read there, others arrive in evaluation slots from `first_slot` on.
+    """Plan one lane's part of an evaluation step.
 
-    rows, unknown LANE_ROW: the lane's rows by number, and those never trained; numbers int32 [rows used]: -1 - n for the nth of those. Fills moves
-    and counts int64 [4] as `plan_steps` does; changes nothing else.
+    Rows in slots are read there. Other rows arrive in evaluation slots, from `first_slot` on. Only
+    `fill`, `moves` and `counts` change.
+
+    Args:
+        rows: LANE_ROW, the lane's rows by number.
+        unknown: LANE_ROW, the rows that were never trained.
+        numbers: int32 [rows used], the row's number, or -1 - n for the nth row of `unknown`.
+        first_slot: The first evaluation slot.
+        fill: As for `plan_steps`.
+        moves: As for `plan_steps`.
+        counts: int64 [4], filled as by `plan_steps`.
     """
     arrivals = fill[ARRIVALS]
     for i in range(numbers.size):
@@ -375,7 +494,7 @@ def plan_evaluation(
         moves.table[arrivals] = what.table
         moves.id[arrivals] = what.id
         tag = lane.rows[number, LAST] if number >= 0 else 0
-        # Amid the first epoch, a row that is trained only later has no ordinal yet.
+        # During the first epoch, a row that training uses only later has no ordinal yet.
         moves.ordinal[arrivals] = what.ordinal if tag != 0 else -1
         moves.tag[arrivals] = tag
         moves.after[arrivals] = -lane.rows[number, SLOT] - 2 if number >= 0 else -1
@@ -387,7 +506,14 @@ def plan_evaluation(
 
 
 def occupants(lane: Lane, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Who sits in slots 0 .. USED - 1: a partition's entry state (schedule.Occupants). rows LANE_ROW: the lane's rows by number."""
+    """Return the row in each of the slots 0 .. USED - 1: a partition's entry state.
+
+    Args:
+        rows: LANE_ROW, the lane's rows by number.
+
+    Returns:
+        The columns of schedule.Occupants, by name.
+    """
     taken = int(lane.scalars[USED])
     numbers = lane.held[:taken]
     of_slots = rows[numbers]

@@ -1,7 +1,8 @@
-"""Count the rows that would arrive with any number of slots, by the oracle and by an LRU cache.
+"""Count the arrivals that other numbers of slots would cause, by the oracle and by an LRU cache.
 
-An LRU cache of more slots holds all that one of fewer holds. So one pass over the uses shows for each of them from how many slots on it is a hit
-(Mattson et al. 1970, Evaluation techniques for storage hierarchies).
+An LRU cache with more slots holds everything that one with fewer slots holds. So one pass over the
+uses shows, for each use, the number of slots from which on it is a hit (Mattson et al. 1970,
+"Evaluation techniques for storage hierarchies").
 """
 
 from __future__ import annotations
@@ -21,16 +22,20 @@ from foreload.pipelines.errors import SlotsError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.walk import walk
 
-BYTES_OF_USE = 16  # of a row used at a step, while moves are counted
-_CHUNK = 1 << 20  # rows used that are planned together, unless a step has more
+BYTES_OF_USE = 16  # memory for each row used at a step, while moves are counted
+_CHUNK = 1 << 20  # rows used that are planned together, unless one step has more
 
 
 @dataclass(frozen=True)
 class LaneUses:
-    """The distinct rows that the steps of a schedule use of one lane.
+    """The distinct rows of one lane that the steps of a schedule use.
 
-    rows: int32 [accesses], numbered from 0, step by step; starts: int64 [steps + 1], where each step's begin; new: bool [rows], whether a row was
-    never trained before the schedule, so that its first arrival asks nothing of the store. tables: int16 [rows], each row's.
+    Attributes:
+        rows: int32 [accesses], the rows, numbered from 0, step by step.
+        starts: int64 [steps + 1], where the rows of each step begin.
+        new: bool [rows], whether a row was never trained before the schedule, so that its first
+            arrival reads nothing from the store.
+        tables: int16 [rows], each row's table.
     """
 
     rows: np.ndarray
@@ -40,16 +45,14 @@ class LaneUses:
 
     @property
     def least_slots(self) -> int:
-        """Rows of the largest step: with fewer slots it cannot be trained."""
+        """The number of rows of the largest step, which cannot be trained with fewer slots."""
         return int(np.diff(self.starts).max(initial=0))
 
     @cached_property
     def nexts(self) -> np.ndarray:
-        """The step of each use's next one, int32 [accesses]; NEVER where there is none."""
-        alone, following = (
-            np.zeros(len(self.rows), np.uint8),
-            np.empty(len(self.rows), np.int32),
-        )  # who uses a row is of no interest
+        """The step of each use's next use, int32 [accesses]; NEVER if there is none."""
+        # Only the steps matter here, not which lanes use the rows.
+        alone, following = np.zeros(len(self.rows), np.uint8), np.empty(len(self.rows), np.int32)
         lasts = np.full((len(self.new), 2), oracle.NEVER, np.int32)
         next_uses(self.rows, self.starts, alone, alone[:0], 0, lasts, following, alone)
         return following
@@ -57,7 +60,14 @@ class LaneUses:
 
 @dataclass(frozen=True, slots=True)
 class SlotCounts:
-    """What would be moved with a number of slots: int64 [steps] each, of one lane. occupied: slots that are ever taken, all of which end at last."""
+    """The moves of one lane with some number of slots.
+
+    Attributes:
+        arrived: int64 [steps], the arrivals.
+        fetched: int64 [steps], the arrivals from the store.
+        ended: int64 [steps], the residencies that end.
+        occupied: The slots that are ever taken. The end of the schedule ends a residency in each.
+    """
 
     arrived: np.ndarray
     fetched: np.ndarray
@@ -66,9 +76,13 @@ class SlotCounts:
 
 
 def lane_uses(schedule: Schedule, lane: int) -> LaneUses:
-    """Read them from a complete schedule: 4 bytes for each row used at a step. Raises ScheduleError."""
+    """Read a lane's uses from a complete schedule. Raises ScheduleError.
+
+    The result takes 4 bytes for each row used at a step.
+    """
     held = np.full(schedule.header.slots[lane], -1, np.int32)
-    numbers = [np.empty(0, np.int32) for _ in schedule.header.features.tables]  # ordinal -> number of the row, -1: not seen yet
+    # For each table, the number of the row with each ordinal, -1 if it was not seen yet.
+    numbers = [np.empty(0, np.int32) for _ in schedule.header.features.tables]
     used: list[np.ndarray] = []
     counts: list[np.ndarray] = []
     new: list[np.ndarray] = []
@@ -80,7 +94,8 @@ def lane_uses(schedule: Schedule, lane: int) -> LaneUses:
         for table in np.unique(tables).tolist():
             of_table = np.flatnonzero(tables == table)
             numbers[table] = _with_room(numbers[table], int(ordinals[of_table].max()) + 1)
-            # An ordinal is new once; which of its arrivals comes first, np.unique finds.
+            # A row may arrive several times here, but is new only once. np.unique finds its first
+            # arrival.
             distinct, first = np.unique(ordinals[of_table], return_index=True)
             unseen = numbers[table][distinct] < 0
             numbers[table][distinct[unseen]] = known + np.arange(int(unseen.sum()), dtype=np.int32)
@@ -100,7 +115,11 @@ def lane_uses(schedule: Schedule, lane: int) -> LaneUses:
 
 
 def count_moves(uses: LaneUses, slots: int) -> SlotCounts:
-    """What a lane moves with so many slots. Raises SlotsError where a step has more rows."""
+    """Count the moves of a lane with `slots` slots.
+
+    Raises:
+        SlotsError: If a step has more rows.
+    """
     if slots < uses.least_slots:
         raise SlotsError(f"--slots: must be at least the rows of the largest step, {uses.least_slots}; got {slots}; give more")
     steps, starts = len(uses.starts) - 1, uses.starts
@@ -120,7 +139,10 @@ def count_moves(uses: LaneUses, slots: int) -> SlotCounts:
 
 
 def fewest_arrivals(schedule: Schedule) -> int | None:
-    """Belady's minimum for a complete schedule's slots; None where counting needs more than half of the memory that there is."""
+    """Return Belady's minimum of arrivals for a complete schedule's slots.
+
+    Returns None if the count needs more than half of the memory available.
+    """
     if 2 * BYTES_OF_USE * schedule.manifest["counts"]["rows_used"] > available_bytes():
         return None
     lanes = range(schedule.header.lanes)
@@ -136,13 +158,18 @@ def _with_room(array: np.ndarray, size: int) -> np.ndarray:
 
 
 NEVER = int(np.iinfo(np.int32).max)
-"""The depth of a row's first use: it arrives, however many slots there are."""
+"""The depth of a row's first use, which is an arrival with any number of slots."""
 
 
 def lru_depths(uses: LaneUses) -> np.ndarray:
-    """Of each use, how many rows were used later than this one before the step began: int32 [accesses]. With more slots it is a hit.
+    """Count, for each use, the rows used later than its row before its step began.
 
-    Rows of one step count as used in the order in which the schedule has them; all of a step are in slots at once. 12 bytes a use, while it works.
+    With more slots than that, the use is a hit in an LRU cache. Rows of one step count as used in
+    the order in which the schedule lists them; all rows of a step are in slots at once. The
+    computation takes 12 bytes for each use.
+
+    Returns:
+        int32 [accesses].
     """
     depths = np.empty(len(uses.rows), np.int32)
     _depths(uses.rows, uses.starts, np.full(len(uses.new), -1, np.int32), np.zeros(len(uses.rows) + 1, np.int32), depths)
@@ -150,8 +177,14 @@ def lru_depths(uses: LaneUses) -> np.ndarray:
 
 
 def lru_arrivals(uses: LaneUses, depths: np.ndarray, slots: int) -> np.ndarray:
-    """How many rows arrive at each step in an LRU cache that begins empty: int64 [steps]. depths: of `lru_depths`; slots: at least
-    those of the largest step.
+    """Count the arrivals of each step in an LRU cache that starts empty.
+
+    Args:
+        depths: The result of `lru_depths`.
+        slots: At least the rows of the largest step.
+
+    Returns:
+        int64 [steps].
     """
     before = np.concatenate([[0], np.cumsum(depths >= slots)])
     return np.asarray(before[uses.starts[1:]] - before[uses.starts[:-1]], np.int64)
@@ -159,8 +192,15 @@ def lru_arrivals(uses: LaneUses, depths: np.ndarray, slots: int) -> np.ndarray:
 
 @nb.njit(nogil=True, cache=True)
 def _depths(rows: np.ndarray, starts: np.ndarray, last: np.ndarray, tree: np.ndarray, depths: np.ndarray) -> None:
-    """Fill depths. last: int32 [rows], -1: the place of each row's last use; tree: int32 [accesses + 1], zeros: a Fenwick tree over places, of which
-    those that are the last use of a row count.
+    """Fill in the depth of each use.
+
+    Args:
+        rows: See `LaneUses`.
+        starts: See `LaneUses`.
+        last: int32 [rows], -1, the place of each row's last use.
+        tree: int32 [accesses + 1], zeros, a Fenwick tree over places, which counts the places that
+            are a row's last use.
+        depths: int32 [accesses], filled.
     """
     size, distinct = len(rows), 0
     for step in range(len(starts) - 1):
@@ -169,12 +209,15 @@ def _depths(rows: np.ndarray, starts: np.ndarray, last: np.ndarray, tree: np.nda
             if before < 0:
                 depths[k] = NEVER
                 continue
-            # Up to this place, itself included; all others were used later.
+            # Count the rows whose last use is at this place or before. All other rows were used
+            # later.
             place, earlier = before + 1, 0
             while place > 0:
                 earlier += tree[place]
                 place -= place & -place
             depths[k] = distinct - earlier
+        # The tree changes only after all depths of the step are known, because they count uses
+        # before the step began.
         for k in range(starts[step], starts[step + 1]):
             before = last[rows[k]]
             if before < 0:

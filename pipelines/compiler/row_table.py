@@ -1,10 +1,19 @@
-"""The row table: what the serial pass remembers of every row (docs/internals/pipelines.md, The serial pass).
+"""The row table: what the serial pass remembers about every row.
 
-A record is four int32, so that it lies in one cache line: ORDINAL (ordinal + 1; 0: never trained), OWNER (its lane, and the low ACCESS_BITS bits of
-the number of its last access), NUMBER (1 + its place among the rows of its lane that this schedule uses; 0: not yet) and TAG (1 + the last step that
-used it). Rows of small tables are addressed directly; rows of tables with more ids than DIRECT_ROWS, or far more than samples, through a hash
-index, so that memory follows the rows trained. Arrays that fit are memory of the process, in huge pages where the kernel has them; larger ones are
-mapped files, whose pages the kernel writes out when it needs the memory.
+A record is four int32 fields, 16 bytes, so it lies within one cache line:
+
+- ORDINAL: the row's ordinal + 1, or 0 if the row was never trained.
+- OWNER: the row's lane in the upper six bits, and in the lower ACCESS_BITS bits the low bits of the
+  number of the row's last access.
+- NUMBER: 1 + the row's place among the rows of its lane that this schedule uses, or 0 if it has
+  none yet.
+- TAG: 1 + the last step that used the row.
+
+Rows of small tables are addressed directly. Tables with more than DIRECT_ROWS ids, or with far more
+ids than there are samples, go through a hash index, so that memory grows with the rows trained and
+not with the ids that exist. Arrays that fit in memory are memory of the process, in huge pages
+where the kernel offers them. Larger arrays are memory-mapped files, whose pages the kernel writes
+out when it needs the memory. See docs/internals/pipelines.md, "The serial pass".
 """
 
 from __future__ import annotations
@@ -31,50 +40,66 @@ ACCESS_BITS = 26  # the other six bits of OWNER are the lane
 ACCESS_MASK = (1 << ACCESS_BITS) - 1
 DIRECT_ROWS, FEWEST_DIRECT_ROWS, ROWS_A_LOOKUP = 1 << 26, 1 << 16, 8
 AHEAD = 16  # rows between a prefetch and its use
-# A hash index entry: record + 1 of the hashed rows in the low bits, bits of the row's hash above, so that most other rows are ruled out by them.
+# A hash index entry holds the number of the hashed row + 1 in its low bits and bits of the row's
+# hash above them. Comparing the hash bits rules out most other rows before their keys are read.
 _ENTRY_BITS = 40
 _ENTRY_MASK = (1 << _ENTRY_BITS) - 1
 
 
 class Rows(NamedTuple):
-    """The row table's arrays, as the kernels take them."""
+    """The arrays of the row table, in the form that the kernels take.
 
-    records: np.ndarray  # int32 [capacity, FIELDS]
-    bases: np.ndarray  # int64 [tables + 1]: first record of a directly addressed table, -1 for a hashed one
-    sizes: np.ndarray  # int64 [tables]: rows of each table
-    entries: np.ndarray  # int64 [power of two]: the hash index: entries of hashed rows, 0 free
-    keys: np.ndarray  # int64 [capacity - direct, 2]: (table, id) of hashed rows
-    hashed: np.ndarray  # int64 [1]: number of hashed rows
-    direct: int  # number of directly addressed records
+    Attributes:
+        records: int32 [capacity, FIELDS].
+        bases: int64 [tables + 1], the first record of each directly addressed table, -1 for a
+            hashed one.
+        sizes: int64 [tables], the number of rows of each table.
+        entries: int64 [a power of two], the hash index of the hashed rows; 0 is a free entry.
+        keys: int64 [capacity - direct, 2], the (table, id) of each hashed row.
+        hashed: int64 [1], the number of hashed rows.
+        direct: The number of directly addressed records.
+    """
+
+    records: np.ndarray
+    bases: np.ndarray
+    sizes: np.ndarray
+    entries: np.ndarray
+    keys: np.ndarray
+    hashed: np.ndarray
+    direct: int
 
 
 @nb.njit(nogil=True, cache=True, inline="always")
 def row_hash(table: int, row_id: int) -> np.uint64:
-    """What a hashed row is found by; its low bits say where the search in the index begins."""
+    """Return the hash of a row; its low bits say where the search in the index begins."""
     return mix(np.uint64(row_id) ^ (np.uint64(table) << np.uint64(48)))
 
 
 @nb.njit(nogil=True, cache=True, inline="always")
 def _mark(word: np.uint64) -> np.int64:
-    """The bits of a row's hash that its index entry has, above the record."""
+    """Return the bits of a row's hash that its index entry holds above the record number."""
     return np.int64(word >> np.uint64(_ENTRY_BITS + 1)) << np.int64(_ENTRY_BITS)
 
 
 @nb.njit(nogil=True, cache=True)
 def home(index: np.ndarray, table: int, row_id: int) -> int:
-    """Where the search for a hashed row begins in the index."""
+    """Return the place in the index where the search for a hashed row begins."""
     return int(np.int64(row_hash(table, row_id)) & (index.size - 1))
 
 
 @nb.njit(nogil=True, cache=True, inline="always")
 def _row_of(entry: int) -> int:
-    """The hashed row, from 0, that an entry of the index is of; -1 for a free one."""
+    """Return the hashed row, from 0, that an index entry names; -1 for a free entry."""
     return int((entry & np.int64(_ENTRY_MASK)) - 1)
 
 
 @nb.njit(nogil=True, cache=True)
 def find_hashed(index: np.ndarray, keys: np.ndarray, hashed: np.ndarray, table: int, row_id: int, add: bool) -> int:
-    """The number of a hashed row, from 0. One without gets it if `add` (room is reserved, RowTable.reserve), or else has -1."""
+    """Return the number, from 0, of a hashed row.
+
+    If the row has no number yet, it gets the next one if `add` is set (RowTable.reserve must have
+    reserved the room); otherwise the result is -1.
+    """
     word = row_hash(table, row_id)
     mark = _mark(word)
     last = index.size - 1
@@ -102,11 +127,19 @@ def find_hashed(index: np.ndarray, keys: np.ndarray, hashed: np.ndarray, table: 
 def find_all_hashed(
     rows: Rows, ids: np.ndarray, tables: np.ndarray, words: np.ndarray, lookup_record: np.ndarray, ahead: int
 ) -> None:
-    """The records of a step's lookups of hashed rows; rows without one get it (room is reserved, RowTable.reserve).
+    """Find the records of all lookups of hashed rows in a step.
 
-    ids int64 [lookups]; tables int16 [a divisor of lookups]: their tables, again and again; words uint64 [lookups + ahead]: their hashes, and
-    the last one's; lookup_record int64 [lookups or more]: filled, but for tables that are directly addressed. What `find_hashed` does, in one
-    loop without calls.
+    Rows without a record get one; RowTable.reserve must have reserved the room. The kernel does
+    what `find_hashed` does, in one loop without calls.
+
+    Args:
+        rows: The row table.
+        ids: int64 [lookups].
+        tables: int16 [a divisor of lookups], the tables of the lookups, repeated.
+        words: uint64 [lookups + ahead], the hashes of the lookups, then copies of the last one.
+        lookup_record: int64 [lookups or more], filled except for lookups in directly addressed
+            tables.
+        ahead: How many lookups ahead the kernel prefetches.
     """
     index, keys, bases, direct = rows.entries, rows.keys, rows.bases, rows.direct
     count = np.uint64(rows.hashed[0])
@@ -120,7 +153,8 @@ def find_all_hashed(
         for f in range(width):
             i = np.uint64(begin + f)
             prefetch(index, np.int64(words[i + far] & last))
-            # The index entry is asked for `ahead` lookups early; it has come half of them later, and says which key to ask for.
+            # The index entry is prefetched `ahead` lookups early. It has arrived by the time half
+            # of them have passed, and then says which key to prefetch.
             following = np.uint64(index[words[i + near] & last]) & row_bits
             prefetch(keys, np.int64(following) * 2 - 2)
             table, row_id, word = tables[np.uint64(f)], ids[i], words[i]
@@ -132,6 +166,7 @@ def find_all_hashed(
                 entry = np.uint64(index[place])
                 k = (entry & row_bits) - one
                 if entry == np.uint64(0):
+                    # The search met a free entry, so the row is new. It takes the next number.
                     k = count
                     count += one
                     keys[k, 0] = table
@@ -147,7 +182,7 @@ def find_all_hashed(
 
 @nb.njit(nogil=True, cache=True)
 def _reindex(keys: np.ndarray, count: int, index: np.ndarray) -> None:
-    """Enter the first `count` hashed rows into an index that has none yet."""
+    """Enter the first `count` hashed rows into an empty index."""
     last = index.size - 1
     for k in range(count):
         if k + AHEAD < count:
@@ -163,13 +198,17 @@ def _reindex(keys: np.ndarray, count: int, index: np.ndarray) -> None:
 def _load(
     rows: Rows, table: np.ndarray, ids: np.ndarray, lane: np.ndarray, ordinal: np.ndarray, tag: np.ndarray, counts: np.ndarray
 ) -> None:
-    """Enter rows of an earlier schedule, as rows that were written back before this one begins. See RowTable.load."""
+    """Enter rows of an earlier schedule, as rows that were written back before this one begins.
+
+    See `RowTable.load`.
+    """
     for i in range(ids.size):
         base = rows.bases[table[i]]
         if base >= 0:
             r = base + ids[i]
         else:
             r = rows.direct + find_hashed(rows.entries, rows.keys, rows.hashed, table[i], ids[i], True)
+        # NUMBER stays 0: the row has no place among its lane's rows until this schedule uses it.
         rows.records[r, ORDINAL] = ordinal[i] + 1
         rows.records[r, OWNER] = np.int32(np.uint32(lane[i]) << np.uint32(ACCESS_BITS))
         rows.records[r, TAG] = tag[i]
@@ -177,12 +216,22 @@ def _load(
 
 
 def direct_rows(rows: int) -> int:
-    """Up to how many rows of a table are addressed directly where so many are looked up, at most: what lies between them is zeroed as well."""
+    """Return the most rows that a table can have and still be addressed directly.
+
+    The records of unused ids in a directly addressed table take memory and are zeroed, too. So a
+    table with far more ids than lookups is better hashed.
+
+    Args:
+        rows: An upper bound on the rows that are looked up.
+    """
     return min(max(ROWS_A_LOOKUP * rows, FEWEST_DIRECT_ROWS), DIRECT_ROWS)
 
 
 class RowTable:
-    """The records of all rows of all tables. What does not fit in memory is in files under `directory`, which are removed with it."""
+    """The records of all rows of all tables.
+
+    Arrays that do not fit in memory are files in `directory`. The caller deletes that folder.
+    """
 
     def __init__(self, spec: FeatureSpec, directory: Path, direct_rows: int = DIRECT_ROWS) -> None:
         self._directory = directory
@@ -194,7 +243,9 @@ class RowTable:
             if size <= direct_rows:
                 bases[k] = direct
                 direct += int(size)
-        self._generation = 0  # of the arrays, which grow by making new ones; in the files' names
+        # Arrays grow by being replaced with larger ones. The generation counts that, and is part of
+        # the files' names.
+        self._generation = 0
         self._files: list[Path] = []
         self._any_hashed = bool((bases[:-1] < 0).any())
         room = 1 << 16 if self._any_hashed else 0
@@ -209,17 +260,26 @@ class RowTable:
         )
 
     def _map(self, name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-        """Zeros: in memory where that is less than half of what is available, else a mapped file of the present generation."""
+        """Return an array of zeros.
+
+        The array is memory of the process if it takes less than half of the memory available,
+        otherwise a mapped file of the current generation.
+        """
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         if 2 * size <= available_bytes():
-            # That it is not dumped is also what benchmarks/bench_memory.py knows the row table by.
+            # The memory is left out of core dumps. benchmarks/bench_memory.py recognises the row
+            # table by that, too.
             return zeros_in_huge_pages(shape, dtype, dumped=False)
         path = self._directory / f"{name}-{self._generation}"
         self._files.append(path)
         return np.memmap(path, dtype=dtype, mode="w+", shape=shape).view(np.ndarray)
 
     def reserve(self, more: int) -> None:
-        """Make room for `more` rows that may be new. Raises OSError (ENOSPC) where the disk may have no room for them."""
+        """Make room for `more` rows that may be new.
+
+        Raises:
+            OSError: ENOSPC, if the disk may have no room for them.
+        """
         self._check_disk(more)
         if not self._any_hashed:
             return
@@ -231,6 +291,8 @@ class RowTable:
             room *= 2
         self._generation += 1
         before, self._files = self._files, []
+        # The index has twice as many entries as there is room for rows, so searches in it stay
+        # short.
         records = self._map("records", (old.direct + room, FIELDS), np.int32)
         keys = self._map("keys", (room, 2), np.int64)
         index = self._map("index", (2 * room,), np.int64)
@@ -238,27 +300,41 @@ class RowTable:
         keys[:count] = old.keys[:count]
         _reindex(keys, count, index)
         self.rows = old._replace(records=records, keys=keys, entries=index)
+        # The old generation's mappings stay valid until the last reference to them goes, so its
+        # files can be deleted now.
         for path in before:
             path.unlink()
 
     def _check_disk(self, more: int) -> None:
-        """The files are sparse, and a write through a mapping that meets a full disk ends the process without a word: look before it."""
+        """Raise OSError (ENOSPC) if the disk may lack room for `more` rows.
+
+        The files are sparse. A write through a mapping that meets a full disk kills the process
+        with no error message, so the room is checked beforehand.
+        """
         if not self._files:
             return
         stats = [os.stat(file) for file in self._files]
         unwritten = sum(max(stat.st_size - 512 * stat.st_blocks, 0) for stat in stats)
-        # A row may lie across two pages of each file, all of them new.
+        # In each file a row may straddle two pages, and both may be unwritten so far.
         if min(unwritten, 2 * len(stats) * more * mmap.PAGESIZE) > shutil.disk_usage(self._directory).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def load(self, batches: Iterator[dict[str, np.ndarray]], counts: np.ndarray) -> None:
-        """Take over the rows of an earlier schedule's row table; counts int64 [lanes, tables] becomes the ordinals given there."""
+        """Take over the rows of an earlier schedule's row table.
+
+        Args:
+            batches: The rows, in the form of `by_table_and_id`.
+            counts: int64 [lanes, tables], raised to the numbers of ordinals given in that schedule.
+        """
         for batch in batches:
             self.reserve(len(batch["id"]))
             _load(self.rows, batch["table"], batch["id"], batch["lane"], batch["ordinal"], batch["tag"], counts)
 
     def by_table_and_id(self, batch_rows: int = 1 << 20) -> Iterator[dict[str, np.ndarray]]:
-        """Every row ever trained by (table, id) ascending, in batches: table int16, id int64, lane uint8, ordinal int64, tag int32."""
+        """Yield every row ever trained, by ascending (table, id), in batches.
+
+        The columns are table int16, id int64, lane uint8, ordinal int64 and tag int32.
+        """
         for k, size in enumerate(self._sizes):
             base = int(self.rows.bases[k])
             if base >= 0:

@@ -1,4 +1,7 @@
-"""Write a schedule's files: segments, as the serial pass and the oracles produce them, and the header, the row table and the manifest."""
+"""Writes a schedule's files: the segments, the header, the row table and the manifest.
+
+The segments come from the serial pass and the oracles, as these produce them.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,10 @@ from foreload.pipelines.schedule.format import (
 )
 
 ENTRY_SHARE = 10  # entry states take at most one part in this many of a schedule
-_USED_BYTES = 5  # of a row used in a lane's moves, besides who uses it next: slot and whether it is written back early
-_OCCUPANT_BYTES = 26  # of a slot in an entry state: table (2), ordinal (8), id (8), tag (4), stored tag (4)
+# The size of a row used in a lane's moves, without the mask of next users: slot (4), early (1).
+_USED_BYTES = 5
+# The size of a slot in an entry state: table (2), ordinal (8), id (8), tag (4), stored tag (4).
+_OCCUPANT_BYTES = 26
 
 
 def _written(files: tuple[FileEntry, ...]) -> Future[tuple[FileEntry, ...]]:
@@ -52,9 +57,13 @@ def _written(files: tuple[FileEntry, ...]) -> Future[tuple[FileEntry, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class SampleFiles:
-    """The samples of a segment: those of consecutive steps of one kind and epoch.
+    """The samples of a segment, which are those of consecutive steps of one kind and epoch.
 
-    first: the first step's number, among those of its kind; samples: how many each step has; writing: what comes to `files`.
+    Attributes:
+        kind: Training or evaluation.
+        first: The first step's number, among the steps of its kind.
+        samples: The number of samples of each step.
+        writing: The future of `files`.
     """
 
     kind: Kind
@@ -65,30 +74,39 @@ class SampleFiles:
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
-        """A manifest entry for each lane, once its file is written. Raises OSError where it cannot be."""
+        """The manifest entry of each lane's file. Waits until the files are written.
+
+        Raises:
+            OSError: If a file cannot be written.
+        """
         return self.writing.result()
 
     @property
     def end(self) -> int:
-        """The number of the step that follows."""
+        """The number of the step after the last one."""
         return self.first + len(self.samples)
 
 
 class _Column:
-    """Arrays of consecutive events, one after the other in memory that is used again for the next segment."""
+    """Arrays of consecutive events, one after the other, in memory that every segment reuses."""
 
     def __init__(self, kind: np.dtype | type) -> None:
         self._values = np.empty(0, kind)
         self._ends: list[int] = [0]
 
     def room(self, size: int, share: float) -> np.ndarray:
-        """The next event's array, to be filled.
+        """Return the next event's array, for the caller to fill.
 
-        share: how much of the segment stands before it, from 0 to 1; memory that is too small grows to what a whole segment will take by that.
+        If the memory is too small, it grows to what a whole segment is expected to need.
+
+        Args:
+            size: The number of values.
+            share: The fraction of the segment that precedes this event, from 0 to 1.
         """
         start = self._ends[-1]
         end = start + size
         if end > len(self._values):
+            # Extrapolate from the part of the segment so far, with a tenth to spare.
             whole = max(end, int((end if share <= 0 else start / share) * 1.1))
             values = np.empty(whole, self._values.dtype)
             values[:start] = self._values[:start]
@@ -97,7 +115,10 @@ class _Column:
         return self._values[start:end]
 
     def lists(self) -> tuple[np.ndarray, np.ndarray]:
-        """The list column so far; a view, valid until `clear`."""
+        """Return the offsets and the values of the list column so far.
+
+        The values are a view, valid until `clear`.
+        """
         return np.array(self._ends, np.int32), self._values[: self._ends[-1]]
 
     def clear(self) -> None:
@@ -106,14 +127,23 @@ class _Column:
 
 
 class SampleWriter:
-    """Gathers the lanes' slices of consecutive events of one kind and writes them as the sample files of a segment.
+    """Collects the slices of consecutive events of one kind, and writes them as sample files.
 
-    segment_bytes: what a segment is bounded by, for the room that it is given. thread: writes one segment while the next is gathered.
+    Attributes:
+        bytes: The size of the segment collected so far.
     """
 
     def __init__(
         self, out: Path, features: FeatureSpec, lanes: int, kind: Kind, segment_bytes: int, thread: ThreadPoolExecutor
     ) -> None:
+        """Prepare to write; nothing is written yet.
+
+        Args:
+            out: The schedule's folder.
+            kind: Training or evaluation.
+            segment_bytes: The bound on a segment's size, from which the memory for it is estimated.
+            thread: Writes one segment while the next one is collected.
+        """
         self._out, self._features, self._kind, self._segment_bytes = out, features, kind, segment_bytes
         kinds: dict[str, np.dtype | type] = {"labels": np.float32}
         if features.weight is not None:
@@ -125,7 +155,8 @@ class SampleWriter:
             kinds["offsets"] = np.int32
         kinds |= {"numbers": np.int64, "users": mask_dtype(lanes)}
         self._thread = thread
-        # Of the segment that is gathered, and of the one that is written meanwhile.
+        # The columns of the segment that is collected, and those of the one that is written
+        # meanwhile.
         self._columns, self._others = (
             [{name: _Column(kind) for name, kind in kinds.items()} for _ in range(lanes)] for _ in range(2)
         )
@@ -137,11 +168,16 @@ class SampleWriter:
 
     @property
     def events(self) -> int:
-        """Events gathered so far."""
+        """The number of events collected so far."""
         return len(self._samples)
 
     def add(self, samples: Samples, numbers: np.ndarray, serial: SerialPass, step: Step) -> None:
-        """Add the event that the serial pass has just gone through; numbers int64 [samples]: the samples' numbers."""
+        """Add the event that the serial pass has just processed.
+
+        Args:
+            samples: The batch.
+            numbers: int64 [samples], the samples' numbers.
+        """
         if len(self._index) < len(samples.ids):
             self._index = np.empty(len(samples.ids), np.int32)
         index = self._index[: len(samples.ids)]
@@ -167,7 +203,16 @@ class SampleWriter:
         self.bytes += index.nbytes + samples.labels.nbytes + samples.dense.nbytes + sum(v.nbytes for v in of_samples.values())
 
     def close(self, epoch: int, end: int) -> SampleFiles:
-        """Have the files of the steps gathered written, which come before step `end` and are of one epoch. Raises OSError of the segment before."""
+        """Start writing the files of the steps collected.
+
+        Args:
+            epoch: The epoch of the steps.
+            end: The number of the step after the last one.
+
+        Raises:
+            OSError: If the files of the segment before could not be written.
+        """
+        # There are two sets of columns. The other one is free only after its segment is written.
         if self._writing is not None:
             self._writing.result()
         self._writing = self._thread.submit(self._write, self._columns, self._files)
@@ -188,23 +233,37 @@ class SampleWriter:
 
 
 def _offsets(offsets: np.ndarray, chosen: Any, width: int) -> np.ndarray:
-    """The CSR offsets int64 [chosen samples * width + 1] of some samples' values, from 0."""
+    """Return the CSR offsets of the chosen samples' values, from 0.
+
+    int64 [chosen samples * width + 1].
+    """
     values = np.diff(offsets).reshape(-1, width)[chosen].reshape(-1)
     return np.concatenate([[0], np.cumsum(values)])
 
 
 class EntryShare:
-    """Which segments have entry states: so many that they take their share, at most, of what a schedule surely takes besides. That depends on nothing
-    that a lane's oracle decides. mask_bytes: of who uses a row.
+    """Decides which segments have entry states.
+
+    Entry states take at most their share of the size that a schedule has for certain without them.
+    The decision does not depend on anything that a lane's oracle decides.
     """
 
     def __init__(self, mask_bytes: int) -> None:
+        """Start before the first segment.
+
+        Args:
+            mask_bytes: The size of a mask of the lanes that use a row.
+        """
         self._used_bytes = _USED_BYTES + mask_bytes
         self._bytes = self._entry_bytes = 0
         self._known: set[str] = set()
 
     def begin(self, occupied: int) -> bool:
-        """Whether a segment has one; occupied: slots that hold a row before it, of all lanes."""
+        """Return whether the next segment has an entry state.
+
+        Args:
+            occupied: The slots of all lanes that hold a row before the segment.
+        """
         size = occupied * _OCCUPANT_BYTES
         if ENTRY_SHARE * (self._entry_bytes + size) > self._bytes:
             return False
@@ -212,16 +271,26 @@ class EntryShare:
         return True
 
     def end(self, samples: SampleFiles, rows_used: int) -> None:
-        """The segment's samples, and the rows that its steps use, of all lanes."""
+        """Count a segment's size.
+
+        Args:
+            rows_used: The rows that its steps use, over all lanes.
+        """
         self._bytes += self._used_bytes * rows_used
         for entry in samples.files:
-            if entry["name"] not in self._known:  # those of an earlier epoch are there already
+            # Later epochs and passes refer to files that count already.
+            if entry["name"] not in self._known:
                 self._known.add(entry["name"])
                 self._bytes += entry["bytes"]
 
 
 def write_segment(out: Path, index: int, samples: SampleFiles, parts: Sequence[LanePart]) -> str:
-    """Publish a segment, whose files are all there; returns its manifest's checksum."""
+    """Publish a segment, all of whose files exist; return the checksum of its manifest.
+
+    Args:
+        out: The schedule's folder.
+        parts: Each lane's part.
+    """
     ordinals = [part.ordinals for part in parts]
     segment = Segment(
         index=index,
@@ -238,9 +307,19 @@ def write_segment(out: Path, index: int, samples: SampleFiles, parts: Sequence[L
 
 
 def write_row_table(out: Path, table: RowTable, first_step: int = 0, repeated: int = 0) -> RowTableEntry:
-    """Write rows.arrow: (table, id, lane, ordinal, tag) of every row ever trained, by (table, id). Returns its manifest entry.
+    """Write rows.arrow: the table, id, lane, ordinal and tag of every row ever trained.
 
-    repeated: steps that follow those which the row table knows of, from `first_step` on, and use the same rows in the same order.
+    Rows are in order of (table, id).
+
+    Args:
+        out: The schedule's folder.
+        first_step: The first training step that the row table has processed in this schedule.
+        repeated: How many steps follow those that the row table has processed, and use the same
+            rows in the same order. The tags of rows used from `first_step` on are raised by this
+            number.
+
+    Returns:
+        The row table's manifest entry.
     """
     schema = pa.schema(
         [("table", pa.int16()), ("id", pa.int64()), ("lane", pa.uint8()), ("ordinal", pa.int64()), ("tag", pa.int32())]
@@ -261,22 +340,31 @@ def write_row_table(out: Path, table: RowTable, first_step: int = 0, repeated: i
 class SlotsWanted:
     """How many slots a lane is to have.
 
-    wanted: a number, "min" (the rows of the largest step) or "all" (no row ever leaves); at_most: the number is what there is room for, and more than
-    there can be rows are not given.
+    Attributes:
+        wanted: A number, "min" (the rows of the largest step) or "all" (no row ever leaves).
+        at_most: Whether the number is an upper limit. If so, a lane gets no more slots than there
+            can be rows.
     """
 
     wanted: int | Literal["min", "all"]
     at_most: bool = False
 
     def number(self, header: Header) -> int | None:
-        """What was given as a number, for a schedule of so many samples; None for "min" and "all", which follow from what is read."""
+        """Return the number of slots for a schedule with the header's samples.
+
+        Returns None if "min" or "all" was given, because the number then follows from the data.
+        """
         if not isinstance(self.wanted, int) or not self.at_most:
             return self.wanted if isinstance(self.wanted, int) else None
         return max(min(self.wanted, header.features.most_rows(header.training_samples) or self.wanted), 1)
 
 
 def counted(header: Header, source: OrderedSource) -> Header:
-    """The header with its numbers of samples, for which the source may have to read on. Raises ScheduleError where there are too many steps."""
+    """Return the header with its numbers of samples; the source may have to be read on for them.
+
+    Raises:
+        ScheduleError: If there are too many steps.
+    """
     header = replace(header, training_samples=source.training_samples, evaluation_samples=source.evaluation_samples)
     if header.evaluation_sets:
         of_sets = zip(header.set_names, source.evaluation_sets, strict=True)
@@ -287,7 +375,7 @@ def counted(header: Header, source: OrderedSource) -> Header:
 
 
 class ScheduleOutput:
-    """A schedule's header, segments and manifest."""
+    """Writes a schedule's header, segments and manifest. The constructor writes the header."""
 
     def __init__(self, out: Path, header: Header) -> None:
         self._out, self._header = out, header
@@ -297,7 +385,11 @@ class ScheduleOutput:
         write_sealed(out / HEADER, header)
 
     def publish(self, samples: SampleFiles, parts: Sequence[LanePart]) -> None:
-        """Publish the next segment; parts: what each lane has of it, its files written."""
+        """Publish the next segment.
+
+        Args:
+            parts: Each lane's part, whose files are written.
+        """
         self._checksums.append(write_segment(self._out, len(self._checksums), samples, parts))
         self._evaluation_slots = np.maximum(self._evaluation_slots, [part.evaluation_slots for part in parts])
         if samples.kind == "train":
@@ -307,11 +399,14 @@ class ScheduleOutput:
     def finish(
         self, occupied: Sequence[int], minimum_slots: Sequence[int], lookahead_ratio: float, rows: RowTableEntry
     ) -> ScheduleManifest:
-        """Write the manifest, which makes the schedule whole.
+        """Write the manifest, which completes the schedule.
 
-        occupied: of each lane, slots that hold a row at the end; minimum_slots: rows of each lane's largest step; lookahead_ratio: the
-        least lookahead that a decision to end a residency had, in units of slots / arrivals per step; infinite: all of the future; rows: the row
-        table's entry.
+        Args:
+            occupied: For each lane, the slots that hold a row at the end.
+            minimum_slots: For each lane, the rows of its largest step.
+            lookahead_ratio: The least lookahead of any decision to end a residency, in units of
+                slots / arrivals per step. Infinite if all of the future was known.
+            rows: The row table's manifest entry.
         """
         totals = self._totals
         manifest: ScheduleManifest = {
@@ -344,4 +439,4 @@ class ScheduleOutput:
 
 
 Progress = Callable[[int, int], None]
-"""Called with how many training steps have been compiled, of how many."""
+"""Called with the number of training steps compiled so far, and their total number."""

@@ -1,11 +1,11 @@
-"""Compile as the data is read: the serial pass runs ahead of the lanes' oracles by a window, and segments are published as they are complete.
+"""Compile as the data is read: the serial pass runs ahead of the lanes' oracles by a window.
 
-What a trainer follows (`train --follow`) is compiled so. Next uses beyond the window are not known,
-so that more rows may arrive than must.
+Segments are published as soon as they are complete, so a trainer can follow them (`train
+--follow`). Next uses beyond the window are unknown, so more rows may arrive than necessary.
 
-The window is a lane's accesses between the serial pass and the oracle: the next use of an access is
-known once the row's next access is in it. It is a ring that grows to what the settings allow:
-access number n stands at place n modulo the ring's size.
+The window holds a lane's accesses between the serial pass and the oracle. The next use of an access
+becomes known when the row's next access enters the window. The window is a ring buffer that grows
+as far as the settings allow: access n is at index n modulo the ring's size.
 """
 
 from __future__ import annotations
@@ -34,24 +34,36 @@ from foreload.pipelines.schedule.format import Header, ScheduleManifest, mask_dt
 
 
 class Window(NamedTuple):
-    """A lane's accesses that the oracle has not planned yet: TAIL .. FRONT - 1."""
+    """A lane's accesses that the oracle has not planned yet: TAIL .. FRONT - 1.
 
-    bounds: np.ndarray  # int64 [2]: the number of the oldest access kept, and of the next one to come
+    Attributes:
+        bounds: int64 [2], the number of the oldest access kept (TAIL) and of the next one to come
+            (FRONT).
+        accesses: The accesses, in a ring.
+        lasts: int64 [rows], by number, the row's last access, -1 for none.
+    """
+
+    bounds: np.ndarray
     accesses: Accesses
-    lasts: np.ndarray  # int64 [rows]: by number: the row's last access, -1 none
+    lasts: np.ndarray
 
 
 TAIL, FRONT = range(2)  # places in Window.bounds
 
 
 def empty_window(ring: int, mask: np.dtype) -> Window:
-    """Room for `ring` accesses, a power of two; mask: an unsigned type with a bit for every lane."""
+    """Return an empty window.
+
+    Args:
+        ring: How many accesses it has room for, a power of two.
+        mask: An unsigned dtype with a bit for every lane.
+    """
     accesses = Accesses(np.full(ring, -1, np.int32), np.full(ring, NEVER, np.int32), np.full(ring, 0, mask), np.uint64(ring - 1))
     return Window(np.zeros(2, np.int64), accesses, np.zeros(0, np.int64))
 
 
 def with_room(window: Window, more: int) -> Window:
-    """The same window with room for so many accesses more."""
+    """Return the window, grown if necessary, with room for `more` more accesses."""
     need = int(window.bounds[FRONT] - window.bounds[TAIL]) + more
     if need <= len(window.accesses.numbers):
         return window
@@ -64,18 +76,24 @@ def with_room(window: Window, more: int) -> Window:
 
 
 def with_rows(window: Window, more: int) -> Window:
-    """The same window for so many rows more."""
+    """Return the window, extended by `more` rows that have no access yet."""
     return window._replace(lasts=np.concatenate([window.lasts, np.full(more, -1, np.int64)]))
 
 
 @nb.njit(nogil=True, cache=True)
 def link(lane: Lane, window: Window, step: int, previous: int, numbers: np.ndarray, users: np.ndarray) -> None:
-    """Append the accesses of a training step, for which there is room, and link each row's last access to this one.
+    """Append the accesses of a training step, and link each row's last access to this one.
 
-    step: counted from the schedule's first; previous: the number of the first access of the step before; numbers int32 [rows], users unsigned [rows]:
-    the lane's rows used, and by whom. After: a row's last access, if kept, says when the row is used next; a row that sat in a slot with no use known
-    was taken out of the queue, and its slot stands in this step's stack. So the slots of all of this step's rows get there, now or when the access
-    before is planned.
+    The window has room for the accesses. After: if a row's last access is still in the window, it
+    says when the row is used next. If the row sat in a slot with no known use, the slot has moved
+    from the queue to this step's stack. So the slots of all of this step's rows reach its stack,
+    either now or when the access before is planned.
+
+    Args:
+        step: The step, counted from the schedule's first.
+        previous: The number of the first access of the step before.
+        numbers: int32 [rows], the lane's rows used.
+        users: unsigned [rows], the lanes that use each row.
     """
     tail, front = window.bounds[TAIL], window.bounds[FRONT]
     accesses, lasts, ring = window.accesses, window.lasts, window.accesses.ring
@@ -87,6 +105,9 @@ def link(lane: Lane, window: Window, step: int, previous: int, numbers: np.ndarr
         prefetch(lane.rows, near * 2)
         number = np.uint64(numbers[i])
         last = lasts[number]
+        # If the row's last access is still in the window, record this step as its next use.
+        # Otherwise that access was planned with no known next use. Then the row's slot waits in the
+        # queue, unless the row has left it.
         if last >= tail:
             accesses.nexts[np.uint64(last) & ring] = step
             if last >= previous:
@@ -102,35 +123,45 @@ def link(lane: Lane, window: Window, step: int, previous: int, numbers: np.ndarr
     window.bounds[FRONT] = front + numbers.size
 
 
-CHUNK_STEPS = 16  # steps that the oracles plan between two looks at the front
+CHUNK_STEPS = 16  # steps that the oracles plan before the serial pass runs ahead again
 RATE_STEPS = 32  # steps over which a lane's arrivals are averaged
-TARGET_RATIO = 4  # lookahead in units of slots / arrivals per step; from 3 on arrivals equal Belady's MIN
+# The lookahead wanted, in slots / arrivals per step. From 3 on, arrivals equal Belady's MIN.
+TARGET_RATIO = 4
 _FIRST_RING = 1 << 12  # accesses that a lane's window has room for at first
 
 
 class WindowedLane:
-    """A lane's oracle behind its window: what it has of the steps that are not planned yet, and what it knows of its arrivals.
+    """A lane's oracle behind its window.
 
-    lookahead_ratio: the least lookahead that a decision to end a residency had, in units of slots / arrivals per step; infinite: none had less than
-    all of the future.
+    It holds the accesses of the steps that are not planned yet, and recent numbers of arrivals.
+
+    Attributes:
+        lookahead_ratio: The least lookahead of any decision to end a residency, in units of slots /
+            arrivals per step. Infinite if every such decision knew all of the future.
     """
 
     def __init__(self, out: Path, header: Header, lane: int, ordinals: np.ndarray) -> None:
         self.planner = LanePlanner(out, header, lane, ordinals, np.empty(0, LANE_ROW))
         self.window = empty_window(_FIRST_RING, mask_dtype(header.lanes))
         self.lookahead_ratio = float("inf")
-        self._known = 0  # rows; the arrays have room for more
-        self._starts = deque([0, 0])  # of each step that is not planned, and of the one before and after them: its first access
+        self._known = 0  # rows that are known; the arrays have room for more
+        # The first access of each step that is not planned, and of the step before and the step
+        # after these.
+        self._starts = deque([0, 0])
         self._recent: deque[int] = deque(maxlen=RATE_STEPS)  # arrivals of each of the last steps planned
         self._sum = 0  # of the recent steps' arrivals
 
     @property
     def pending(self) -> int:
-        """Accesses between the serial pass and the oracle."""
+        """The number of accesses between the serial pass and the oracle."""
         return int(self.window.bounds[FRONT] - self.window.bounds[TAIL])
 
     def add_rows(self, newcomers: np.ndarray) -> None:
-        """Take in rows that get their numbers; newcomers LANE_ROW."""
+        """Add rows that have just got their numbers.
+
+        Args:
+            newcomers: LANE_ROW, in the order of their numbers.
+        """
         planner, need = self.planner, self._known + len(newcomers)
         if need > len(planner.rows):
             more = np.zeros(max(need, 2 * len(planner.rows), 1 << 10) - len(planner.rows), LANE_ROW)
@@ -142,14 +173,28 @@ class WindowedLane:
         self._known = need
 
     def link(self, step: int, of_lane: LaneStep) -> None:
-        """Append a training step, counted from the schedule's first."""
+        """Append a training step.
+
+        Args:
+            step: The step, counted from the schedule's first.
+            of_lane: The lane's rows in it.
+        """
         self.add_rows(of_lane.newcomers)
         self.window = with_room(self.window, len(of_lane.numbers))
         link(self.planner.state, self.window, step, self._starts[-2], of_lane.numbers, of_lane.users)
         self._starts.append(int(self.window.bounds[FRONT]))
 
     def plan(self, first: int, count: int, front: int, at_end: bool) -> None:
-        """Plan `count` steps from `first` on, while the serial pass stands at step `front`; at_end: which is the end. Raises TooFewSlots."""
+        """Plan consecutive training steps.
+
+        Args:
+            count: How many steps.
+            front: The step that the serial pass has reached.
+            at_end: Whether that is the schedule's end.
+
+        Raises:
+            TooFewSlots: If a step needs more slots than the lane has.
+        """
         starts = np.array(list(islice(self._starts, 1, count + 2)), np.int64)
         counts = self.planner.plan(first, self.window.accesses, starts, (0, int(oracle.NEVER)))
         for _ in range(count):
@@ -160,45 +205,77 @@ class WindowedLane:
                 self._sum -= self._recent[0]
             self._recent.append(arrivals)
             self._sum += arrivals
-            if ends and not at_end:  # a row had to leave, and what is to come was not all known
+            # A row had to leave while part of the future was unknown.
+            if ends and not at_end:
                 self.lookahead_ratio = min(
                     self.lookahead_ratio, (front - step) * self._sum / len(self._recent) / self.planner.slots
                 )
 
     def lookahead(self, pending_steps: int) -> int:
-        """Steps that the serial pass must be ahead for the next decisions to be Belady's.
+        """Return the lookahead, in steps, with which the next decisions are Belady's.
 
-        Two at least, since a step's plan says who uses a row in the step after. pending_steps: steps between the serial pass and the oracle, in which
-        `pending` accesses are.
+        The result is at least two, because a step's plan says which lanes use a row in the step
+        after.
+
+        Args:
+            pending_steps: The steps between the serial pass and the oracle, which hold `pending`
+                accesses.
         """
         slots = self.planner.slots
-        if slots - self.planner.occupied >= self.pending:  # even if all of them arrive, nobody has to leave
+        # Even if every pending access is an arrival, no row has to leave.
+        if slots - self.planner.occupied >= self.pending:
             return 2
         if not self._recent:
-            # Nothing is known of arrivals yet; as a rule at least a quarter of the rows of the first steps arrive.
+            # No arrivals are known yet. As a rule, at least a quarter of the rows of the first
+            # steps arrive.
             return 2 + 4 * TARGET_RATIO * slots * pending_steps // max(self.pending, 1)
         return 2 + (TARGET_RATIO * slots * len(self._recent) // self._sum if self._sum else 1 << 30)
 
 
 class WindowedCompiler:
-    """Compiles one schedule into `out`.
+    """Compiles one schedule through a window.
 
-    reader: at its beginning, of all epochs; header: of the schedule; accesses: that the window may hold, over all lanes; work: a folder for scratch
-    files. Making one reads and writes nothing; `run` does.
+    The constructor reads and writes nothing; `run` does.
+
+    Attributes:
+        steps: The number of training steps of the schedule.
+        planned: How many of them are planned.
+        front: How many of them the serial pass has processed.
     """
 
     def __init__(self, reader: SerialReader, header: Header, accesses: int, out: Path, work: Path) -> None:
+        """Prepare to compile.
+
+        Args:
+            reader: At its beginning, over all epochs.
+            accesses: How many accesses the windows of all lanes may hold together.
+            out: The schedule's folder.
+            work: A folder for scratch files.
+        """
         self.header, self._reader, self._serial, self._accesses = header, reader, reader.serial, accesses
         self._out, self._work = out, work
         self.lanes = [WindowedLane(out, header, lane, self._serial.counts[lane]) for lane in range(header.lanes)]
         self._planners = [lane.planner for lane in self.lanes]
         self.steps = header.end_step - header.first_step
-        self.planned = self.front = 0  # steps that are planned; that the serial pass has gone through
-        self._looked_up: list[LaneAccesses] = []  # by each lane, in the evaluation pass that was looked up last
+        self.planned = self.front = 0
+        # For each lane, the accesses of the evaluation pass that was looked up last.
+        self._looked_up: list[LaneAccesses] = []
         self._entries = EntryShare(mask_dtype(header.lanes).itemsize)
 
     def run(self, threads: int, progress: Progress) -> ScheduleManifest:
-        """Write the whole schedule; returns its manifest. threads: that plan lanes at once. Raises SlotsError."""
+        """Write the whole schedule.
+
+        Args:
+            threads: How many lanes are planned at once.
+            progress: Called with the number of training steps planned so far, and their total
+                number.
+
+        Returns:
+            The schedule's manifest.
+
+        Raises:
+            SlotsError: If a step does not fit the slots.
+        """
         with self._reader, ThreadPoolExecutor(threads) as pool, ExitStack() as files:
             output = ScheduleOutput(self._out, self.header)
             files.callback(self._forget_pass)
@@ -207,6 +284,7 @@ class WindowedCompiler:
                 epoch_end = (epoch + 1) * self.header.steps_per_epoch
                 while self.planned < epoch_end:
                     steps = self._look_ahead(min(CHUNK_STEPS, epoch_end - self.planned))
+                    # A plan must not go beyond the end of a segment.
                     if self._reader.closed:
                         steps = min(steps, self._reader.closed[0].end - self.header.first_step - self.planned)
                     self._plan(pool, output, steps)
@@ -219,7 +297,7 @@ class WindowedCompiler:
             return output.finish(occupied, self._serial.most.tolist(), ratio, rows)
 
     def _begin(self, pool: ThreadPoolExecutor) -> None:
-        """Before the first event of a segment: keep the entry state where the share allows."""
+        """Start a segment before its first event, with an entry state if the share allows one."""
         entry = self._entries.begin(sum(planner.occupied for planner in self._planners))
         list(pool.map(LanePlanner.begin, self._planners, repeat(entry)))
 
@@ -230,7 +308,7 @@ class WindowedCompiler:
         output.publish(samples, parts)
 
     def _advance(self) -> None:
-        """One step of the serial pass, which is linked into the lanes' windows."""
+        """Run the serial pass over one step, and link the step into the lanes' windows."""
         step = self._reader.advance()
         assert step is not None
         for lane, of_lane in zip(self.lanes, step.lanes, strict=True):
@@ -240,10 +318,15 @@ class WindowedCompiler:
             self._reader.end_epoch()
 
     def _look_ahead(self, steps: int) -> int:
-        """Let the serial pass run far enough ahead for the next `steps` steps; returns how many of them may be planned.
+        """Run the serial pass far enough ahead for the next `steps` steps.
 
-        The last step that it has come to is not: who uses its rows next is shown by the step after. Where the window is full the lookahead is shorter
-        than wished, which the manifest says, but for two steps, without which nothing could be planned.
+        If the window is full, the lookahead is shorter than wanted, which the manifest reports. Two
+        steps of lookahead are always granted, because nothing could be planned without them.
+
+        Returns:
+            How many of the steps may be planned. The last step that the serial pass has reached may
+                not, unless it is the schedule's last: only the step after it shows which lanes use
+                its rows next.
         """
         while self.front < self.steps:
             ahead = self.front - self.planned
@@ -256,7 +339,10 @@ class WindowedCompiler:
         return min(steps, ahead if self.front == self.steps else ahead - 1)
 
     def _plan(self, pool: ThreadPoolExecutor, output: ScheduleOutput, steps: int) -> None:
-        """Plan so many steps of all lanes, none of which goes beyond the end of a segment's samples; publish the segment at its end."""
+        """Plan the next `steps` steps of all lanes, and publish the segment if it is complete.
+
+        The steps do not go beyond the end of a segment's samples.
+        """
         if not self._planners[0].buffer.events:
             self._begin(pool)
         at_end = self.front == self.steps
@@ -265,19 +351,22 @@ class WindowedCompiler:
             for task in tasks:
                 task.result()
         except TooFewSlots:
-            self._reader.see_rest()  # what the largest step needs is known once all were seen
+            # The error names the slots that the largest step needs, so all remaining steps are read
+            # first.
+            self._reader.see_rest()
             raise too_few_slots(self.header, self._serial.most) from None
         self.planned += steps
         if self._reader.closed and self.header.first_step + self.planned == self._reader.closed[0].end:
             self._publish(pool, output, self._reader.closed.popleft())
 
     def _look_up(self) -> None:
-        """Write the samples of an evaluation pass, and note what each lane looks up in its steps."""
+        """Write the samples of an evaluation pass, and record what each lane looks up."""
         self._forget_pass()
         with access_writers(self._work, self.header.lanes) as writers:
             for step in self._reader.look_up():
                 for lane, writer, of_lane in zip(self.lanes, writers, step.lanes, strict=True):
-                    lane.add_rows(of_lane.newcomers)  # of a parent's, which get their numbers by it
+                    # Rows of a parent schedule may get their numbers in an evaluation step.
+                    lane.add_rows(of_lane.newcomers)
                     writer.add_evaluation(of_lane)
         mask = mask_dtype(self.header.lanes)
         self._looked_up = [LaneAccesses(self._work, lane, mask, False, self._work) for lane in range(self.header.lanes)]
@@ -288,9 +377,16 @@ class WindowedCompiler:
         self._looked_up = []
 
     def _evaluate(self, pool: ThreadPoolExecutor, output: ScheduleOutput, epoch: int, number: int) -> None:
-        """Plan the steps of evaluation pass `number`, in an epoch or at its end.
+        """Plan the steps of an evaluation pass.
 
-        In the first epoch each pass is looked up for itself: whose a row is that no step has used so far is not known before.
+        In the first epoch each pass is looked up separately, because a row that no step has used
+        yet has no owner yet.
+
+        Args:
+            pool: For the lanes' work.
+            output: The schedule's files.
+            epoch: The epoch that the pass is in, or at the end of.
+            number: The number of the pass.
         """
         if epoch == 0:
             self._look_up()

@@ -1,1 +1,1 @@
-"""What is to be done, decided before any of it is: options, splits, sizes, disk space."""
+"""What `prepare` decides before it starts work: options, splits, sizes, disk space."""

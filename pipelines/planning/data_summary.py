@@ -1,4 +1,8 @@
-"""What `prepare` reports of the data: labels, missing, unknown and distinct values, malformed records. A few lines, and all of it as JSON."""
+"""What `prepare` reports about the data.
+
+The report covers labels, missing, unknown and distinct values, and malformed records. It has a few
+lines for the terminal, and all figures as JSON.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,23 @@ from foreload.pipelines.samples.records import Cause
 from foreload.pipelines.schedule.reader import Schedule
 
 _SHOWN_COLUMNS = 5
-_PREFIXES = {"training": "", "evaluation": "evaluation data: "}  # of warnings
-_FLAGS = {"training": "", "evaluation": " of --eval-source"}  # what is said behind the figures of each set
+_PREFIXES = {"training": "", "evaluation": "evaluation data: "}  # before the warnings of each set
+_FLAGS = {"training": "", "evaluation": " of --eval-source"}  # after the figures of each set
 
 
 def data_summary(
     schedule: Schedule, spec: FeatureSpec, causes: Sequence[tuple[Sequence[str], int]], columns: Mapping[str, ColumnCounts]
 ) -> dict[str, Any]:
-    """For the summary: "malformed", "tables" (rows of each that were ever trained), "data" of each set (ColumnCounts.report), and "warnings", lines.
+    """Return the figures about the data for the summary.
 
-    causes: of malformed records, most frequent first, each as ((column, value, rule), number of records). columns: of each set.
+    Args:
+        causes: The causes of malformed records, most frequent first, each as ((column, value,
+            rule), number of records).
+        columns: The counts of each set.
+
+    Returns:
+        "malformed"; "tables", with the rows of each that were ever trained; "data", the report of
+            each set (ColumnCounts.report); and "warnings", which are lines of text.
     """
     counts = {which: columns[which] for which in _FLAGS}
     names = [table.name for table in spec.tables]
@@ -36,7 +47,10 @@ def data_summary(
 
 
 def data_lines(summary: Mapping[str, Any], spec: FeatureSpec) -> list[str]:
-    """The lines that are printed of data_summary, of bounded length whatever the number of columns."""
+    """Return the lines to print about a `data_summary`.
+
+    Their length is bounded for any number of columns.
+    """
     lines = []
     rates = [f"{report['label_rate']:.2%}{_FLAGS[which]}" for which, report in summary["data"].items() if "label_rate" in report]
     if rates:
@@ -63,7 +77,10 @@ def data_lines(summary: Mapping[str, Any], spec: FeatureSpec) -> list[str]:
 
 
 def _label_lines(report: Mapping[str, Any], flag: str) -> list[str]:
-    """Of several labels, or of numbers, and of weights. flag: what is said behind the figures of the set."""
+    """Return the lines about several labels, about labels that are numbers, and about weights.
+
+    `flag` is the text to add to the figures of the set.
+    """
     labels, lines = report.get("labels", ()), []
     clicks = [f"{label['name'][:40]} {label['rate']:.2%}" for label in labels if "rate" in label]
     numbers = [
@@ -85,7 +102,7 @@ def _range(figures: Mapping[str, Any]) -> str:
 
 
 def _first(parts: Sequence[str], between: str) -> str:
-    """The first parts, and how many more there are."""
+    """Join the first parts, and say how many more there are."""
     more = [f"and {len(parts) - _SHOWN_COLUMNS:,} more"] if len(parts) > _SHOWN_COLUMNS else []
     return between.join([*parts[:_SHOWN_COLUMNS], *more])
 
@@ -95,7 +112,7 @@ def _percent(share: float) -> str:
 
 
 def _most(values: Mapping[str, float], text: Callable[[float], str]) -> str:
-    """The largest values with their names, and how many more there are."""
+    """List the largest values with their names, and say how many more there are."""
     ordered = sorted(values.items(), key=lambda item: -item[1])
     parts = [f"{name[:40]} {text(value)}" for name, value in ordered[:_SHOWN_COLUMNS]]
     return ", ".join(parts) + (f", and {len(ordered) - _SHOWN_COLUMNS:,} more" if len(ordered) > _SHOWN_COLUMNS else "")

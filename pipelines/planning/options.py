@@ -1,4 +1,8 @@
-"""The options of `foreload prepare`, each declared once; its command line, with Beam's flags; and the checks of what does not go together."""
+"""The options of `foreload prepare`, each declared once.
+
+The module also has the command line, with Beam's flags, and the checks of options that exclude each
+other.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +43,12 @@ DEFAULT_MEMORY_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class LaneSize:
-    """How much the cache of a lane holds.
+    """The size of a lane's cache.
 
-    slots: so many rows, "min" (as few as the largest step needs), "all" (no row ever leaves), or None: as many as memory_bytes has room for.
-    memory_bytes: used only then.
+    Attributes:
+        slots: A number of rows, "min" (as few as the largest step needs) or "all" (no row ever
+            leaves). If None, there are as many slots as `memory_bytes` has room for.
+        memory_bytes: Used only if `slots` is None.
     """
 
     slots: int | Literal["min", "all"] | None = None
@@ -50,7 +56,11 @@ class LaneSize:
 
     @classmethod
     def parse(cls, flag: str, value: Any) -> LaneSize:
-        """--slots: a number of rows, min, all, or a size. Raises SettingError."""
+        """Parse the value of --slots: a number of rows, min, all, or a size.
+
+        Raises:
+            SettingError: If the value is none of these.
+        """
         if isinstance(value, LaneSize):
             return value
         if value in ("min", "all"):
@@ -75,9 +85,10 @@ _DATA, _TRAINING, _CACHE, _OUTPUT = "the data", "how it will be trained", "the c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareOptions:
-    """What the user asked for, parsed and checked as far as that goes without looking at the data. Raises SettingError.
+    """The user's options, parsed and checked as far as possible without looking at the data.
 
-    placement: None for the parent schedule's, or locality where there is none.
+    Each field's help text describes it. `placement` is None for the parent schedule's placement, or
+    for locality if there is no parent. The constructor raises SettingError.
     """
 
     sources: tuple[str, ...] = setting(
@@ -173,11 +184,22 @@ class PrepareOptions:
 
     @classmethod
     def of(cls, values: Mapping[str, Any], job_file: str | Path | None = None) -> PrepareOptions:
-        """Options by the command line's names (dashes or underscores), as text or as Python values: the way in for programs.
+        """Create options from a mapping; this is the way in for programs.
 
-        PrepareOptions.of({"sources": "clicks.csv", "format": "csv", "features": "clicks.toml", "out": "clicks", "batch_size": 256,
-        "slots": "2GiB"}). What is not said there is taken from the table [prepare] of the job file, if there is one, else from a parent
-        schedule (`after`). Raises SettingError; ScheduleError for a parent that is no schedule.
+        For example:
+
+            PrepareOptions.of({"sources": "clicks.csv", "format": "csv", "features": "clicks.toml",
+            "out": "clicks", "batch_size": 256, "slots": "2GiB"})
+
+        Args:
+            values: Options by the names of the command line, with dashes or underscores, as text or
+                as Python values. Options that are missing are taken from the table [prepare] of the
+                job file, if there is one, and else from the parent schedule (`after`).
+            job_file: The job file, if any.
+
+        Raises:
+            SettingError: If an option is wrong, or options exclude each other.
+            ScheduleError: If the parent is not a schedule.
         """
         in_file = {} if job_file is None else read_job_file(job_file, "prepare", cls)
         stated = in_file | {name: value for name, value in named(cls, values, "prepare:").items() if value is not None}
@@ -189,7 +211,9 @@ class PrepareOptions:
                     f"--out: must not be the schedule that --after continues, {stated['out']}; choose another folder"
                 )
             stated = _inherited(Schedule(after), again=not stated.keys() & {"sources", "eval_source", "rows"}) | stated
-        elif "features" in stated:  # else only criteo's columns are known, whose files may end in anything
+        elif "features" in stated:
+            # Without a feature file only Criteo's columns are known, and its files may have any
+            # ending.
             stated = _by_ending(texts("SOURCE", stated.get("sources", ()))) | stated
         options = cls(**to_fields(cls, stated))
         _check_together(options, given)
@@ -197,35 +221,40 @@ class PrepareOptions:
 
     @property
     def lane_size(self) -> LaneSize:
-        """What --slots or --memory says, or the default."""
+        """The size that --slots or --memory gives, or the default."""
         return self.slots or LaneSize(memory_bytes=self.memory_bytes or DEFAULT_MEMORY_BYTES)
 
     @property
     def evaluation_only(self) -> bool:
-        """Whether there is nothing to train on: a schedule for `foreload evaluate`."""
+        """Whether there is nothing to train on: the schedule is for `foreload evaluate`."""
         return self.after is not None and bool(self.eval_sources) and not self.sources and self.format != "synthetic"
 
     @property
     def again(self) -> bool:
-        """Whether there are to be more epochs of the parent's samples."""
+        """Whether the schedule has more epochs of the parent's samples."""
         return self.after is not None and not self.eval_sources and not self.sources and self.rows is None
 
     def to_dict(self) -> dict[str, Any]:
-        """Every option as provenance.json holds it: slots a number, min, all, or None where memory_bytes says how many."""
+        """Return every option as provenance.json holds it.
+
+        `slots` is a number, "min", "all", or None if `memory_bytes` determines the number.
+        """
         values = {name: getattr(self, name) for name in self.__slots__}
         values |= {"slots": self.lane_size.slots, "memory_bytes": self.lane_size.memory_bytes}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
 def _by_ending(sources: Sequence[str]) -> dict[str, Any]:
-    """The format that the names of all sources say, if they do."""
+    """Return the format that the names of all sources imply, if they imply one."""
     endings = {re.sub(r"\.(gz|zst)$", "", path.lower()).rpartition(".")[2] for path in sources}
     return {"format": endings.pop()} if len(endings) == 1 and endings <= {"csv", "parquet"} else {}
 
 
 def _inherited(parent: Schedule, again: bool) -> dict[str, Any]:
-    """What a schedule that continues another one takes from it where nothing else is said; its features and placement it takes, too. again: it has
-    the same samples.
+    """Return the options that a schedule takes from the one that it continues, if not given.
+
+    Its features and placement come from the parent as well (`feature_spec`, `plan.make_plan`).
+    `again` says whether it has the parent's samples.
     """
     kind, header = parent.made_with("format"), parent.header
     known = {"format": kind} | ({"shuffle_seed": header.shuffle_seed, "eval_every": header.eval_every} if again else {})
@@ -234,7 +263,11 @@ def _inherited(parent: Schedule, again: bool) -> dict[str, Any]:
 
 
 def _check_together(options: PrepareOptions, given: set[str]) -> None:
-    """Rules between options. given: the names of the settings that the user set."""
+    """Raise SettingError for options that exclude each other.
+
+    Args:
+        given: The names of the settings that the user set.
+    """
     synthetic = options.format == "synthetic"
     if synthetic and options.sources:
         raise SettingError(
@@ -289,7 +322,7 @@ _OF_NEW_SAMPLES = (
 
 
 def _check_again(given: set[str]) -> None:
-    """Rules where the samples are the parent's."""
+    """Raise SettingError for options that do not fit more epochs of the parent's samples."""
     if "epochs" not in given:
         raise SettingError(
             "SOURCE: is missing; name a file or glob of new samples, --eval-source to evaluate alone, or --epochs K for K more epochs of the samples "
@@ -303,7 +336,14 @@ def _check_again(given: set[str]) -> None:
 
 
 def feature_spec(options: PrepareOptions, parent: FeatureSpec | None) -> FeatureSpec:
-    """The features asked for, vocabularies without their sizes; those of the parent schedule where none are. Raises FeatureError."""
+    """Return the features that the options ask for.
+
+    Vocabularies have no sizes yet. If the options name no features, the parent schedule's are
+    returned.
+
+    Raises:
+        FeatureError: If the feature file is wrong.
+    """
     builtin = {"criteo": FeatureSpec.criteo, "synthetic": FeatureSpec.synthetic}.get(options.format)
     if options.features is not None:
         spec = load_features(options.features)
@@ -336,14 +376,17 @@ Sizes are bytes, or a number with a unit: 512MiB, 2GB. Any other flag goes to Ap
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, like all others."""
+    """A parser that reports errors in one line, like all other errors."""
 
     def error(self, message: str) -> NoReturn:
         raise SettingError(f"{message}; see `{self.prog} --help`")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of `foreload prepare`. Values are left as text; `read` checks them, those of the job file too."""
+    """Return the command line of `foreload prepare`.
+
+    Values stay text; `read` checks them together with those of the job file.
+    """
     result = _Parser(
         prog="foreload prepare",
         description=DESCRIPTION,
@@ -357,16 +400,23 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read(arguments: Sequence[str]) -> tuple[PrepareOptions, list[str]]:
-    """Options and Beam's flags from a command line and the job file that it may name. Raises SettingError and ScheduleError."""
+    """Return the options and Beam's flags from a command line and the job file that it may name.
+
+    Raises:
+        SettingError: If an option is wrong, or options exclude each other.
+        ScheduleError: If the parent is not a schedule.
+    """
     own, beam = split_flags(arguments)
     namespace = parser().parse_args(own)
     return PrepareOptions.of(given(namespace, PrepareOptions), namespace.job), beam
 
 
 def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Own arguments, with the sources last, behind "--", and those of Beam.
+    """Split a command line into the arguments of `prepare` and those of Beam.
 
-    A flag that is not known here goes to Beam, with the next word, unless that is a flag too or Beam knows the flag as a switch.
+    The sources come last among those of `prepare`, behind "--". A flag that `prepare` does not know
+    goes to Beam, together with the next word, unless that word is a flag too or Beam knows the flag
+    as a switch.
     """
     known = parser()._option_string_actions
     own: list[str] = []
@@ -391,13 +441,13 @@ def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def is_switch(flag: str) -> bool:
-    """Whether a flag of Beam's takes no value."""
+    """Return whether a flag of Beam takes no value."""
     action = beam_flags().get(flag)
     return action is not None and action.nargs == 0
 
 
 def beam_flags() -> dict[str, argparse.Action]:
-    """The flags that Beam itself declares."""
+    """Return the flags that Beam itself declares."""
     with quiet_import():
         from apache_beam.options.pipeline_options import PipelineOptions
 

@@ -1,4 +1,8 @@
-"""The plan of one `prepare`, which every worker knows: the settings, the sources and their splits, and the evaluation sets. Knows no Beam."""
+"""The plan of one `prepare`, which every worker has.
+
+It holds the settings, the sources with their splits, and the evaluation sets. This module does not
+depend on Beam.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +46,13 @@ _FLAG = "--eval-source"
 
 
 def evaluation_sets(sources: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The sources of each set by its name, in the order of first mention; of a set without a name they are under "". Looks for files, where
-    a path may have a = itself.
+    """Return the sources of each evaluation set by its name, in the order of first mention.
 
-    Raises SettingError where a source can be meant in two ways, and where some have a name and others none.
+    The sources of a set without a name are under "". If a path may itself contain a "=", this looks
+    for files.
+
+    Raises:
+        SettingError: If a source is ambiguous, or if some sources have a name and others have none.
     """
     of_sets: dict[str, tuple[str, ...]] = {}
     for source in sources:
@@ -60,7 +67,11 @@ def evaluation_sets(sources: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def split_name(source: str) -> tuple[str, str]:
-    """The set's name, "" for none, and the path or glob. Raises SettingError where files are there for the text with, and without, the name."""
+    """Split an evaluation source into the set's name, "" for none, and the path or glob.
+
+    Raises:
+        SettingError: If files exist both for the whole text and for the text without the name.
+    """
     match = re.fullmatch(rf"({SET_NAME})=(.+)", source, re.DOTALL)
     if match is None or not _is_there(source):
         return ("", source) if match is None else (match[1], match[2])
@@ -81,12 +92,15 @@ def _is_there(pattern: str) -> bool:
 
 FAILURES, ORDER_FILES, PIECES, REJECTS, WRITTEN = "failures", "orders", "pieces", "rejects", "schedule"
 PROGRESS = "progress"
-"""In the work folder: a file of each worker's with the work that it has done, the schedule's steps, and the work of all, as text."""
+"""The folder, within the work folder, in which each worker has a file that reports its progress.
+
+The file holds, as text, the work that the worker has done, the schedule's steps, and all work.
+"""
 
 FOLDERS = (FAILURES, ORDER_FILES, PIECES, REJECTS, PROGRESS, WRITTEN)
 
 RESERVE = "reserve"
-"""In the work folder: takes the room that noting a failure needs, and is removed for it where the disk is full."""
+"""A file in the work folder that keeps disk space for recording a failure."""
 
 RESERVE_BYTES = 1 << 16
 
@@ -96,7 +110,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An error of the user's making, or of the disk's."""
+    """An error that the user or the disk caused."""
 
     code: str
     message: str
@@ -104,12 +118,23 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every worker knows: settings, and where things lie. Made by the command; pickled, and the same in every process.
+    """What every worker knows: the settings and the paths.
 
-    spec: the features as the sources are read, without the vocabularies' sizes unless a parent schedule gave them. settings: their
-    features stand only where there is a parent. evaluation_fraction: of the training sources, held out. piece_rows: samples in a piece that a sort
-    writes, about. counted: vocabularies or scales are to be taken from the data. first_number: that of the first training
-    sample; first_epoch: as in Header. token: of this call of the command alone.
+    The command creates the plan. It is pickled, and is the same in every process.
+
+    Attributes:
+        out: The schedule's folder.
+        spec: The features as the sources are read. They lack the sizes of vocabularies, unless a
+            parent schedule gave them.
+        settings: The settings of the compiler. Their features are valid only if there is a parent.
+        evaluation_only: Whether there are no training samples.
+        evaluation_fraction: The part of the training sources that is held out.
+        max_rejects: How many malformed records to leave out before giving up.
+        piece_rows: About how many samples a piece has that a sort writes.
+        counted: Whether vocabularies or scales have to be computed from the data.
+        first_number: The number of the first training sample.
+        first_epoch: As in Header.
+        token: Identifies this call of the command.
     """
 
     out: Path
@@ -126,29 +151,37 @@ class Plan:
 
     @property
     def work(self) -> Path:
-        """The folder of all that workers write and read; only the command itself writes into `out`. Nobody else has one of this name: what a worker
-        still does that was given up, of a call that was stopped or killed, no later call reads.
+        """The folder in which workers read and write; only the command itself writes into `out`.
+
+        No other call has a folder of this name. So no later call reads what a worker writes after
+        it was given up.
         """
         return self.out / WORK / self.token
 
     @property
     def over(self) -> bool:
-        """Whether the command has ended, or another one has taken its place: nothing that is still done is of use."""
+        """Whether the command has ended, or another call has removed its folder.
+
+        If so, all remaining work is useless.
+        """
         return not self.work.exists()
 
     @property
     def written(self) -> Path:
-        """The folder of what workers write for the schedule; the command moves it there."""
+        """The folder for the schedule's files that workers write; the command moves them."""
         return self.work / WRITTEN
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """The sets that are ordered apart, as a ReadTask names them: training samples first, evaluation sets in their order."""
+        """The sets that are ordered separately, as a ReadTask names them.
+
+        The training samples come first, then the evaluation sets in their order.
+        """
         names = self.settings.evaluation_sets
         return (TRAINING, *(evaluation_set(place) for place in range(len(names)))) if names else (TRAINING, EVALUATION)
 
     def flag_of(self, which: str) -> str:
-        """What the user gave a set's sources by."""
+        """Return the flag or argument by which the user gave a set's sources."""
         if which == TRAINING:
             return "SOURCE"
         names = self.settings.evaluation_sets
@@ -161,16 +194,19 @@ class Plan:
 
     @property
     def lanes(self) -> Path:
-        """The folder of the lanes' accesses and plans, there once all has been read."""
+        """The folder of the lanes' accesses and plans, which exists once everything was read."""
         return self.work / "lanes"
 
     @property
     def encoding(self) -> Path:
-        """The folder of vocabularies and scales, as workers see them."""
+        """The folder of vocabularies and scales that workers read."""
         return self.written / ENCODING_FOLDER
 
     def compile_settings(self) -> CompileSettings:
-        """The settings, with what is known only once the data has been counted, if it is: vocabularies and scales."""
+        """Return the settings, completed with what was computed from the data.
+
+        These are vocabularies and scales, if there are any.
+        """
         features = self.settings.features
         if self.settings.parent is None:
             features = encoding_state.load(self.encoding, self.spec)[0]
@@ -179,7 +215,7 @@ class Plan:
         return replace(self.settings, features=features, settings=settings, threads=threads)
 
     def order_path(self, name: str) -> Path:
-        """The file in which a stage leaves an order, or another result as JSON, for later stages."""
+        """Return the JSON file in which a stage leaves an order or another result."""
         return self.work / ORDER_FILES / f"{name}.json"
 
     def save(self, name: str, value: object) -> None:
@@ -187,80 +223,101 @@ class Plan:
         write_json(self.order_path(name), value)
 
     def saved(self, name: str) -> bool:
-        """Whether a stage has saved a result under a name."""
+        """Return whether a stage has saved a result under a name."""
         return self.order_path(name).exists()
 
     def load(self, name: str, kind: type[_Value]) -> _Value:
-        """Read what a stage before has saved under a name."""
+        """Read the result that an earlier stage saved under a name."""
         return read_json(self.order_path(name), kind)
 
     def note_failure(self, name: str, error: ForeloadError) -> None:
-        """Leave word of an error of the user's making, or of the disk's, under a name: nothing that is still to be done will be of use."""
+        """Record, under a name, an error that the user or the disk caused.
+
+        All remaining work is then useless.
+        """
         path, failure = self.work / FAILURES / f"{name}.json", _Failure(error.code, str(error))
         try:
             write_json(path, failure)
         except OSError:
+            # The disk may be full. Free the reserve, and try again.
             (self.work / RESERVE).unlink(missing_ok=True)
             write_json(path, failure)
 
     def failed(self) -> list[Path]:
-        """The failures noted, in an order that does not depend on time."""
+        """Return the recorded failures, in an order that does not depend on time."""
         return sorted((self.work / FAILURES).iterdir())
 
     def raise_failure(self) -> None:
-        """Raise the first failure noted as the error that it was."""
+        """Raise the first recorded failure as the error that it was."""
         for path in self.failed():
             failure = read_json(path, _Failure)
             raise error_of(failure.code, failure.message)
 
 
 TRAINING, EVALUATION = "training", "evaluation"
-"""Training samples, and those to evaluate on, of all evaluation sets."""
+"""The names for training samples, and for evaluation samples, of one unnamed set or of all sets."""
 
 TRAINING_ROWS = "training-rows"
-"""Under which it is saved how many training samples were counted, where a tail is held out."""
+"""The name of the saved number of training samples that were counted, if a tail is held out."""
 
 
 def evaluation_set(place: int) -> str:
-    """What an evaluation set that has a name is called here: by its place, so that pieces are named in order."""
+    """Return the internal name of a named evaluation set.
+
+    It contains the set's place, so that the names of its pieces sort in order.
+    """
     return piece_name(EVALUATION, place)
 
 
 def piece_name(*parts: int | str) -> str:
-    """A piece's file name; names sort as their parts do."""
+    """Return a piece's file name. Names sort as their parts do."""
     return "-".join(part if isinstance(part, str) else f"{part:08d}" for part in parts)
 
 
 def piece_of(task: str, place: int) -> str:
-    """The name of the piece that holds what is read at a place of a task, unless all of it is malformed."""
+    """Return the name of the piece that is read at a place of a task.
+
+    The piece does not exist if all of its records are malformed.
+    """
     return f"{task}-{place:08d}"
 
 
 def names_of(task: str) -> str:
-    """Under what name the names of a task's pieces are saved once all of them are there."""
+    """Return the name under which a task's piece names are saved once all of its pieces exist."""
     return f"pieces-{task}"
 
 
 @dataclass(frozen=True, slots=True)
 class ReadTask:
-    """A split, and which set it belongs to, one of `Plan.sets`."""
+    """A split to read, and the set that it belongs to.
+
+    Attributes:
+        which: The set, one of `Plan.sets`.
+    """
 
     which: str
     split: Split
 
     @property
     def name(self) -> str:
-        """Names sort as the samples of a set are ordered."""
+        """The task's name. Names sort as the samples of a set are ordered."""
         return piece_name(self.which, self.split.file_index, self.split.split_index)
 
     @property
     def is_training(self) -> bool:
-        """Whether its samples are training samples."""
+        """Whether the task reads training samples."""
         return self.which == TRAINING
 
 
 def plan_reading(options: PrepareOptions, spec: FeatureSpec, sets: Mapping[str, tuple[str, ...]]) -> list[ReadTask]:
-    """The splits of all sources; sets: the evaluation sources by set. Raises SourceError where a set has no records."""
+    """Return the splits of all sources.
+
+    Args:
+        sets: The evaluation sources by set.
+
+    Raises:
+        SourceError: If a set has no records.
+    """
     kind: Format = "csv" if options.format == "tsv" else options.format
     rows = options.rows or 0
     tasks = []
@@ -280,9 +337,13 @@ def _some(flag: str, splits: list[Split]) -> list[Split]:
 
 
 def make_plan(options: PrepareOptions, parent: Schedule | None) -> tuple[Plan, list[ReadTask]]:
-    """The plan, and the splits to read; looks at the feature file, the parent, and the sources' names and headers.
+    """Return the plan and the splits to read.
 
-    Raises PipelineError and SettingError.
+    This looks at the feature file, the parent, and the names and headers of the sources.
+
+    Raises:
+        PipelineError: If the sources, the features or the parent do not fit.
+        SettingError: If the options do not fit.
     """
     spec = feature_spec(options, None if parent is None else parent.header.features)
     if parent is not None:
@@ -331,7 +392,11 @@ def make_plan(options: PrepareOptions, parent: Schedule | None) -> tuple[Plan, l
 
 
 def _check_again(parent: Schedule, options: PrepareOptions) -> None:
-    """Raise ScheduleError where there cannot be more epochs of a parent's samples."""
+    """Raise an error if a parent's samples cannot have more epochs with these options.
+
+    Raises:
+        ScheduleError: For the reason given.
+    """
     if options.batch_size != parent.header.batch_size:
         raise ScheduleError(
             f"--batch-size: must be the schedule's {parent.header.batch_size}, is {options.batch_size}; leave it out, or give SOURCE for a "
@@ -350,7 +415,11 @@ def _check_again(parent: Schedule, options: PrepareOptions) -> None:
 
 
 def _row_bytes(options: PrepareOptions, spec: FeatureSpec) -> int:
-    """What the header says that a row takes at rest. Nothing follows from it where the slots are given: weights and one number of state, then."""
+    """Return the size of a stored row for the header.
+
+    If the number of slots is given, nothing depends on this size. It is then the size of a row of
+    weights with one number of optimizer state.
+    """
     if options.row_bytes is not None:
         return options.row_bytes
     if options.lane_size.slots is None:
@@ -370,7 +439,11 @@ def _slots_of_memory(memory_bytes: int, row_bytes: int) -> int:
 
 
 def _continued(parent: Schedule, spec: FeatureSpec, options: PrepareOptions) -> FeatureSpec:
-    """The features as read now, with the parent's vocabularies. Raises ScheduleError where the parent has other ones."""
+    """Return the features as they are read now, with the parent's vocabularies.
+
+    Raises:
+        ScheduleError: If the parent has other features, lanes or placement.
+    """
     if parent.header.lanes != options.lanes:
         raise ScheduleError(
             f"--lanes: must be the parent's {parent.header.lanes}, is {options.lanes}; lanes cannot change along --after"
@@ -382,9 +455,12 @@ def _continued(parent: Schedule, spec: FeatureSpec, options: PrepareOptions) -> 
     if options.again:
         _check_again(parent, options)
     theirs = parent.header.features
-    sizes = {k: rows - 2 for k, rows in enumerate(theirs.table_rows) if k in theirs.vocabulary_tables}  # without ids 0 and 1
-    spec = dataclasses.replace(spec, rule=theirs.rule)  # values have the ids that they had
-    # How files are laid out, and in what order they are read, may change from one schedule to the next.
+    # The sizes of vocabularies leave out ids 0 and 1, which stand for missing and unknown values.
+    sizes = {k: rows - 2 for k, rows in enumerate(theirs.table_rows) if k in theirs.vocabulary_tables}
+    # With the parent's encoding rule, values keep the ids that they had.
+    spec = dataclasses.replace(spec, rule=theirs.rule)
+    # The layout of files and the order in which they are read may change from one schedule to the
+    # next.
     layout = {name: getattr(spec, name) for name in ("text", "order_by", "order_type")}
     if len(spec.tables) != len(theirs.tables) or dataclasses.replace(theirs, **layout) != spec.with_vocabulary(sizes):
         raise ScheduleError(f"--features: must be those of {options.after}; prepare with the same, or start anew without --after")

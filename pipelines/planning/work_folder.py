@@ -1,7 +1,9 @@
-"""The folder inside a schedule's in which one call of `prepare` and its workers write, and the disk space that they will take.
+"""The work folder of one call of `prepare`, and the disk space that the call will take.
 
-Workers write there alone. Whatever one does that was given up (of a call that was stopped or killed, on a host that was cut off) is in the folder of
-its own call, which is gone, and no other call reads it.
+The folder lies inside the schedule's folder. The call and its workers write there, and workers
+write nowhere else. A worker that was given up, because its call was stopped or killed or its host
+was cut off, may go on writing to its own call's folder. That folder has been removed, and no other
+call reads it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from foreload.pipelines.sources.splits import Split
 
 
 def make(plan: Plan) -> None:
-    """Make a call's folder; the schedule's own exists."""
+    """Create the folder of a call. The schedule's own folder exists."""
     plan.work.mkdir()
     for folder in FOLDERS:
         (plan.work / folder).mkdir()
@@ -37,11 +39,12 @@ def make(plan: Plan) -> None:
 
 
 def clear(out: Path) -> None:
-    """Remove the folders of all calls but the lock."""
+    """Remove the folders of all calls, but not the lock."""
     for path in sorted((out / WORK).iterdir()):
         if path.name == LOCK:
             continue
-        # At one stroke: a worker that still writes there finds its folder no more, and cannot put anything into what is being removed.
+        # Rename the folder first, which is atomic. A worker that still writes there no longer finds
+        # its folder, and cannot add files while the folder is being removed.
         gone = path.with_name(f"{path.name}.gone")
         with contextlib.suppress(OSError):
             path.rename(gone)
@@ -49,60 +52,67 @@ def clear(out: Path) -> None:
 
 
 def give_encoding(plan: Plan) -> None:
-    """Give the schedule its vocabularies and scales, if there are any; workers still read theirs."""
+    """Give the schedule its vocabularies and scales, if it has any. Workers still read theirs."""
     if plan.encoding.exists():
         shutil.copytree(plan.encoding, plan.out / ENCODING_FOLDER, copy_function=_linked, dirs_exist_ok=True)
 
 
 def give_rejects(plan: Plan) -> None:
-    """Give the schedule's folder the malformed records that were found, if any were."""
+    """Move the malformed records that were found, if any, to the schedule's folder."""
     with contextlib.suppress(FileNotFoundError):
         os.replace(plan.written / REJECTS_FILE, plan.out / REJECTS_FILE)
 
 
 def give_lanes(plan: Plan) -> None:
-    """Give the schedule what workers have written for it, once all of it is there: all but what makes it one."""
+    """Move to the schedule's folder what workers wrote for it, once all of it exists.
+
+    The schedule's manifest is not among these files.
+    """
     give_encoding(plan)
     for path in sorted(plan.written.iterdir()):
-        # What an attempt left that another one has made good is not of it.
+        # Skip what a failed attempt left behind: its failure record and its temporary files.
+        # Another attempt has done its work.
         if path.is_file() and path.name != FAILED and not path.name.startswith("."):
             os.replace(path, plan.out / path.name)
 
 
 def _linked(source: str, target: str) -> None:
-    """The same file under another name, where the file system has that; else a copy."""
+    """Give a file another name by a hard link, or copy it if the file system has no links."""
     try:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
 
 
-_HEAD_BYTES = 1 << 18  # of a text file, by whose lines the others are reckoned
+_HEAD_BYTES = 1 << 18  # the part of a text file from whose lines the row count is estimated
 _COMPRESSED = 4  # a compressed log holds about this many bytes per byte
 
 
 def is_counted(split: Split) -> bool:
-    """Whether its source says how many rows there are."""
+    """Return whether a split's source states how many rows it has."""
     return split.kind in ("synthetic", "parquet")
 
 
 def estimate_rows(splits: Sequence[Split]) -> int:
-    """Rows of all splits, about: exact where a source says it (`is_counted`), by the length of the first lines for text."""
+    """Estimate the rows of all splits.
+
+    The number is exact for sources that state it (`is_counted`). For text it follows from the
+    length of the first lines.
+    """
     total = sum(split.end - split.start for split in splits if split.kind == "synthetic")
     files = dict.fromkeys((split.path, split.kind) for split in splits if split.kind != "synthetic")
     line_bytes = 0.0
     for path, kind in files:
         if kind == "parquet":
-            with (
-                reading(path),
-                open_file(path) as file,
-                contextlib.suppress(pa.ArrowException),
-            ):  # reading it will say what is wrong
+            # A file that is not valid Parquet is reported when it is read.
+            with reading(path), open_file(path) as file, contextlib.suppress(pa.ArrowException):
                 total += pq.read_metadata(file).num_rows
             continue
         with open_stream(path) as stream, reading(path):
             head = stream.read(_HEAD_BYTES)
-        if head.count(b"\n"):  # else its lines are taken for as long as those of the file before
+        # If no line ends within the head, the lines are assumed to be as long as those of the file
+        # before.
+        if head.count(b"\n"):
             line_bytes = len(head) / head.count(b"\n")
         size = match_files([path])[0].size_bytes * (_COMPRESSED if path.endswith((".gz", ".zst")) else 1)
         total += int(size / line_bytes) if line_bytes else 1
@@ -110,7 +120,7 @@ def estimate_rows(splits: Sequence[Split]) -> int:
 
 
 def check_disk(out: Path, needed_bytes: int) -> None:
-    """Raise DiskError where the folder's disk has less room than that."""
+    """Raise DiskError if the folder's disk has less free space than needed."""
     free = shutil.disk_usage(out).free
     if needed_bytes > free:
         raise DiskError(

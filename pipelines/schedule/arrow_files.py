@@ -1,4 +1,4 @@
-"""Arrow files of a schedule: written, and mapped into memory, each compared with its entry in a manifest."""
+"""Writes and maps the Arrow files of a schedule, each checked against its entry in a manifest."""
 
 from __future__ import annotations
 
@@ -16,14 +16,22 @@ from foreload.pipelines.schedule.format import FileEntry
 
 
 def write_lists(path: Path, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -> FileEntry:
-    """Write list columns, name -> (offsets int32 [events + 1], values), as one Arrow record batch with a row per event.
+    """Write list columns as one Arrow record batch with a row for each event.
 
-    Returns the file's entry in a manifest: name, bytes and CRC-32. Raises OSError.
+    Args:
+        columns: name -> (offsets int32 [events + 1], values).
+
+    Returns:
+        The file's entry in a manifest: name, bytes and CRC-32.
+
+    Raises:
+        OSError: If the file cannot be written.
     """
     arrays = [pa.ListArray.from_arrays(pa.array(offsets), pa.array(values)) for offsets, values in columns.values()]
     batch = pa.RecordBatch.from_arrays(arrays, names=list(columns))
     crc32 = 0
-    # Straight to the file: an entry state is as large as the slots, and is not held twice.
+    # Write straight to the file and read it back for the checksum. An entry state is as large as
+    # the slots, and a second copy in memory would be costly.
     with replacing(path) as temporary, open(temporary, "w+b") as file:
         with pa.ipc.new_file(file, batch.schema) as writer:
             writer.write_batch(batch)
@@ -35,14 +43,22 @@ def write_lists(path: Path, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -
 
 
 def map_file(path: Path, entry: FileEntry, what: str) -> mmap.mmap:
-    """A file mapped whole. Raises ScheduleError unless it is, byte for byte, what its entry in a manifest says.
+    """Map a whole file and check it against its manifest entry.
 
-    The mapping is a private one that could be written to without the file noticing, since numba takes arrays that are not writable only on
-    a detour of some 0.1 ms a call.
+    The mapping is private and writable, and writes to it would not reach the file. numba takes
+    arrays that are not writable only by a detour of about 0.1 ms a call.
+
+    Args:
+        entry: Its entry in a manifest.
+        what: What the file is, for error messages.
+
+    Raises:
+        ScheduleError: If the file is not, byte for byte, what the entry says.
     """
     try:
         with path.open("rb") as file:
-            whole = os.fstat(file.fileno()).st_size == entry["bytes"]  # an empty file cannot be mapped
+            # Compare the size first, because an empty file cannot be mapped.
+            whole = os.fstat(file.fileno()).st_size == entry["bytes"]
             source = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if whole else None
     except OSError as error:
         raise ScheduleError(f"{what} {path}: {unreadable(error, 'prepare the schedule again')}") from None
@@ -52,9 +68,21 @@ def map_file(path: Path, entry: FileEntry, what: str) -> mmap.mmap:
 
 
 class MappedLists:
-    """A mapped Arrow file of list columns: `column(name, row)` is a view. entry: the file's in a manifest. ScheduleError where it does not fit."""
+    """A mapped Arrow file of list columns; `column(name, row)` is a view.
+
+    Attributes:
+        rows: The number of rows, one for each event.
+    """
 
     def __init__(self, path: Path, entry: FileEntry) -> None:
+        """Map the file.
+
+        Args:
+            entry: Its entry in a manifest.
+
+        Raises:
+            ScheduleError: If the file does not match the entry, or is not a file of a schedule.
+        """
         self._path = path
         source = map_file(path, entry, "schedule file")
         start = np.frombuffer(source, np.uint8).ctypes.data
@@ -76,17 +104,25 @@ class MappedLists:
         self._columns = {name: (view(batch.column(name).offsets), view(batch.column(name).values)) for name in batch.schema.names}
 
     def column(self, name: str, row: int) -> np.ndarray:
-        """Row `row` of a list column: a view. Raises ScheduleError if the file does not have the column."""
+        """Return one row of a list column, as a view.
+
+        Raises:
+            ScheduleError: If the file does not have the column.
+        """
         offsets, values = self.whole(name)
         return values[offsets[row] : offsets[row + 1]]
 
     def whole(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """All rows of a list column: their offsets, one more than rows, and the values between them; views. Raises ScheduleError."""
+        """Return all rows of a list column, as views: offsets [rows + 1], and values.
+
+        Raises:
+            ScheduleError: If the file does not have the column.
+        """
         try:
             return self._columns[name]
         except KeyError as error:
             raise ScheduleError(f"schedule file {self._path}: must have a column {name!r}; prepare the schedule again") from error
 
     def has(self, name: str) -> bool:
-        """Whether the file has this column."""
+        """Return whether the file has the column."""
         return name in self._columns

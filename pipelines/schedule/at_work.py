@@ -1,4 +1,7 @@
-"""Whether `foreload prepare` is at work in a folder, shown by a file that it locks and touches: also after kill -9, and on another host."""
+"""Shows whether `foreload prepare` is at work in a folder, by a file that it locks and touches.
+
+This also works after kill -9, and from another host.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from datetime import timedelta
 from pathlib import Path
 
 BEAT = timedelta(seconds=5)
-SILENCE = timedelta(seconds=60)  # after which a process on another host is taken for gone
+SILENCE = timedelta(seconds=60)  # a process on another host that is silent for this long counts as gone
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# struct flock of 64-bit Linux: type, whence, start, length (0: all), process.
+# struct flock of 64-bit Linux: type, whence, start, length (0 for the whole file), process.
 _FLOCK = "hhqqi"
 
 
@@ -40,8 +43,14 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 @contextmanager
 def at_work(path: Path) -> Iterator[None]:
-    """Hold the lock file for as long as the context lasts. Raises BlockingIOError if another process holds it, OSError if it cannot be written."""
-    # F_OFD_*: a lock of the open file, not of the process, so that asking for it takes nothing, and closing another descriptor loses nothing.
+    """Hold the lock file for as long as the context lasts.
+
+    Raises:
+        BlockingIOError: If another process holds the file.
+        OSError: If the file cannot be written.
+    """
+    # F_OFD_* locks belong to the open file, not to the process. So a query for the lock does not
+    # take it, and closing another descriptor of the file does not release it.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     done = threading.Event()
 
@@ -52,7 +61,9 @@ def at_work(path: Path) -> Iterator[None]:
     thread = threading.Thread(target=beat, name="at work", daemon=True)
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK))
-        if not _is_at(path, descriptor):  # who held it has removed it since it was opened
+        # The process that held the lock may have removed the file since it was opened here. Then
+        # this lock would be on a file that no other process sees.
+        if not _is_at(path, descriptor):
             raise BlockingIOError(errno.EAGAIN, "is being removed", str(path))
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, _this_host().encode(), 0)
@@ -66,15 +77,24 @@ def at_work(path: Path) -> Iterator[None]:
 
 
 class Watch:
-    """Watches the lock file of a process for one who waits for what it makes. path: the lock file, which need not be there."""
+    """Watches the lock file of a process, for a caller that waits for that process's output."""
 
     def __init__(self, path: Path) -> None:
+        """Start to watch.
+
+        Args:
+            path: The lock file, which need not exist.
+        """
         self._path = path
         self._touched_ns = 0
         self._seen = time.monotonic()
 
     def gone(self) -> bool:
-        """Whether nobody is at work there, as far as can be known: at once on the process' own host, elsewhere after a minute without a sign."""
+        """Return whether no process is at work in the folder, as far as can be known.
+
+        On the process's own host the answer is immediate. On another host, a process counts as gone
+        after SILENCE without a sign of life.
+        """
         try:
             with self._path.open("rb") as file:
                 if file.read().decode(errors="replace") == _this_host():

@@ -1,4 +1,4 @@
-"""The schedule's format: what its manifests and files hold (docs/schedule.md)."""
+"""The schedule's format: the contents of its manifests and files (docs/schedule.md)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.samples.features import StoredFeatures
 
 FORMAT_VERSION = 1
-"""Of a schedule's manifest, and of its header, unless the features are encoded by rule 2."""
+"""The version of a schedule's manifest, and of its header unless it has encoding rule 2."""
 HEADER_VERSIONS = (1, 2)
-"""Of a header: the rule that its features are encoded by."""
+"""The versions of a header. The version is the rule by which its features are encoded."""
 HEADER, MANIFEST, ROW_TABLE, FAILED = "header.json", "schedule.json", "rows.arrow", "failed.json"
 REJECTS_FILE = "rejects.jsonl"  # the first malformed records, one JSON object a line
-WORK, LOCK = ".work", "lock"  # the folder in a schedule's where `prepare` works, and in it the file that says so
+# The folder within a schedule's folder where `prepare` works, and the file in it that `prepare`
+# locks.
+WORK, LOCK = ".work", "lock"
 
 PROVENANCE = "provenance.json"
-"""How the schedule came to be: the one file of it that is not a function of the data and the settings."""
+"""The record of how the schedule was made. It is no function of the data and the settings."""
 
 SET_NAME = r"[A-Za-z0-9_-]+"
-"""A regular expression of what an evaluation set can be called."""
+"""A regular expression for the name of an evaluation set."""
 
-MOST_LANES = 64  # the lanes that use a row are a mask of up to 64 bits
+MOST_LANES = 64  # a mask of at most 64 bits holds the lanes that use a row
 
 Slots = Annotated[int, between(0, (1 << 31) - 1)]
 Kind = Literal["train", "evaluate"]
@@ -39,24 +41,24 @@ MOVE_COLUMNS = (
     *("slots", "early", "next_users", "ends"),
     *("arrival_slot", "arrival_table", "arrival_ordinal", "arrival_id", "arrival_tag", "arrival_after"),
 )
-"""The list columns of a moves file, in the order in which the oracle fills them (docs/schedule.md, Moves)."""
+"""The list columns of a moves file, in the order of `oracle.Moves` (docs/schedule.md, "Moves")."""
 
 
 _SLOT_SETTINGS = ("slots", "memory_bytes", "row_bytes", "segment_bytes")
 
 
 def mask_dtype(lanes: int) -> np.dtype:
-    """The narrowest unsigned type that holds a bit per lane."""
+    """Return the narrowest unsigned dtype that has a bit for each lane."""
     return np.dtype(next(t for t, bits in ((np.uint8, 8), (np.uint16, 16), (np.uint32, 32), (np.uint64, 64)) if lanes <= bits))
 
 
 def segment_name(index: int) -> str:
-    """The manifest of segment `index`."""
+    """Return the name of the manifest of segment `index`."""
     return f"segment-{index:06d}.json"
 
 
 class FileEntry(TypedDict):
-    """A file in a manifest."""
+    """The manifest entry of a file."""
 
     name: Name
     bytes: Count
@@ -64,13 +66,13 @@ class FileEntry(TypedDict):
 
 
 class RowTableEntry(FileEntry):
-    """The row table in a manifest, with how many rows it has."""
+    """The manifest entry of the row table, with its number of rows."""
 
     rows: Count
 
 
 class LaneFiles(TypedDict):
-    """The files of a lane in a segment; entry: where the segment has an entry state."""
+    """The files of a lane in a segment. `entry` exists only if the segment has an entry state."""
 
     samples: FileEntry
     moves: FileEntry
@@ -78,7 +80,7 @@ class LaneFiles(TypedDict):
 
 
 class Counts(TypedDict):
-    """What a schedule adds up to."""
+    """The totals of a schedule."""
 
     training_samples: Count
     training_steps: Count
@@ -91,13 +93,13 @@ class Counts(TypedDict):
 
 
 _Cover = Annotated[float, between(0, MOST)] | None
-# Written so since "cover" is the file's word, and no name of the code.
+# This form keeps "cover" a string: it is a word of the file, and not a name of the code.
 Lookahead = TypedDict("Lookahead", {"cover": _Cover, "bound": int, "exact": bool})  # noqa: UP013
-"""How far decisions looked ahead: see ScheduleOutput.finish."""
+"""How far ahead decisions looked; see ScheduleOutput.finish."""
 
 
 class ScheduleManifest(TypedDict):
-    """schedule.json (docs/schedule.md)."""
+    """The contents of schedule.json (docs/schedule.md)."""
 
     version: int
     header: str
@@ -115,13 +117,27 @@ class ScheduleManifest(TypedDict):
 class Header:
     """The settings of a schedule, known before its first segment.
 
-    version: the rule that its features are encoded by, so that no earlier version reads what it would encode otherwise.
-    slots: per lane; training_samples: of one epoch; evaluation_samples: of one pass; first_step: number of its first training step; first_number:
-    number of its first training sample; parent: SHA-256 of the parent's schedule.json, or None; settings: what was asked for (slots, memory_bytes,
-    row_bytes, ..), and as "encoding" the identity of the encoding state; placement: of a training step's samples in its slices, in order where a
-    header does not say; eval_every: steps of an epoch between evaluations amid it; None, which a header does not say: there are none.
-    first_epoch: the number of its first epoch, of the samples that it has; not said where that is 0, since they are new ones. evaluation_sets: where
-    they have names, the sets that the evaluation samples are, in order: name and samples of each; no step has samples of two.
+    Attributes:
+        version: The rule by which its features are encoded. An earlier version of the program,
+            which would encode them differently, refuses to read the schedule.
+        batch_size: Samples in a step, over all lanes.
+        slots: The slots of each lane.
+        shuffle_seed: None if epochs are not shuffled.
+        training_samples: Samples of one epoch.
+        evaluation_samples: Samples of one evaluation pass.
+        first_step: The number of the first training step.
+        first_number: The number of the first training sample.
+        parent: SHA-256 of the parent's schedule.json, or None.
+        settings: The options given (slots, memory_bytes, row_bytes, ...), and as "encoding" the
+            identity of the encoding state.
+        placement: How a training step's samples are placed in its slices. "order" if the file has
+            no entry.
+        eval_every: Steps of an epoch between evaluations during the epoch. None, which the file
+            leaves out, means that no evaluation lies within an epoch.
+        first_epoch: The number of the schedule's first epoch, counted over all epochs of its
+            samples. The file leaves it out if it is 0, because the samples are new.
+        evaluation_sets: The name and number of samples of each evaluation set, in order, if the
+            sets have names. No step has samples of two sets.
     """
 
     version: int
@@ -144,7 +160,12 @@ class Header:
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> Header:
-        """The header in a file; raises ScheduleError for another format version, FormError for another form."""
+        """Parse the header of a file.
+
+        Raises:
+            ScheduleError: If the file has another format version.
+            FormError: If the file does not have the form of a header.
+        """
         if value.get("version") not in HEADER_VERSIONS:
             raise ScheduleError(
                 f"schedule format version: must be {' or '.join(map(str, HEADER_VERSIONS))}, is {value.get('version')!r:.100}: prepare the schedule "
@@ -161,8 +182,10 @@ class Header:
 
     @property
     def program(self) -> str:
-        """SHA-256 of all that it says but how many slots there are: of one log, schedules that have it in common train the same samples in the same
-        steps and lanes, and give their rows the same ordinals.
+        """SHA-256 of all settings except the number of slots.
+
+        Schedules of one log that share it train the same samples in the same steps and lanes, and
+        give their rows the same ordinals.
         """
         fields = to_stored(self)
         del fields["slots"]
@@ -171,40 +194,40 @@ class Header:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Training steps of one epoch."""
+        """The training steps of one epoch."""
         return -(-self.training_samples // self.batch_size)
 
     @property
     def set_names(self) -> tuple[str, ...]:
-        """Of the evaluation sets, in order; "" alone where they have no names."""
+        """The names of the evaluation sets, in order; ("",) if they have no names."""
         return tuple(name for name, _ in self.evaluation_sets) or ("",)
 
     @property
     def set_steps(self) -> tuple[int, ...]:
-        """Steps of each evaluation set in a pass."""
+        """The steps of each evaluation set in a pass."""
         sizes = [samples for _, samples in self.evaluation_sets] or [self.evaluation_samples]
         return tuple(-(-samples // self.batch_size) for samples in sizes)
 
     def set_of(self, step: int) -> str:
-        """The name of the evaluation set that evaluation step `step` has samples of, "" where it has none."""
+        """Return the name of the evaluation set of an evaluation step, "" if it has no name."""
         return self.set_names[bisect_right(list(accumulate(self.set_steps)), step % sum(self.set_steps))]
 
     @property
     def end_step(self) -> int:
-        """Number of the training step after the last one."""
+        """The number of the training step after the last one."""
         return self.first_step + self.steps_per_epoch * self.epochs
 
     def is_amid(self, step: int) -> bool:
-        """Whether an evaluation after training step `step` is amid its epoch, and not at its end."""
+        """Return whether an evaluation after training step `step` lies before its epoch's end."""
         return (step + 1 - self.first_step) % max(self.steps_per_epoch, 1) != 0
 
     def evaluates_amid(self, step: int) -> bool:
-        """Whether there is one, after that step, amid its epoch."""
+        """Return whether an evaluation follows training step `step` within its epoch."""
         place = (step + 1 - self.first_step) % max(self.steps_per_epoch, 1)
         return self.eval_every is not None and place != 0 and place % self.eval_every == 0
 
     def next_evaluated(self, step: int) -> int | None:
-        """The first training step after `step` that an evaluation follows; None where there is none."""
+        """Return the first training step after `step` that an evaluation follows, or None."""
         if not self.evaluation_samples or step >= self.end_step - 1:
             return None
         of_epoch, place = divmod(max(step + 1 - self.first_step, 0), self.steps_per_epoch)
@@ -215,11 +238,19 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One segment's manifest: consecutive events of one kind and epoch.
+    """The manifest of a segment: consecutive events of one kind and epoch.
 
-    index: its place in the program; first: number of its first event, among those of its kind; samples: per event, over all lanes; files: per
-    lane, the manifest entries of "samples", "moves" and, where the segment has one, "entry"; evaluation_slots: per lane, what its events need
-    besides the lane's slots; counts: rows_used, arrivals, initial and write_backs of all its lanes.
+    Attributes:
+        index: The segment's place in the program.
+        kind: Training or evaluation.
+        first: The number of the first event, among those of its kind.
+        samples: The samples of each event, over all lanes.
+        files: For each lane, the manifest entries of "samples", "moves" and, if the segment has an
+            entry state, "entry".
+        evaluation_slots: For each lane, the slots that the events need besides the lane's own.
+        ordinals: For each lane and table, the number of ordinals given before the segment. None if
+            the segment has no entry state.
+        counts: rows_used, arrivals, initial and write_backs, over all lanes.
     """
 
     index: Count
@@ -229,18 +260,16 @@ class Segment:
     samples: tuple[Count, ...]
     files: tuple[LaneFiles, ...]
     evaluation_slots: tuple[Slots, ...]
-    ordinals: (
-        tuple[tuple[Count, ...], ...] | None
-    )  # with an entry state: per lane and table, the ordinals given before the segment
+    ordinals: tuple[tuple[Count, ...], ...] | None
     counts: dict[str, Count]
 
     @property
     def last(self) -> int:
-        """Number of its last event, among those of its kind."""
+        """The number of the last event, among those of its kind."""
         return self.first + len(self.samples) - 1
 
     def check(self, index: int, header: Header) -> None:
-        """Raise FormError where it is not segment `index` of a schedule with this header."""
+        """Raise FormError if this is not segment `index` of a schedule with this header."""
         shape = [len(header.features.tables)] * header.lanes
         per_lane = {len(self.files), len(self.evaluation_slots)}
         if (
@@ -253,7 +282,15 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A step of the program: its kind, number (of its kind), samples over all lanes, place in the program, segment, row in the segment."""
+    """A step of the program.
+
+    Attributes:
+        kind: Training or evaluation.
+        step: The step's number, among those of its kind.
+        samples: The step's samples, over all lanes.
+        index: The step's place in the program.
+        row: The step's row in the segment.
+    """
 
     kind: Kind
     step: int
@@ -266,7 +303,14 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class RowColumns:
-    """Rows of one lane, by columns: table int16, ordinal int64 (-1: never trained, evaluation only), id int64, tag int32, all [n]."""
+    """Rows of one lane, by columns.
+
+    Attributes:
+        table: int16 [n].
+        ordinal: int64 [n], -1 for a row that was never trained, in evaluation only.
+        id: int64 [n].
+        tag: int32 [n].
+    """
 
     table: np.ndarray
     ordinal: np.ndarray
@@ -277,15 +321,24 @@ class RowColumns:
         return len(self.table)
 
     def columns(self, which: np.ndarray | slice = slice(None)) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The four columns of the rows of a mask, of places or of a slice; of all by default, in no memory of their own."""
+        """Return the four columns of some of the rows.
+
+        Args:
+            which: A mask, places, or a slice. By default all rows, as views.
+        """
         return self.table[which], self.ordinal[which], self.id[which], self.tag[which]
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals(RowColumns):
-    """Rows that arrive in slots of one lane before an event. tag 0: initial, nothing is asked of the store.
+    """Rows that arrive in slots of one lane before an event.
 
-    slot int32; after int32: the boundary of the row's last write-back, which the fetch must follow; -1: stored before this schedule. Both [A].
+    A tag of 0 means an initial arrival, for which the store is not read.
+
+    Attributes:
+        slot: int32 [A].
+        after: int32 [A], the boundary of the row's last write-back, which the fetch must follow. -1
+            if the row was stored before this schedule.
     """
 
     slot: np.ndarray
@@ -294,13 +347,25 @@ class Arrivals(RowColumns):
 
 @dataclass(frozen=True, slots=True)
 class LaneEvent:
-    """One lane's part of an event: views of the schedule, not to be written to.
+    """One lane's part of an event, as read-only views of the schedule.
 
-    Its slice: labels float32 [b, labels], dense float32 [b, n], index int32 [lookups] (place among the lane's local rows), offsets int32 [b*F + 1]
-    (CSR into index) or None where no feature is multi-valued, numbers int64 [b]. Its partition, the rows of the lane that any lane uses, in the
-    order of first lookup: slots int32 [U], users, unsigned, [U] (bit v: lane v uses it), early bool [U] (the row may be sent while the step
-    before computes), next_users, as users, [U] (of the next training step); ends int32: slots whose residency ends at the boundary before the
-    step; arrivals. Of its slice also weights float32 [b] and, in an evaluation step, groups int64 [b]; None where there is no column of them.
+    The slice of the lane has b samples. Its partition has U rows that any lane uses, in the order
+    of first lookup.
+
+    Attributes:
+        labels: float32 [b, labels].
+        dense: float32 [b, n].
+        index: int32 [lookups], the place of each lookup's row among the lane's local rows.
+        offsets: int32 [b*F + 1], CSR into index. None if no feature is multi-valued.
+        numbers: int64 [b], the samples' numbers.
+        slots: int32 [U].
+        users: unsigned [U], bit v is set if lane v uses the row.
+        early: bool [U], whether the row may be sent while the step before computes.
+        next_users: unsigned [U], as users, of the next training step.
+        ends: int32, the slots whose residency ends at the boundary before the step.
+        arrivals: The rows that arrive.
+        weights: float32 [b]. None if there is no column of weights.
+        groups: int64 [b], in an evaluation step. None if there is no column of groups.
     """
 
     labels: np.ndarray
@@ -320,14 +385,17 @@ class LaneEvent:
 
 @dataclass(frozen=True, slots=True)
 class Occupants(RowColumns):
-    """Rows that sit in slots: of a partition's entry state, in slots 0 .. n-1. tag: of the row as it is there.
+    """Rows that sit in slots. In a partition's entry state these are slots 0 .. n - 1.
 
-    stored_tag: int32 [n], of the version that the store has, 0 where the row was never stored.
+    `tag` is that of the row as it is in the slot.
+
+    Attributes:
+        stored_tag: int32 [n], the tag of the version in the store, 0 if the row was never stored.
     """
 
     stored_tag: np.ndarray
 
     @classmethod
     def zeros(cls, count: int) -> Occupants:
-        """Columns of so many rows, to be written to."""
+        """Return columns of `count` rows, for the caller to write to."""
         return cls(*(np.zeros(count, kind) for kind in (np.int16, np.int64, np.int64, np.int32, np.int32)))

@@ -1,7 +1,10 @@
-"""What of a schedule it takes to read and evaluate the model trained with it, in a folder of its own, which `Schedule` opens like the whole.
+"""Keeps the part of a schedule that is needed to read and evaluate the model trained with it.
 
-That is everything but the training steps: manifests, encoding, the row table and the last evaluation; and, in their place, how many ordinals
-had been given when training stopped, and which row sits in each slot at the end, where evaluation finds it. Files are hard links where they can be.
+The kept part is a folder of its own, which `Schedule` opens like a whole schedule. It has
+everything but the training steps: manifests, encoding, the row table and the last evaluation. In
+place of the training steps it records how many ordinals had been given when training stopped, and
+which row sits in each slot at the end, where evaluation finds it. Files are hard links where
+possible.
 """
 
 from __future__ import annotations
@@ -24,11 +27,15 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.walk import state_after
 
 POSITION = "position.json"
-"""In such a folder: after which step training stopped, and what follows from that (docs/schedule.md, What a run keeps)."""
+"""The file that records where training stopped (docs/schedule.md, "What a run keeps")."""
 
 
 def keep(schedule: Schedule, folder: Path) -> None:
-    """Keep a complete schedule in a folder that is not there yet: whole, or not at all. Raises OSError."""
+    """Keep a complete schedule in a new folder, which appears whole or not at all.
+
+    Raises:
+        OSError: If a file cannot be linked or copied.
+    """
     folder.parent.mkdir(exist_ok=True)
     with replacing(folder) as temporary:
         temporary.mkdir()
@@ -38,9 +45,18 @@ def keep(schedule: Schedule, folder: Path) -> None:
 
 
 def note_position(schedule: Schedule, folder: Path, step: int) -> None:
-    """Note in a kept folder what its missing training steps would show, where training stopped after step `step`. schedule: the whole.
+    """Record in a kept folder what its missing training steps would show.
 
-    Who sits in the slots is that of the schedule's end, whatever the step, and written once. Raises OSError and ScheduleError.
+    The rows in the slots are always those at the schedule's end, and are written only once.
+
+    Args:
+        schedule: The whole schedule.
+        folder: The kept folder.
+        step: The step after which training stopped.
+
+    Raises:
+        OSError: If a file cannot be written.
+        ScheduleError: If the schedule cannot be read.
     """
     end = schedule.header.end_step - 1
     occupants: list[Any] = []
@@ -51,14 +67,24 @@ def note_position(schedule: Schedule, folder: Path, step: int) -> None:
             occupants.append(write_lists(folder / f"occupants-{lane:02d}.arrow", columns))
     elif (folder / POSITION).exists():
         occupants = _position(folder)["occupants"]
-    ordinals = None if step == end else ordinals_after(schedule, step).tolist()  # at the end the row table has them
+    # At the schedule's end, the ordinals follow from the row table.
+    ordinals = None if step == end else ordinals_after(schedule, step).tolist()
     write_sealed(folder / POSITION, {"step": step, "ordinals": ordinals, "occupants": occupants})
 
 
 def ordinals_after(schedule: Schedule, step: int) -> np.ndarray:
-    """How many ordinals a complete schedule has given after a training step: int64 [lanes, tables]. Raises ScheduleError."""
+    """Count the ordinals that a complete schedule has given after a training step.
+
+    Returns:
+        int64 [lanes, tables].
+
+    Raises:
+        ScheduleError: If the schedule cannot be read.
+    """
     header = schedule.header
-    if step == header.end_step - 1:  # all that there are, without going through the steps
+    # At the schedule's end, every row of the row table has its ordinal. So the steps need not be
+    # replayed.
+    if step == header.end_step - 1:
         tables = len(header.features.tables)
         counts = np.zeros(header.lanes * tables, np.int64)
         for batch in schedule.rows():
@@ -72,7 +98,14 @@ def ordinals_after(schedule: Schedule, step: int) -> np.ndarray:
 
 
 def last_occupants(schedule: Schedule) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Per lane, which row sits in slots 0, 1, ... at the end of a schedule: table int16 [n] and id int64 [n]. Raises ScheduleError."""
+    """Return, for each lane, the row in each of slots 0, 1, ... at the end of a schedule.
+
+    Returns:
+        For each lane, table int16 [n] and id int64 [n].
+
+    Raises:
+        ScheduleError: If the schedule cannot be read.
+    """
     if not (schedule.path / POSITION).exists():
         lanes = state_after(schedule, schedule.header.end_step - 1).lanes
         return [(lane.occupants.table, lane.occupants.id) for lane in lanes]
@@ -81,7 +114,13 @@ def last_occupants(schedule: Schedule) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 class Position(TypedDict):
-    """position.json; ordinals: per lane and table; occupants: files of each lane's, both None at the end."""
+    """The contents of position.json.
+
+    Attributes:
+        step: The step after which training stopped.
+        ordinals: The numbers of ordinals given, by lane and table. None at the schedule's end.
+        occupants: The file of each lane's occupants. Empty if the schedule has no evaluation.
+    """
 
     step: Step
     ordinals: list[list[Count]] | None
@@ -96,7 +135,7 @@ def _position(folder: Path) -> Position:
 
 
 def last_evaluation(schedule: Schedule) -> list[Segment]:
-    """The segments of the evaluation at a schedule's end; none where it has no evaluation."""
+    """Return the segments of the evaluation at a schedule's end; none if it has no evaluation."""
     segments: list[Segment] = []
     for segment in schedule.segments():
         if segment.kind == "train":
@@ -107,7 +146,7 @@ def last_evaluation(schedule: Schedule) -> list[Segment]:
 
 
 def _files(schedule: Schedule) -> Iterator[str]:
-    """The names of the files that are kept, relative to the schedule."""
+    """Yield the names of the files to keep, relative to the schedule's folder."""
     yield from (HEADER, MANIFEST, ROW_TABLE)
     yield from (segment_name(segment.index) for segment in schedule.segments())
     yield from (
@@ -125,5 +164,6 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except FileNotFoundError:
         raise
-    except OSError:  # another file system, or one without links
+    except OSError:
+        # The target is on another file system, or the file system has no hard links.
         shutil.copyfile(source, target)

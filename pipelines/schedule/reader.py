@@ -1,8 +1,10 @@
-"""Reading a schedule by memory map (docs/schedule.md).
+"""Reads a schedule by memory map.
 
-A schedule is a folder: `header.json` (settings, published first), per segment and lane Arrow IPC files with one row per event and list
-columns, `segment-NNNNNN.json` (published when its files are complete), `rows.arrow` (the row table) and, last, `schedule.json`, which names
-and checks everything before it. Trainers map the files; a step's arrays are views on them.
+A schedule is a folder. It holds `header.json` (the settings, published first); for each segment and
+lane, Arrow IPC files with one row per event and list columns; `segment-NNNNNN.json` (published when
+the segment's files are complete); `rows.arrow` (the row table); and `schedule.json`, published
+last, which names everything before it with its checksum. Trainers map the files, and the arrays of
+a step are views on them. See docs/schedule.md.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def _load_json(path: Path, what: str) -> tuple[dict[str, Any], str]:
 
 @contextmanager
 def _parsing(path: Path, what: str) -> Iterator[None]:
-    """Raise ScheduleError where what is parsed is not of its form."""
+    """Raise ScheduleError if the value parsed in the context does not have the expected form."""
     try:
         yield
     except FormError as error:
@@ -72,16 +74,22 @@ def _parsing(path: Path, what: str) -> Iterator[None]:
 class Schedule:
     """A schedule on disk, read by memory map.
 
-    With follow=True it may still be growing: `events` waits for segments as they are published, for as long as `foreload prepare` is at work on
-    them. Otherwise one that is unfinished, has failed, or whose manifests do not match their checksums is refused with ScheduleError.
+    With follow=True the schedule may still be growing: `events` waits for segments to be published,
+    as long as `foreload prepare` is at work on them. Otherwise the constructor raises ScheduleError
+    for a schedule that is unfinished, has failed, or whose manifests do not match their checksums.
 
-    What was read once stays: a schedule that is removed, or prepared anew, is distinguished from the one that was opened, and nothing of it is used.
-    If it comes out the same, byte for byte, it is the same.
+    An open schedule keeps what it has read. If the folder is removed or prepared again, the reader
+    notices, and uses nothing of another schedule. If the new schedule is the same, byte for byte,
+    it counts as the same.
 
-    identity: SHA-256 of header.json, known from the start, the same when complete.
-
-    slots: per lane, those that a trainer needs: the header's, or, of a schedule that was complete when it was opened, those that a row ever
-    sat in. Evaluation slots, which follow the header's in the files, follow these in what `lane` and `arrivals` return.
+    Attributes:
+        follow: Whether the schedule may still be growing.
+        identity: SHA-256 of header.json. Known from the start, and unchanged when the schedule is
+            complete.
+        slots: For each lane, the slots that a trainer needs. These are the header's, or, if the
+            schedule was complete when it was opened, those that a row ever sat in. In the files,
+            evaluation slots follow the header's slots; in the results of `lane` and `arrivals` they
+            follow these.
     """
 
     POLL = timedelta(milliseconds=200)
@@ -91,7 +99,7 @@ class Schedule:
         self.follow = follow
         self._files: dict[tuple[int, int], tuple[MappedLists, MappedLists]] = {}
         self._segments: list[Segment] = []
-        self._checksums: list[str] = []  # of the segments' manifests
+        self._checksums: list[str] = []  # SHA-256 of the segments' manifests
         self._complete = False
         self._watch = Watch(self.path / WORK / LOCK)
         self._lock = threading.Lock()  # a trainer's threads read one schedule at different places
@@ -127,12 +135,13 @@ class Schedule:
             raise ScheduleError(f"schedule {self.path}: preparing it failed: {reason}")
 
     def check_growing(self, index: int) -> None:
-        """Raise ScheduleError where segment `index` is not published yet and nobody is at work on it."""
+        """Raise ScheduleError if segment `index` is missing and no process is at work on it."""
         self._check_at_work(lambda: self.published(index))
 
     def _check_at_work(self, there: Callable[[], bool]) -> None:
         self._refuse_failed()
-        # In this order: what is published before it left is there.
+        # The order of the two checks matters. Once `prepare` has exited, all that it published is
+        # visible. So a segment that is missing after that will never exist.
         if self._watch.gone() and not there():
             self._refuse_failed()
             raise ScheduleError(
@@ -148,7 +157,7 @@ class Schedule:
 
     @property
     def complete(self) -> bool:
-        """Whether schedule.json is there, or was."""
+        """Whether schedule.json exists, or has existed since the schedule was opened."""
         if not self._complete:
             self._complete = (self.path / MANIFEST).exists()
         return self._complete
@@ -173,7 +182,7 @@ class Schedule:
 
     @property
     def manifest(self) -> ScheduleManifest:
-        """The manifest over all: counts, lookahead, checksums."""
+        """The schedule's manifest: counts, lookahead, checksums."""
         return self._manifest[0]
 
     @property
@@ -182,20 +191,32 @@ class Schedule:
         return self._manifest[1]
 
     def prefix(self, segments: int) -> str:
-        """SHA-256 of the manifests of the first segments, which are waited for: this identifies what was trained from them. Raises ScheduleError."""
+        """Return the SHA-256 of the manifests of the first segments, and wait for these.
+
+        It identifies what was trained from them.
+
+        Raises:
+            ScheduleError: If a segment cannot be read or will not be published.
+        """
         if segments:
             self.segment(segments - 1)
         return hashlib.sha256("".join(self._checksums[:segments]).encode()).hexdigest()
 
     def made_with(self, option: str) -> Any:
-        """What `foreload prepare` was given for an option, by name; None where that is not known, since it is no part of the schedule."""
+        """Return the value of an option that `foreload prepare` was given, by name.
+
+        Returns None if the value is not known. Options are no part of the schedule.
+        """
         try:
             return parse_json((self.path / PROVENANCE).read_bytes())["options"][option]
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def segment(self, index: int) -> Segment | None:
-        """Segment `index`, or None past the end; waits for it while the schedule grows."""
+        """Return segment `index`, or None past the end.
+
+        If the schedule is growing, this waits for the segment.
+        """
         if index < len(self._segments):
             return self._segments[index]
         with self._lock:
@@ -223,7 +244,10 @@ class Schedule:
         return self._segments[index]
 
     def _check_same(self) -> None:
-        """Raise ScheduleError if the schedule was prepared anew since it was opened, and is another one; only a growing one needs to be looked at."""
+        """Raise ScheduleError if the folder now holds another schedule than the one opened.
+
+        Only a schedule that grows is checked.
+        """
         if not self.follow or self._stat(HEADER) == self._header_file:
             return
         now = self._stat(HEADER)
@@ -237,18 +261,21 @@ class Schedule:
         self._header_file = now
 
     def segments(self) -> Iterator[Segment]:
-        """All segments in order."""
+        """Yield all segments in order."""
         k = 0
         while (segment := self.segment(k)) is not None:
             yield segment
             k += 1
 
     def events(self, first_segment: int = 0) -> Iterator[Event]:
-        """The program from a segment on, in order; waits where the schedule still grows."""
+        """Yield the program from a segment on, in order. Waits while the schedule is growing."""
         return (event for event in self.known_events(first_segment, wait=True) if event is not None)
 
     def known_events(self, first_segment: int = 0, wait: bool = False) -> Iterator[Event | None]:
-        """The program from a segment on; unless it is to wait, None stands where the next event is not published yet."""
+        """Yield the program from a segment on.
+
+        Unless `wait` is set, yields None each time the next event is not published yet.
+        """
         place = sum(len(segment.samples) for segment, _ in zip(self.segments(), range(first_segment), strict=False))
         k = first_segment
         while True:
@@ -263,11 +290,18 @@ class Schedule:
             k += 1
 
     def published(self, index: int) -> bool:
-        """Whether segment `index` can be had without waiting, or it is known that there is none, since the schedule is complete."""
+        """Return whether segment `index` can be read without waiting.
+
+        This is also the case if the schedule is complete and has no such segment.
+        """
         return index < len(self._segments) or (self.path / segment_name(index)).exists() or self.complete
 
     def open(self, segment: int) -> None:
-        """Map the files of a segment that is published, if there is one, in which its events are. Raises ScheduleError."""
+        """Map the files of a published segment, if it exists.
+
+        Raises:
+            ScheduleError: If the files do not match their manifests.
+        """
         if self.segment(segment) is not None:
             for lane in range(self.header.lanes):
                 self._open(segment, lane)
@@ -278,14 +312,15 @@ class Schedule:
             files = self._segments[segment].files[lane]
             samples, moves = (MappedLists(self.path / entry["name"], entry) for entry in (files["samples"], files["moves"]))
             self._check_fits(self._segments[segment], lane, moves, samples)
-            # Threads read ahead and behind one another by a few steps; two segments back nobody reads.
+            # The trainer's threads are a few steps apart, so none of them reads from a segment that
+            # is more than two back.
             for old in [k for k in list(self._files) if k[1] == lane and k[0] < segment - 2]:
                 self._files.pop(old, None)
             self._files[segment, lane] = mapped = samples, moves
         return mapped
 
     def _check_fits(self, segment: Segment, lane: int, moves: MappedLists, samples: MappedLists | None = None) -> None:
-        """Raise ScheduleError where the files of a lane in a segment are not as the manifests say."""
+        """Raise ScheduleError if a lane's files of a segment do not agree with the manifests."""
         features, first, most = self.header.features, self.header.slots[lane], self.slots[lane]
         fits = moves.rows == len(segment.samples)
         if samples is not None:
@@ -295,7 +330,7 @@ class Schedule:
             fits &= len(samples.whole("dense")[1]) == numbers * len(features.dense)
         for name in ("slots", "arrival_slot"):
             slots = moves.whole(name)[1]
-            # Slots of an evaluation come behind those of the header.
+            # Evaluation slots have numbers from the header's number of slots on.
             held = slots[slots < first] if segment.kind == "evaluate" else slots
             fits &= held.min(initial=0) >= 0 and held.max(initial=-1) < most
             fits &= slots.max(initial=-1) < first + segment.evaluation_slots[lane] or segment.kind == "train"
@@ -305,7 +340,7 @@ class Schedule:
             )
 
     def lane(self, event: Event, lane: int) -> LaneEvent:
-        """One lane's part of an event."""
+        """Return one lane's part of an event."""
         samples, moves = self._open(event.segment, lane)
         row = event.row
         numbers, slots = samples.column("numbers", row), moves.column("slots", row)
@@ -329,13 +364,18 @@ class Schedule:
         )
 
     def columns(self, segment: int, lane: int) -> tuple[MappedLists, MappedLists]:
-        """A lane's samples and moves in a segment, which is there, as columns over all of its events. Raises ScheduleError."""
+        """Return a lane's samples and moves in a segment, as columns over all of its events.
+
+        Raises:
+            IndexError: If the segment does not exist.
+            ScheduleError: If the files do not match their manifests.
+        """
         if self.segment(segment) is None:
             raise IndexError(segment)
         return self._open(segment, lane)
 
     def arrivals(self, event: Event, lane: int) -> Arrivals:
-        """The rows that arrive in a lane before an event."""
+        """Return the rows that arrive in a lane before an event."""
         _, moves = self._open(event.segment, lane)
         table, ordinal, row_id, tag, slot, after = (moves.column(f"arrival_{name}", event.row) for name in _ARRIVAL_COLUMNS)
         if event.kind == "evaluate" and self._unused(lane):
@@ -343,7 +383,10 @@ class Schedule:
         return Arrivals(table, ordinal, row_id, tag, slot, after)
 
     def moves(self, segment: int, lane: int) -> MappedLists:
-        """The moves of a lane in a segment that is published, a row an event, without its samples. Nothing is kept mapped for a later call."""
+        """Return the moves of a lane in a published segment, one row for each event.
+
+        The samples are not read. The file is mapped anew by each call.
+        """
         manifest = self.segment(segment)
         assert manifest is not None
         entry = manifest.files[lane]["moves"]
@@ -352,11 +395,14 @@ class Schedule:
         return lists
 
     def _unused(self, lane: int) -> int:
-        """Slots of the header's that no row ever sat in, by which evaluation slots move down; 0 while that is not known."""
+        """Return how many of the header's slots no row ever sat in, 0 while that is not known.
+
+        Evaluation slots move down by this number.
+        """
         return self.header.slots[lane] - self.slots[lane]
 
     def entry(self, segment: int, lane: int) -> Occupants | None:
-        """Who sat in a lane's slots before a segment, or None where the segment has no entry state."""
+        """Return the rows in a lane's slots before a segment, or None if it has no entry state."""
         manifest = self.segment(segment)
         assert manifest is not None
         entry = manifest.files[lane].get("entry")
@@ -366,7 +412,10 @@ class Schedule:
         return Occupants(*(lists.column(name, 0) for name in _ENTRY_COLUMNS))
 
     def rows(self, batch_rows: int = 1 << 18) -> Iterator[dict[str, np.ndarray]]:
-        """The row table by (table, id), in batches: table int16, id int64, lane uint8, ordinal int64, tag int32."""
+        """Yield the row table by (table, id), in batches.
+
+        The columns are table int16, id int64, lane uint8, ordinal int64 and tag int32.
+        """
         entry = self.manifest["rows"]
         reader = pa.ipc.open_file(pa.py_buffer(map_file(self.path / ROW_TABLE, entry, "row table")))
         for k in range(reader.num_record_batches):
@@ -376,7 +425,10 @@ class Schedule:
                 yield {name: part.column(name).to_numpy() for name in part.schema.names}
 
     def rows_per_table(self) -> list[int]:
-        """How many rows of each table were ever trained. Looks at few places of the row table, so it does not check it."""
+        """Count the rows of each table that were ever trained.
+
+        This reads only a few places of the row table, so it does not verify the checksum.
+        """
         reader = pa.ipc.open_file(pa.memory_map(str(self.path / ROW_TABLE)))
         tables = np.arange(len(self.header.features.tables), dtype=np.int16)
         counts = np.zeros(len(tables), np.int64)
@@ -388,8 +440,15 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class FoundRows:
-    """Rows of one table that the row table has, k of those that were asked for: places int64 (among the ids asked for), lane uint8, ordinal int64,
-    id int64, tag int32, all [k]."""
+    """Those rows of one table that the row table has, k of the rows that were asked for.
+
+    Attributes:
+        places: int64 [k], the places of the rows among the ids that were asked for.
+        lane: uint8 [k].
+        ordinal: int64 [k].
+        id: int64 [k].
+        tag: int32 [k].
+    """
 
     places: np.ndarray
     lane: np.ndarray
@@ -399,24 +458,30 @@ class FoundRows:
 
 
 class RowIndex:
-    """A complete schedule's row table, mapped and checked once. Raises ScheduleError where it is damaged."""
+    """The row table of a complete schedule, mapped and checked once."""
 
     def __init__(self, schedule: Schedule) -> None:
-        no_bound = 1 << 62  # so that each batch of the file comes whole, as views on it
+        # Without a bound, each batch of the file is returned whole, as views on it.
+        """Map the row table. Raises ScheduleError if it is damaged."""
+        no_bound = 1 << 62
         self._batches = list(schedule.rows(no_bound))
 
     def find(self, table: int, ids: np.ndarray) -> FoundRows:
-        """Those of the rows with these ids (int64 [n], in any order) that were ever trained."""
+        """Return those rows with the given ids that were ever trained.
+
+        Args:
+            ids: int64 [n], in any order.
+        """
         parts = [self._in_batch(batch, table, ids) for batch in self._batches]
         columns = [np.concatenate([part[k] for part in parts]) if parts else np.empty(0, np.int64) for k in range(5)]
         return FoundRows(*columns)
 
     @staticmethod
     def _in_batch(batch: dict[str, np.ndarray], table: int, ids: np.ndarray) -> tuple[np.ndarray, ...]:
-        # Rows stand by (table, id): those of a table are a range, in which ids ascend.
+        # Rows are sorted by (table, id), so the rows of a table are a range in which ids ascend.
         first, last = np.searchsorted(batch["table"], (table, table + 1))
         table_ids = batch["id"][first:last]
-        nearest = np.searchsorted(table_ids, ids)  # where each id stands, if it does
+        nearest = np.searchsorted(table_ids, ids)  # the place of each id that is present
         places = np.flatnonzero(nearest < len(table_ids))
         places = places[table_ids[nearest[places]] == ids[places]]
         rows = first + nearest[places]

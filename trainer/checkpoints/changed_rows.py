@@ -80,7 +80,6 @@ def changed_between(schedule: Schedule, steps: Sequence[int]) -> Iterator[list[l
     """Yield what `changed_rows` returns for each pair of consecutive steps.
 
     Args:
-        schedule: The schedule.
         steps: Ascending. Nothing is yielded for the first one.
     """
     since = max(steps[0], schedule.header.first_step - 1)
@@ -102,7 +101,6 @@ class Plan:
     """The coming checkpoints of a complete schedule, for policy planned.
 
     Attributes:
-        schedule: The schedule.
         steps: The steps after which checkpoints are saved, ascending. The first is the next
             checkpoint's.
         row_bytes: Bytes of a row of each table.
@@ -147,7 +145,6 @@ def increment_sizes(schedule: Schedule, steps: Sequence[int], row_bytes: Sequenc
     """Return the sizes in bytes of checkpoints after `steps`, as `baseline_is_planned` takes them.
 
     Args:
-        schedule: The schedule.
         steps: Ascending, all within the schedule.
         row_bytes: Bytes of a row of each table.
 

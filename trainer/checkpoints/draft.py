@@ -87,7 +87,7 @@ def draft_name(owner: str) -> str:
     """Return a new name under which an object store gets the files of one draft.
 
     Args:
-        owner: What saves one checkpoint at a time: a run.
+        owner: Identifies the saver, normally a run's id. An owner saves one checkpoint at a time.
     """
     return f"{owner}-{os.urandom(8).hex()}"
 
@@ -175,7 +175,6 @@ class Draft:
         field: What named the folder, for messages.
 
     Attributes:
-        folder: The folder of checkpoints.
         path: The folder for the draft's files; several processes may write there.
 
     Raises:
@@ -244,11 +243,10 @@ class ObjectDraft:
         folder: The folder of checkpoints.
         field: What named the folder, for messages.
         step: The last step trained.
-        owner: What saves no other checkpoint at the same time. Its files without a manifest are
-            therefore left over, and are deleted first.
+        owner: Identifies the saver, normally a run's id. An owner saves one checkpoint at a time,
+            so its files without a manifest are left over, and are deleted first.
 
     Attributes:
-        folder: The folder of checkpoints.
         path: Where the draft's files go.
     """
 

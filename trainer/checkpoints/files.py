@@ -137,7 +137,6 @@ def bits_for_job(
         steps: Steps trained so far.
         seconds: The time that they took.
         steps_in_all: Steps of the whole job.
-        failures_a_day: The expected failures per day.
         happened: The restores so far, as for `bits_for`.
         least: The fewest bits to return.
     """
@@ -165,7 +164,6 @@ class RowFile(FileEntry):
     """A file of rows of one table in one lane.
 
     Attributes:
-        lane: The lane.
         table: The number of the table.
         first: The first ordinal in it.
         last: The last ordinal in it.

@@ -28,7 +28,6 @@ class Increment:
     """The plan for the next checkpoint: an increment of a base.
 
     Attributes:
-        base: The base.
         sizes: Of the increments since the last checkpoint with all rows, as `Contents.sizes`.
     """
 
@@ -187,7 +186,6 @@ def next_bits(
         run: The run's manifest.
         steps: Trained so far.
         seconds: The time that they took.
-        failures_a_day: The expected failures per day.
         least: The fewest bits that "auto" gives.
     """
     if bits != "auto":
@@ -204,7 +202,6 @@ def next_increment(
         own: The run's checkpoints, as `of_run` returns them.
         run: The run's manifest.
         step: The step of the next checkpoint.
-        policy: The policy.
         bits: Of a weight in the next checkpoint.
         plan: The coming checkpoints, this one first, for policy planned.
 
@@ -231,7 +228,6 @@ def increment_of(base: Checkpoint, usable: list[Checkpoint]) -> Increment:
     """Return the next increment of a base.
 
     Args:
-        base: The base.
         usable: The run's checkpoints that can be a base, by step. The last one with the same
             baseline gives the sizes so far.
     """
@@ -315,8 +311,6 @@ class Best:
 
     Attributes:
         run: The run's id.
-        metric: The metric's name.
-        value: Its value.
         step: The last step trained before the evaluation.
     """
 

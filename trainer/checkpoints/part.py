@@ -47,14 +47,13 @@ class PartWriter(threading.Thread):
         taken: The snapshot.
         layouts: Of the tables, in order.
         sink: Writes the files of rows.
-        since: The thread writes only rows that changed after this step, as `Snapshot.want` has it.
-        changed: Called for the masks of rows that changed, as `Snapshot.want` has them. If None,
-            all rows are written.
+        since: Only rows that changed after this step are written, as `Snapshot.want` has it.
+        changed: Called for the masks of these rows, as `Snapshot.want` takes them. None if all rows
+            are written.
         dense: Called for name and contents of the dense part's file. None unless the trainer leads.
         began: When the copy in memory was made, by time.monotonic().
 
     Attributes:
-        snapshot: The snapshot.
         result: The files that were written.
         failure: Why there is no result.
     """

@@ -76,7 +76,6 @@ def _same_rows(checkpoint: Checkpoint, schedule: Schedule, ordinals: np.ndarray)
     """Return whether every row has the id, and where known the tag, of its ordinal in a schedule.
 
     Args:
-        checkpoint: The checkpoint.
         schedule: A complete schedule.
         ordinals: See `table_rows`.
     """
@@ -139,7 +138,6 @@ def restored_manifest(
     """Return the manifest of a run that is made from a checkpoint.
 
     Args:
-        checkpoint: The checkpoint.
         job: The job of the new run.
         schedule: The schedule that the run goes on with.
         made: The manifest of a new run of the same job.
@@ -196,10 +194,7 @@ def restore_rows(
     The run's lanes have no rows there, or what an earlier attempt left.
 
     Args:
-        checkpoint: The checkpoint.
         store: Open on the run's servers.
-        placement: The run's placement.
-        namespace: The run's namespace.
         log: Where the batches are held. None without parity.
         ownership: The owner of all lanes.
         on_rows: Called with the number of rows just handed over.
@@ -230,7 +225,6 @@ def _ended(table: int, first: int, rows: CheckpointRows) -> EndedRows:
     Args:
         table: Of all rows.
         first: The ordinal of the first row; the others follow without gaps.
-        rows: The rows.
     """
     count = len(rows.id)
     tables, ordinals = np.full(count, table, np.int16), np.arange(first, first + count)

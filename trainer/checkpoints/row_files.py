@@ -94,7 +94,6 @@ def write_rows(
 
     Args:
         folder: The checkpoint's folder.
-        lane: The lane.
         layout: Of the table.
         ordinals: int64 [n], ascending, with n at least 1 and at most `rows_of_a_file`.
         rows: In the order of `ordinals`.
@@ -160,10 +159,8 @@ class RowSink:
         """Hold rows of a lane's table.
 
         Args:
-            lane: The lane.
             table: The number of the table.
             ordinals: int64 [n], in the order of the rows. No ordinal may come twice.
-            rows: The rows.
         """
         self._held.setdefault((lane, table), []).append((ordinals, rows))
         self.held_bytes += rows.value_bytes
@@ -172,7 +169,6 @@ class RowSink:
         """Write the rows held of a lane's table, sorted by ordinal, `rows_of_a_file` to a file.
 
         Args:
-            lane: The lane.
             table: The number of the table.
             only_full_files: If True, go on holding the last rows, which do not fill a file.
         """
@@ -229,7 +225,6 @@ def _parquet(
     Args:
         ordinals: As for `write_rows`. If None, they are first, first + 1, and so on.
         first: The first ordinal.
-        rows: The rows.
         layout: Of the table.
         bits: As for `write_rows`.
         known: As for `write_rows`.
@@ -380,7 +375,6 @@ class _Reading:
 
     Attributes:
         checkpoint: The checkpoint that has the file.
-        file: The file.
         rows: Its open rows. None before its first ordinal is reached, and after its last.
     """
 
@@ -431,8 +425,6 @@ def newest_rows(checkpoint: Checkpoint, lane: int, table: int, most: int = _ROWS
     is held as it is on the disk, and some 65,536 of its rows.
 
     Args:
-        checkpoint: The checkpoint.
-        lane: The lane.
         table: The number of the table.
         most: How many rows to yield at once, at most.
 

@@ -52,7 +52,6 @@ def rows_by_id(checkpoint: Checkpoint, tables: Collection[int] | None = None) ->
     rounded weights, a copy with all rows is made in a temporary folder (TMPDIR) first.
 
     Args:
-        checkpoint: The checkpoint.
         tables: Yield the rows of these tables only.
 
     Raises:
@@ -121,7 +120,6 @@ class SavedCheckpoint:
     """A checkpoint as a SavedModel. If its files are local, they were verified.
 
     Attributes:
-        checkpoint: The checkpoint.
         schedule_path: Where its schedule is now. If None, it is looked for where it was.
         accept_model: If True, the model may run with other code than it was trained with.
     """

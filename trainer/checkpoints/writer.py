@@ -35,7 +35,6 @@ def save(
     """Write a checkpoint of a stopped run into a folder of checkpoints, as `published` does.
 
     Args:
-        saved: The run.
         folder: The folder of checkpoints.
         on_rows: Called with the number of rows just looked at, and the number of all rows.
         bits: Of a weight; see `write_rows`.

@@ -118,7 +118,7 @@ class Plan:
             schedule: A complete schedule.
             step: The step of the next checkpoint.
             every: The interval in steps, counted from `step`.
-            layouts: Of the tables, in order.
+            layouts: The tables' layouts, in order.
             at_end: If True, plan another checkpoint after the schedule's last step.
         """
         end = schedule.header.end_step

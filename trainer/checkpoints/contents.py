@@ -31,9 +31,9 @@ FORMAT: Literal[1] = 1
 MANIFEST, DENSE = "checkpoint.json", "dense.safetensors"
 
 _ELSEWHERE: dict[str, Any] = {"store_urls": [], "local_stores": None}
-"""Where a run's rows are: fields of its manifest that a checkpoint does not keep.
+"""The fields of a run's manifest that locate its rows, which a checkpoint omits.
 
-The values stand in for the fields when the manifest is read.
+Reading a checkpoint's manifest fills in these values.
 """
 
 
@@ -75,8 +75,8 @@ class Contents:
         encoding: The identity of that schedule's encoding state. None if it has none.
         base: The base of an increment, which holds only the rows changed since. If None, the
             checkpoint has all rows.
-        sizes: Of the increments since the last checkpoint with all rows, this one last: the rows of
-            each as a fraction of all rows that existed then.
+        sizes: The sizes of the increments since the last checkpoint with all rows, this one last.
+            Each is the increment's rows as a fraction of all rows that existed then.
         inexact: How inexact a run is that has the rows as they are read from here, bases included.
             None if it is exact.
     """
@@ -115,7 +115,7 @@ class Contents:
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
-        """Every file except the manifest."""
+        """All files except the manifest."""
         return (*self.rows, self.dense)
 
     @property
@@ -160,7 +160,7 @@ class Contents:
             rows: The files of rows, in any order.
             dense: The file of the dense part.
             base: The base of an increment. If None, the files have all rows.
-            sizes: Of the increments before this one, as the field has them.
+            sizes: The sizes of the increments before this one, as in the field.
         """
         bits = min([file.bits for file in rows] + ([EXACT_BITS] if base is None else [base.bits]))
         inexact = run.inexact
@@ -220,8 +220,8 @@ class Checkpoint:
         folder, opened = place(path), None
         read = [(folder, *_contents(folder))]
         while (base := read[-1][1].base) is not None:
-            # The base lies beside the real folder of its increment, whatever link the caller came
-            # by.
+            # The base is next to the real folder of its increment, even if the caller's path is a
+            # link.
             folder = read[-1][0].resolve().parent / base.name
             opened = (known or {}).get(base.sha256)
             if opened is not None and opened.place.resolve() == folder:
@@ -260,11 +260,11 @@ class Checkpoint:
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
-        """Every file of its own except the manifest."""
+        """The checkpoint's own files, without the manifest."""
         return self.contents.files
 
     def at(self, file: FileEntry) -> AnyFolder:
-        """Return where one of its own files is.
+        """Return the location of one of its own files.
 
         Raises CheckpointError if a link leads that path out of the folder.
         """

@@ -67,7 +67,7 @@ def holding(folder: AnyFolder, what: str) -> Iterator[None]:
 
 
 def removed(path: AnyFolder) -> None:
-    """Delete a checkpoint; from the first change on, the folder is no checkpoint.
+    """Delete a checkpoint; from the first change on, it no longer is one.
 
     Raises OSError and CheckpointUnreachable.
     """
@@ -84,7 +84,7 @@ def removed(path: AnyFolder) -> None:
 
 
 def draft_name(owner: str) -> str:
-    """Return a new name under which an object store gets the files of one draft.
+    """Return a unique name for the files of one draft in an object store.
 
     Args:
         owner: Identifies the saver, normally a run's id. An owner saves one checkpoint at a time.
@@ -172,7 +172,7 @@ class Draft:
 
     Args:
         folder: The folder of checkpoints.
-        field: What named the folder, for messages.
+        field: The flag or field that named the folder, for messages.
 
     Attributes:
         path: The folder for the draft's files; several processes may write there.
@@ -235,13 +235,13 @@ class Draft:
 class ObjectDraft:
     """A draft in an object store, with the methods of `Draft`.
 
-    Its files are put where they stay, under a name of their own; the manifest's arrival makes a
-    checkpoint of them. Nothing locks the folder: if another process publishes a checkpoint of the
-    same step meanwhile, this one replaces it.
+    Its files go to their final place, under a unique name. The arrival of the manifest turns them
+    into a checkpoint. There is no lock: if another process publishes a checkpoint of the same step
+    meanwhile, this one replaces it.
 
     Args:
         folder: The folder of checkpoints.
-        field: What named the folder, for messages.
+        field: The flag or field that named the folder, for messages.
         step: The last step trained.
         owner: Identifies the saver, normally a run's id. An owner saves one checkpoint at a time,
             so its files without a manifest are left over, and are deleted first.
@@ -304,7 +304,7 @@ class ObjectDraft:
         try:
             contents.write(self._place)
         except CheckpointUnreachable as error:
-            # Only the answer may have been lost: see whether the manifest is there.
+            # Only the answer may have been lost: check whether the manifest exists.
             try:
                 if Checkpoint.open(self._place).contents.dense.name == contents.dense.name:
                     return
@@ -340,7 +340,7 @@ def draft(folder: AnyFolder, field: str, step: int, owner: str) -> AnyDraft:
 
     Args:
         folder: The folder of checkpoints, local or in an object store.
-        field: What named the folder, for messages.
+        field: The flag or field that named the folder, for messages.
         step: The last step trained.
         owner: As for an ObjectDraft.
     """
@@ -356,7 +356,7 @@ def published(
 
     Args:
         folder: The folder of checkpoints.
-        field: What named the folder, for messages.
+        field: The flag or field that named the folder, for messages.
         step: The last step trained.
         write: Called with a folder, into which it puts all files but the manifest. Returns the
             manifest.

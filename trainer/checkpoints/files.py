@@ -151,7 +151,7 @@ class FileEntry:
     Attributes:
         name: Relative to the checkpoint's folder.
         bytes: Its size.
-        sha256: Of its bytes.
+        sha256: SHA-256 of its bytes.
     """
 
     name: RelativePath
@@ -168,7 +168,7 @@ class RowFile(FileEntry):
         first: The first ordinal in it.
         last: The last ordinal in it.
         rows: How many rows it has: all ordinals from `first` to `last`, or some of them.
-        bits: Of a weight.
+        bits: Bits per weight.
     """
 
     lane: Count

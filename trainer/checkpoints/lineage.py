@@ -28,7 +28,8 @@ class Increment:
     """The plan for the next checkpoint: an increment of a base.
 
     Attributes:
-        sizes: Of the increments since the last checkpoint with all rows, as `Contents.sizes`.
+        sizes: The sizes of the increments since the last checkpoint with all rows, as in
+            `Contents.sizes`.
     """
 
     base: Checkpoint
@@ -76,7 +77,7 @@ def newest_of_run(folder: AnyFolder, run: Manifest, after: int = -1) -> Checkpoi
     Args:
         folder: The folder of checkpoints.
         run: The run's manifest.
-        after: The step behind which a checkpoint is wanted.
+        after: Return only a checkpoint of a later step.
 
     Returns:
         The checkpoint, or None if there is none of a later step than `after`.
@@ -100,8 +101,8 @@ def newest_of_run(folder: AnyFolder, run: Manifest, after: int = -1) -> Checkpoi
 def named_or_newest(path: str) -> Checkpoint:
     """Return the checkpoint in a folder, or the newest usable one in a folder of checkpoints.
 
-    Usable is one that can be opened and has its files. The newest one's name, and why newer ones
-    were skipped, are reported on stderr.
+    A checkpoint is usable if it can be opened and its files exist. For a folder of checkpoints, the
+    function reports on stderr which one it chose, and why it skipped newer ones.
 
     Raises:
         CheckpointError: The folder is neither a checkpoint nor has a usable one.
@@ -160,7 +161,7 @@ def why_no_base(base: Checkpoint, run: Manifest, step: int, bits: int) -> str:
         base: The checkpoint.
         run: The manifest of the run that saves the next one.
         step: The step of the next one.
-        bits: Of a weight in the next one.
+        bits: Bits per weight in the next one.
     """
     contents = base.contents
     if contents.run.run_id != run.run_id:
@@ -168,7 +169,7 @@ def why_no_base(base: Checkpoint, run: Manifest, step: int, bits: int) -> str:
     if contents.step >= step:
         return f"is of step {contents.step}, and must be of one before {step}"
     if contents.run.inexact != run.inexact:
-        # The run has gone on from a rounded checkpoint since. It trained the steps behind that
+        # The run has gone on from a rounded checkpoint since. It trained the steps after that
         # again, so this checkpoint's rows may not be the run's.
         return "was saved before the run went on from a rounded checkpoint"
     if base.bits < bits:
@@ -202,7 +203,7 @@ def next_increment(
         own: The run's checkpoints, as `of_run` returns them.
         run: The run's manifest.
         step: The step of the next checkpoint.
-        bits: Of a weight in the next checkpoint.
+        bits: Bits per weight in the next checkpoint.
         plan: The coming checkpoints, this one first, for policy planned.
 
     Raises:
@@ -296,7 +297,7 @@ def _deleting(folder: AnyFolder, what: str) -> Iterator[None]:
 
 
 def check_there(path: AnyFolder) -> None:
-    """Raise CheckpointError if a folder is no checkpoint; a damaged one is one."""
+    """Raise CheckpointError if a folder is not a checkpoint; a damaged checkpoint passes."""
     if not (path / MANIFEST).is_file():
         # This raises the error that the folder is no checkpoint.
         Checkpoint.open(path)

@@ -1,6 +1,6 @@
 """One trainer's part of a checkpoint saved during training: the rows of its lanes, into files.
 
-A thread of its own writes them.
+A separate thread writes them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PartWriter(threading.Thread):
 
     Args:
         taken: The snapshot.
-        layouts: Of the tables, in order.
+        layouts: The tables' layouts, in order.
         sink: Writes the files of rows.
         since: Only rows that changed after this step are written, as `Snapshot.want` has it.
         changed: Called for the masks of these rows, as `Snapshot.want` takes them. None if all rows
@@ -98,7 +98,7 @@ class PartWriter(threading.Thread):
         except MemoryError:
             self.failure = "there is not enough memory for it"
         finally:
-            # Nobody else reads the snapshot: the traffic is to take no more rows for it.
+            # Nothing else reads the snapshot, so the traffic must stop taking rows for it.
             if self.failure is not None:
                 self.snapshot.abandon(self.failure)
 

@@ -54,7 +54,7 @@ class QuantisedRows:
     """Rows of weights in few bits: weight = bias + scale * code.
 
     Attributes:
-        bits: Of a weight.
+        bits: Bits per weight.
         codes: uint8 [n, ceil(W * bits / 8)]. Weight j has the bits of its row from j * bits on, the
             lowest first.
         scale: float32 [n, parts].
@@ -89,7 +89,7 @@ def encode(weights: np.ndarray, parts: Sequence[int], bits: int) -> QuantisedRow
     Args:
         weights: float32 [n, W].
         parts: The columns of each part of a row; they add up to W.
-        bits: Of a weight: 8, 4, 3 or 2.
+        bits: Bits per weight: 8, 4, 3 or 2.
 
     Raises:
         ValueError: Other bits, or weights with another number of columns.

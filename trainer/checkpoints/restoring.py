@@ -35,9 +35,9 @@ from foreload.trainer.saved.owned_at_rest import owned_lanes
 def on_other_slots(checkpoint: Checkpoint, schedule: Schedule) -> Manifest:
     """Return the manifest of a checkpoint's run, with the last schedule replaced by this one.
 
-    That is done where the two schedules differ in slots alone; otherwise the manifest is returned
-    as it was. The comparison then reads all rows of the checkpoint and takes 12 bytes of memory per
-    row of the largest table.
+    It is replaced if the two schedules differ in slots alone; otherwise the manifest is returned
+    unchanged. If they differ so, the call reads all rows of the checkpoint, and takes 12 bytes of
+    memory per row of the largest table.
 
     Raises:
         CheckpointError: The schedule is not complete, or the checkpoint's rows are not those of
@@ -144,7 +144,7 @@ def restored_manifest(
         goes_on: If False, the run may also stay stopped at the end of the schedule.
 
     Raises:
-        RunError: A run that had stopped where the checkpoint is could not go on like this.
+        RunError: A run that had stopped at the checkpoint's step could not go on like this.
         CheckpointError: The rows are not those of the schedule.
         ScheduleError: The schedule cannot be read.
     """
@@ -223,7 +223,7 @@ def _ended(table: int, first: int, rows: CheckpointRows) -> EndedRows:
     """Return rows as if their residencies had ended and the store had never had them.
 
     Args:
-        table: Of all rows.
+        table: The table of all rows.
         first: The ordinal of the first row; the others follow without gaps.
     """
     count = len(rows.id)
@@ -235,7 +235,7 @@ def _ended(table: int, first: int, rows: CheckpointRows) -> EndedRows:
 
 
 def restore_dense(checkpoint: Checkpoint, path: Path) -> None:
-    """Put the dense part of a checkpoint where a run has its own.
+    """Write the dense part of a checkpoint to the file of a run's dense part.
 
     Raises CheckpointError and RunError.
     """

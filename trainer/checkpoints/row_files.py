@@ -94,10 +94,10 @@ def write_rows(
 
     Args:
         folder: The checkpoint's folder.
-        layout: Of the table.
+        layout: The table's layout.
         ordinals: int64 [n], ascending, with n at least 1 and at most `rows_of_a_file`.
         rows: In the order of `ordinals`.
-        bits: Of a weight: 32 (exact), 8, 4, 3 or 2.
+        bits: Bits per weight: 32 (exact), 8, 4, 3 or 2.
         known: The base has the ids of ordinals below this, so the file leaves them out.
 
     Returns:
@@ -146,8 +146,8 @@ class RowSink:
 
         Args:
             folder: Where the files go.
-            layouts: Of the tables, in order.
-            bits: Of a weight, as for `write_rows`.
+            layouts: The tables' layouts, in order.
+            bits: Bits per weight, as for `write_rows`.
             known: For an increment, how many ordinals its base has, by lane and table.
             on_file: Called with each file after it is written.
         """
@@ -225,7 +225,7 @@ def _parquet(
     Args:
         ordinals: As for `write_rows`. If None, they are first, first + 1, and so on.
         first: The first ordinal.
-        layout: Of the table.
+        layout: The table's layout.
         bits: As for `write_rows`.
         known: As for `write_rows`.
     """
@@ -400,7 +400,7 @@ class _Reading:
 
     def put(self, first: int, end: int, out: CheckpointRows) -> None:
         """Put the file's rows with ordinals first .. end - 1 into `out`, at ordinal - first."""
-        # Drop the rows of a file that is through, so that one file of a checkpoint is held at a
+        # Drop a file's rows once all are read, so that one file of each checkpoint is held at a
         # time.
         if self.file.last < first or self.file.first >= end:
             self.rows = None
@@ -490,9 +490,9 @@ def _write(checkpoint: Checkpoint, folder: AnyFolder, on_rows: Callable[[int], o
 
 
 def whole_copy(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
-    """Write a copy with all rows, exact, of which every file can be mapped, into a folder.
+    """Write a copy of a checkpoint that has all rows and can be mapped into a folder.
 
-    The copy has no manifest on the disk, so that nobody opens it. Raises CheckpointError and
+    The copy has no manifest on the disk, so that nothing opens it. Raises CheckpointError and
     OSError.
     """
     contents = _write(checkpoint, folder, lambda count: None)

@@ -48,8 +48,8 @@ def dense_of(checkpoint: Checkpoint) -> tuple[dict[str, np.ndarray], dict[str, n
 def rows_by_id(checkpoint: Checkpoint, tables: Collection[int] | None = None) -> Iterator[ModelRows]:
     """Yield every row of a checkpoint whose files were verified, by (table, id).
 
-    For the rows of one table, 16 bytes each are held; the rest is mapped. For an increment, and for
-    rounded weights, a copy with all rows is made in a temporary folder (TMPDIR) first.
+    The call holds 16 bytes per row of one table; everything else is mapped. An increment, and a
+    checkpoint with rounded weights, is first copied with all rows into a temporary folder (TMPDIR).
 
     Args:
         tables: Yield the rows of these tables only.
@@ -120,7 +120,7 @@ class SavedCheckpoint:
     """A checkpoint as a SavedModel. If its files are local, they were verified.
 
     Attributes:
-        schedule_path: Where its schedule is now. If None, it is looked for where it was.
+        schedule_path: The present location of its schedule. If None, the former location is tried.
         accept_model: If True, the model may run with other code than it was trained with.
     """
 
@@ -130,7 +130,7 @@ class SavedCheckpoint:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name that messages use."""
         return f"checkpoint {self.checkpoint.place}"
 
     @property
@@ -168,8 +168,8 @@ class SavedCheckpoint:
     def schedule(self) -> Schedule:
         """See SavedModel.
 
-        This is the schedule that was named, or the one where it was, or what the run keeps of it if
-        the checkpoint lies in the run's folder.
+        If `schedule_path` is given, the schedule must be there. If not, it is looked for where it
+        was and, if the checkpoint is in its run's folder, in what the run keeps.
         """
         if self.schedule_path is not None:
             return check_fitting(self, Schedule(self.schedule_path))

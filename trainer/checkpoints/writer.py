@@ -37,7 +37,7 @@ def save(
     Args:
         folder: The folder of checkpoints.
         on_rows: Called with the number of rows just looked at, and the number of all rows.
-        bits: Of a weight; see `write_rows`.
+        bits: Bits per weight; see `write_rows`.
         increment: Which increment to write. If None, the checkpoint has all rows.
 
     Raises:

@@ -82,7 +82,7 @@ class ServersAtRest:
     At the end, `of_the_stop` and `changed` decide whether local servers save their rows.
 
     Attributes:
-        urls: By number, with passwords.
+        urls: The servers' URLs by number, with passwords.
         local: The run's own servers. None if it has none.
         of_the_stop: Whether the rows on the local servers are known to be those of the last clean
             stop.
@@ -149,7 +149,7 @@ def opened_rows(
 
     Args:
         status: The run's status.
-        urls: Of the servers by number, with passwords.
+        urls: The servers' URLs by number, with passwords.
         silence: How long a server may be silent.
         spared: How many shards may be lost.
         own: Raises RunError unless the run's folder may do with the rows what the command does. If

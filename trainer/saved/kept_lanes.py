@@ -150,9 +150,9 @@ def write_kept_lanes(run: Path, why: str, manifest: Manifest, status: Status, fi
     Args:
         run: The run's folder.
         why: The reason why training ended.
-        manifest: Of the run once the rows are on the store.
-        status: Of the run once the rows are on the store.
-        files: Of each lane, in order.
+        manifest: The run's manifest once the rows are on the store.
+        status: The run's status once the rows are on the store.
+        files: One file per lane, in order.
     """
     dense = KeptFile(DENSE, _sha256(folder_of(run) / DENSE))
     write_sealed(run / KEPT_LANES, KeptLanes(why, manifest, status, dense, tuple(files)), durable=True)

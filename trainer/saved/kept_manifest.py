@@ -14,7 +14,7 @@ class KeptFile:
 
     Attributes:
         name: In the folder of `lanes.json`.
-        sha256: Of its bytes.
+        sha256: SHA-256 of its bytes.
     """
 
     name: Name
@@ -27,10 +27,10 @@ class KeptLanes:
 
     Attributes:
         why: The reason why training ended.
-        manifest: Of the run once the rows are on the store.
-        status: Of the run once the rows are on the store.
+        manifest: The run's manifest once the rows are on the store.
+        status: The run's status once the rows are on the store.
         dense: The file of the dense part.
-        files: Of each lane, in order.
+        files: One file per lane, in order.
     """
 
     why: str

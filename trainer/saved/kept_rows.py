@@ -43,7 +43,7 @@ def put_kept_back(run: Run, job: TrainJob, schedule: Schedule) -> Status | None:
     Raises:
         RunError: The kept files are damaged, or the run's folder does not own the rows on the
             servers.
-        CacheError: A server does not do what it is asked.
+        CacheError: A server fails.
     """
     kept = kept_lanes(run.path)
     if kept is None:
@@ -70,7 +70,7 @@ def put_back(run: Run, job: TrainJob, schedule: Schedule, kept: KeptLanes, urls:
         job: The job that goes on with it.
         schedule: The schedule that it was trained on last.
         kept: What the run keeps.
-        urls: Of the servers, by number, with passwords.
+        urls: The servers' URLs by number, with passwords.
     """
     # Check the dense part first: nothing on the servers changes if it is damaged.
     manifest, placement = kept.manifest, run.placement

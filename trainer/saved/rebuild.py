@@ -40,7 +40,7 @@ def rebuild_at_end(run: Run, job: TrainJob, schedule: Schedule, events: EventLog
 
     Raises:
         RunError: There is no server for a shard.
-        CacheError: A server does not do what it is asked.
+        CacheError: A server fails.
     """
     manifest, status = run.manifest, run.saved_status()
     why = why_at_end(manifest, status.state, status.step, job, schedule)

@@ -49,7 +49,7 @@ class SavedModel(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages call the run or the checkpoint."""
+        """The name that messages use."""
 
     @property
     def step(self) -> int:

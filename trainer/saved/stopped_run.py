@@ -84,7 +84,7 @@ class StoppedRun:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name that messages use."""
         return f"run {self.run.path}"
 
     @property
@@ -172,7 +172,7 @@ def open_stopped(
 
     Raises:
         RunError: The run has never stopped cleanly, is in use, or its folder may not use the rows.
-        CacheError: A server does not do what it is asked.
+        CacheError: A server fails.
     """
     run = Run.open(path)
     with contextlib.ExitStack() as stack:

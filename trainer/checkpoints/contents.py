@@ -151,16 +151,16 @@ class Contents:
 
         Args:
             run: The run's manifest.
-            features: As the field.
-            encoding: As the field.
+            features: As the attribute.
+            encoding: As the attribute.
             step: The last step trained.
-            totals: As the field.
+            totals: As the attribute.
             tables: The tables' layouts, in order.
             ordinals: int64 [lanes, tables].
             rows: The files of rows, in any order.
             dense: The file of the dense part.
             base: The base of an increment. If None, the files have all rows.
-            sizes: The sizes of the increments before this one, as in the field.
+            sizes: The sizes of the increments before this one, as the attribute.
         """
         bits = min([file.bits for file in rows] + ([EXACT_BITS] if base is None else [base.bits]))
         inexact = run.inexact

@@ -22,7 +22,7 @@ from foreload.trainer.checkpoints.quantisation import encode
 from foreload.trainer.checkpoints.row_files import CheckpointRows, RowSink, write_file
 
 BUFFER_BYTES = 1 << 26
-"""How many bytes of rows may wait for a file; beyond that, the largest share is written."""
+"""How many bytes of rows may wait for a file; beyond that, the largest table's are written."""
 
 NICENESS = 10  # of the thread
 

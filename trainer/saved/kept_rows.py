@@ -1,4 +1,4 @@
-"""Write the rows that a run keeps (`kept_lanes`) to the store, which makes it a clean stop."""
+"""Write a run's kept rows (`kept_lanes`) to the store; the run has then stopped cleanly."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The rows that a run has on servers by URL: whether its folder owns them, and their deletion.
 
 A run's folder can be copied, and then two folders have one run id. The folder that owns the rows
-has the servers' term, and is the one that the run's key on the servers names (docs/protocol.md,
-Whose rows they are). The rows of local stores are in the run's folder, which owns them.
+has the servers' term, and the run's key on the servers names it. The rules are part of the protocol
+(docs/protocol.md, Whose rows they are). The rows of local stores are in the run's folder, which
+owns them.
 """
 
 from __future__ import annotations

@@ -185,8 +185,7 @@ def open_stopped(
             raise RunError(f"run {path}: was broken off and never stopped cleanly, so it has no dense part; --resume {then}")
         servers = stack.enter_context(servers_at_rest(run, status, store))
         spared, silence = run.placement.r, manifest.training_job.store_silence
-        # Without parity, no server may be missing. Wait for all of them, and report which is waited
-        # for.
+        # Without parity, no server may be missing, so wait for all of them.
         if not spared and servers.local is None:
             reach([url for url in servers.urls if url], silence)
         opened = stack.enter_context(opened_rows(run, status, servers.urls, silence, spared, own))

@@ -233,7 +233,7 @@ def _ends(row, least, spread, bits, low, scale_of, reckoned, unit, errors, best,
 
 @nb.njit(nogil=True, cache=True)
 def _try_all(unit, reckoned, levels, errors):  # type: ignore[no-untyped-def]
-    """Compute the squared error of every pair of ends, in units of its scale squared.
+    """Put the squared error of every pair of ends, in units of its scale squared, into `errors`.
 
     The inner loop runs over the pairs. They do not depend on each other, so it runs in vector
     lanes, and the sums have the order of the columns on any processor.

@@ -90,7 +90,8 @@ def write_rows(
 
     Several processes and threads may write to one folder, in any order and with gaps. A file is
     named by lane, table and first ordinal, so the only rule is that no ordinal of a lane and table
-    comes twice. Nobody reads a file before a manifest names it. Raises OSError.
+    comes twice. Nobody reads a file before a manifest names it. Raises OSError and
+    CheckpointUnreachable.
 
     Args:
         folder: The checkpoint's folder.

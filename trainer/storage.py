@@ -1,6 +1,7 @@
-"""Where checkpoints lie: in a local folder, or under a URL in an object store (docs/checkpoints.md, Object stores); both are asked alike.
+"""Where checkpoints lie: a local folder, or a URL in an object store. Callers use both alike.
 
-In an object store nothing can be renamed and nothing locked, but an object is there whole, or not at all.
+In an object store nothing can be renamed or locked, but an object exists as a whole, or not at all
+(docs/checkpoints.md, Object stores).
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ from foreload.cache.client.url import hidden
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
 
 CONNECT_SECONDS, REQUEST_SECONDS, ATTEMPTS = 5.0, 15.0, 4
-"""How long a connection may take to be made, and a request may be without a sign, and how often it is made, unless the URL says otherwise."""
+"""Defaults for an object store, which the URL can change.
 
-_CHUNK_BYTES = 1 << 24  # that are asked for at once
+They are the time to make a connection, the time that a request may go without a sign of progress,
+and the number of attempts.
+"""
+
+_CHUNK_BYTES = 1 << 24  # read from an object store at once
 _NUMBERS = ("connect_timeout", "request_timeout", "max_attempts")
 _OPTIONS = {
     "s3": ("region", "endpoint_override", "scheme", "tls_ca_file_path", *_NUMBERS),
@@ -40,9 +45,15 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class ObjectPath:
-    """A place in an object store, with the methods of pathlib.Path that checkpoints need. key: BUCKET/NAME; query: the URL's, "" or from its ? on.
+    """A place in an object store, with the methods of pathlib.Path that checkpoints need.
 
-    str() is the URL. Whatever is asked of the store raises CheckpointUnreachable where it does not do that, after some attempts.
+    str() is its URL. Every method that asks the store raises CheckpointUnreachable if the store
+    does not do what it is asked, after several attempts.
+
+    Attributes:
+        scheme: "s3" or "gs".
+        key: BUCKET/NAME.
+        query: The query of the URL from its "?" on, or "".
     """
 
     scheme: str
@@ -57,36 +68,40 @@ class ObjectPath:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last part of the key."""
         return self.key.rpartition("/")[2]
 
     @property
     def parent(self) -> ObjectPath:
-        """What it lies in."""
+        """The place that it lies in."""
         return replace(self, key=self.key.rpartition("/")[0])
 
     def absolute(self) -> ObjectPath:
-        """Itself."""
+        """Return the place itself."""
         return self
 
     def resolve(self) -> ObjectPath:
-        """Itself: there are no links."""
+        """Return the place itself: an object store has no links."""
         return self
 
     def is_relative_to(self, _: Path) -> bool:
-        """It is in no local folder."""
+        """Return False: it is in no local folder."""
         return False
 
     def is_file(self) -> bool:
-        """Whether there is an object of this name."""
+        """Return whether an object of this name exists."""
         return bool(self._ask("looked for", lambda files: files.get_file_info([self.key])[0].is_file))
 
     def iterdir(self) -> Iterator[ObjectPath]:
-        """What lies directly in it."""
+        """Yield the places that lie directly in it."""
         yield from (self / name for name in sorted({name.partition("/")[0] for name in self._listed(recursive=False)}))
 
     def objects(self) -> dict[str, tuple[int, datetime]]:
-        """Size, and when it was put there, of every object in it, by name from here on; "" of it."""
+        """Return size and time of every object in it, by its name relative to this place.
+
+        The time is that at which the object was put. The name of an object at this place itself is
+        "".
+        """
         return {name: (info.size, info.mtime) for name, info in self._listed(recursive=True).items() if info.is_file}
 
     def _listed(self, recursive: bool) -> dict[str, Any]:
@@ -99,21 +114,24 @@ class ObjectPath:
         return {info.path.removeprefix(f"{self.key}/"): info for info in infos}
 
     def chunks(self) -> Iterator[bytes]:
-        """What it holds. Raises FileNotFoundError, also where there is something below it."""
+        """Yield the bytes of the object, piece by piece.
+
+        Raises FileNotFoundError if there is no object, even if objects exist below this name.
+        """
         source = self._ask("read", lambda files: files.open_input_file(self.key))
         while chunk := self._ask("read", lambda _: source.read(_CHUNK_BYTES)):
             yield chunk
 
     def read_bytes(self) -> bytes:
-        """What it holds. Raises FileNotFoundError."""
+        """Return the bytes of the object. Raises FileNotFoundError."""
         return b"".join(self.chunks())
 
     def read_text(self, encoding: str) -> str:
-        """What it holds. Raises FileNotFoundError."""
+        """Return the text of the object. Raises FileNotFoundError."""
         return self.read_bytes().decode(encoding)
 
     def write_bytes(self, data: Any) -> None:
-        """Put an object there, whole, or not at all."""
+        """Put an object there: the whole object, or nothing."""
 
         def write(files: Any) -> None:
             with files.open_output_stream(self.key) as target:
@@ -122,11 +140,11 @@ class ObjectPath:
         self._ask("written", write)
 
     def unlink(self) -> None:
-        """Delete an object, if there is one."""
+        """Delete the object, if it exists."""
         self._delete(lambda files: files.delete_file(self.key))
 
     def remove(self) -> None:
-        """Delete everything in it, if there is something."""
+        """Delete everything in it."""
         self._delete(lambda files: files.delete_dir(self.key))
 
     def _delete(self, how: Callable[[Any], Any]) -> None:
@@ -134,7 +152,12 @@ class ObjectPath:
             self._ask("deleted", how)
 
     def _ask(self, doing: str, how: Callable[[Any], Answer]) -> Answer:
-        """What the store answers. Raises FileNotFoundError and CheckpointUnreachable."""
+        """Return what the store answers. Raises FileNotFoundError and CheckpointUnreachable.
+
+        Args:
+            doing: What is done to the object, for the message.
+            how: Called with pyarrow's file system.
+        """
         import pyarrow as pa
 
         try:
@@ -152,7 +175,10 @@ AnyFolder = Path | ObjectPath
 
 
 def place(named: str | AnyFolder) -> AnyFolder:
-    """The place that a path, or a URL, names. Raises CheckpointError, nothing secret in it."""
+    """Return the place that a path or a URL names.
+
+    Raises CheckpointError, whose message has nothing secret in it.
+    """
     if not isinstance(named, str):
         return named
     if "://" not in named:
@@ -188,7 +214,7 @@ def _refused(named: str, why: str) -> CheckpointError:
 
 
 def _options(named: str, scheme: str, query: str) -> dict[str, str]:
-    """The options of a URL's query. Raises CheckpointError."""
+    """Return the options of a URL's query. Raises CheckpointError."""
     options = dict(parse_qsl(query, keep_blank_values=True))
     for name, value in options.items():
         if name not in _OPTIONS[scheme]:
@@ -200,7 +226,15 @@ def _options(named: str, scheme: str, query: str) -> dict[str, str]:
 
 @lru_cache
 def _files(process: int, scheme: str, bucket: str, query: str) -> Any:
-    """pyarrow's file system of a bucket. process: this one, since what a fork inherits of one cannot be used. Raises OSError."""
+    """Return pyarrow's file system for a bucket. Raises OSError.
+
+    Args:
+        process: The id of this process. It is part of the cache's key, since a forked process
+            cannot use the file system that it inherits.
+        scheme: "s3" or "gs".
+        bucket: The bucket.
+        query: As for `ObjectPath`.
+    """
     import pyarrow.fs as fs
 
     given = _options("", scheme, query.removeprefix("?"))
@@ -222,29 +256,35 @@ def _files(process: int, scheme: str, bucket: str, query: str) -> Any:
         "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=int(given.get("max_attempts", ATTEMPTS))),
     }
     try:
-        # A small object is one request then, instead of three.
+        # With a delayed open, a small object takes one request instead of three.
         made = fs.S3FileSystem(allow_delayed_open=True, **settings)
-    except TypeError:  # of an older pyarrow
+    # An older pyarrow does not know that option.
+    except TypeError:
         made = fs.S3FileSystem(**settings)
     if process not in _asking:
         _asking.clear()
         _asking.append(process)
-        # Called before pyarrow's own, which waits for requests under way.
+        # This runs before pyarrow's own exit handler, which waits for requests under way.
         atexit.register(_leave)
     return made
 
 
-_asking: list[int] = []  # the process that asks object stores, if it does
-_under_way: set[object] = set()  # requests
+# The id of this process, once it has asked an object store for something.
+_asking: list[int] = []
+# A token for each request under way.
+_under_way: set[object] = set()
 
 
 def is_asking() -> bool:
-    """Whether this process has asked an object store for something: its library has threads since then."""
+    """Return whether this process has asked an object store for something.
+
+    From then on, the library of the object store has threads in it.
+    """
     return os.getpid() in _asking
 
 
 def _leave() -> None:
-    """End at once where a request is under way, for which nobody waits any more."""
+    """End the process at once if a request is under way, since nobody waits for it now."""
     if _under_way and is_asking():
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
@@ -253,7 +293,10 @@ def _leave() -> None:
 
 
 def _waited_for(ask: Callable[[], Answer]) -> Answer:
-    """What is answered; a signal ends waiting for it, in the main thread."""
+    """Return what `ask` returns, or raise what it raises.
+
+    In the main thread, a signal ends the wait.
+    """
     answers: list[Answer] = []
     errors: list[BaseException] = []
     token = object()
@@ -267,6 +310,8 @@ def _waited_for(ask: Callable[[], Answer]) -> Answer:
             _under_way.discard(token)
 
     _under_way.add(token)
+    # Python handles signals in the main thread only, and not before a call into the library
+    # returns. So another thread makes the call, and the main thread waits for that thread.
     if threading.current_thread() is threading.main_thread():
         done = threading.Thread(target=run, name="object store", daemon=True)
         done.start()
@@ -279,7 +324,7 @@ def _waited_for(ask: Callable[[], Answer]) -> Answer:
 
 
 def chunks(path: AnyFolder) -> Iterator[bytes]:
-    """What a file holds, piece by piece. Raises OSError and CheckpointUnreachable."""
+    """Yield the bytes of a file, piece by piece. Raises OSError and CheckpointUnreachable."""
     if isinstance(path, ObjectPath):
         yield from path.chunks()
         return
@@ -289,7 +334,10 @@ def chunks(path: AnyFolder) -> Iterator[bytes]:
 
 
 def holds(folder: AnyFolder, sizes: Mapping[str, int]) -> bool:
-    """Whether files of these names are in a folder, with these sizes; they are not read. Raises CheckpointUnreachable."""
+    """Return whether files of these names and sizes are in a folder, without reading them.
+
+    Raises CheckpointUnreachable.
+    """
     if isinstance(folder, ObjectPath):
         there = folder.objects()
         return all(name in there and there[name][0] == size for name, size in sizes.items())
@@ -300,7 +348,10 @@ def holds(folder: AnyFolder, sizes: Mapping[str, int]) -> bool:
 
 
 def write_whole(path: AnyFolder, data: bytes) -> None:
-    """Write a file, on the disk on return, whole, or not at all. Raises OSError and CheckpointUnreachable."""
+    """Write a file completely or not at all; on return it is durable.
+
+    Raises OSError and CheckpointUnreachable.
+    """
     if isinstance(path, ObjectPath):
         path.write_bytes(data)
     else:
@@ -308,7 +359,10 @@ def write_whole(path: AnyFolder, data: bytes) -> None:
 
 
 def write_new(path: AnyFolder, data: Any) -> None:
-    """Write a file that nobody reads yet, on the disk on return. Raises OSError and CheckpointUnreachable."""
+    """Write a file that nobody reads yet; on return it is durable.
+
+    Raises OSError and CheckpointUnreachable.
+    """
     if isinstance(path, ObjectPath):
         path.write_bytes(data)
         return

@@ -1,1 +1,1 @@
-"""Checkpoints: all of a run after a step, in a folder of its own, and runs made of that (docs/checkpoints.md)."""
+"""Checkpoints save all of a run after a step; new runs start from them (docs/checkpoints.md)."""

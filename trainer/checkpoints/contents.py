@@ -1,6 +1,7 @@
-"""A checkpoint on disk (docs/checkpoints.md, The format): its manifest, and what can be asked of it.
+"""The manifest of a checkpoint on disk (docs/checkpoints.md, The format), and queries on it.
 
-Knows no torch, since `train` reads its settings from a checkpoint before it imports torch.
+This module does not import torch: `train` reads its settings from a checkpoint before it imports
+torch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ FORMAT: Literal[1] = 1
 MANIFEST, DENSE = "checkpoint.json", "dense.safetensors"
 
 _ELSEWHERE: dict[str, Any] = {"store_urls": [], "local_stores": None}
-"""What a run's manifest says of where its rows are, which a checkpoint does not keep; and what is read in its place."""
+"""The fields of a run's manifest that locate its rows, which a checkpoint omits.
+
+Reading a checkpoint's manifest fills in these values.
+"""
 
 
 def _run_stored(run: Manifest) -> dict[str, Any]:
@@ -43,7 +47,12 @@ def _run_of(stored: dict[str, Any]) -> Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The checkpoint that another is an increment of: its folder, beside the other's, and the SHA-256 of its manifest."""
+    """The checkpoint that an increment builds on.
+
+    Attributes:
+        name: Its folder, which lies beside the increment's.
+        sha256: The SHA-256 of its manifest.
+    """
 
     name: Name
     sha256: str
@@ -51,12 +60,25 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint's manifest says. step, state, totals: of the run's status; run: its manifest; tables: in order; ordinals: per lane and table,
-    how many there are; rows: its files of rows, of each lane and table by ordinal; dense: the dense part with its optimizer. features,
-    encoding: those of the header of its last schedule (the identity of the encoding state, None without one).
+    """What a checkpoint's manifest says.
 
-    base: None for all rows; else only those changed since are here. sizes: of the increments since the last one with all rows, its own last, as
-    parts of all rows there were. inexact: of the rows as they are read from here, bases included, how a run that has them is.
+    Attributes:
+        step: The last step trained, from the run's status.
+        state: From the run's status.
+        totals: From the run's status.
+        run: The run's manifest, without the fields that say where its rows are.
+        tables: The tables' layouts, in order.
+        ordinals: How many ordinals each lane has given in each table.
+        rows: The files of rows. Each holds rows of one lane and table, by ordinal.
+        dense: The file of the dense part and its optimizer.
+        features: From the header of the run's last schedule.
+        encoding: The identity of that schedule's encoding state. None if it has none.
+        base: The base of an increment, which holds only the rows changed since. If None, the
+            checkpoint has all rows.
+        sizes: The sizes of the increments since the last checkpoint with all rows, this one last.
+            Each is the increment's rows as a fraction of all rows that existed then.
+        inexact: How inexact a run is that has the rows as they are read from here, bases included.
+            None if it is exact.
     """
 
     step: Step
@@ -93,16 +115,19 @@ class Contents:
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
-        """Every file but the manifest."""
+        """All files except the manifest."""
         return (*self.rows, self.dense)
 
     @property
     def row_count(self) -> int:
-        """How many rows the model has, of all tables, those in bases included."""
+        """The number of rows of the model, in all tables, including those in bases."""
         return sum(map(sum, self.ordinals))
 
     def write(self, folder: AnyFolder) -> bytes:
-        """Put the manifest into the folder of a checkpoint, last of all, durably; returns it. Raises OSError and CheckpointUnreachable."""
+        """Write the manifest into the checkpoint's folder, durably, and return its bytes.
+
+        The caller writes the manifest last. Raises OSError and CheckpointUnreachable.
+        """
         data = sealed(to_stored(self))
         write_whole(folder / MANIFEST, data)
         return data
@@ -122,8 +147,20 @@ class Contents:
         base: Checkpoint | None = None,
         sizes: Sequence[float] = (),
     ) -> Contents:
-        """The manifest of files that were written, in any order, after a step of a run. features, encoding: as the fields; ordinals: int64 [lanes,
-        tables]; base: of which it is an increment; sizes: of the increments before it.
+        """Build the manifest for files that were written, in any order, after a step of a run.
+
+        Args:
+            run: The run's manifest.
+            features: As the attribute.
+            encoding: As the attribute.
+            step: The last step trained.
+            totals: As the attribute.
+            tables: The tables' layouts, in order.
+            ordinals: int64 [lanes, tables].
+            rows: The files of rows, in any order.
+            dense: The file of the dense part.
+            base: The base of an increment. If None, the files have all rows.
+            sizes: The sizes of the increments before this one, as the attribute.
         """
         bits = min([file.bits for file in rows] + ([EXACT_BITS] if base is None else [base.bits]))
         inexact = run.inexact
@@ -134,7 +171,8 @@ class Contents:
         size = sum(file.rows for file in rows) / max(int(ordinals.sum()), 1)
         return cls(
             step=step,
-            # A run that was broken off, and whose rows are still those of its last clean stop, has no state that says how that was.
+            # The status cannot be asked: that of a crashed run, whose rows may still be those of
+            # its last clean stop, no longer says whether the run had stopped or ended there.
             state="ended" if step == run.stages[-1].end_step - 1 else "stopped",
             totals=dict(totals),
             run=run,
@@ -152,7 +190,14 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that is whole as far as its manifest shows: its folder, what that says, its SHA-256; base: that of which it is an increment."""
+    """A checkpoint that is complete as far as the manifests of its chain show.
+
+    Attributes:
+        place: Its folder.
+        contents: What its manifest says.
+        sha256: The SHA-256 of its manifest.
+        base: The checkpoint that it is an increment of. None if it has all rows.
+    """
 
     place: AnyFolder
     contents: Contents
@@ -161,14 +206,22 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: AnyFolder | str, known: Mapping[str, Checkpoint] | None = None) -> Checkpoint:
-        """The checkpoint in a folder, with those that it needs.
+        """Open the checkpoint in a folder, together with the checkpoints that it needs.
 
-        known: some that were opened a moment ago, by the SHA-256 of their manifests, which are not read again. Raises CheckpointError.
+        Args:
+            path: The folder, or its URL.
+            known: Checkpoints that were opened a moment ago, by the SHA-256 of their manifests.
+                These manifests are not read again.
+
+        Raises:
+            CheckpointError: The folder has no readable manifest, or a base is missing, was
+                replaced, or does not fit.
         """
         folder, opened = place(path), None
         read = [(folder, *_contents(folder))]
         while (base := read[-1][1].base) is not None:
-            # Beside this one, whatever name that was given by.
+            # The base is next to the real folder of its increment, even if the caller's path is a
+            # link.
             folder = read[-1][0].resolve().parent / base.name
             opened = (known or {}).get(base.sha256)
             if opened is not None and opened.place.resolve() == folder:
@@ -193,13 +246,13 @@ class Checkpoint:
 
     @property
     def path(self) -> Path:
-        """Its folder, of one that is local."""
+        """The folder of a local checkpoint."""
         assert isinstance(self.place, Path), self.place
         return self.place
 
     @property
     def chain(self) -> tuple[Checkpoint, ...]:
-        """This one, its base, and so on to the one that has all rows."""
+        """This checkpoint, its base, and so on, down to the checkpoint with all rows."""
         chain = [self]
         while (base := chain[-1].base) is not None:
             chain.append(base)
@@ -207,11 +260,14 @@ class Checkpoint:
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
-        """Every file of its own but the manifest."""
+        """The checkpoint's own files, without the manifest."""
         return self.contents.files
 
     def at(self, file: FileEntry) -> AnyFolder:
-        """Where a file of its own is. Raises CheckpointError if that is a link out of its folder."""
+        """Return the location of one of its own files.
+
+        Raises CheckpointError if a link leads that path out of the folder.
+        """
         if isinstance(self.place, ObjectPath):
             return self.place / file.name
         try:
@@ -221,34 +277,37 @@ class Checkpoint:
 
     @property
     def bits(self) -> int:
-        """The fewest bits that a weight has, in it or in what it needs."""
+        """The fewest bits of any weight in the chain."""
         return min([file.bits for one in self.chain for file in one.contents.rows], default=EXACT_BITS)
 
     @property
     def row_count(self) -> int:
-        """How many rows the model has, of all tables."""
+        """The number of rows of the model, in all tables."""
         return self.contents.row_count
 
     @property
     def rows_here(self) -> int:
-        """How many rows are in its own files."""
+        """The number of rows in its own files."""
         return sum(file.rows for file in self.contents.rows)
 
     @property
     def own_bytes(self) -> int:
-        """How much its own files take, but for the manifest."""
+        """The bytes of its own files, without the manifest."""
         return sum(file.bytes for file in self.files)
 
     @property
     def total_bytes(self) -> int:
-        """How much it takes together with what it needs."""
+        """The bytes of the files of the whole chain, without the manifests."""
         return sum(one.own_bytes for one in self.chain)
 
     def verify(self, on_bytes: Callable[[int], object] = lambda count: None) -> None:
-        """Read every file, also of what it needs, and compare its size and checksum with the manifest's. on_bytes: called with how many more were
-        read, of `total_bytes`.
+        """Read every file of the chain, and compare its size and checksum with the manifest's.
 
-        Raises CheckpointError that names the damaged files.
+        Args:
+            on_bytes: Called with the number of bytes just read; they add up to `total_bytes`.
+
+        Raises:
+            CheckpointError: Files are damaged. The message names up to six of them.
         """
         wrong = [(one, file.name, why) for one in self.chain for file in one.files if (why := one._why_damaged(file, on_bytes))]
         if wrong:
@@ -257,7 +316,7 @@ class Checkpoint:
             raise damaged(first.place, name, f"{why}, and {len(wrong) - 1} more: {more}" if more else why)
 
     def _why_damaged(self, file: FileEntry, on_bytes: Callable[[int], object]) -> str:
-        """What is wrong with a file; "" where it is as it was written."""
+        """Describe what is wrong with a file; return "" if it is as it was written."""
         checksum, size = hashlib.sha256(), 0
         try:
             for chunk in chunks(self.at(file)):
@@ -272,11 +331,11 @@ class Checkpoint:
 
     @property
     def files_there(self) -> bool:
-        """Whether every file that it needs is there, with its size; nothing is read."""
+        """Whether every file of the chain exists and has its size; no file is read."""
         return all(holds(one.place, {file.name: file.bytes for file in one.files}) for one in self.chain)
 
     def read(self, file: FileEntry) -> bytes:
-        """The contents of a file of its own, compared with the manifest. Raises CheckpointError."""
+        """Read one of its own files, and compare its checksum. Raises CheckpointError."""
         try:
             data = self.at(file).read_bytes()
         except OSError as error:
@@ -287,19 +346,24 @@ class Checkpoint:
 
     @property
     def code_copy(self) -> str:
-        """Where a copy of the model's code is, for messages: in files of its own, or, in an object store, in the manifest."""
+        """Where a copy of the model's code is, for messages.
+
+        A local checkpoint has the code in files of its own; in an object store only the manifest
+        has it.
+        """
         return str(self.place / (CODE if self.is_local else MANIFEST))
 
     @property
     def is_local(self) -> bool:
-        """Whether its files are in a local folder, so that they need not be fetched to be read."""
+        """Whether its files are in a local folder, and can be read without being fetched."""
         return isinstance(self.place, Path)
 
     @contextlib.contextmanager
     def local_dense(self) -> Iterator[Path]:
-        """The file of its dense part, while the context lasts; of a checkpoint in an object store, a copy that was compared with the manifest.
+        """Yield the path of a local file with the dense part.
 
-        Raises CheckpointError.
+        For a checkpoint in an object store, that is a temporary copy, which was compared with the
+        manifest and exists while the context lasts. Raises CheckpointError.
         """
         if isinstance(self.place, Path):
             yield Path(str(self.at(self.contents.dense)))
@@ -311,7 +375,7 @@ class Checkpoint:
 
     @property
     def is_mappable(self) -> bool:
-        """Whether its files can be mapped: they are local, and it has all rows, none of them rounded."""
+        """Whether its files can be mapped: they are local and have all rows, none rounded."""
         return (
             self.is_local
             and all(file.name.endswith(".arrow") for one in self.chain for file in one.contents.rows)
@@ -320,7 +384,10 @@ class Checkpoint:
 
 
 def _manifest(path: AnyFolder) -> tuple[dict[str, Any], str]:
-    """What a checkpoint's manifest says, and its SHA-256. Raises CheckpointError."""
+    """Read a checkpoint's manifest; return its JSON object and its SHA-256.
+
+    Raises CheckpointError.
+    """
     try:
         stored, sha256 = unsealed((path / MANIFEST).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -347,12 +414,16 @@ def _contents(path: AnyFolder) -> tuple[Contents, str]:
 
 
 def bases_in(folder: AnyFolder) -> dict[str, str | None]:
-    """Name -> name of the base, of the checkpoints in a folder, by step; those whose manifests cannot be read are left out. Raises OSError."""
+    """Return the name of each checkpoint in a folder with its base's name, or None, by step.
+
+    Checkpoints whose manifests are damaged are left out. Raises OSError, and CheckpointUnreachable.
+    """
     bases: dict[str, str | None] = {}
     for path in checkpoints_in(folder):
         try:
             base = _manifest(path)[0]["base"]
             bases[path.name] = None if base is None else str(base["name"])
+        # A store that does not answer must not make a checkpoint look as if it had no base.
         except CheckpointUnreachable:
             raise
         except (CheckpointError, KeyError, TypeError):
@@ -361,7 +432,10 @@ def bases_in(folder: AnyFolder) -> dict[str, str | None]:
 
 
 def run_of(path: AnyFolder) -> str | None:
-    """The id of the run that a checkpoint is of; None where its manifest is damaged. Raises CheckpointUnreachable."""
+    """Return the id of the run that a checkpoint belongs to; None if its manifest is damaged.
+
+    Raises CheckpointUnreachable.
+    """
     try:
         return _contents(path)[0].run.run_id
     except CheckpointUnreachable:
@@ -371,11 +445,21 @@ def run_of(path: AnyFolder) -> str | None:
 
 
 def checkpoints_in(folder: AnyFolder) -> Iterator[AnyFolder]:
-    """The folders in a folder that have a checkpoint's manifest, by the number of the step, then by name. Raises OSError."""
+    """Yield the folders in a folder that have a checkpoint's manifest, by step, then by name.
+
+    Raises OSError.
+    """
     paths = [path for path in folder.iterdir() if not path.name.startswith(".") and (path / MANIFEST).is_file()]
+    # Step numbers have no leading zeros, so the shorter name has the lower step.
     yield from sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
 def damaged(path: AnyFolder, name: str, why: str) -> CheckpointError:
-    """The error for a damaged file of a checkpoint. path: of the checkpoint; name: of the file."""
+    """Return the error for a damaged file of a checkpoint.
+
+    Args:
+        path: The checkpoint's folder.
+        name: The file.
+        why: What is wrong with it.
+    """
     return CheckpointError(f"checkpoint {path}: {name} is damaged: {why}; use another checkpoint, or a copy of this one")

@@ -1,4 +1,7 @@
-"""A checkpoint that is being written, locally or to an object store: nobody sees it until it is published, and then it is whole."""
+"""A checkpoint while it is being written, in a local folder or in an object store.
+
+Nobody sees it before it is published, and then it is complete.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +27,35 @@ from foreload.trainer.run.manifest import write_code
 from foreload.trainer.storage import AnyFolder, ObjectPath, holds
 
 LOCK = ".saving"
-"""In a local folder of checkpoints, held while one is saved or deleted there."""
+"""The lock file in a local folder of checkpoints, held while one is saved or deleted there."""
 
 LEFT_OVER_AFTER = timedelta(days=1)
-"""When what others have put into an object store, and no manifest names, is taken for left over."""
+"""The age from which objects that no manifest names count as left over, of any owner."""
 
 
 def folder_of(step: int | Literal["*"]) -> str:
-    """What the folder of a checkpoint is called, or the pattern of these names. step: the last one trained."""
+    """Return the name of a checkpoint's folder, or for "*" the pattern of such names.
+
+    Args:
+        step: The last step trained.
+    """
     return f"step-{step}"
 
 
 @contextmanager
 def holding(folder: AnyFolder, what: str) -> Iterator[None]:
-    """Hold a folder of checkpoints, so that none goes of which an increment is being saved; in an object store nobody can. what: the field or
-    checkpoint, in messages.
+    """Hold the lock of a folder of checkpoints.
 
-    Raises FolderBusy where another process holds it, OSError where it cannot be written to.
+    Nobody can delete a checkpoint there while an increment of it is being saved. An object store
+    has no locks: nothing is held there.
+
+    Args:
+        folder: The folder of checkpoints.
+        what: The field or the checkpoint that messages name.
+
+    Raises:
+        FolderBusy: Another process holds the lock.
+        OSError: The folder cannot be written to.
     """
     with ExitStack() as stack:
         if not isinstance(folder, ObjectPath):
@@ -52,8 +67,12 @@ def holding(folder: AnyFolder, what: str) -> Iterator[None]:
 
 
 def removed(path: AnyFolder) -> None:
-    """Delete a checkpoint: from its first moment on there is none. Raises OSError and CheckpointUnreachable."""
-    # Whoever is killed leaves none half deleted, but what the next one that is saved there clears away.
+    """Delete a checkpoint; from the first change on, it no longer is one.
+
+    Raises OSError and CheckpointUnreachable.
+    """
+    # A process that is killed in between leaves no half-deleted checkpoint, only files that the
+    # next save into the same folder of checkpoints clears away.
     folder = path.resolve()
     if isinstance(folder, ObjectPath):
         (folder / MANIFEST).unlink()
@@ -65,17 +84,26 @@ def removed(path: AnyFolder) -> None:
 
 
 def draft_name(owner: str) -> str:
-    """What the files of a checkpoint lie under that is being saved in an object store. owner: who saves one at a time, a run."""
+    """Return a unique name for the files of one draft in an object store.
+
+    Args:
+        owner: Identifies the saver, normally a run's id. An owner saves one checkpoint at a time.
+    """
     return f"{owner}-{os.urandom(8).hex()}"
 
 
 def clear_left_overs(folder: ObjectPath, owner: str) -> None:
-    """Delete from an object store what no manifest names: what an owner has left, who saves nothing at the moment, and what is old.
+    """Delete the objects that no manifest names, if they are old or their owner left them.
 
     Raises CheckpointUnreachable.
+
+    Args:
+        folder: The folder of checkpoints.
+        owner: The owner to clean up after, which must not be saving a checkpoint.
     """
     now = datetime.now(UTC)
-    drafts: dict[tuple[str, str], datetime] = {}  # when the last file was put into each
+    # By step folder and draft: the time at which its last file was put.
+    drafts: dict[tuple[str, str], datetime] = {}
     manifests = set()
     for name, (_, put) in folder.objects().items():
         step, _, inside = name.partition("/")
@@ -88,20 +116,23 @@ def clear_left_overs(folder: ObjectPath, owner: str) -> None:
     kept = {step: _drafts_of(folder / step) for step in steps & manifests}
     for (step, draft), put in drafts.items():
         named = kept.get(step, set())
+        # A manifest that cannot be read (None) may name any draft, so nothing beside it is deleted.
         if named is None or draft in named or not (draft.startswith(f"{owner}-") or now - put > LEFT_OVER_AFTER):
             continue
+        # A draft "" stands for objects directly in the step's folder.
         if draft:
             (folder / step / draft).remove()
         elif step not in manifests:
             (folder / step).remove()
-    # Where a folder becomes empty, an object may be made that stands for it.
+    # When a folder becomes empty, an object that stands for it may have been made. Delete that,
+    # too.
     for step in steps - manifests:
         if not any((folder / step).objects()):
             (folder / step).remove()
 
 
 def _drafts_of(checkpoint: ObjectPath) -> set[str] | None:
-    """Under which names the files of a checkpoint lie; None where its manifest does not say."""
+    """Return the names under which a checkpoint's files lie; None if its manifest is unreadable."""
     try:
         manifest = parse_json((checkpoint / MANIFEST).read_bytes())
         names = [str(file["name"]) for file in (*manifest["rows"], manifest["dense"])]
@@ -111,13 +142,14 @@ def _drafts_of(checkpoint: ObjectPath) -> set[str] | None:
 
 
 DISCARD_SECONDS = 5.0
-"""How long is waited for an object store to delete what is given up; the next checkpoint of the run deletes it, too."""
+"""How long a discard waits for the object store; the run's next save deletes what is left."""
 
 
 def check_absent(folder: AnyFolder, step: int) -> None:
-    """Raise CheckpointError where a checkpoint of this step cannot be saved in a folder of checkpoints, since there is one."""
+    """Raise CheckpointError if a folder of checkpoints already has one of this step."""
     path = folder / folder_of(step)
-    # A folder without a manifest cannot be replaced, but what lies so in an object store is left over.
+    # Publishing cannot replace a local folder, even one without a manifest. In an object store,
+    # files without a manifest are left over from an earlier save and do not matter.
     if (path / MANIFEST).is_file() if isinstance(path, ObjectPath) else os.path.exists(path):
         raise CheckpointError(
             f"checkpoint {path}: exists already; delete it with `foreload checkpoint delete`, or choose another folder"
@@ -125,7 +157,7 @@ def check_absent(folder: AnyFolder, step: int) -> None:
 
 
 def _failure(field: str, folder: AnyFolder, error: OSError) -> CheckpointError:
-    """The error to raise for one met while a draft was written."""
+    """Return the CheckpointError for an OSError met while a draft was written."""
     if is_full(error):
         why = "the disk is full, and nothing of the checkpoint is left there; free space, or choose another folder"
     else:
@@ -134,10 +166,20 @@ def _failure(field: str, folder: AnyFolder, error: OSError) -> CheckpointError:
 
 
 class Draft:
-    """Beside the checkpoints in a local folder, which is made if it is not there. One is written there at a time: a lock is held until it is over.
+    """A draft in a local folder of checkpoints, which is created if it does not exist.
 
-    field: what named the folder, in messages. path: of the folder in which its files are put, by several processes if need be. Raises
-    CheckpointError where it cannot be written.
+    The draft holds the folder's lock until it is published or discarded, so there is one at a time.
+
+    Args:
+        folder: The folder of checkpoints.
+        field: The flag or field that named the folder, for messages.
+
+    Attributes:
+        path: The folder for the draft's files; several processes may write there.
+
+    Raises:
+        CheckpointError: The folder cannot be written to, or another checkpoint is being saved
+            there.
     """
 
     def __init__(self, folder: Path, field: str) -> None:
@@ -146,7 +188,7 @@ class Draft:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._held.enter_context(holding(folder, field))
-            # Of whoever was killed.
+            # Delete what killed processes left. The lock ensures that no living one writes there.
             remove_unfinished(folder, folder_of("*"))
             self.path.mkdir()
         except OSError as error:
@@ -154,18 +196,23 @@ class Draft:
             raise self.failure(error) from error
 
     def failure(self, error: OSError) -> CheckpointError:
-        """The error to raise for one met while it was written."""
+        """Return the error to raise for an OSError met while the draft was written."""
         return _failure(self._field, self.folder, error)
 
     def publish(self, contents: Contents, on_manifest: Callable[[], object] = lambda: None) -> Checkpoint:
-        """Put the manifest beside the other files, which are all there, and give it its name, on the disk. on_manifest: called between the two.
+        """Write the manifest beside the other files, and rename the draft to its name, durably.
 
-        Raises CheckpointError, after which there is nothing of it.
+        Args:
+            contents: The manifest. All files that it names are in `path`.
+            on_manifest: Called after the manifest is written, before the rename.
+
+        Raises:
+            CheckpointError: The draft could not be published; nothing of it is left.
         """
         place = self.folder / folder_of(contents.step)
         try:
             check_absent(self.folder, contents.step)
-            # For people: the manifest has it, too.
+            # The copy is for people: the manifest has the code, too.
             write_code(self.path / CODE, contents.run.code)
             contents.write(self.path)
             on_manifest()
@@ -177,16 +224,30 @@ class Draft:
         return Checkpoint.open(place)
 
     def discard(self) -> None:
-        """Leave nothing of what is not published; called again, nothing of what was written since."""
+        """Release the lock, and delete what is not published.
+
+        A further call deletes what was written since.
+        """
         remove_path(self.path)
         self._held.close()
 
 
 class ObjectDraft:
-    """In an object store, as a `Draft`: its files lie where they stay, under a name of their own, and are a checkpoint's once its manifest comes.
+    """A draft in an object store, with the methods of `Draft`.
 
-    owner: who saves no other one meanwhile, whatever of whose has no manifest being left over. Nobody else is held off: a checkpoint of the same step
-    that another one publishes meanwhile is replaced.
+    Its files go to their final place, under a unique name. The arrival of the manifest turns them
+    into a checkpoint. There is no lock: if another process publishes a checkpoint of the same step
+    meanwhile, this one replaces it.
+
+    Args:
+        folder: The folder of checkpoints.
+        field: The flag or field that named the folder, for messages.
+        step: The last step trained.
+        owner: Identifies the saver, normally a run's id. An owner saves one checkpoint at a time,
+            so its files without a manifest are left over, and are deleted first.
+
+    Attributes:
+        path: Where the draft's files go.
     """
 
     def __init__(self, folder: ObjectPath, field: str, step: int, owner: str) -> None:
@@ -197,11 +258,19 @@ class ObjectDraft:
         clear_left_overs(folder, owner)
 
     def failure(self, error: OSError) -> CheckpointError:
-        """The error to raise for one met while it was written."""
+        """Return the error to raise for an OSError met while the draft was written."""
         return _failure(self._field, self.folder, error)
 
     def publish(self, contents: Contents, on_manifest: Callable[[], object] = lambda: None) -> Checkpoint:
-        """Put the manifest there, by whose arrival it is a checkpoint. on_manifest: called before. Raises CheckpointError: there is none then."""
+        """Put the manifest into the object store, which makes the draft a checkpoint.
+
+        Args:
+            contents: The manifest, with the files' names in `path`.
+            on_manifest: Called before the manifest is put.
+
+        Raises:
+            CheckpointError: The draft could not be published, and there is no checkpoint.
+        """
         try:
             check_absent(self.folder, contents.step)
             self._check_there(holds(self.path, {file.name: file.bytes for file in (*contents.rows, contents.dense)}))
@@ -209,12 +278,14 @@ class ObjectDraft:
         except BaseException:
             self.discard()
             raise
-        # From here on nobody deletes its files but with the manifest: that may arrive although it is said not to have.
+        # From here on the files are deleted only together with the manifest: it may arrive although
+        # the store reports that it did not.
         self._may_be_published = True
         rows = tuple(replace(file, name=f"{self._name}/{file.name}") for file in contents.rows)
         dense = replace(contents.dense, name=f"{self._name}/{contents.dense.name}")
         self._put(replace(contents, rows=rows, dense=dense))
-        # Whoever deleted something of it meanwhile has seen no manifest then; who does so from now on, sees it.
+        # A process that took the files for left over deleted them before it could see the manifest.
+        # So look once more: any process that cleans up from now on does see it.
         try:
             checkpoint = Checkpoint.open(self._place)
         except CheckpointUnreachable:
@@ -222,16 +293,18 @@ class ObjectDraft:
         except CheckpointError:
             removed(self._place)
             raise
+        # A manifest that names other files is that of another save of the same step, which counts.
         if checkpoint.contents.dense.name == dense.name and not checkpoint.files_there:
             removed(self._place)
             self._check_there(False)
         return checkpoint
 
     def _put(self, contents: Contents) -> None:
+        """Put the manifest; return also if the answer was lost but the manifest has arrived."""
         try:
             contents.write(self._place)
         except CheckpointUnreachable as error:
-            # It may have arrived, and only the answer not.
+            # Only the answer may have been lost: check whether the manifest exists.
             try:
                 if Checkpoint.open(self._place).contents.dense.name == contents.dense.name:
                     return
@@ -246,7 +319,7 @@ class ObjectDraft:
             )
 
     def discard(self) -> None:
-        """As a Draft does, as far as the object store does that soon."""
+        """Delete what is not published; wait for the object store for DISCARD_SECONDS at most."""
         if self._may_be_published:
             return
 
@@ -263,17 +336,35 @@ AnyDraft = Draft | ObjectDraft
 
 
 def draft(folder: AnyFolder, field: str, step: int, owner: str) -> AnyDraft:
-    """The draft of a checkpoint of a step, in a folder of checkpoints. owner: as for an ObjectDraft. Raises CheckpointError."""
+    """Begin the draft of a checkpoint in a folder of checkpoints. Raises CheckpointError.
+
+    Args:
+        folder: The folder of checkpoints, local or in an object store.
+        field: The flag or field that named the folder, for messages.
+        step: The last step trained.
+        owner: As for an ObjectDraft.
+    """
     return ObjectDraft(folder, field, step, owner) if isinstance(folder, ObjectPath) else Draft(folder, field)
 
 
 def published(
     folder: AnyFolder, field: str, step: int, write: Callable[[AnyFolder], Contents], owner: str | None = None
 ) -> Checkpoint:
-    """A checkpoint of a step in a folder of checkpoints, which is made if it is not there: whole, on the disk, or not at all.
+    """Write a checkpoint into a folder of checkpoints: complete and durable, or not at all.
 
-    field, owner: as for a Draft; None: this call alone. write: puts all files but the manifest into the folder that it is given, and returns what the
-    manifest is to say. Raises CheckpointError, and what `write` raises but OSError.
+    A local folder is created if it does not exist.
+
+    Args:
+        folder: The folder of checkpoints.
+        field: The flag or field that named the folder, for messages.
+        step: The last step trained.
+        write: Called with a folder, into which it puts all files but the manifest. Returns the
+            manifest.
+        owner: As for an ObjectDraft. If None, this call alone is the owner.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be written, or one of this step exists. An OSError of
+            `write` becomes a CheckpointError; its other errors are raised as they are.
     """
     begun = draft(folder, field, step, owner or os.urandom(8).hex())
     try:

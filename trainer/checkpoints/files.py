@@ -1,8 +1,9 @@
-"""The files of a checkpoint, as its manifest names them (docs/checkpoints.md, The format), and the policies that say which rows they hold.
+"""The files that a checkpoint's manifest names, and the policies that choose which rows they hold.
 
-Policies are pure; sizes are in any one unit, rows, bytes or parts of the model. Increments of a
-*baseline*, a checkpoint with all rows, grow from one to the next, since each has all that changed
-since the baseline; consecutive ones have what changed since the one before.
+For the files, see the format (docs/checkpoints.md, The format). The policies are pure functions.
+They take sizes in any one unit: rows, bytes or fractions of the model. Increments of a *baseline*,
+a checkpoint with all rows, grow from one to the next, since each has all that changed since the
+baseline; consecutive increments have what changed since the one before.
 """
 
 from __future__ import annotations
@@ -22,20 +23,28 @@ BITS = (EXACT_BITS, *WIDTHS)
 
 LEAST_BITS = BITS[-1]
 
-_FEW_RESTORES, _FEW_RESTORES_BITS, _MANY_RESTORES_BITS = 3, 4, 8  # as benchmarks/restores_accuracy.py found them to be enough
+# The widths that benchmarks/restores_accuracy.py found to be enough.
+_FEW_RESTORES, _FEW_RESTORES_BITS, _MANY_RESTORES_BITS = 3, 4, 8
 
 FAILURES_A_DAY = 1.0
-"""How often a job fails, where nothing is said."""
+"""How often a job fails, unless the user specifies a rate."""
 
 _DAY_SECONDS = 86_400
 
 
 def baseline_is_due(increments: Sequence[float]) -> bool:
-    """Check-N-Run's predictor (policy intermittent): whether the next checkpoint is to have all rows.
+    """Return whether the next checkpoint should have all rows (Check-N-Run, policy intermittent).
 
-    increments: S_1 .. S_i, the sizes of the i increments since the last baseline, as parts of the model. A new baseline, after which increments
-    are taken to grow as they did, costs F = 1 + S_1 + .. + S_i for the next i + 1 checkpoints; going on costs I = (i + 1) * S_i at least.
-    True where F <= I, that is for the checkpoint after increment i.
+    A new baseline, followed by increments that are assumed to grow as before, costs F = 1 + S_1 +
+    .. + S_i for the next i + 1 checkpoints. Further increments of the old baseline cost I = (i + 1)
+    * S_i at least. The predictor takes a new baseline if F <= I.
+
+    Args:
+        increments: S_1 .. S_i, the sizes of the i increments since the last baseline, as fractions
+            of the model.
+
+    Returns:
+        Whether the checkpoint after increment i should be a baseline.
     """
     if not increments:
         return False
@@ -43,26 +52,40 @@ def baseline_is_due(increments: Sequence[float]) -> bool:
 
 
 def baseline_is_planned(full: Sequence[float], increments: np.ndarray) -> bool:
-    """Whether the second of these checkpoints is to have all rows, so that the fewest bytes are written from then on; the first is the last baseline.
+    """Return whether the second of these checkpoints should have all rows.
 
-    full: the size of each with all rows, [n]; increments: of each as an increment of another, [n, n], [b, c] being what changed between b and c.
+    The answer is the one with which the fewest bytes are written from then on. The first checkpoint
+    is the last baseline.
+
+    Args:
+        full: [n], the size of each checkpoint with all rows.
+        increments: [n, n]; entry [b, c] is the size of checkpoint c as an increment of b, that is,
+            what changed between b and c.
     """
     count = len(full)
-    least = np.zeros(count + 1)  # what checkpoints from here on cost, this one with all rows
+    # least[k]: the least cost of checkpoints k, k + 1, .. if k has all rows; nothing after the
+    # last.
+    least = np.zeros(count + 1)
 
     def with_increments(base: int, first: int) -> float:
-        """What checkpoints `first` and on cost, if they are increments of a base up to the next baseline."""
+        """Return the least cost from `first` on, with increments of `base` up to a baseline."""
         return float((np.cumsum([0, *increments[base, first:]]) + least[first:]).min())
 
     for begin in reversed(range(1, count)):
         least[begin] = full[begin] + with_increments(begin, begin + 1)
-    # At least this one is an increment, or there is nothing to choose.
+    # Compare with the best plan in which checkpoint 1 is an increment of the last baseline.
     return bool(least[1] < increments[0, 1] + with_increments(0, 2))
 
 
 def deletable(checkpoints: Mapping[str, str | None], keep: int, further: Sequence[str] = ()) -> list[str]:
-    """The checkpoints that neither are among the `keep` newest, or the further ones, nor needed by one of these. checkpoints: name -> base, oldest
-    first.
+    """Return the checkpoints that may be deleted, in order.
+
+    The `keep` newest ones, the `further` ones, and all that these need are kept.
+
+    Args:
+        checkpoints: Name -> name of the base, oldest first.
+        keep: How many of the newest to keep.
+        further: Names of other checkpoints to keep.
     """
     stay: set[str] = set()
     for name in [*(list(checkpoints)[-keep:] if keep else []), *further]:
@@ -74,9 +97,14 @@ def deletable(checkpoints: Mapping[str, str | None], keep: int, further: Sequenc
 
 
 def dependents(checkpoints: Mapping[str, str | None], name: str) -> list[str]:
-    """The checkpoints that need one, directly or through others, in order. checkpoints: name -> base, oldest first."""
+    """Return the checkpoints that need one, directly or through others, in order.
+
+    Args:
+        checkpoints: Name -> name of the base, oldest first.
+        name: The checkpoint that is needed.
+    """
     needing = {name}
-    # A base is older than what is made of it.
+    # A base is older than its increments, so one pass in order finds all of them.
     for one, base in checkpoints.items():
         if base in needing:
             needing.add(one)
@@ -84,13 +112,18 @@ def dependents(checkpoints: Mapping[str, str | None], name: str) -> list[str]:
 
 
 def expected_restores(seconds: float, failures_a_day: float) -> int:
-    """How many restores to expect of a job that takes so long: at least 1, since a checkpoint is there for one."""
+    """Return how many restores to expect of a job that takes `seconds`.
+
+    It is at least 1, since a checkpoint is saved to be restored.
+    """
     return max(math.ceil(seconds / _DAY_SECONDS * failures_a_day), 1)
 
 
 def bits_for(expected: int, happened: int = 0) -> int:
-    """How many bits the weights need where a job is restored as often as expected, for a log loss within 0.01 % of that without restores: 4 for up
-    to 3 restores, else 8; and 8 where more restores have happened than were expected.
+    """Return how many bits the weights need for a log loss within 0.01 % of that without restores.
+
+    That is 4 for up to 3 expected restores, else 8. It is also 8 if more restores have happened
+    than were expected.
     """
     return _FEW_RESTORES_BITS if happened <= expected <= _FEW_RESTORES else _MANY_RESTORES_BITS
 
@@ -98,9 +131,14 @@ def bits_for(expected: int, happened: int = 0) -> int:
 def bits_for_job(
     steps: int, seconds: float, steps_in_all: int, failures_a_day: float, happened: int, least: int = LEAST_BITS
 ) -> int:
-    """How many bits the restores to expect of a job allow, `least` at least.
+    """Return how many bits the expected restores of a job allow, `least` at least.
 
-    steps, seconds: trained so far, and the time that took; happened: as `bits_for` has it.
+    Args:
+        steps: Steps trained so far.
+        seconds: The time that they took.
+        steps_in_all: Steps of the whole job.
+        happened: The restores so far, as for `bits_for`.
+        least: The fewest bits to return.
     """
     job_seconds = seconds / max(steps, 1) * steps_in_all
     return max(bits_for(expected_restores(job_seconds, failures_a_day), happened), least)
@@ -108,7 +146,13 @@ def bits_for_job(
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file of a checkpoint, as its manifest has it: name, size, SHA-256."""
+    """A file of a checkpoint, as its manifest has it.
+
+    Attributes:
+        name: Relative to the checkpoint's folder.
+        bytes: Its size.
+        sha256: SHA-256 of its bytes.
+    """
 
     name: RelativePath
     bytes: Count
@@ -117,8 +161,14 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class RowFile(FileEntry):
-    """A file of rows: `rows` of them, of a table in a lane, with ordinals from `first` to `last`, all of these where there are as many; bits: that a
-    weight has.
+    """A file of rows of one table in one lane.
+
+    Attributes:
+        table: The number of the table.
+        first: The first ordinal in it.
+        last: The last ordinal in it.
+        rows: How many rows it has: all ordinals from `first` to `last`, or some of them.
+        bits: Bits per weight.
     """
 
     lane: Count
@@ -130,13 +180,19 @@ class RowFile(FileEntry):
 
     @property
     def gapless(self) -> bool:
-        """Whether it has all ordinals from first to last, and so no column of them."""
+        """Whether it has all ordinals from `first` to `last`, and so no column of ordinals."""
         return self.last - self.first + 1 == self.rows
 
 
 @dataclass(frozen=True, slots=True)
 class PartFiles:
-    """What a trainer wrote. dense: the dense part, by the trainer that leads; seconds: from the copy on."""
+    """The files that one trainer wrote for a checkpoint.
+
+    Attributes:
+        rows: The files of rows.
+        dense: The file of the dense part, from the trainer that leads; None from others.
+        seconds: The time since the trainer made its copy in memory.
+    """
 
     rows: tuple[RowFile, ...]
     dense: FileEntry | None

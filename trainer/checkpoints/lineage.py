@@ -1,4 +1,4 @@
-"""The checkpoints of a run in a folder: which one the next increment builds on, which ones may be deleted, and which had the best evaluation."""
+"""A run's checkpoints in a folder: the next increment's base, those to delete, and the best one."""
 
 from __future__ import annotations
 
@@ -25,13 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Increment:
-    """What the next checkpoint is to be: an increment of a base. sizes: of those since the last checkpoint with all rows, as `Contents.sizes`."""
+    """The plan for the next checkpoint: an increment of a base.
+
+    Attributes:
+        sizes: The sizes of the increments since the last checkpoint with all rows, as in
+            `Contents.sizes`.
+    """
 
     base: Checkpoint
     sizes: tuple[float, ...]
 
     def check_base(self) -> None:
-        """Raise CheckpointError where the base, or what that needs, is not there any more."""
+        """Raise CheckpointError if the base, or a checkpoint that it needs, no longer exists."""
         try:
             there = Checkpoint.open(self.base.place).sha256 == self.base.sha256
         except CheckpointUnreachable:
@@ -45,13 +50,17 @@ class Increment:
 
 
 def of_run(folder: AnyFolder, run: Manifest) -> list[Checkpoint]:
-    """The checkpoints of a run in a folder that can be opened, by step. Raises CheckpointError where it cannot be read."""
+    """Return the checkpoints of a run in a folder that can be opened, by step.
+
+    Raises CheckpointError if the folder cannot be read.
+    """
     opened: dict[str, Checkpoint] = {}
     for path in _there(folder):
         try:
             checkpoint = Checkpoint.open(path, opened)
+        # A store that does not answer says nothing about which checkpoints exist.
         except CheckpointUnreachable:
-            raise  # what is there is not known
+            raise
         except CheckpointError:
             continue
         opened[checkpoint.sha256] = checkpoint
@@ -60,14 +69,27 @@ def of_run(folder: AnyFolder, run: Manifest) -> list[Checkpoint]:
 
 
 def newest_of_run(folder: AnyFolder, run: Manifest, after: int = -1) -> Checkpoint | None:
-    """The checkpoint of a run in a folder that is of its latest step; None if there is none after that step.
+    """Return the checkpoint of a run's latest step in a folder, if it is later than `after`.
 
-    Raises CheckpointError where it cannot be used, so that whoever can put that right does not lose the steps since an older one.
+    If that checkpoint cannot be used, an error is raised, so that a user who can repair it does not
+    lose the steps since an older one.
+
+    Args:
+        folder: The folder of checkpoints.
+        run: The run's manifest.
+        after: Return only a checkpoint of a later step.
+
+    Returns:
+        The checkpoint, or None if there is none of a later step than `after`.
+
+    Raises:
+        CheckpointError: The folder, or the checkpoint, cannot be used.
     """
     for path in reversed(_there(folder)):
         try:
             checkpoint = Checkpoint.open(path)
         except CheckpointError as error:
+            # A checkpoint whose run is not known may be this run's.
             if run_of(path) in (None, run.run_id) and _step_of(path) > after:
                 raise unusable(path, error) from error
             continue
@@ -77,9 +99,13 @@ def newest_of_run(folder: AnyFolder, run: Manifest, after: int = -1) -> Checkpoi
 
 
 def named_or_newest(path: str) -> Checkpoint:
-    """The checkpoint in a folder, or the newest one in a folder of checkpoints that can be opened and has its files; says which on stderr.
+    """Return the checkpoint in a folder, or the newest usable one in a folder of checkpoints.
 
-    Raises CheckpointError where there is neither.
+    A checkpoint is usable if it can be opened and its files exist. For a folder of checkpoints, the
+    function reports on stderr which one it chose, and why it skipped newer ones.
+
+    Raises:
+        CheckpointError: The folder is neither a checkpoint nor has a usable one.
     """
     folder = place(path)
     if (folder / MANIFEST).is_file():
@@ -96,24 +122,28 @@ def named_or_newest(path: str) -> Checkpoint:
             sys.stderr.write(f"foreload: the newest complete checkpoint in {path} is {candidate.name}\n")
             return checkpoint
         sys.stderr.write(f"foreload: warning: {why}\n")
-    return Checkpoint.open(folder)  # says that it is none
+    # This raises the error that the folder is no checkpoint.
+    return Checkpoint.open(folder)
 
 
 def unusable(path: AnyFolder, why: CheckpointError) -> CheckpointError:
-    """The error about a checkpoint from which a run that was broken off would go on."""
+    """Return the error for an unusable checkpoint from which a crashed run would go on."""
     return CheckpointError(
         f"{why}; or have --resume go on from what there is before it, with `foreload checkpoint delete {path}`"
     )
 
 
 def _step_of(path: AnyFolder) -> float:
-    """The step that the name of a checkpoint's folder gives; beyond all others where it gives none."""
+    """Return the step that the name of a checkpoint's folder gives; infinity if it gives none."""
     number = path.name.rpartition("-")[2]
     return int(number) if number.isascii() and number.isdigit() else math.inf
 
 
 def _there(folder: AnyFolder) -> list[AnyFolder]:
-    """The checkpoints in a folder, by step. Raises CheckpointError where it cannot be read."""
+    """Return the checkpoints in a folder, by step; none if the folder does not exist.
+
+    Raises CheckpointError if the folder cannot be read.
+    """
     try:
         return list(checkpoints_in(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -125,14 +155,22 @@ def _there(folder: AnyFolder) -> list[AnyFolder]:
 
 
 def why_no_base(base: Checkpoint, run: Manifest, step: int, bits: int) -> str:
-    """Why a checkpoint cannot be the base of one of a run after a step, whose weights are to have so many bits; "" where it can."""
+    """Return why a checkpoint cannot be the base of the next one; "" if it can.
+
+    Args:
+        base: The checkpoint.
+        run: The manifest of the run that saves the next one.
+        step: The step of the next one.
+        bits: Bits per weight in the next one.
+    """
     contents = base.contents
     if contents.run.run_id != run.run_id:
         return f"is of run {contents.run.run_id}, not of this one, {run.run_id}"
     if contents.step >= step:
         return f"is of step {contents.step}, and must be of one before {step}"
     if contents.run.inexact != run.inexact:
-        # What was trained after the checkpoint that the run went on from is not what it is now.
+        # The run has gone on from a rounded checkpoint since. It trained the steps after that
+        # again, so this checkpoint's rows may not be the run's.
         return "was saved before the run went on from a rounded checkpoint"
     if base.bits < bits:
         return f"has weights of {base.bits} bits, fewer than {bits}"
@@ -142,9 +180,14 @@ def why_no_base(base: Checkpoint, run: Manifest, step: int, bits: int) -> str:
 def next_bits(
     bits: int | Literal["auto"], run: Manifest, steps: int, seconds: float, failures_a_day: float, least: int = LEAST_BITS
 ) -> int:
-    """How many bits a weight of the next checkpoint of a run has: `bits`, or with "auto" what the restores to expect allow, `least` at least.
+    """Return how many bits a weight of a run's next checkpoint has.
 
-    steps, seconds: trained so far, and the time that took.
+    Args:
+        bits: The number, or "auto" for what the expected restores allow.
+        run: The run's manifest.
+        steps: Trained so far.
+        seconds: The time that they took.
+        least: The fewest bits that "auto" gives.
     """
     if bits != "auto":
         return bits
@@ -154,9 +197,17 @@ def next_bits(
 def next_increment(
     own: Sequence[Checkpoint], run: Manifest, step: int, policy: Policy, bits: int, plan: Plan | None = None
 ) -> Increment | None:
-    """What a policy makes of the next checkpoint of a run, after a step; None: one with all rows.
+    """Return which increment a policy makes of a run's next checkpoint; None if it has all rows.
 
-    own: those that it has, as `of_run` gives them; plan: of policy planned, with this step first. With a plan, raises ScheduleError.
+    Args:
+        own: The run's checkpoints, as `of_run` returns them.
+        run: The run's manifest.
+        step: The step of the next checkpoint.
+        bits: Bits per weight in the next checkpoint.
+        plan: The coming checkpoints, this one first, for policy planned.
+
+    Raises:
+        ScheduleError: The plan's schedule cannot be read.
     """
     usable = [one for one in own if not why_no_base(one, run, step, bits)]
     if policy == "full" or not usable:
@@ -175,31 +226,52 @@ def next_increment(
 
 
 def increment_of(base: Checkpoint, usable: list[Checkpoint]) -> Increment:
-    """The next increment of a base. usable: checkpoints of the run by step, of which the last one with the same baseline gives the sizes so far."""
+    """Return the next increment of a base.
+
+    Args:
+        usable: The run's checkpoints that can be a base, by step. The last one with the same
+            baseline gives the sizes so far.
+    """
     baseline = base.chain[-1].sha256
     newest = [one for one in usable if one.chain[-1].sha256 == baseline]
     return Increment(base, newest[-1].contents.sizes if newest else base.contents.sizes)
 
 
 def prune(folder: AnyFolder, run: Manifest, keep: int, further: Sequence[str] = ()) -> list[str]:
-    """Delete the checkpoints of a run in a folder that are neither among its `keep` newest, or the further ones, nor needed by one of these; returns
-    their names.
+    """Delete the checkpoints of a run in a folder that need not be kept, and return their names.
 
-    Raises CheckpointError.
+    Kept are its `keep` newest ones, the further ones, and all that these need.
+
+    Args:
+        folder: The folder of checkpoints.
+        run: The run's manifest.
+        keep: How many of the newest to keep.
+        further: Names of other checkpoints to keep.
+
+    Raises:
+        CheckpointError: The folder cannot be read or written to, or is locked.
     """
     with _deleting(folder, "--keep"):
         own = of_run(folder, run)
         gone = deletable({one.place.name: None if one.base is None else one.base.place.name for one in own}, keep, further)
-        # Those that need others first: whoever is killed in between leaves none that is not whole.
+        # Delete increments before their bases: if the process is killed in between, every
+        # checkpoint that is left is complete.
         for name in reversed(gone):
             removed(folder / name)
     return gone
 
 
 def delete(path: AnyFolder, with_increments: bool) -> list[AnyFolder]:
-    """Delete a checkpoint, also a damaged one; and those that need it, or refuse to where there are any. Returns what was deleted, itself last.
+    """Delete a checkpoint, even a damaged one, and return what was deleted, itself last.
 
-    Raises CheckpointError.
+    Args:
+        path: The checkpoint's folder.
+        with_increments: If True, the checkpoints that need it are deleted first. If False, their
+            existence is an error.
+
+    Raises:
+        CheckpointError: Others need the checkpoint, or the folder cannot be written to or is
+            locked.
     """
     folder = path.resolve()
     with _deleting(folder.parent, f"checkpoint {path}"):
@@ -225,9 +297,10 @@ def _deleting(folder: AnyFolder, what: str) -> Iterator[None]:
 
 
 def check_there(path: AnyFolder) -> None:
-    """Raise CheckpointError where a folder is no checkpoint; a damaged one is one."""
+    """Raise CheckpointError if a folder is not a checkpoint; a damaged checkpoint passes."""
     if not (path / MANIFEST).is_file():
-        Checkpoint.open(path)  # says that it is none
+        # This raises the error that the folder is no checkpoint.
+        Checkpoint.open(path)
 
 
 BEST = "best.json"  # in the folder of checkpoints
@@ -235,7 +308,12 @@ BEST = "best.json"  # in the folder of checkpoints
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best evaluation of a run so far: metric and value, after a training step. run: the run's id."""
+    """The best evaluation of a run so far, after a training step.
+
+    Attributes:
+        run: The run's id.
+        step: The last step trained before the evaluation.
+    """
 
     run: str
     metric: str
@@ -243,14 +321,18 @@ class Best:
     step: Count
 
     def write(self, folder: AnyFolder) -> None:
-        """Note it in a folder of checkpoints, where there is one of its step, durably. Raises OSError and CheckpointUnreachable."""
+        """Record it, durably, in a folder of checkpoints that has a checkpoint of its step.
+
+        Raises OSError and CheckpointUnreachable.
+        """
         write_whole(folder / BEST, canonical(to_stored(self)))
 
 
 def best_in(folder: AnyFolder, run_id: str | None = None) -> Best | None:
-    """Return what is noted in a folder of checkpoints, of a run if one is named.
+    """Return the best evaluation that a folder of checkpoints records, of a run if one is named.
 
-    Returns None if nothing is, if what it names is not there, or if the file is damaged: the next best evaluation then replaces it.
+    Returns None if none is recorded, if the checkpoint that the record names does not exist, or if
+    the file is damaged. The next best evaluation then replaces the record.
     """
     try:
         best = _read(folder)
@@ -260,12 +342,15 @@ def best_in(folder: AnyFolder, run_id: str | None = None) -> Best | None:
 
 
 def _read(folder: AnyFolder) -> Best:
-    """Raises OSError and FormError."""
+    """Read the record of the best evaluation. Raises OSError and FormError."""
     return of_json(parse_json((folder / BEST).read_bytes()), Best)
 
 
 def best_checkpoint(folder: AnyFolder) -> AnyFolder:
-    """The folder of the best checkpoint in a folder of checkpoints. Raises CheckpointError where none is noted, or the note is damaged."""
+    """Return the folder of the best checkpoint in a folder of checkpoints.
+
+    Raises CheckpointError if none is recorded, or the record is damaged.
+    """
     try:
         _read(folder)
     except OSError:

@@ -1,4 +1,7 @@
-"""One trainer's part of a checkpoint that is saved while it trains: the rows of its lanes, into files, in a thread of its own."""
+"""One trainer's part of a checkpoint saved during training: the rows of its lanes, into files.
+
+A separate thread writes them.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,16 @@ from foreload.trainer.checkpoints.quantisation import encode
 from foreload.trainer.checkpoints.row_files import CheckpointRows, RowSink, write_file
 
 BUFFER_BYTES = 1 << 26
-"""Of rows that were taken and are in no file yet: beyond that the largest of them are written."""
+"""How many bytes of rows may wait for a file; beyond that, the largest table's are written."""
 
 NICENESS = 10  # of the thread
 
 GRACE_SECONDS = 30.0
-"""How long the end of a call waits for a part under way."""
+"""How long the end of a call waits for a part that is being written."""
 
 
 def warm_up(layouts: Sequence[RowLayout], bits: int) -> None:
-    """Compile what a part needs, or load it, so that no step waits for that."""
+    """Compile or load the kernels that a part needs, so that no training step waits for that."""
     snapshot.warm_up()
     if bits < EXACT_BITS:
         for layout in layouts:
@@ -38,8 +41,21 @@ def warm_up(layouts: Sequence[RowLayout], bits: int) -> None:
 class PartWriter(threading.Thread):
     """Writes the rows of a snapshot into the folder of a checkpoint that is not published yet.
 
-    since, changed: which rows are written, as `Snapshot.want` has it, `changed` being called for that; None: all. dense: gives file name and contents
-    of the dense part, where the trainer leads; began: when the copy was made, time.monotonic().
+    When the thread has ended, either `result` or `failure` is set.
+
+    Args:
+        taken: The snapshot.
+        layouts: The tables' layouts, in order.
+        sink: Writes the files of rows.
+        since: Only rows that changed after this step are written, as `Snapshot.want` has it.
+        changed: Called for the masks of these rows, as `Snapshot.want` takes them. None if all rows
+            are written.
+        dense: Called for name and contents of the dense part's file. None unless the trainer leads.
+        began: When the copy in memory was made, by time.monotonic().
+
+    Attributes:
+        result: The files that were written.
+        failure: Why there is no result.
     """
 
     def __init__(
@@ -57,12 +73,13 @@ class PartWriter(threading.Thread):
         self._layouts, self._sink, self._since, self._changed = layouts, sink, since, changed
         self._dense, self._began = dense, began
         self.result: PartFiles | None = None
-        self.failure: str | None = None  # why there is none
+        self.failure: str | None = None
 
     def run(self) -> None:
-        """Write all files; `result` or `failure` is there when this is over."""
+        """Write all files, and set `result` or `failure`."""
         if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # training comes first
+            # Training comes first. Linux has a priority for each thread.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             dense = None if self._dense is None else write_file(self._sink.folder, *self._dense())
             self.snapshot.want(self._since, None if self._changed is None else self._changed())
@@ -72,13 +89,16 @@ class PartWriter(threading.Thread):
                     self._sink.write_largest()
             self._sink.write_all()
             self.result = PartFiles(tuple(self._sink.files), dense, time.monotonic() - self._began)
-        except ForeloadError as error:  # of the store, or of the schedule, which says what changed
+        # The store can raise one, and so can the schedule, from which the changed rows are
+        # computed.
+        except ForeloadError as error:
             self.failure = str(error)
         except OSError as error:
             self.failure = f"cannot write to {self._sink.folder.parent}: {error.strerror or error}"
         except MemoryError:
             self.failure = "there is not enough memory for it"
         finally:
+            # Nothing else reads the snapshot, so the traffic must stop taking rows for it.
             if self.failure is not None:
                 self.snapshot.abandon(self.failure)
 

@@ -1,10 +1,14 @@
-"""Weights in 8, 4, 3 or 2 bits each: per row and part uniform between two ends, which for 4 bits and fewer are moved inwards to the least L2 error.
+"""Quantise weights to 8, 4, 3 or 2 bits each, uniformly between two ends per row and part.
 
-Check-N-Run's widths (Eisenman et al., NSDI 2022). Where that moves one end after the other, all pairs of ends on its grid are tried here, 136 of
-them at once in the lanes of the processor, and the best is then fitted to its codes by least squares. Packing is this module's own: torch's
-operators write float16 scales, which overflow, know no 3 bits and want even widths, and packing is a small part of the time.
+For 4 bits and fewer, the ends move inwards to the least L2 error. These are the widths of
+Check-N-Run (Eisenman et al., NSDI 2022). Check-N-Run moves one end after the other; this module
+tries all pairs of ends on Check-N-Run's grid, 136 of them at once in the lanes of the processor,
+and then fits the best pair to its codes by least squares. Packing is this module's own: torch's
+operators write float16 scales, which overflow, do not know 3 bits and want even widths, and packing
+is a small part of the time.
 
-The scale and the bias are float32. As many of their last bits as cost no accuracy to speak of are zero, so that they compress.
+The scale and the bias are float32. As many of their last bits are zero as cost no accuracy to speak
+of, so that they compress.
 """
 
 from __future__ import annotations
@@ -17,13 +21,19 @@ import numpy as np
 from foreload.base.compiled import nb
 from foreload.trainer.checkpoints.files import WIDTHS
 
-"""Bits a weight can have, besides the 32 that are exact."""
-
 BINS, MOST_CUT = 25, 15
-"""The grid of the search: ends move inwards in steps of a 25th of the range, and both together by 15 of these at most."""
+"""The grid of the search: an end moves inwards in steps of a 25th of the range.
 
-_REFINEMENTS = 3  # times that ends are fitted to the codes, at most; each after the first gains less than a thousandth
-_ALLOWANCE = 1.004  # by which the squared error may grow for shorter scales
+Both ends together move by 15 steps at most.
+"""
+
+# How often the ends are fitted to the codes, at most. Each time after the first gains less than a
+# thousandth.
+_REFINEMENTS = 3
+# The factor by which the squared error may grow for shorter scales.
+_ALLOWANCE = 1.004
+# How many of the last bits of a scale and a bias to set to zero, in the order in which that is
+# tried. A bfloat16 lacks 16 of a float32's bits.
 _DROPPED = (
     20,
     18,
@@ -32,17 +42,25 @@ _DROPPED = (
     12,
     10,
     8,
-)  # of a scale's and a bias's last bits, that are made zero; a bfloat16 lacks 16 of a float32
-_LEAST = np.finfo(np.float32).tiny  # below it a float32 is denormal
+)
+_LEAST = np.finfo(np.float32).tiny  # a smaller float32 is denormal
 
+# All pairs of ends, as the number of steps by which the low and the high end move inwards.
 _CUTS = np.array([(low, high) for low in range(MOST_CUT + 1) for high in range(MOST_CUT + 1 - low)], np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedRows:
-    """Rows of weights in few bits. bits: of each; codes: uint8 [n, ceil(W * bits / 8)], weight j in bits j * bits and on of its row, the lowest
-    first; scale, bias: float32 [n, parts], weight = bias + scale * code. exact: int64 [m] ascending, the rows that this cannot hold, whose codes
-    mean nothing, and their weights: float32 [m, W].
+    """Rows of weights in few bits: weight = bias + scale * code.
+
+    Attributes:
+        bits: Bits per weight.
+        codes: uint8 [n, ceil(W * bits / 8)]. Weight j has the bits of its row from j * bits on, the
+            lowest first.
+        scale: float32 [n, parts].
+        bias: float32 [n, parts].
+        exact: int64 [m], ascending: the rows that codes cannot represent. Their codes mean nothing.
+        weights: float32 [m, W], the weights of the exact rows.
     """
 
     bits: int
@@ -57,15 +75,24 @@ class QuantisedRows:
 
 
 def packed_bytes(width: int, bits: int) -> int:
-    """How many bytes the codes of a row of `width` weights take."""
+    """Return how many bytes the codes of a row of `width` weights take."""
     return -(-width * bits // 8)
 
 
 def encode(weights: np.ndarray, parts: Sequence[int], bits: int) -> QuantisedRows:
-    """Quantise rows: float32 [n, W], W being the sum of parts, the columns of each part of a row. Raises ValueError for other bits or columns.
+    """Quantise rows.
 
-    Rows with a NaN or an infinity, and those whose range overflows a float32 or leaves a denormal scale or bias, are kept exactly. A part of
-    which all weights are the same is exact, whatever the width.
+    Rows with a NaN or an infinity are kept exactly, and so are rows whose range overflows a float32
+    or leads to a denormal scale or bias. A part whose weights are all equal loses nothing at any
+    number of bits.
+
+    Args:
+        weights: float32 [n, W].
+        parts: The columns of each part of a row; they add up to W.
+        bits: Bits per weight: 8, 4, 3 or 2.
+
+    Raises:
+        ValueError: Other bits, or weights with another number of columns.
     """
     if bits not in WIDTHS:
         raise ValueError(f"bits must be one of {WIDTHS}; got {bits}")
@@ -77,14 +104,14 @@ def encode(weights: np.ndarray, parts: Sequence[int], bits: int) -> QuantisedRow
     codes = np.zeros((count, packed_bytes(weights.shape[1], bits)), np.uint8)
     scale, bias = np.zeros((count, len(parts)), np.float32), np.zeros((count, len(parts)), np.float32)
     escaped = np.zeros(count, bool)
-    # An array that cannot be written to would be compiled for anew.
+    # numba compiles a kernel once more for a read-only array.
     _encode(weights.view(), bounds, bits, *_grid(bits), codes, scale, bias, escaped)
     exact = np.flatnonzero(escaped)
     return QuantisedRows(bits, codes, scale, bias, exact, weights[exact])
 
 
 def decode(rows: QuantisedRows, parts: Sequence[int]) -> np.ndarray:
-    """The weights that quantised rows stand for: float32 [n, W]."""
+    """Return the weights that quantised rows stand for: float32 [n, W]."""
     weights = np.empty((len(rows), sum(parts)), np.float32)
     bounds = np.cumsum([0, *parts]).astype(np.int64)
     _decode(rows.codes, rows.scale, rows.bias, bounds, rows.bits, weights)
@@ -93,7 +120,13 @@ def decode(rows: QuantisedRows, parts: Sequence[int]) -> np.ndarray:
 
 
 def _grid(bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each pair of ends, for weights between 0 and 1: the lower end and the scale, float64, and what a code is reckoned with, float32 [2, c]."""
+    """Return the search's pairs of ends, for weights between 0 and 1.
+
+    Returns:
+        The lower end and the scale of each pair, float64 [c], and what `_try_all` computes codes
+        with, float32 [2, c]: 1 / scale, and lower end / scale.
+    """
+    # With 8 bits the ends stay where they are: the first pair does not move them.
     cuts = _CUTS if bits <= 4 else _CUTS[:1]
     low = cuts[:, 0] / BINS
     scale = (1 - cuts.sum(axis=1) / BINS) / ((1 << bits) - 1)
@@ -102,6 +135,10 @@ def _grid(bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @nb.njit(nogil=True, cache=True)
 def _encode(weights, bounds, bits, low, scale_of, reckoned, codes, scale, bias, escaped):  # type: ignore[no-untyped-def]
+    """Quantise all rows into the zeroed arrays `codes`, `scale`, `bias` and `escaped`.
+
+    `escaped` marks the rows to keep exactly; codes, scale and bias of such rows are 0.
+    """
     most = bounds[1:] - bounds[:-1]
     unit = np.empty(most.max(), np.float32)
     best, other = np.empty(most.max(), np.uint8), np.empty(most.max(), np.uint8)
@@ -119,9 +156,11 @@ def _encode(weights, bounds, bits, low, scale_of, reckoned, codes, scale, bias, 
                 escaped[i] = True
                 break
             if spread == 0:
-                # -0.0 + -0.0 * 0 is -0.0, which -0.0 + 0.0 is not.
+                # The codes stay 0. The scale takes the sign of the weight: -0.0 + -0.0 * 0 is -0.0,
+                # but -0.0 + 0.0 * 0 is not.
                 bias[i, p], scale[i, p] = row[0], np.copysign(np.float32(0), row[0])
                 continue
+            # The scale with 8 bits would be denormal; the limit is the same for fewer bits.
             if spread / np.float32(255) < _LEAST:
                 escaped[i] = True
                 break
@@ -131,6 +170,8 @@ def _encode(weights, bounds, bits, low, scale_of, reckoned, codes, scale, bias, 
                 escaped[i] = True
                 break
             _pack(best, row.size, bounds[p], bits, codes[i])
+        # Earlier parts of the row may have codes by now. They mean nothing, as the row is kept
+        # exactly.
         if escaped[i]:
             scale[i], bias[i], codes[i] = 0, 0, 0
 
@@ -142,16 +183,18 @@ def _denormal(value):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _ends(row, least, spread, bits, low, scale_of, reckoned, unit, errors, best, other):  # type: ignore[no-untyped-def]
-    """The scale, the bias and the squared error of a part of a row, and its codes in `best`.
+    """Return scale, bias and squared error of a part of a row, and put its codes into `best`.
 
-    For 4 bits and fewer the error is never more than that of the ends of the range; an infinite one is that of a weight which would overflow.
+    For 4 bits and fewer, the error is never more than with the ends of the range. An infinite error
+    means that a weight would overflow when it is decoded.
     """
     levels = np.float32((1 << bits) - 1)
     plain_scale, plain_bias = np.float32(spread / levels), least
+    # Start from the ends of the range, so that a search that finds nothing better changes nothing.
     plain = _code(row, plain_scale, plain_bias, levels, best)
     scale, bias, least_error = plain_scale, plain_bias, plain
     if low.size > 1:
-        # In units of the range, so that no square overflows, whatever the weights.
+        # The search works in units of the range, so that no square overflows, whatever the weights.
         for j in range(row.size):
             unit[j] = (row[j] - least) / spread
         _try_all(unit[: row.size], reckoned, levels, errors)
@@ -162,6 +205,8 @@ def _ends(row, least, spread, bits, low, scale_of, reckoned, unit, errors, best,
                 place, found_error = c, error
         new_scale = np.float32(scale_of[place] * np.float64(spread))
         new_bias = np.float32(least + low[place] * np.float64(spread))
+        # `best` always has the codes of `scale` and `bias`. Each turn accepts the candidate only if
+        # it lowers the error, and then fits the next one to its codes.
         for _ in range(_REFINEMENTS + 1):
             if not new_scale >= _LEAST:
                 break
@@ -171,7 +216,8 @@ def _ends(row, least, spread, bits, low, scale_of, reckoned, unit, errors, best,
             scale, bias, least_error = new_scale, new_bias, error
             best[: row.size] = other[: row.size]
             new_scale, new_bias = _fitted(row, best)
-    # Shorter ones, where the error allows it, the shortest first.
+    # Take the shortest scale and bias whose error is within the allowance and, for 4 bits and
+    # fewer, within the error of the ends of the range.
     allowed = least_error * _ALLOWANCE
     if low.size > 1:
         allowed = min(plain, allowed)
@@ -187,8 +233,10 @@ def _ends(row, least, spread, bits, low, scale_of, reckoned, unit, errors, best,
 
 @nb.njit(nogil=True, cache=True)
 def _try_all(unit, reckoned, levels, errors):  # type: ignore[no-untyped-def]
-    """The squared error of every pair of ends, in units of its scale squared. The inner loop goes over the pairs: they do not depend on each other,
-    so it runs in vector lanes, with the sums in the order of the columns on any processor.
+    """Put the squared error of every pair of ends, in units of its scale squared, into `errors`.
+
+    The inner loop runs over the pairs. They do not depend on each other, so it runs in vector
+    lanes, and the sums have the order of the columns on any processor.
     """
     inverse, offset = reckoned[0], reckoned[1]
     zero, half = np.float32(0), np.float32(0.5)
@@ -206,12 +254,16 @@ def _try_all(unit, reckoned, levels, errors):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _code(row, scale, bias, levels, codes):  # type: ignore[no-untyped-def]
-    """Put the codes of a part of a row into `codes`; returns the squared error of what they will be decoded to, in float64."""
+    """Put the codes of a part of a row into `codes`, and return the squared error after decoding.
+
+    The error is float64.
+    """
     total = 0.0
     inverse = 1 / np.float64(scale)
     for j in range(row.size):
         at = (np.float64(row[j]) - np.float64(bias)) * inverse
         code = np.float32(np.int32(min(max(at, 0.0), np.float64(levels)) + 0.5))
+        # The same roundings to float32 as in `_decode`.
         away = np.float64(row[j]) - np.float64(np.float32(bias + np.float32(scale * code)))
         total += away * away
         codes[j] = np.uint8(code)
@@ -220,7 +272,10 @@ def _code(row, scale, bias, levels, codes):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _fitted(row, codes):  # type: ignore[no-untyped-def]
-    """The scale and bias of least squares for a part of a row with these codes; a scale of 0 where they do not determine it."""
+    """Return the least-squares scale and bias of a part of a row for given codes.
+
+    The scale is 0 if the codes do not determine it.
+    """
     n, of_codes, of_squares, of_row, of_products = row.size, 0.0, 0.0, 0.0, 0.0
     for j in range(n):
         code, value = np.float64(codes[j]), np.float64(row[j])
@@ -237,7 +292,7 @@ def _fitted(row, codes):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _rounded(value, dropped):  # type: ignore[no-untyped-def]
-    """A float32 whose last bits are zero, the nearest such one."""
+    """Return the nearest float32 whose last `dropped` bits are zero."""
     word = np.empty(1, np.float32)
     word[0] = value
     bits = word.view(np.uint32)
@@ -248,10 +303,11 @@ def _rounded(value, dropped):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _pack(codes, count, first, bits, packed):  # type: ignore[no-untyped-def]
-    """Put codes into a row's bytes, from weight `first` on."""
+    """Put the codes of weights `first` and on into a row's bytes, which are zero there."""
     at = first * bits
     for j in range(count):
         byte, shift = at >> 3, at & 7
+        # A code has at most 8 bits, so it lies in one byte or in two.
         word = np.uint32(codes[j]) << np.uint32(shift)
         packed[byte] |= np.uint8(word & np.uint32(255))
         if shift + bits > 8:
@@ -261,6 +317,7 @@ def _pack(codes, count, first, bits, packed):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _decode(codes, scale, bias, bounds, bits, weights):  # type: ignore[no-untyped-def]
+    """Write the weights of all rows into `weights`, each operation rounded to float32."""
     mask = np.uint32((1 << bits) - 1)
     for i in range(codes.shape[0]):
         for p in range(bounds.size - 1):

@@ -1,4 +1,7 @@
-"""Restore a checkpoint's rows to a store, whatever its shards, parity and the schedule's slots: as owner of every lane, by ordinary traffic."""
+"""Restore a checkpoint's rows to a store, whatever its shards, its parity and the schedule's slots.
+
+The caller owns every lane and writes the rows by ordinary traffic.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,21 @@ from foreload.trainer.saved.owned_at_rest import owned_lanes
 
 
 def on_other_slots(checkpoint: Checkpoint, schedule: Schedule) -> Manifest:
-    """What the run of a checkpoint is, its last schedule being this one where the two differ in slots alone; otherwise what it was.
+    """Return the manifest of a checkpoint's run, with the last schedule replaced by this one.
 
-    Costs, where they do, what reading all rows of the checkpoint does, and 12 bytes of memory a row of the largest table. Raises CheckpointError
-    where the rows are not those of this schedule, ScheduleError.
+    It is replaced if the two schedules differ in slots alone; otherwise the manifest is returned
+    unchanged. If they differ so, the call reads all rows of the checkpoint, and takes 12 bytes of
+    memory per row of the largest table.
+
+    Raises:
+        CheckpointError: The schedule is not complete, or the checkpoint's rows are not those of
+            this schedule.
+        ScheduleError: The schedule cannot be read.
     """
     contents = checkpoint.contents
     run, stage = contents.run, Stage.of(schedule)
     last = run.stages[-1]
+    # Schedules that differ in slots alone have the same program, but not the same identity.
     if contents.state == "ended" or stage.identity == last.identity or stage.program != last.program:
         return run
     if not schedule.complete:
@@ -51,6 +61,8 @@ def on_other_slots(checkpoint: Checkpoint, schedule: Schedule) -> Manifest:
             f"checkpoint {checkpoint.place}: its rows are not those that schedule {schedule.path} has trained {after_step(contents.step)}; prepare "
             f"that from the same log as {last.path}, with the same options but for --slots"
         )
+    # The manifest is to be that of a run trained on this schedule, in which the segments up to the
+    # one with the checkpoint's step have begun.
     begun = next(
         segment.index + 1
         for segment in schedule.segments()
@@ -61,7 +73,12 @@ def on_other_slots(checkpoint: Checkpoint, schedule: Schedule) -> Manifest:
 
 
 def _same_rows(checkpoint: Checkpoint, schedule: Schedule, ordinals: np.ndarray) -> bool:
-    """Whether every row has, at its ordinal, the id that a schedule gives it, and the tag, where that is known. ordinals: see `table_rows`."""
+    """Return whether every row has the id, and where known the tag, of its ordinal in a schedule.
+
+    Args:
+        schedule: A complete schedule.
+        ordinals: See `table_rows`.
+    """
     for lane, expected in table_rows(schedule, checkpoint.contents.step, ordinals):
         for first, rows in newest_rows(checkpoint, lane, expected.table):
             part = slice(first, first + len(rows.id))
@@ -73,8 +90,12 @@ def _same_rows(checkpoint: Checkpoint, schedule: Schedule, ordinals: np.ndarray)
 
 @dataclass(frozen=True, slots=True)
 class RestoredRows:
-    """What the rows of a checkpoint are on a store. batches: of each lane the number of its last write-back batch; lost: shards lost meanwhile,
-    whose rows only their stripes give.
+    """The state of a checkpoint's rows on a store.
+
+    Attributes:
+        batches: By lane, the number of its last write-back batch.
+        lost: The shards that were lost meanwhile. Their rows can only be decoded from their
+            stripes.
     """
 
     batches: dict[str, int]
@@ -82,9 +103,19 @@ class RestoredRows:
 
 
 def check_restorable(checkpoint: Checkpoint, job: TrainJob, model: DenseModel, on_bytes: Callable[[int], object]) -> None:
-    """Raise what is wrong with a checkpoint, or with making a run of a job from it, before anything is deleted or started.
+    """Check that a job can make a run of a checkpoint, before anything is deleted or started.
 
-    model: the job's, into which the dense part is put. on_bytes: as for `Checkpoint.verify`. Raises CheckpointError, RunError, FingerprintError.
+    Args:
+        checkpoint: The checkpoint. Every file is read.
+        job: The job of the new run.
+        model: The job's model, into which the dense part is loaded.
+        on_bytes: As for `Checkpoint.verify`.
+
+    Raises:
+        CheckpointError: A file is damaged, or the rows are not as the job's model has them.
+        RunError: The dense part does not fit the model.
+        FingerprintError: This process computes with other numerics than the run, and the job does
+            not accept that.
     """
     contents = checkpoint.contents
     if contents.tables != tuple(model.layouts):
@@ -94,7 +125,8 @@ def check_restorable(checkpoint: Checkpoint, job: TrainJob, model: DenseModel, o
     checkpoint.verify(on_bytes)
     with checkpoint.local_dense() as path:
         load_dense(path, model.module, model.optimizer, contents.step)
-    # Trainers that have a GPU each, and those of other hosts, find out as they join.
+    # Only CPU numerics can be checked here. Trainers with a GPU, and trainers on other hosts, are
+    # checked when they join.
     if contents.run.fingerprint is not None and job.device == "cpu" and not job.accept_numerics:
         numerics.set_up(job.threads, cpu_capability=job.cpu_capability)
         numerics.check(numerics.fingerprint(), contents.run.fingerprint, goes_on="--from")
@@ -103,18 +135,26 @@ def check_restorable(checkpoint: Checkpoint, job: TrainJob, model: DenseModel, o
 def restored_manifest(
     checkpoint: Checkpoint, job: TrainJob, schedule: Schedule, made: Manifest, goes_on: bool = True
 ) -> Manifest:
-    """The manifest of a run that is made of a checkpoint, with a schedule that it goes on with, or, goes_on=False, may rest at the end of.
+    """Return the manifest of a run that is made from a checkpoint.
 
-    made: that of a new run of the same job.
+    Args:
+        job: The job of the new run.
+        schedule: The schedule that the run goes on with.
+        made: The manifest of a new run of the same job.
+        goes_on: If False, the run may also stay stopped at the end of the schedule.
 
-    Raises RunError where a run that rested where the checkpoint is could not go on so, CheckpointError, ScheduleError.
+    Raises:
+        RunError: A run that had stopped at the checkpoint's step could not go on like this.
+        CheckpointError: The rows are not those of the schedule.
+        ScheduleError: The schedule cannot be read.
     """
     contents = checkpoint.contents
     run = on_other_slots(checkpoint, schedule)
     going_on, _ = continued(f"checkpoint {checkpoint.place}", run, contents.state, contents.step, job, schedule, goes_on)
     stages = run.stages
     if len(going_on.stages) == len(stages):
-        stages = going_on.stages  # the last schedule, where it is now
+        # The run goes on with the same schedule; its stage says where that is now.
+        stages = going_on.stages
     if goes_on:
         going_on = going_on.with_code(made.code, contents.step + 1)
     return Manifest(
@@ -149,9 +189,19 @@ def restore_rows(
     ownership: Ownership,
     on_rows: Callable[[int], object],
 ) -> RestoredRows:
-    """Write every row of a checkpoint, with its parity, to a store on which the run's lanes have nothing, or what an earlier attempt left.
+    """Write every row of a checkpoint, with its parity, to a store.
 
-    log: None without parity. on_rows: called with how many more were handed over. Raises CheckpointError, and CacheError as training does.
+    The run's lanes have no rows there, or what an earlier attempt left.
+
+    Args:
+        store: Open on the run's servers.
+        log: Where the batches are held. None without parity.
+        ownership: The owner of all lanes.
+        on_rows: Called with the number of rows just handed over.
+
+    Raises:
+        CheckpointError: A file is damaged.
+        CacheError: As training raises it.
     """
     contents = checkpoint.contents
     lanes, tables = contents.run.lanes, len(contents.tables)
@@ -160,7 +210,7 @@ def restore_rows(
     with owned_lanes(stored, ownership, log, [0] * lanes, nothing, step=-1) as traffic:
         boundaries = [0] * lanes
         for table, lane in product(range(tables), range(lanes)):
-            # Each row once, in the order of ordinals, so that the rows of a stripe come together.
+            # Each row is written once. The order of ordinals brings the rows of a stripe together.
             for first, rows in newest_rows(checkpoint, lane, table):
                 traffic.write_back(lane, boundaries[lane], _ended(table, first, rows))
                 boundaries[lane] += 1
@@ -170,14 +220,23 @@ def restore_rows(
 
 
 def _ended(table: int, first: int, rows: CheckpointRows) -> EndedRows:
-    """Rows as if their residencies had ended, and the store had never had them. first: the first one's ordinal."""
+    """Return rows as if their residencies had ended and the store had never had them.
+
+    Args:
+        table: The table of all rows.
+        first: The ordinal of the first row; the others follow without gaps.
+    """
     count = len(rows.id)
     tables, ordinals = np.full(count, table, np.int16), np.arange(first, first + count)
-    # The base of a row that was never stored is not looked at.
+    # A stored tag of 0 says that the store never had the row. Its base, the last two arguments, is
+    # not read then, so the row's own values stand in for it.
     stored = np.zeros(count, np.int32)
     return EndedRows(tables, ordinals, rows.id, rows.tag, stored, rows.weights, rows.state, rows.weights, rows.state)
 
 
 def restore_dense(checkpoint: Checkpoint, path: Path) -> None:
-    """Put the dense part of a checkpoint where a run has its own. Raises CheckpointError and RunError."""
+    """Write the dense part of a checkpoint to the file of a run's dense part.
+
+    Raises CheckpointError and RunError.
+    """
     write_dense(path, checkpoint.read(checkpoint.contents.dense))

@@ -1,6 +1,7 @@
-"""Files of rows of checkpoints (docs/checkpoints.md, The format): written in any order, read piece by piece, along a chain of increments.
+"""Write and read a checkpoint's files of rows (docs/checkpoints.md, The format).
 
-Knows no torch.
+Files are written in any order, and read piece by piece along a chain of increments. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -23,17 +24,25 @@ from foreload.trainer.errors import CheckpointError
 from foreload.trainer.storage import AnyFolder, write_new
 
 FILE_BYTES = 1 << 26
-"""About how large a file of rows is at most; as much again is held while one is written."""
+"""About how large a file of rows is at most; as many bytes are held while one is written."""
 
-_GROUP_ROWS = 1 << 16  # of a Parquet file, that are decoded at once
+_GROUP_ROWS = 1 << 16  # rows of a Parquet row group, which is decoded at once
 _ZSTD_LEVEL = 3
-# Ordinals and ids by their differences; the bytes of floats and tags apart, the first of each row together, and so on.
+# Ordinals and ids are encoded by their differences. Every other column but the codes is split into
+# bytes: the first bytes of all rows, then the second bytes, and so on.
 _ENCODINGS = {"ordinal": "DELTA_BINARY_PACKED", "id": "DELTA_BINARY_PACKED", "codes": "PLAIN"}
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRows:
-    """Rows by ordinal: id int64 [n], -1 where only the base has it; tag int32 [n]; weights float32 [n, W]; state float32 [n, S]."""
+    """Rows by ordinal.
+
+    Attributes:
+        id: int64 [n], -1 where only the base has the id.
+        tag: int32 [n].
+        weights: float32 [n, W].
+        state: float32 [n, S].
+    """
 
     id: np.ndarray
     tag: np.ndarray
@@ -42,29 +51,29 @@ class CheckpointRows:
 
     @property
     def value_bytes(self) -> int:
-        """Memory of the weights and the state."""
+        """The memory of the weights and the state, in bytes."""
         return self.weights.nbytes + self.state.nbytes
 
     def part(self, which: slice | np.ndarray) -> CheckpointRows:
-        """The rows of a slice, of a mask or of places."""
+        """Return the rows of a slice, of a mask or of places."""
         return CheckpointRows(self.id[which], self.tag[which], self.weights[which], self.state[which])
 
     @classmethod
     def joined(cls, pieces: list[CheckpointRows]) -> CheckpointRows:
-        """The rows of at least one piece, one after the other."""
+        """Return the rows of at least one piece, one piece after the other."""
         if len(pieces) == 1:
             return pieces[0]
         return cls(*(np.concatenate([getattr(one, name) for one in pieces]) for name in cls.__slots__))
 
     @classmethod
     def zeros(cls, count: int, layout: RowLayout) -> CheckpointRows:
-        """Rows to be written to; a tag of 0 is no row's."""
+        """Return rows to be filled in. No row has the tag 0, so that marks those still missing."""
         weights, state = np.zeros((count, layout.width), np.float32), np.zeros((count, layout.state_width), np.float32)
         return cls(np.full(count, -1, np.int64), np.zeros(count, np.int32), weights, state)
 
 
 def rows_of_a_file(layout: RowLayout) -> int:
-    """How many rows of a table stand in a file, at most."""
+    """Return how many rows of a table a file has at most."""
     return max(FILE_BYTES // layout.row_bytes, 1)
 
 
@@ -77,13 +86,23 @@ def write_rows(
     bits: int = EXACT_BITS,
     known: int = 0,
 ) -> RowFile:
-    """Write rows of a table in a lane as a file of a checkpoint, forced to the disk; returns the file's entry for the manifest.
+    """Write rows of one table and lane as a file of a checkpoint, forced to the disk.
 
-    ordinals: int64 [n], ascending, n at least 1 and at most `rows_of_a_file`; rows: in their order; bits: 32 (exact), 8, 4, 3 or 2, of weights;
-    known: ordinals below it have their ids in the checkpoint that this one is an increment of, and not here.
+    Several processes and threads may write to one folder, in any order and with gaps. A file is
+    named by lane, table and first ordinal, so the only rule is that no ordinal of a lane and table
+    comes twice. Nobody reads a file before a manifest names it. Raises OSError and
+    CheckpointUnreachable.
 
-    May be called by several processes and threads for one folder, in any order, and with gaps: a file is named by lane, table and its first ordinal,
-    so the only rule is that no ordinal of a lane and table comes twice. Nobody reads a file before a manifest names it. Raises OSError.
+    Args:
+        folder: The checkpoint's folder.
+        layout: The table's layout.
+        ordinals: int64 [n], ascending, with n at least 1 and at most `rows_of_a_file`.
+        rows: In the order of `ordinals`.
+        bits: Bits per weight: 32 (exact), 8, 4, 3 or 2.
+        known: The base has the ids of ordinals below this, so the file leaves them out.
+
+    Returns:
+        The file's entry for the manifest.
     """
     first, last, count = int(ordinals[0]), int(ordinals[-1]), len(ordinals)
     gapless = last - first + 1 == count
@@ -95,16 +114,25 @@ def write_rows(
 
 
 def write_file(folder: AnyFolder, name: str, data: bytes | pa.Buffer) -> FileEntry:
-    """Write a file of a checkpoint, and force it to the disk. Raises OSError and CheckpointUnreachable."""
+    """Write a file of a checkpoint, forced to the disk, and return its entry.
+
+    Raises OSError and CheckpointUnreachable.
+    """
     write_new(folder / name, data)
     return FileEntry(name, len(data), hashlib.sha256(data).hexdigest())
 
 
 class RowSink:
-    """Writes the rows of a checkpoint: holds them by lane and table, in whatever pieces they come, until a `write` puts them into files.
+    """Writes the rows of a checkpoint.
 
-    The caller decides when that is, and so where files are cut. files: those written so far; held_bytes: memory of the weights and the state of the
-    rows held. All that writes raises OSError and CheckpointUnreachable.
+    The sink holds rows by lane and table, in whatever pieces they come, until a `write` puts them
+    into files. The caller decides when that is, and so where files are cut. Every method that
+    writes raises OSError and CheckpointUnreachable.
+
+    Attributes:
+        folder: Where the files go.
+        files: The files written so far.
+        held_bytes: The memory of the weights and the state of the rows held.
     """
 
     def __init__(
@@ -115,21 +143,35 @@ class RowSink:
         known: Sequence[Sequence[int]] = (),
         on_file: Callable[[RowFile], object] = lambda file: None,
     ) -> None:
-        """folder: where the files go; layouts: of the tables, in order; bits: of a weight, as `write_rows` has it; known: of an increment, by lane
-        and table, how many ordinals its base has; on_file: called with each file when it is written.
+        """Make a sink that holds no rows.
+
+        Args:
+            folder: Where the files go.
+            layouts: The tables' layouts, in order.
+            bits: Bits per weight, as for `write_rows`.
+            known: For an increment, how many ordinals its base has, by lane and table.
+            on_file: Called with each file after it is written.
         """
         self.folder, self.files, self.held_bytes = folder, list[RowFile](), 0
         self._layouts, self._bits, self._known, self._on_file = layouts, bits, known, on_file
         self._held: dict[tuple[int, int], list[tuple[np.ndarray, CheckpointRows]]] = {}
 
     def add(self, lane: int, table: int, ordinals: np.ndarray, rows: CheckpointRows) -> None:
-        """Hold rows of a lane's table. ordinals: int64 [n], of the rows in their order; none may come twice."""
+        """Hold rows of a lane's table.
+
+        Args:
+            table: The number of the table.
+            ordinals: int64 [n], in the order of the rows. No ordinal may come twice.
+        """
         self._held.setdefault((lane, table), []).append((ordinals, rows))
         self.held_bytes += rows.value_bytes
 
     def write(self, lane: int, table: int, only_full_files: bool = False) -> None:
-        """Write the rows held of a lane's table, sorted by ordinal, `rows_of_a_file` to a file. only_full_files: go on holding the last ones, which
-        do not fill a file.
+        """Write the rows held of a lane's table, sorted by ordinal, `rows_of_a_file` to a file.
+
+        Args:
+            table: The number of the table.
+            only_full_files: If True, go on holding the last rows, which do not fill a file.
         """
         held, layout = self._held.get((lane, table), []), self._layouts[table]
         most, count = rows_of_a_file(layout), sum(len(ordinals) for ordinals, _ in held)
@@ -152,7 +194,7 @@ class RowSink:
             self.add(lane, table, ordinals[end:], rows.part(slice(end, None)))
 
     def write_largest(self) -> None:
-        """Write the rows held of the lane's table of which most bytes are held."""
+        """Write the rows of the lane and table of which the sink holds the most bytes."""
         self.write(*max(self._held, key=lambda place: sum(rows.value_bytes for _, rows in self._held[place])))
 
     def write_all(self) -> None:
@@ -162,7 +204,10 @@ class RowSink:
 
 
 def _arrow(rows: CheckpointRows) -> pa.Buffer:
-    """An Arrow IPC file with one record batch, not compressed: it costs next to nothing to write, and is read by mapping it."""
+    """Return an Arrow IPC file with one record batch.
+
+    It is not compressed, so it costs next to nothing to write, and is read by mapping it.
+    """
     columns = {"id": pa.array(rows.id), "tag": pa.array(rows.tag), "weights": _lists(rows.weights)}
     if rows.state.shape[1]:
         columns["state"] = _lists(rows.state)
@@ -176,7 +221,15 @@ def _arrow(rows: CheckpointRows) -> pa.Buffer:
 def _parquet(
     ordinals: np.ndarray | None, first: int, rows: CheckpointRows, layout: RowLayout, bits: int, known: int
 ) -> pa.Buffer:
-    """A Parquet file, in which each column is encoded by what it is; ordinals: None where they are first, first + 1, and so on."""
+    """Return a Parquet file in which the encoding of each column suits its values.
+
+    Args:
+        ordinals: As for `write_rows`. If None, they are first, first + 1, and so on.
+        first: The first ordinal.
+        layout: The table's layout.
+        bits: As for `write_rows`.
+        known: As for `write_rows`.
+    """
     columns: dict[str, pa.Array] = {}
     if ordinals is not None:
         columns["ordinal"] = pa.array(ordinals)
@@ -208,25 +261,30 @@ def _lists(values: np.ndarray) -> pa.Array:
 
 
 def _binary(values: np.ndarray) -> pa.Array:
-    """Rows of an array as their bytes."""
+    """Return the rows of an array as binaries of a fixed size."""
     values = np.ascontiguousarray(values)
     return pa.Array.from_buffers(pa.binary(values.strides[0]), len(values), [None, pa.py_buffer(values)])
 
 
 def _some(quantised: QuantisedRows, width: int) -> pa.Array:
-    """The weights of the rows that are exact, and nulls for the others."""
+    """Return the weights of the rows that are kept exactly, and nulls for the others."""
     present = np.zeros(len(quantised), bool)
     present[quantised.exact] = True
     values = np.zeros((len(quantised), width), np.float32)
     values[quantised.exact] = quantised.weights
+    # Arrow's validity bitmap has the bit of the first row lowest.
     bits = pa.py_buffer(np.packbits(present, bitorder="little"))
     return pa.Array.from_buffers(pa.binary(4 * width), len(quantised), [bits, pa.py_buffer(values)])
 
 
 class OpenRows:
-    """The rows of a file that was read, to be had piece by piece. ordinals: int64 [rows], ascending.
+    """The rows of a file that was read; `part` returns them piece by piece.
 
-    Making one, and `part`, raise pyarrow.ArrowException, KeyError and ValueError where the data is not what `write_rows` writes for such an entry.
+    The constructor and `part` raise pyarrow.ArrowException, KeyError and ValueError if the data is
+    not what `write_rows` writes for such an entry.
+
+    Attributes:
+        ordinals: int64 [rows], ascending.
     """
 
     def __init__(self, data: pa.Buffer, file: RowFile, layout: RowLayout) -> None:
@@ -247,11 +305,11 @@ class OpenRows:
             self.ordinals = self._parquet.read(["ordinal"]).column("ordinal").to_numpy()
 
     def part(self, first: int, end: int) -> CheckpointRows:
-        """Rows first .. end - 1 by their places in the file, views where that may be."""
+        """Return the rows at places first .. end - 1 of the file, as views where possible."""
         if self._batch is not None:
             return self._batch.part(slice(first, end))
         groups = range(first // _GROUP_ROWS, -(-end // _GROUP_ROWS))
-        # Whoever reads on, wants none before these again.
+        # Callers read forwards, so decoded groups that lie before these are not needed again.
         self._groups = {number: rows for number, rows in self._groups.items() if number in groups}
         pieces = []
         for number in groups:
@@ -299,7 +357,7 @@ def _floats(table: pa.Table, name: str, width: int) -> np.ndarray:
 
 
 def _bytes(column: pa.ChunkedArray, width: int) -> np.ndarray:
-    """A column of fixed-size binaries without nulls: uint8 [n, width]."""
+    """Return a column of fixed-size binaries without nulls: uint8 [n, width]."""
     if column.type != pa.binary(width):
         raise ValueError(f"a column is {column.type} instead of {width} bytes a row")
     pieces = [
@@ -309,19 +367,24 @@ def _bytes(column: pa.ChunkedArray, width: int) -> np.ndarray:
     return np.concatenate(pieces) if len(pieces) != 1 else pieces[0]
 
 
-_ROWS = 1 << 16  # that are given at once
+_ROWS = 1 << 16  # rows that are yielded at once
 
 
 @dataclass(slots=True)
 class _Reading:
-    """A file of rows that is read along the ordinals. rows: None before the first and after the last of these."""
+    """A file of rows that is read along the ordinals.
+
+    Attributes:
+        checkpoint: The checkpoint that has the file.
+        rows: Its open rows. None before its first ordinal is reached, and after its last.
+    """
 
     checkpoint: Checkpoint
     file: RowFile
     rows: OpenRows | None = None
 
     def _open(self) -> OpenRows:
-        """Its rows, compared with the manifest, in memory. Raises CheckpointError."""
+        """Read the file into memory, and compare it with the manifest. Raises CheckpointError."""
         data = self.checkpoint.read(self.file)
         try:
             return OpenRows(pa.py_buffer(data), self.file, self.checkpoint.contents.tables[self.file.table])
@@ -329,7 +392,7 @@ class _Reading:
             raise damaged(self.checkpoint.place, self.file.name, str(error)) from error
 
     def _part(self, first: int, end: int) -> CheckpointRows:
-        """Rows `first` .. `end` - 1 of the file. Raises CheckpointError."""
+        """Return the rows at places first .. end - 1 of the file. Raises CheckpointError."""
         assert self.rows is not None
         try:
             return self.rows.part(first, end)
@@ -337,7 +400,9 @@ class _Reading:
             raise damaged(self.checkpoint.place, self.file.name, str(error)) from error
 
     def put(self, first: int, end: int, out: CheckpointRows) -> None:
-        """Put its rows with ordinals first .. end - 1 into their places of these."""
+        """Put the file's rows with ordinals first .. end - 1 into `out`, at ordinal - first."""
+        # Drop a file's rows once all are read, so that one file of each checkpoint is held at a
+        # time.
         if self.file.last < first or self.file.first >= end:
             self.rows = None
             return
@@ -348,19 +413,30 @@ class _Reading:
             return
         part = self._part(int(begin), int(stop))
         places = self.rows.ordinals[begin:stop] - first
+        # Where this file has no id, an older file of the chain has put it already.
         with_id = part.id != -1
         out.id[places[with_id]] = part.id[with_id]
         out.tag[places], out.weights[places], out.state[places] = part.tag, part.weights, part.state
 
 
 def newest_rows(checkpoint: Checkpoint, lane: int, table: int, most: int = _ROWS) -> Iterator[tuple[int, CheckpointRows]]:
-    """All rows of a table in a lane by ordinal, at most so many at once, with the first one's ordinal; files are compared with their manifests.
+    """Yield all rows of a lane's table in their newest version, by ordinal.
 
-    What is held: the file that is being read of each checkpoint of the chain, as it is on the disk, and some 65,536 rows of each. Raises
-    CheckpointError, also where a row is in no file.
+    Files are compared with their manifests. For each checkpoint of the chain, the file being read
+    is held as it is on the disk, and some 65,536 of its rows.
+
+    Args:
+        table: The number of the table.
+        most: How many rows to yield at once, at most.
+
+    Yields:
+        The ordinal of the first row, and rows without gaps from there.
+
+    Raises:
+        CheckpointError: A file is damaged, or a row is in no file.
     """
     layout, count = checkpoint.contents.tables[table], checkpoint.contents.ordinals[lane][table]
-    # The oldest first, so that newer versions come over older ones.
+    # Oldest first, so that newer versions of a row overwrite older ones.
     readings = [
         _Reading(one, file)
         for one in reversed(checkpoint.chain)
@@ -373,6 +449,7 @@ def newest_rows(checkpoint: Checkpoint, lane: int, table: int, most: int = _ROWS
         rows = CheckpointRows.zeros(end - first, layout)
         for reading in readings:
             reading.put(first, end, rows)
+        # A row is complete once a file gave its values, and a file, not always the same, its id.
         missing = int(np.count_nonzero((rows.tag == 0) | (rows.id == -1)))
         if missing:
             raise CheckpointError(
@@ -383,9 +460,15 @@ def newest_rows(checkpoint: Checkpoint, lane: int, table: int, most: int = _ROWS
 
 
 def compact(checkpoint: Checkpoint, folder: AnyFolder, on_rows: Callable[[int], object] = lambda count: None) -> Checkpoint:
-    """Write a checkpoint that needs no other, of the same step with the same rows, into a folder of checkpoints, as `published` does.
+    """Write a checkpoint of the same step and rows that needs no other one, as `published` does.
 
-    Of an exact one it is, byte for byte, what saving all rows would have written. on_rows: called with how many more were written.
+    For an exact checkpoint, the result equals, byte for byte, what saving all rows would have
+    written.
+
+    Args:
+        checkpoint: The checkpoint to read.
+        folder: The folder of checkpoints to write to.
+        on_rows: Called with the number of rows just written.
     """
 
     def write(temporary: AnyFolder) -> Contents:
@@ -408,6 +491,10 @@ def _write(checkpoint: Checkpoint, folder: AnyFolder, on_rows: Callable[[int], o
 
 
 def whole_copy(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
-    """A copy with all rows, in which every file can be mapped; it has no manifest, so that nobody opens it. Raises CheckpointError and OSError."""
+    """Write a copy of a checkpoint that has all rows and can be mapped into a folder.
+
+    The copy has no manifest on the disk, so that nothing opens it. Raises CheckpointError and
+    OSError.
+    """
     contents = _write(checkpoint, folder, lambda count: None)
     return Checkpoint(folder, contents, "", None)

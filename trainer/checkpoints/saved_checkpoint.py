@@ -1,4 +1,7 @@
-"""A checkpoint as a model, without a store: the rows and the dense part for `evaluate`, `predict`, `lookup`, `export` and `digest`."""
+"""A checkpoint as a model, without a store.
+
+It gives the rows and the dense part to `evaluate`, `predict`, `lookup`, `export` and `digest`.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +33,29 @@ from foreload.trainer.saved.saved_model import Digest, SavedModel, check_fitting
 from foreload.trainer.saved.stopped_run import open_stopped
 from foreload.trainer.storage import place
 
-_ROWS = 1 << 16  # that are given at once
+_ROWS = 1 << 16  # rows that are yielded at once
 
 
 def dense_of(checkpoint: Checkpoint) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Parameters by name, and optimizer state by "<parameter>/<key>". Raises RunError."""
+    """Return the parameters by name, and the optimizer state by "<parameter>/<key>".
+
+    Raises RunError.
+    """
     with checkpoint.local_dense() as path:
         return read_dense(path, checkpoint.contents.step)
 
 
 def rows_by_id(checkpoint: Checkpoint, tables: Collection[int] | None = None) -> Iterator[ModelRows]:
-    """Every row by (table, id), of files that were verified; 16 bytes a row of one table are held, the rest is mapped. tables: of these only.
+    """Yield every row of a checkpoint whose files were verified, by (table, id).
 
-    Of an increment, and of rounded weights, from a copy in a temporary folder (TMPDIR) that has all rows as they are read. Raises CheckpointError.
+    The call holds 16 bytes per row of one table; everything else is mapped. An increment, and a
+    checkpoint with rounded weights, is first copied with all rows into a temporary folder (TMPDIR).
+
+    Args:
+        tables: Yield the rows of these tables only.
+
+    Raises:
+        CheckpointError: A file is damaged, or the temporary folder cannot be written to.
     """
     if checkpoint.is_mappable:
         yield from _mapped_by_id(checkpoint, tables)
@@ -65,6 +78,8 @@ def _mapped_by_id(checkpoint: Checkpoint, tables: Collection[int] | None) -> Ite
         files = mapped_rows(checkpoint, table)
         if not files:
             continue
+        # Sort the ids of all files of the table, and gather each batch of rows from the files that
+        # have them.
         ids = np.concatenate([file.id for file in files])
         starts = np.cumsum([0, *(len(file.id) for file in files)])
         order = np.argsort(ids, kind="stable")
@@ -82,23 +97,31 @@ def _mapped_by_id(checkpoint: Checkpoint, tables: Collection[int] | None) -> Ite
 
 
 def mapped_rows(checkpoint: Checkpoint, table: int) -> list[CheckpointRows]:
-    """The rows of a table's files, mapped, of a checkpoint that `is_mappable`; whoever asks has verified them."""
+    """Return the rows of a table's files, mapped.
+
+    The checkpoint must be mappable, and the caller has verified its files.
+    """
     of_table = (file for file in checkpoint.contents.rows if file.table == table)
     layout = checkpoint.contents.tables[table]
     return [OpenRows(pa.memory_map(str(checkpoint.at(file))).read_buffer(), file, layout).part(0, file.rows) for file in of_table]
 
 
 def digest_of(checkpoint: Checkpoint) -> str:
-    """The digest of the model (docs/definitions.md, Digest), 64 hexadecimal digits; of files that were verified. Raises CheckpointError."""
+    """Return the digest of a checkpoint whose files were verified (docs/definitions.md, Digest).
+
+    It has 64 hexadecimal digits. Raises CheckpointError.
+    """
     tables = [layout.name for layout in checkpoint.contents.tables]
     return Digest().model(dense_of(checkpoint), tables, rows_by_id(checkpoint))
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint, its files, where they are local, verified: a SavedModel. schedule_path: where its schedule is now; None: where it was.
+    """A checkpoint as a SavedModel. If its files are local, they were verified.
 
-    accept_model: its model may be run with other code than it was trained with.
+    Attributes:
+        schedule_path: The present location of its schedule. If None, the former location is tried.
+        accept_model: If True, the model may run with other code than it was trained with.
     """
 
     checkpoint: Checkpoint
@@ -107,28 +130,28 @@ class SavedCheckpoint:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name that messages use."""
         return f"checkpoint {self.checkpoint.place}"
 
     @property
     def step(self) -> int:
-        """The last one trained."""
+        """The last step trained."""
         return self.checkpoint.contents.step
 
     @cached_property
     def manifest(self) -> Manifest:
-        """That of a run with the rows as they are read from it."""
+        """The manifest of a run that has the rows as they are read from the checkpoint."""
         contents = self.checkpoint.contents
         return replace(contents.run, inexact=contents.inexact)
 
     @cached_property
     def job(self) -> TrainJob:
-        """That of the run."""
+        """The job of its run."""
         return self.manifest.training_job
 
     @property
     def features(self) -> FeatureSpec:
-        """Those of its schedule's header."""
+        """The features in its schedule's header."""
         return self.checkpoint.contents.features
 
     @property
@@ -138,18 +161,23 @@ class SavedCheckpoint:
 
     @property
     def layouts(self) -> tuple[RowLayout, ...]:
-        """Of its tables, in order."""
+        """The layouts of its tables, in order."""
         return self.checkpoint.contents.tables
 
     @cached_property
     def schedule(self) -> Schedule:
-        """See SavedModel: the one that was named, the one where it was, or what the run keeps in whose folder the checkpoint lies."""
+        """See SavedModel.
+
+        If `schedule_path` is given, the schedule must be there. If not, it is looked for where it
+        was and, if the checkpoint is in its run's folder, in what the run keeps.
+        """
         if self.schedule_path is not None:
             return check_fitting(self, Schedule(self.schedule_path))
         stage = self.manifest.stages[-1]
         places, folder = [Path(stage.path)], self.checkpoint.place.absolute().parent
         if isinstance(folder, Path) and folder.name == CHECKPOINTS:
             places.append(folder.parent / KEPT / stage.identity[:16])
+        # If no place has it, the error says what is wrong with the first one.
         why = f"{stage.path} is another one now"
         for path in places:
             try:
@@ -194,10 +222,11 @@ class SavedCheckpoint:
 
 
 class _SortedRows:
-    """The rows of a checkpoint's tables, also those that were never trained: a RowSource.
+    """The rows of a checkpoint's tables, including those that were never trained: a RowSource.
 
-    A table is read when it is first asked for, with all others where the checkpoint cannot be mapped: its ids are held, 8 bytes a row, its weights by
-    ascending id in a temporary file without a name.
+    A table is read when it is first asked for; if the checkpoint cannot be mapped, all tables are
+    read at once. The ids are held, 8 bytes a row, and the weights are in a temporary file without a
+    name, by ascending id.
     """
 
     def __init__(self, model: SavedCheckpoint) -> None:
@@ -207,8 +236,11 @@ class _SortedRows:
     def read(self, table: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See RowSource."""
         if table not in self._tables:
+            # To read one table of a checkpoint that cannot be mapped, all its rows must be put
+            # together.
             self._load([table] if self._model.checkpoint.is_mappable else range(len(self._model.layouts)))
         known, weights = self._tables[table]
+        # Ids that were not trained keep their initial weights.
         places = np.searchsorted(known, ids)
         there = places < len(known)
         there[there] = known[places[there]] == ids[there]
@@ -233,25 +265,36 @@ class _SortedRows:
 
 
 def names_checkpoint(path: str) -> bool:
-    """Whether a path is that of a checkpoint, and of nothing else; a URL is no other's. Raises CheckpointError where it is no good one."""
+    """Return whether a path is that of a checkpoint; every URL is taken for one.
+
+    Raises CheckpointError if a URL is not valid.
+    """
     folder = place(path)
     return not isinstance(folder, Path) or (folder / MANIFEST).exists()
 
 
 @contextlib.contextmanager
 def open_model(path: str, store: str | None, schedule: str | None = None, accept_model: bool = False) -> Iterator[SavedModel]:
-    """The model of the run, or the checkpoint, in a folder.
+    """Yield the model of the run, or of the checkpoint, in a folder.
 
-    store: as for `open_stopped`, for a run; accept_model: likewise; schedule: where the schedule of a checkpoint is now.
+    Args:
+        path: The folder, or the URL of a checkpoint.
+        store: For a run, as for `open_stopped`.
+        schedule: For a checkpoint, where its schedule is now.
+        accept_model: As for `open_stopped`.
 
-    Raises CheckpointError where a file of a checkpoint is damaged, and what `open_stopped` raises.
+    Raises:
+        CheckpointError: A file of a checkpoint is damaged.
+        RunError: `store` is given for a checkpoint, or `schedule` for a run. For a run also what
+            `open_stopped` raises.
     """
     if names_checkpoint(path):
         if store is not None:
             raise RunError(f"--store: is for runs; checkpoint {path} is read without a store; leave it out")
         checkpoint = Checkpoint.open(path)
+        # Files in an object store are compared with the manifest when they are fetched.
         if checkpoint.is_local:
-            checkpoint.verify()  # others are compared as they are fetched
+            checkpoint.verify()
         yield SavedCheckpoint(checkpoint, schedule, accept_model)
         return
     with open_stopped(path, store, accept_model) as saved:

@@ -1,4 +1,8 @@
-"""Saving a checkpoint of a run that rests: its rows, read from the store by lane, table and ordinal, its dense part, and, last, the manifest."""
+"""Save a checkpoint of a stopped run.
+
+Its rows are read from the store by lane, table and ordinal. Then come its dense part and, last, the
+manifest.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +32,17 @@ def save(
     bits: int = EXACT_BITS,
     increment: Increment | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint of a run into a folder of checkpoints, as `published` does; bits: of a weight, see `write_rows`.
+    """Write a checkpoint of a stopped run into a folder of checkpoints, as `published` does.
 
-    increment: of which checkpoint of the folder it is one; None: it has all rows. on_rows: called with how many more rows were looked at, and how
-    many are to be. Raises CheckpointError, and what reading the store raises.
+    Args:
+        folder: The folder of checkpoints.
+        on_rows: Called with the number of rows just looked at, and the number of all rows.
+        bits: Bits per weight; see `write_rows`.
+        increment: Which increment to write. If None, the checkpoint has all rows.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be written, or its base was deleted. Reading the
+            store raises its own errors.
     """
     base, sizes = (None, ()) if increment is None else (increment.base, increment.sizes)
     manifest, step = saved.manifest, saved.status.step
@@ -41,7 +52,8 @@ def save(
             raise CheckpointError(
                 f"checkpoint {base.place}: was deleted while an increment of it was to be saved; save that again"
             )
-        saved.dense()  # raises where it is damaged, or of another step
+        # Called because it raises if the dense part is damaged or belongs to another step.
+        saved.dense()
         dense = write_file(temporary, DENSE, saved.run.dense(step).read_bytes())
         ordinals = given_ordinals(saved.schedule, step)
         on_rows(0, int(ordinals.sum()))
@@ -58,23 +70,29 @@ def save(
 def _write_rows(
     saved: StoppedRun, sink: RowSink, ordinals: np.ndarray, base: Checkpoint | None, on_rows: Callable[[int, int], object]
 ) -> None:
-    """Read the rows that were changed since the base, or all, from the store, and write them. The files depend on the rows alone, not on how they are
-    read piece by piece.
+    """Read the rows changed since the base, or all rows, from the store, and write them.
+
+    The files depend on the rows alone, not on the pieces in which they are read.
     """
     step, total = saved.status.step, int(ordinals.sum())
     since = None if base is None else base.contents.step
     known = None
-    # Steps of an earlier schedule, and those that a run does not keep of its own, cannot be asked.
+    # The moves between the base and `step` say which rows changed. They are not available if the
+    # base lies before this schedule, or if this is only what the run keeps of its schedule.
     asked = not (saved.schedule.path / POSITION).exists()
     if since is not None and asked and since >= saved.schedule.header.first_step - 1:
         known = changed_rows(saved.schedule, since, step)
     for lane, rows in table_rows(saved.schedule, step, ordinals):
         places = np.arange(len(rows.id))
         if since is not None:
-            # Of a row that changes later, too, nothing but the steps themselves shows when it did before.
+            # The row table has a row's last change in the whole schedule. For a row that changes
+            # after `step` as well (not `exact`), only the moves show whether it changed since the
+            # base. Without them, such rows are read, and their stored tags decide.
             changed = ~rows.exact if known is None else known[lane][rows.table]
             places = np.flatnonzero(changed | (rows.exact & (rows.tag > since + 1)))
         on_rows(len(rows.id) - len(places), total)
+        # Writing only full files here cuts the files at the same rows however many of the rows read
+        # turn out not to have changed.
         most = rows_of_a_file(saved.layouts[rows.table])
         for first in range(0, len(places), most):
             some = places[first : first + most]

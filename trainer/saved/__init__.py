@@ -1,1 +1,1 @@
-"""Runs that do not train, and their models: rows, digest, what is kept of them."""
+"""Runs that do not train, and their models: rows, digest, and what a run keeps of them."""

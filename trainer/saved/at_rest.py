@@ -1,7 +1,8 @@
-"""A stopped run: its servers, a check of its rows there, and an owner of all its lanes for commands that change rows.
+"""A stopped run's servers and rows, and an owner of its lanes for commands that change rows.
 
-Every command that works on a stopped run goes through here: it opens the servers (`servers_at_rest`, `opened_rows`), finds the rows as a reader
-(`find_at_rest`), or owns the lanes in a further term (`next_owner`; with traffic, `owned_at_rest`).
+Every command that works on a stopped run goes through this module. It opens the servers
+(`servers_at_rest`, `opened_rows`). Then it finds the rows as a reader (`find_at_rest`), or owns the
+lanes in a further term (`next_owner`; with traffic, `owned_at_rest`).
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ from foreload.trainer.saved.model_rows import given_ordinals
 
 
 def check_rows(run: Run, store: Store, status: Status) -> None:
-    """Raise RunError unless the rows on an open store are those of the last clean stop, wherever trainers died since.
+    """Raise RunError unless the rows on an open store are those of the last clean stop.
 
-    They are where no trainer wrote any back, and where local stores were started again from what they saved then.
+    Trainers may have died since. The rows are still those of the stop if no trainer wrote any back,
+    or if local stores were started again from what they saved then.
     """
     if status.state != "training":
         return
     manifest, placement = run.manifest, run.placement
+    # A shard is stale if its markers are not those of the last clean stop. Parity makes up for at
+    # most r stale shards in each stripe's group.
     stale = stale_shards(store, manifest.namespace, status.last_batches)
     gone = np.isin(placement.members, stale).sum(axis=1).max(initial=0) if stale else 0
     if gone > placement.r:
@@ -57,7 +61,8 @@ def _broken_off(run: Run, status: Status, stale: Sequence[int]) -> str:
         "and the dense part of those is nowhere; "
     )
     local = LocalStores.find(run.path / STORES)
-    # What local stores have saved is of the last clean stop, and goes before an older checkpoint.
+    # Local stores have saved the rows of the last clean stop, which is better than an older
+    # checkpoint.
     if (newest := run.newest_checkpoint(after=-1 if local is None else status.step)) is not None:
         return message + f"--resume goes on from checkpoint {newest}"
     running = [str(pid) for pid in local.pids if pid] if local is not None else []
@@ -72,10 +77,16 @@ def _broken_off(run: Run, status: Status, stale: Sequence[int]) -> str:
 
 @dataclass(slots=True)
 class ServersAtRest:
-    """The servers of a stopped run. urls: by number, with passwords; local: the run's own servers, None where it has none.
+    """The servers of a stopped run.
 
-    of_the_stop: whether the rows on the local servers are known to be those of the last clean stop; changed: whether the command wrote to them. At
-    the end these decide whether local servers save their rows.
+    At the end, `of_the_stop` and `changed` decide whether local servers save their rows.
+
+    Attributes:
+        urls: The servers' URLs by number, with passwords.
+        local: The run's own servers. None if it has none.
+        of_the_stop: Whether the rows on the local servers are known to be those of the last clean
+            stop.
+        changed: Whether the command wrote to them.
     """
 
     urls: tuple[str, ...]
@@ -86,14 +97,16 @@ class ServersAtRest:
 
 @contextlib.contextmanager
 def servers_at_rest(run: Run, status: Status, given: str | None) -> Iterator[ServersAtRest]:
-    """Yield the servers of a stopped run; its local ones run until this is left.
+    """Yield the servers of a stopped run; its local servers run until the context ends.
 
     Args:
-        given: URLs with passwords, in the order of the shards' numbers. If None, those that the run has noted.
+        status: The run's status.
+        given: URLs with passwords, in the order of the shards' numbers. If None, those that the run
+            has noted.
 
     Raises:
         RunError: `given` has another number of servers than the run.
-        CacheError: the local servers lack rows of `status`, or do not start.
+        CacheError: The local servers lack rows of `status`, or do not start.
     """
     local = open_stores(run, status)
     if local is None:
@@ -107,9 +120,10 @@ def servers_at_rest(run: Run, status: Status, given: str | None) -> Iterator[Ser
 
 
 def _leave(local: LocalStores, servers: ServersAtRest) -> None:
-    """End the local servers of a command that is through."""
+    """End the local servers when a command is done with them."""
     if not servers.of_the_stop:
-        # What servers that were found running have must not take the place of what was saved.
+        # The rows, even those of servers that were found running, may be of another step. They must
+        # not replace what was saved.
         local.discard()
         return
     try:
@@ -117,7 +131,8 @@ def _leave(local: LocalStores, servers: ServersAtRest) -> None:
     except StoreError as error:
         if servers.changed:
             raise
-        # What was asked is known; and servers that still could not save are left as they were found.
+        # The command has changed nothing, and servers that could not save are left as they were
+        # found: so this is no more than a warning.
         sys.stderr.write(f"foreload: warning: {error}\n")
 
 
@@ -130,21 +145,23 @@ def opened_rows(
     spared: int = 0,
     own: Callable[[Run, Store], None] | None = None,
 ) -> Iterator[Store]:
-    """Yield a store on the servers of a run, once they are known to have the rows of its last clean stop.
+    """Yield a store on a run's servers, once these are known to have the last clean stop's rows.
 
     Args:
-        urls: of the servers by number, with passwords.
-        silence: how long a server may be silent.
-        spared: how many shards may be lost.
-        own: raises RunError unless the run's folder may do with the rows what the command does. If None, the caller checks that itself.
+        status: The run's status.
+        urls: The servers' URLs by number, with passwords.
+        silence: How long a server may be silent.
+        spared: How many shards may be lost.
+        own: Raises RunError unless the run's folder may do with the rows what the command does. If
+            None, the caller checks that itself.
 
     Raises:
-        RunError: the rows are not those of the last clean stop.
-        CacheError: a server cannot be reached, or has another run's rows.
+        RunError: The rows are not those of the last clean stop.
+        CacheError: A server cannot be reached, or has another run's rows.
     """
     manifest = run.manifest
     with Store.connect(asked(urls), silence, spared) as store:
-        # Another run may have taken the name since, with rows that look the same.
+        # Another run may have taken the namespace since, with rows that look the same.
         claim(store, manifest.namespace, manifest.identity, "resume", spared)
         if own is not None:
             own(run, store)
@@ -153,20 +170,33 @@ def opened_rows(
 
 
 def stored_rows(run: Run, store: Store, schedule: Schedule) -> StoredRows:
-    """Return the rows of a run on an open store, before anyone has looked which of them are there."""
+    """Return a run's rows on an open store, before anyone has checked which of them exist."""
     manifest = run.manifest
     layouts = layouts_of(manifest.training_job, schedule.header.features)
     return StoredRows(store, run.placement, layouts, manifest.namespace)
 
 
 def find_at_rest(stored: StoredRows, schedule: Schedule, at: Start) -> None:
-    """Find the rows of a stopped run, for a reader, which owns no lane. at: where the run stopped. Raises StoreError and RowsLost."""
+    """Find the rows of a stopped run for a reader, which owns no lane.
+
+    Args:
+        stored: The rows, as `stored_rows` returns them.
+        schedule: The schedule that the run was trained on.
+        at: Where the run stopped.
+
+    Raises:
+        StoreError: A store shard fails.
+        RowsLost: More shards lack rows than parity covers.
+    """
     stored.stripes = written_stripes(stored.placement, lambda: given_ordinals(schedule, at.step))
     find_rows(stored, at.last_batches)
 
 
 def next_owner(run: Run, term: int) -> Ownership:
-    """Return an owner of a run's lanes in the term after `term`, which the run's folder notes first. Raises RunError, OSError."""
+    """Return an owner of a run's lanes in the term after `term`.
+
+    The run's folder notes that term before anyone owns lanes in it. Raises RunError and OSError.
+    """
     run.raise_term(term + 1)
     return Ownership(term + 1, run.manifest.identity)
 

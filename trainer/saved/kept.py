@@ -1,4 +1,4 @@
-"""What a run keeps of the schedule that it was trained on, so that its model can be read when that is there no more."""
+"""What a run keeps of its schedule, to read its model when the schedule no longer exists."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ from foreload.trainer.run.directory import KEPT, Run
 def keep_schedule(run: Run, schedule: Schedule, step: int | None = None) -> None:
     """Keep in RUN what commands that read its model need of a schedule, once that is complete.
 
-    step: the last one trained, where the run comes to rest: what was kept of earlier schedules is deleted then. None: training begins.
-    What cannot be kept is reported, and no reason to stop. Raises ScheduleError where the schedule that is to be trained on is damaged.
+    A failure to keep it is reported and stops nothing.
+
+    Args:
+        schedule: The schedule that it is trained on.
+        step: The last step trained, if the run has stopped: then what was kept of earlier schedules
+            is deleted. None if training begins.
+
+    Raises:
+        ScheduleError: The schedule to be trained on is damaged.
     """
     if not schedule.complete:
         return
@@ -31,13 +38,17 @@ def keep_schedule(run: Run, schedule: Schedule, step: int | None = None) -> None
             for other in [path for path in folder.parent.iterdir() if path != folder]:
                 shutil.rmtree(other)
     except (OSError, ScheduleError) as error:
+        # A damaged schedule could not be trained on either.
         if step is None and isinstance(error, ScheduleError):
             raise
         sys.stderr.write(f"the run cannot keep what its model is read by, so {schedule.path} must stay where it is: {error}\n")
 
 
 def schedule_of(run: Run) -> Schedule:
-    """The schedule that a run was trained on last, or what the run keeps of it. Raises RunError where there is neither."""
+    """Return the schedule that a run was trained on last, or what the run keeps of it.
+
+    Raises RunError if neither exists.
+    """
     stage = run.manifest.stages[-1]
     why = f"{stage.path} is another one now"
     for path in (Path(stage.path), run.path / KEPT / stage.identity[:16]):
@@ -51,7 +62,12 @@ def schedule_of(run: Run) -> Schedule:
 
 
 def open_schedule(job: TrainJob) -> Schedule:
-    """The schedule to train on. Raises ScheduleError, and RunError where a run cannot go on without it."""
+    """Return the schedule to train on.
+
+    Raises:
+        ScheduleError: It cannot be opened.
+        RunError: It cannot be opened, and a run cannot go on without it.
+    """
     try:
         return Schedule(job.schedule, follow=job.follow)
     except ScheduleError as error:

@@ -1,7 +1,9 @@
-"""RUN/kept/lanes: the rows that trainers could not bring to the store when training ended, a file a lane, and what makes a clean stop of them.
+"""RUN/kept/lanes: the rows that trainers could not write to the store when training ended.
 
-`lanes.json` is written last: without it there is nothing. Whoever puts the rows on the store takes the lanes over from these files, as it would from
-another trainer's copies (docs/protocol.md, Takeover), and may die at any moment: the next one begins again.
+There is one file for each lane. `lanes.json` is written last; without it nothing is kept. The
+process that writes the rows to the store takes the lanes over from these files, as from another
+trainer's replicas (docs/protocol.md, Takeover). It may die at any moment: the next attempt begins
+again. Once the rows are on the store, the run has stopped cleanly.
 """
 
 from __future__ import annotations
@@ -27,15 +29,21 @@ from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.saved.kept_manifest import KeptFile, KeptLanes
 
 DENSE = "dense.safetensors"
-_IN_SLOTS = -1  # in the place of a boundary
+_IN_SLOTS = -1  # stands for the boundary of rows in slots
 _COLUMNS = ("table", "ordinal", "id", "tag", "stored_tag", "weights", "state")
 _TYPES = dict(zip(_COLUMNS, (np.int16, np.int64, np.int64, np.int32, np.int32, np.float32, np.float32), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class KeptLane:
-    """Rows of a lane that the store lacks after a step. ordinals, owed, released: as `CopiedLane` has them; ending: those that sat in slots; record:
-    the last one of its batch log, None where that lies in the run's folder.
+    """Rows of a lane that the store lacks after a step.
+
+    Attributes:
+        ordinals: As in `CopiedLane`.
+        owed: As in `CopiedLane`.
+        ending: The rows that sat in slots.
+        released: As in `CopiedLane`.
+        record: The last record of the lane's batch log. None if the log lies in the run's folder.
     """
 
     ordinals: np.ndarray
@@ -53,24 +61,26 @@ class KeptLane:
         released: tuple[int, int],
         record: LoggedBatch | None,
     ) -> KeptLane:
-        """Of the lane's slots, and of what ended before."""
+        """Make it from the lane's slots and the rows whose residency ended before."""
+        # The store has the rows in slots whose tag is the stored tag.
         here, slots = partition.occupants, partition.occupied()
         return cls(ordinals, owed, partition.rows_in(slots[here.tag[slots] != here.stored_tag[slots]]), released, record)
 
     @property
     def copied(self) -> CopiedLane:
-        """What a takeover needs."""
+        """What a takeover needs to know of the lane."""
         ending = self.ending
         return CopiedLane(self.ordinals, Occupants(*ending.columns(), ending.stored_tag), self.owed, ending, self.released)
 
 
 def folder_of(run: Path) -> Path:
-    """Where a run's are, or are to be."""
+    """Return the folder for the kept lanes of a run, whether or not it exists."""
     return (run / KEPT_LANES).parent
 
 
 def write_lane(run: Path, lane: int, kept: KeptLane) -> KeptFile:
-    """Write a lane's file, whole and on the disk. Raises OSError."""
+    """Write a lane's file, completely and durably, and return its entry. Raises OSError."""
+    # The file is a sequence of NumPy arrays; `read_lane` reads them in the same order.
     parts = [*kept.owed, (_IN_SLOTS, kept.ending)]
     boundary = np.concatenate([np.full(len(rows), number, np.int64) for number, rows in parts])
     path = folder_of(run) / f"lane-{lane:02d}.rows"
@@ -88,14 +98,14 @@ def write_lane(run: Path, lane: int, kept: KeptLane) -> KeptFile:
 
 
 def write_kept(run: Path, name: str, data: bytes) -> None:
-    """Write a file of another host, as `write_lane` does. Raises OSError."""
+    """Write a file that comes from another host, as `write_lane` does. Raises OSError."""
     path = folder_of(run) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, data, durable=True)
 
 
 def checked(run: Path, file: KeptFile) -> Path:
-    """The path of a file that is as it was written. Raises RunRefused where it is another one."""
+    """Return the path of a file if it is as it was written. Raises RunRefused if it is not."""
     path = folder_of(run) / file.name
     try:
         if _sha256(path) == file.sha256:
@@ -107,9 +117,10 @@ def checked(run: Path, file: KeptFile) -> Path:
 
 
 def read_lane(run: Path, file: KeptFile) -> KeptLane:
-    """The inverse of `write_lane`. Raises RunRefused where the file is another one."""
+    """Read what `write_lane` wrote. Raises RunRefused if the file is not as it was written."""
     with open(checked(run, file), "rb") as opened:
         released, ordinals, boundary, *columns = (np.load(opened, allow_pickle=False) for _ in range(3 + len(_TYPES)))
+        # The arrays of a log record follow only if the lane has one.
         record = None
         if opened.peek(1):
             (number, before), fields, old, new, held = (np.load(opened, allow_pickle=False) for _ in range(5))
@@ -120,7 +131,10 @@ def read_lane(run: Path, file: KeptFile) -> KeptLane:
 
 
 def kept_lanes(run: Path) -> KeptLanes | None:
-    """What a run keeps of lanes; None where that is nothing. Raises RunRefused where it is damaged."""
+    """Return what a run keeps of lanes; None if it keeps nothing.
+
+    Raises RunRefused if `lanes.json` is damaged.
+    """
     path = run / KEPT_LANES
     if not path.exists():
         return None
@@ -131,14 +145,23 @@ def kept_lanes(run: Path) -> KeptLanes | None:
 
 
 def write_kept_lanes(run: Path, why: str, manifest: Manifest, status: Status, files: Sequence[KeptFile]) -> None:
-    """Publish what trainers have written. files: of each lane. Raises OSError."""
+    """Publish the files that trainers have written. Raises OSError.
+
+    Args:
+        run: The run's folder.
+        why: The reason why training ended.
+        manifest: The run's manifest once the rows are on the store.
+        status: The run's status once the rows are on the store.
+        files: One file per lane, in order.
+    """
     dense = KeptFile(DENSE, _sha256(folder_of(run) / DENSE))
     write_sealed(run / KEPT_LANES, KeptLanes(why, manifest, status, dense, tuple(files)), durable=True)
 
 
 def forget_kept_lanes(run: Path) -> None:
-    """Their rows are on the store, or the run goes on without them."""
+    """Delete the kept lanes: their rows are on the store, or the run goes on without them."""
     folder = folder_of(run)
+    # Without `lanes.json` nothing is kept, so it goes first.
     if folder.exists():
         (run / KEPT_LANES).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)

@@ -10,7 +10,12 @@ from foreload.trainer.run.manifest import Manifest, Status
 
 @dataclass(frozen=True, slots=True)
 class KeptFile:
-    """A file beside `lanes.json`. sha256: of its bytes."""
+    """A file beside `lanes.json`.
+
+    Attributes:
+        name: In the folder of `lanes.json`.
+        sha256: SHA-256 of its bytes.
+    """
 
     name: Name
     sha256: str
@@ -18,8 +23,14 @@ class KeptFile:
 
 @dataclass(frozen=True, slots=True)
 class KeptLanes:
-    """What `lanes.json` says. why: training ended; manifest, status: of the run once the rows are on the store; dense: the file of the dense part;
-    files: of each lane.
+    """What `lanes.json` says.
+
+    Attributes:
+        why: The reason why training ended.
+        manifest: The run's manifest once the rows are on the store.
+        status: The run's status once the rows are on the store.
+        dense: The file of the dense part.
+        files: One file per lane, in order.
     """
 
     why: str

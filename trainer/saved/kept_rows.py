@@ -1,4 +1,4 @@
-"""Bringing the rows that a run keeps (`kept_lanes`) to the store, which makes a clean stop of it."""
+"""Write a run's kept rows (`kept_lanes`) to the store; the run has then stopped cleanly."""
 
 from __future__ import annotations
 
@@ -28,8 +28,22 @@ from foreload.trainer.saved.run_rows import own_rows
 
 
 def put_kept_back(run: Run, job: TrainJob, schedule: Schedule) -> Status | None:
-    """Bring the rows that a run that is to go on keeps to its servers, its local ones started for that; None where it keeps none. The run has come to
-    rest then, as its status says. Raises RunError, CacheError.
+    """Write the rows that a run keeps to its servers, before it goes on.
+
+    Local servers are started for that, and ended. The run has then stopped cleanly, as its status
+    says.
+
+    Args:
+        job: The job that goes on with it.
+        schedule: The schedule that it was trained on last.
+
+    Returns:
+        The run's new status. None if it keeps no rows.
+
+    Raises:
+        RunError: The kept files are damaged, or the run's folder does not own the rows on the
+            servers.
+        CacheError: A server fails.
     """
     kept = kept_lanes(run.path)
     if kept is None:
@@ -48,9 +62,17 @@ def put_kept_back(run: Run, job: TrainJob, schedule: Schedule) -> Status | None:
 
 
 def put_back(run: Run, job: TrainJob, schedule: Schedule, kept: KeptLanes, urls: Sequence[str]) -> Status:
-    """The same, of rows that it is known to keep. urls: of its servers, which run. Broken off, it can be done again: lanes are taken over in a
-    further term each time.
+    """Write kept rows to a run's servers; as `put_kept_back`, for servers that are running.
+
+    If it is interrupted, it can be repeated: each attempt takes the lanes over in a further term.
+
+    Args:
+        job: The job that goes on with it.
+        schedule: The schedule that it was trained on last.
+        kept: What the run keeps.
+        urls: The servers' URLs by number, with passwords.
     """
+    # Check the dense part first: nothing on the servers changes if it is damaged.
     manifest, placement = kept.manifest, run.placement
     dense = checked(run.path, kept.dense).read_bytes()
     with Store.connect(asked(urls), job.store_silence, placement.r, job.patience.time) as store:
@@ -69,6 +91,8 @@ def put_back(run: Run, job: TrainJob, schedule: Schedule, kept: KeptLanes, urls:
                 traffic.flush()
                 lost = traffic.repair_shards(timedelta())
                 batches = {str(lane): traffic.last_batch(lane) for lane in taken}
+    # Every row is on the store. Forget the kept files only after the run's folder says so: until
+    # then, another attempt needs them.
     status = replace(kept.status, batches=batches, lost=lost, term=ownership.term)
     write_dense(run.dense(status.step), dense)
     run.come_to_rest(manifest, status)
@@ -78,7 +102,7 @@ def put_back(run: Run, job: TrainJob, schedule: Schedule, kept: KeptLanes, urls:
 
 
 def _hold(log: BatchLog, lanes: Sequence[KeptLane]) -> None:
-    """Have the run's log hold the records that lay in trainers' memory, unless an earlier call has done so."""
+    """Put records that were in trainers' memory into the run's log, unless it has them already."""
     for number, lane in enumerate(lanes):
         held = log.held(number)
         if lane.record is not None and (held is None or held.number < lane.record.number):
@@ -86,9 +110,10 @@ def _hold(log: BatchLog, lanes: Sequence[KeptLane]) -> None:
 
 
 def _write(traffic: Traffic, lane: TakenLane) -> None:
-    """Hand over what the store lacks of a lane."""
+    """Hand over to the traffic the rows of a lane that the store lacks."""
     traffic.add_lane(lane.plan(iter(())))
     boundary = lane.released_boundary
     for boundary, rows in lane.to_write:
         traffic.write_back(lane.lane, boundary, rows)
+    # Rows in slots leave at one boundary after all others, as they do when training stops.
     traffic.write_back(lane.lane, boundary + 1, lane.ending.select(np.flatnonzero(~lane.stored)), at_stop=True)

@@ -1,4 +1,4 @@
-"""The servers that a change of a run's store shards takes (`shard_change`), made ready for it."""
+"""Prepare the servers for a change of a run's store shards (`shard_change`)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ _CONNECT = timedelta(seconds=1)
 
 
 class NewServers:
-    """The servers that a run is to have, made ready before anything depends on them. silence: for which one may be silent.
+    """Prepares the servers that a run is to have, before anything depends on them.
 
-    local: the run's own servers, where it has such, all running. check_room: raises RunError where the servers of a placement, given their URLs, will
-    not hold their rows.
+    Args:
+        manifest: The run's manifest.
+        silence: How long a server may be silent.
+        local: The run's own servers, all running. None if it has none.
+        check_room: Raises RunError if the servers of a placement, given their URLs, will not hold
+            their rows.
     """
 
     def __init__(
@@ -40,10 +44,22 @@ class NewServers:
     def made_ready(
         self, wanted: Sequence[str], placement: Placement, in_use: Sequence[str], further: Sequence[tuple[int, str]] = ()
     ) -> tuple[str, ...]:
-        """The URLs, by number and without passwords, of the shards of a placement with these further servers, which are noted as the run's.
+        """Prepare further servers, note them as the run's, and return the URLs of all shards.
 
-        in_use: of those before, by number; further: those about to take a shard's place. Where one cannot be used, none is noted. Raises RunError,
-        CacheError.
+        If one server cannot be used, none is noted.
+
+        Args:
+            wanted: The further servers: URLs, or "local" for each of the run's own.
+            placement: The placement that has these servers.
+            in_use: The URLs of the present servers, by number.
+            further: Servers that are about to take a shard's place, with its number.
+
+        Returns:
+            The URLs by number, without passwords.
+
+        Raises:
+            RunError: The run's servers are of the other kind, or the rows would not fit.
+            CacheError: A server cannot be used.
         """
         if (LOCAL in wanted) != (self._local is not None) and wanted:
             raise RunError(
@@ -61,12 +77,14 @@ class NewServers:
                     assert added == shard
                     new.append(self._local.urls[shard])
                 else:
+                    # Check the server with the environment's password, as trainers will reach it.
                     url = parse_url(parse_url(text).plain)
                     there = [(number, parse_url(used)) for number, used in [*enumerate([*urls, *new]), *further] if used]
                     manifest = self._manifest
                     check_spare(url, there, manifest.namespace, manifest.lanes, self._silence, manifest.identity)
                     new.append(url.plain)
             self._check_room(placement, (*urls, *new))
+            # Nothing is noted before every server has passed all checks.
             for shard, text in enumerate(new, first):
                 self._note(text, shard, placement.shard_count)
         except BaseException:
@@ -78,13 +96,13 @@ class NewServers:
         namespace, identity = self._manifest.namespace, self._manifest.identity
         with Store([url], self._silence, _CONNECT) as store:
             if owner(store, namespace, 0) is not None:
-                # It was the run's before, or was to be: nothing there is of any use.
+                # The server was the run's before, or was to be. Nothing there is of use now.
                 remove(store, namespace)
             if not join(store, namespace, identity, shard, shards):
                 raise StoreError(f"store {url}: another run has taken namespace {namespace} there; name another server")
 
     def give_back(self, urls: Sequence[str], first: int) -> None:
-        """These servers, from this number on, are not the run's after all."""
+        """Undo `made_ready` for these servers, numbered from `first` on."""
         for shard, url in reversed(list(enumerate(urls, first))):
             if self._local is not None:
                 self._local.take_back(shard)
@@ -92,7 +110,14 @@ class NewServers:
                 sys.stderr.write(f"store shard {shard}: is not added, and is not as it was: {why}\n")
 
     def leave(self, servers: Mapping[int, str]) -> set[str]:
-        """Remove what a run has on the servers of removed shards, by number; returns the URLs of those where nothing is left."""
+        """Delete the run's rows from the servers of removed shards.
+
+        Args:
+            servers: Their URLs, by number.
+
+        Returns:
+            The URLs of the servers on which nothing is left.
+        """
         emptied = set()
         left = results_of(at_once({shard: partial(self._left, url) for shard, url in servers.items()}))
         for shard, url in servers.items():
@@ -103,7 +128,10 @@ class NewServers:
         return emptied
 
     def _left(self, url: str) -> str | None:
-        """Remove what a run has on a server that is none of its any more; returns why it cannot be, None where nothing is left."""
+        """Delete the run's rows from a server the run no longer uses.
+
+        Returns None on success, else the reason why it failed.
+        """
         manifest = self._manifest
         try:
             with Store([url], max(self._silence, timedelta(seconds=10)), _CONNECT) as store:
@@ -118,7 +146,13 @@ class NewServers:
 def check_whole(
     lost: Sequence[int], rebuilding: Sequence[int], remedy: str = "have a server take its place (foreload stores replace)"
 ) -> None:
-    """Raise RunError where rows cannot begin to move, since shards are not whole. remedy: for those that are lost."""
+    """Raise RunError if rows cannot begin to move, because shards are lost or being rebuilt.
+
+    Args:
+        lost: The lost shards.
+        rebuilding: The shards that are being rebuilt.
+        remedy: What helps against lost shards, for the message.
+    """
     if lost or rebuilding:
         what = f"store shard {', '.join(map(str, [*lost, *rebuilding]))} is {'lost' if lost else 'being rebuilt'}"
         raise RunError(f"{what}; {remedy if lost else 'wait until it is whole'}, and ask again")

@@ -1,4 +1,7 @@
-"""Read a trained model's rows from the store, and check them against the schedule: each row's id, and the tags that it may have."""
+"""Read a trained model's rows from the store, and check them against the schedule.
+
+Each row must have its id, and a tag that it may have.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,15 @@ from foreload.pipelines.schedule.reader import Schedule
 
 @dataclass(frozen=True, slots=True)
 class ModelRows:
-    """Rows of one table: ids int64 [n] ascending, tags int32 [n], weights float32 [n, W], state float32 [n, S]."""
+    """Rows of one table.
+
+    Attributes:
+        table: The number of the table.
+        ids: int64 [n], ascending.
+        tags: int32 [n].
+        weights: float32 [n, W].
+        state: float32 [n, S].
+    """
 
     table: int
     ids: np.ndarray
@@ -29,7 +40,7 @@ class ModelRows:
     state: np.ndarray
 
     def changed_after(self, step: int) -> ModelRows:
-        """Those that a training step after `step` changed."""
+        """Return the rows that a training step after `step` changed."""
         changed = self.tags > step + 1
         if changed.all():
             return self
@@ -37,14 +48,17 @@ class ModelRows:
 
 
 class RowsByTable:
-    """Batches of rows by (table, id), given table by table; a table may have none."""
+    """Splits batches of rows that come by (table, id) by table; a table may have none."""
 
     def __init__(self, batches: Iterator[ModelRows]) -> None:
         self._batches = batches
         self._next = next(batches, None)
 
     def of(self, table: int) -> Iterator[ModelRows]:
-        """The batches of a table. Tables are asked for in order, and all batches of one are taken before the next table."""
+        """Yield the batches of a table.
+
+        The caller asks for tables in order, and takes all batches of one before the next.
+        """
         while self._next is not None and self._next.table == table:
             yield self._next
             self._next = next(self._batches, None)
@@ -53,10 +67,22 @@ class RowsByTable:
 def model_rows(
     schedule: Schedule, step: int, stored: StoredRows, last_batches: Sequence[int] | None = None, since: int | None = None
 ) -> Iterator[ModelRows]:
-    """Every row trained up to and including training step `step`, by (table, id), as the store holds it after a clean stop there.
+    """Yield every row trained up to and including step `step`, by (table, id).
 
-    last_batches: per lane the number of its last write-back batch, checked against the store shards. since: give only rows that a later step
-    than that changed; few others are read. Raises RowError and StoreError.
+    The store must hold the rows as they are after a clean stop at that step.
+
+    Args:
+        schedule: The schedule, complete.
+        step: The step after which the run stopped.
+        stored: The rows on the store.
+        last_batches: Per lane, the number of its last write-back batch, to be compared with the
+            store shards. If None, it is not compared.
+        since: Yield only rows that a step after this one changed; few others are read. If None, all
+            are yielded.
+
+    Raises:
+        RowError: A row is missing, or is not the schedule's.
+        StoreError: A store shard fails.
     """
     header = schedule.header
     # At its end a schedule has given all ordinals that its row table has.
@@ -83,7 +109,8 @@ def _read(
     weights, state = np.empty((count, layout.width), np.float32), np.empty((count, layout.state_width), np.float32)
     last_changes = np.empty(count, np.int32)
     tags = np.minimum(rows["tag"], step + 1)
-    # The row table knows the last change of the whole schedule; of a row that changes after `step`, the last one up to it is not known.
+    # The row table has a row's last change in the whole schedule. For a row that changes after
+    # `step`, the last change up to `step` is therefore not known.
     tag_is_known = tags == rows["tag"]
     for lane in np.unique(rows["lane"]):
         places = np.flatnonzero(rows["lane"] == lane)
@@ -97,9 +124,17 @@ def _read(
 
 
 def lane_rows(stored: StoredRows, lane: int, expected: RowColumns, exact: np.ndarray, last_batch: int | None = None) -> Rows:
-    """Rows of a lane as the store has them, in the order of `expected`, whose tags are the latest that they may have.
+    """Return rows of a lane as the store has them, in the order of `expected`.
 
-    exact: bool [n], the row must have that tag. last_batch: as for `read_rows`. Raises RowError and StoreError.
+    Args:
+        stored: The rows on the store.
+        expected: The rows to read. Their tags are the latest that they may have.
+        exact: bool [n], whether a row must have exactly that tag.
+        last_batch: As for `read_rows`.
+
+    Raises:
+        RowError: A row is missing, or is not the expected one.
+        StoreError: A store shard fails.
     """
     rows = Rows.zeros(len(expected), stored.shapes)
     for known in (True, False):
@@ -117,15 +152,27 @@ _ORDINALS = "ordinals.json"
 
 
 def given_ordinals(schedule: Schedule, step: int | None) -> np.ndarray:
-    """How many ordinals a schedule has given after a step, at its end where that is None: int64 [lanes, tables]."""
+    """Return how many ordinals a schedule has given after a step: int64 [lanes, tables].
+
+    Args:
+        step: The step. If None, the schedule's last one.
+    """
     return ordinals_after(schedule, schedule.header.end_step - 1 if step is None else step)
 
 
 def table_rows(schedule: Schedule, step: int | None, ordinals: np.ndarray) -> Iterator[tuple[int, TableRows]]:
-    """What is known of each lane's rows, table by table; some 14 bytes a row of one table are held.
+    """Yield what is known of each lane's rows, table by table.
 
-    ordinals: as given_ordinals has them. step: after which all rows were written back; None: unknown, any row may or may not be there. A
-    row's last change is known where it lies before that step.
+    About 14 bytes per row of one table are held. A row's tag is exact if its last change lies
+    before or at `step`.
+
+    Args:
+        step: The step after which all rows were written back. If None, that is not known, and any
+            row may or may not exist.
+        ordinals: As `given_ordinals` returns them.
+
+    Yields:
+        The lane, and the rows of one of its tables, by ordinal.
     """
 
     def pieces() -> Iterator[tuple[int, dict[str, np.ndarray]]]:
@@ -150,10 +197,13 @@ def table_rows(schedule: Schedule, step: int | None, ordinals: np.ndarray) -> It
 
 
 def write_expected_rows(schedule: Schedule, directory: Path) -> None:
-    """Write the ids and last tags of all rows of a complete schedule, for MappedRows: 12 bytes a row."""
+    """Write the ids and last tags of all rows of a complete schedule, for `MappedRows`.
+
+    The files have 12 bytes per row.
+    """
     ordinals = given_ordinals(schedule, None)
     starts = np.cumsum(ordinals, axis=1) - ordinals
-    # A mapped file cannot be empty.
+    # An empty file cannot be mapped, so each has one row at least.
     files = [
         np.lib.format.open_memmap(directory / f"lane-{lane}.npy", "w+", _EXPECTED, (max(int(own.sum()), 1),))
         for lane, own in enumerate(ordinals)
@@ -168,7 +218,10 @@ def write_expected_rows(schedule: Schedule, directory: Path) -> None:
 
 
 class MappedRows:
-    """The ExpectedRows that `write_expected_rows` wrote, for some lanes; its files may be deleted while it is used. Raises OSError, ValueError."""
+    """The ExpectedRows that `write_expected_rows` wrote, for some lanes.
+
+    The files may be deleted while they are used. Raises OSError and ValueError.
+    """
 
     def __init__(self, directory: Path, lanes: Sequence[int]) -> None:
         self._ordinals = np.array(read_json(directory / _ORDINALS, list[list[int]]), np.int64)

@@ -1,4 +1,4 @@
-"""The traffic of whoever owns all lanes of a stopped run: for moves, rebuilds and restores."""
+"""Own all lanes of a stopped run, for migrations, rebuilds and restores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from foreload.trainer.saved.at_rest import log_of, next_owner, stored_rows
 from foreload.trainer.saved.kept import schedule_of
 from foreload.trainer.saved.model_rows import given_ordinals
 
-PATIENCE = timedelta(milliseconds=100)  # between two looks at how far the work is
+PATIENCE = timedelta(milliseconds=100)  # between two checks of the progress
 
 
 @contextlib.contextmanager
@@ -34,16 +34,19 @@ def owned_lanes(
     step: int,
     on_shards: Callable[[ShardNews], None] | None = None,
 ) -> Iterator[Traffic]:
-    """Own all lanes of a stopped run until this is left; yields their traffic, which fetches no rows.
+    """Own all lanes of a stopped run; yield their traffic, which fetches no rows.
 
     Args:
-        batches: of each lane the number of its last write-back batch.
-        written: int64 [lanes, tables], all ordinals below which were written.
-        step: the last one trained.
-        on_shards: as Traffic has it.
+        stored: The run's rows on the store.
+        ownership: The owner.
+        log: The log of write-back batches. None without parity.
+        batches: Of each lane, the number of its last write-back batch.
+        written: int64 [lanes, tables]: all ordinals below these were written.
+        step: The last step trained.
+        on_shards: As for Traffic.
 
     Raises:
-        CacheError: a server refuses the owner, or has not all rows that it must have.
+        CacheError: A server refuses the owner, or lacks rows that it must have.
     """
     stored.stripes = written_stripes(stored.placement, lambda: written)
     take_over(stored, ownership, dict(enumerate(batches)))
@@ -55,9 +58,9 @@ def owned_lanes(
 
 @contextlib.contextmanager
 def owned_at_rest(run: Run, store: Store, on_shards: Callable[[ShardNews], None] | None = None) -> Iterator[Traffic]:
-    """Own all lanes of a run that stopped cleanly, in a further term, until this is left; yields their traffic, as `owned_lanes` does.
+    """Own all lanes of a run that stopped cleanly; yield their traffic, as `owned_lanes` does.
 
-    Raises RunError, CacheError.
+    The owner has a further term. Raises RunError and CacheError.
     """
     status, schedule = run.saved_status(), schedule_of(run)
     written = given_ordinals(schedule, status.step)

@@ -1,4 +1,4 @@
-"""Rebuilding the store shards that lack rows of a run that has no step left to train."""
+"""Rebuild the store shards that lack rows of a run with no step left to train."""
 
 from __future__ import annotations
 
@@ -27,10 +27,20 @@ from foreload.trainer.saved.stopped_run import stopped_run_at
 
 
 def rebuild_at_end(run: Run, job: TrainJob, schedule: Schedule, events: EventLog) -> bool:
-    """Rebuild the store shards that lack rows of a run that has no step left to train, and say so; whether there were any.
+    """Rebuild and report the shards that lack rows of a run with no step left to train.
 
-    job: a call with --resume; if it asks for the digest, that is printed, and goes into the summary. Raises RunError where there is no server for
-    one, and CacheError.
+    Args:
+        job: A call with --resume. If it asks for the digest, that is printed and added to the
+            summary.
+        schedule: The schedule of the job.
+        events: The run's event log.
+
+    Returns:
+        Whether any shard was rebuilt.
+
+    Raises:
+        RunError: There is no server for a shard.
+        CacheError: A server fails.
     """
     manifest, status = run.manifest, run.saved_status()
     why = why_at_end(manifest, status.state, status.step, job, schedule)
@@ -55,13 +65,20 @@ def rebuild_at_end(run: Run, job: TrainJob, schedule: Schedule, events: EventLog
 
 
 def _rebuild_lost(run: Run, manifest: Manifest, job: TrainJob, status: Status) -> tuple[list[int], str | None]:
-    """Rebuild the store shards that lack rows. Returns which these were, and the digest if there were any and the job asks for it.
+    """Rebuild the store shards that lack rows.
 
-    manifest: with the servers that the run is to have from now on.
+    Args:
+        manifest: With the servers that the run is to have from now on.
+        job: As for `rebuild_at_end`.
+        status: The run's status.
+
+    Returns:
+        The shards that were rebuilt, and the digest if there were any and the job asks for it.
     """
     placement, silence = run.placement, job.store_silence
     own = partial(own_rows, moved=job.folder_moved)
     with servers_at_rest(run, status, str(job.store)) as servers:
+        # `rebuild_at_end` has found the run stopped, so its servers have the rows of that stop.
         servers.of_the_stop = True
         with opened_rows(run, status, servers.urls, silence, placement.r, own) as store:
             stale = stale_shards(store, manifest.namespace, status.last_batches)
@@ -79,12 +96,13 @@ def _rebuild_lost(run: Run, manifest: Manifest, job: TrainJob, status: Status) -
 
 
 def _rebuild(run: Run, store: Store, lost: list[int]) -> None:
-    without: dict[int, str] = {}  # shards whose server is not to be had, and why
+    without: dict[int, str] = {}  # shards whose server cannot be reached, and why
 
     def note_unreachable(news: ShardNews) -> None:
         if isinstance(news, ServerUnreachable):
             without[news.shard] = news.why
 
+    # A shard that is lost and whose server is known to be unreachable will not become whole: stop.
     with owned_at_rest(run, store, note_unreachable) as traffic:
         while not traffic.shards.whole:
             if (shard := next(iter(without.keys() & {*traffic.shards.lost}), None)) is not None:

@@ -1,7 +1,9 @@
-"""The rows that a run has on servers by URL: whether its folder owns them, and their end.
+"""The rows that a run has on servers by URL: whether its folder owns them, and their deletion.
 
-A run's folder can be copied, and then two folders have one run id. The folder that owns the rows has the term of the servers, and is the one that the
-run's key on the servers names (docs/protocol.md, Whose rows they are). Rows of local stores are in the run's folder, and are its own.
+A run's folder can be copied, and then two folders have one run id. The folder that owns the rows
+has the servers' term, and the run's key on the servers names it. The rules are part of the protocol
+(docs/protocol.md, Whose rows they are). The rows of local stores are in the run's folder, which
+owns them.
 """
 
 from __future__ import annotations
@@ -36,22 +38,35 @@ from foreload.trainer.run.directory import LOCK, MANIFEST, Run
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.servers import servers_had
 
-_SILENCE = timedelta(seconds=30)  # a server may have many keys to go through
+_SILENCE = timedelta(seconds=30)  # a server may have to go through many keys
 _CONNECT = timedelta(seconds=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Overrule:
-    """What a user says about the run's folder. folder_moved: it was moved to where it is now; force: the rows go whosever they are."""
+    """What a user says about the run's folder.
+
+    Attributes:
+        folder_moved: The folder was moved to where it is now.
+        force: Delete the rows even if another folder owns them.
+    """
 
     folder_moved: bool
     force: bool = False
 
 
 def own_rows(run: Run, store: Store, moved: bool = False) -> None:
-    """Make sure that a run's folder owns the rows on its servers, and note it there. Called before a command changes anything on them.
+    """Check that a run's folder owns the rows on its servers, and note the folder there.
 
-    store: open on the run's servers. moved: the user says that the folder was moved. Raises RunError, StoreError.
+    A command calls this before it changes anything on the servers.
+
+    Args:
+        store: Open on the run's servers.
+        moved: The user says that the folder was moved.
+
+    Raises:
+        RunError: The folder does not own the rows.
+        StoreError: A store shard fails.
     """
     manifest = run.manifest
     if manifest.local_stores is None:
@@ -60,7 +75,10 @@ def own_rows(run: Run, store: Store, moved: bool = False) -> None:
 
 
 def check_current(run: Run, store: Store) -> None:
-    """Raise RunError where the rows on a run's servers are of a later term than its folder is: then it cannot read them. Raises StoreError."""
+    """Raise RunError if the rows on a run's servers are of a later term than the run's folder.
+
+    Such a folder cannot read them. Raises StoreError.
+    """
     if run.manifest.local_stores is None:
         _check(run, _claims(run.manifest, store), None)
 
@@ -70,19 +88,28 @@ def _claims(manifest: Manifest, store: Store) -> list[Claim]:
 
 
 def _check(run: Run, said: Sequence[Claim], overrule: Overrule | None) -> str | None:
-    """Raise RunError unless a run's folder owns the rows of which servers say this; returns what `force` overrules, None where nothing.
+    """Raise RunError unless a run's folder owns the rows that servers make these claims for.
 
-    overrule: None for a reader, who may be another folder of the same term.
+    Args:
+        said: The servers' claims.
+        overrule: What the user says. None for a reader, which may be another folder of the same
+            term.
+
+    Returns:
+        The objection that `force` overrules. None if there is none.
     """
     here, term = FolderId.of(run.path), run.term
     owners = {claim.folder: None for claim in said if claim.folder is not None and not claim.folder.is_same(here)}
     where = f" ({', '.join(map(str, owners))})" if owners else ""
+    # Not even `force` deletes the rows of a run that is in use.
     for folder in owners if overrule is not None else ():
         if _is_used(folder, run.manifest.run_id):
             raise RunError(
                 f"run {run.path}: is being trained or read in {folder}, and this folder is a copy of that; stop that first"
             )
     highest = max((claim.term for claim in said), default=0)
+    # An owner's term is in its folder before it is on a server. A folder with a lower term is
+    # therefore not the one in which the run went on.
     if term < highest:
         if overrule is not None and overrule.force:
             return f"the rows are of term {highest}, and this folder is of term {term}: they are those of another folder{where}"
@@ -102,7 +129,7 @@ def _check(run: Run, said: Sequence[Claim], overrule: Overrule | None) -> str | 
 
 
 def _is_used(folder: FolderId, run_id: str) -> bool:
-    """Whether a run is being trained or read in a folder, where that is on this host."""
+    """Return whether a run is being trained or read in a folder, if that is on this host."""
     path = Path(folder.path)
     with contextlib.suppress(OSError, RunError):
         return FolderId.of(path).is_same(folder) and Run(path).manifest.run_id == run_id and _is_locked(path)
@@ -110,7 +137,7 @@ def _is_used(folder: FolderId, run_id: str) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a process of this host trains or reads the run in a folder right now."""
+    """Return whether a process of this host trains or reads the run in a folder right now."""
     try:
         descriptor = os.open(path / LOCK, os.O_RDWR)
     except OSError:
@@ -127,11 +154,17 @@ def _is_locked(path: Path) -> bool:
 
 
 def check_not_training(namespace: str, store: Store, own: FolderId | None = None) -> None:
-    """Raise RunError where a namespace is of a run that is being trained on this host: its rows are not to be deleted. own: the folder of
-    the run that the caller has, if any, which is none of these.
+    """Raise RunError if a namespace is of a run in use on this host: its rows must not be deleted.
+
+    A run is in use while it is being trained or read.
+
+    Args:
+        namespace: The namespace.
+        store: Open on the servers.
+        own: The folder of the caller's own run, which does not count. None if there is no such run.
     """
     for shard in store.used:
-        # A key of another program is no run's.
+        # A key that another program wrote belongs to no run.
         with contextlib.suppress(StoreError):
             note = owner(store, namespace, shard)
             folder = None if note is None else note.folder
@@ -145,7 +178,14 @@ def check_not_training(namespace: str, store: Store, own: FolderId | None = None
 
 @dataclass(slots=True)
 class Server:
-    """A server that may have rows. store: open on it; None where that failed; why: it did. held: what it had of a namespace, once deleted."""
+    """A server that may have rows.
+
+    Attributes:
+        url: Its URL.
+        store: Open on the server. None if it failed.
+        why: The reason why it failed.
+        held: What it had of a namespace, once that is deleted.
+    """
 
     url: StoreUrl
     store: Store | None = None
@@ -153,7 +193,7 @@ class Server:
     held: Holding | None = None
 
     def ask(self, question: Callable[[Store], None]) -> None:
-        """Ask the server something, unless it failed. That it fails now is noted."""
+        """Ask the server something, unless it has failed; note it if it fails now."""
         if self.store is not None:
             try:
                 question(self.store)
@@ -163,7 +203,13 @@ class Server:
 
 @contextlib.contextmanager
 def reached(used: Sequence[StoreUrl], former: Sequence[StoreUrl] = ()) -> Iterator[list[Server]]:
-    """Servers, open while entered, but for those that cannot be reached. former: any error of these is noted, too: they may be another program's."""
+    """Yield servers, with open stores, or with the reason why one cannot be reached.
+
+    Args:
+        used: The servers that are in use.
+        former: Servers that may belong to another program by now, so that every StoreError of
+            theirs is noted as such a reason.
+    """
     servers = [Server(url) for url in (*used, *former)]
     opened = at_once({place: partial(Store, [server.url], _SILENCE, _CONNECT) for place, server in enumerate(servers)})
     with contextlib.ExitStack() as stack:
@@ -184,10 +230,24 @@ def reached(used: Sequence[StoreUrl], former: Sequence[StoreUrl] = ()) -> Iterat
 def delete_rows(
     run: Run, used: Sequence[StoreUrl], former: Sequence[StoreUrl], overrule: Overrule
 ) -> tuple[list[Server], str | None]:
-    """Delete a run's rows on all servers that may have any; returns what each had, or why it keeps that, and what `force` overruled.
+    """Delete a run's rows on all servers that may have any.
 
-    A namespace that another run has taken since is left alone: `held` stays None. used, former: servers, with passwords; one that the run no longer
-    uses may be gone, or another program's by now. Nothing is deleted before all have been looked at. Raises RunError, StoreError.
+    A namespace that another run has taken since is left alone: `held` stays None. Nothing is
+    deleted before all servers have been asked.
+
+    Args:
+        used: The servers that the run uses, with passwords.
+        former: Servers that it used before, with passwords. They may be down, or belong to another
+            program by now.
+        overrule: What the user says about the run's folder.
+
+    Returns:
+        The servers, with what each had or why it failed, and the objection that `force` overruled.
+        That is None if there was none.
+
+    Raises:
+        RunError: The run's folder does not own the rows.
+        StoreError: A server fails.
     """
     manifest = run.manifest
     said: list[Claim] = []
@@ -208,9 +268,16 @@ def _delete(server: Server, manifest: Manifest, store: Store) -> None:
 
 
 def delete_replaced(run: Run, given: Sequence[StoreUrl], moved: bool) -> None:
-    """Delete the rows of a run whose folder a new run is about to take, on every server that it had. Says on stderr where rows may be left.
+    """Delete the rows of a run whose folder a new run is about to take, on all servers it had.
 
-    given: servers with passwords. Raises RunError where the folder does not own the rows.
+    Where rows may be left is reported on stderr.
+
+    Args:
+        given: Servers with passwords.
+        moved: The user says that the folder was moved.
+
+    Raises:
+        RunError: The folder does not own the rows.
     """
     if not (run.path / MANIFEST).exists():
         return

@@ -1,4 +1,7 @@
-"""A trained model that does not train, of a stopped run or a checkpoint: its rows, its features, and its digest (docs/definitions.md, Digest)."""
+"""A trained model of a stopped run or a checkpoint: its rows, its features and its digest.
+
+For the digest, see its definition (docs/definitions.md, Digest).
+"""
 
 from __future__ import annotations
 
@@ -21,37 +24,48 @@ from foreload.trainer.saved.model_rows import ModelRows
 
 
 class RowSource(Protocol):
-    """Rows of a model by table and id."""
+    """Gives rows of a model by table and id."""
 
     def read(self, table: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Weights float32 [n, W] of the rows with these ids (int64 [n], each once), and whether each was trained (bool [n]); else they are initial.
+        """Return the weights of rows, and whether each row was trained.
 
-        Raises RowError and StoreError.
+        A row that was not trained has its initial weights.
+
+        Args:
+            table: The number of the table.
+            ids: int64 [n], each id once.
+
+        Returns:
+            float32 [n, W] and bool [n].
+
+        Raises:
+            RowError: A row is missing, or is not the expected one.
+            StoreError: A store shard fails.
         """
 
 
 class SavedModel(Protocol):
-    """A model after a step."""
+    """A model after a training step."""
 
     @property
     def name(self) -> str:
-        """Of the run or checkpoint, for messages."""
+        """The name that messages use."""
 
     @property
     def step(self) -> int:
-        """The last one trained."""
+        """The last step trained."""
 
     @property
     def job(self) -> TrainJob:
-        """What it was trained by."""
+        """The job that trained it."""
 
     @property
     def manifest(self) -> Manifest:
-        """That of the run."""
+        """The manifest of its run."""
 
     @property
     def features(self) -> FeatureSpec:
-        """Those of its schedule's header."""
+        """The features in its schedule's header."""
 
     @property
     def encoding(self) -> str | None:
@@ -59,37 +73,50 @@ class SavedModel(Protocol):
 
     @property
     def layouts(self) -> Sequence[RowLayout]:
-        """Of its tables, in order."""
+        """The layouts of its tables, in order."""
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule that it was trained on last, or what is kept of it. Raises RunError where that is not there."""
+        """The schedule that it was trained on last, or what is kept of it.
+
+        Raises RunError if neither exists.
+        """
 
     def check_code(self) -> None:
-        """Compare the model's code, where it is now, with what the model was trained with, before it is run. Raises ModelError where it differs,
-        unless that is accepted, of which stderr is warned.
+        """Compare the model's present code with the code that it was trained with, before it runs.
+
+        Raises ModelError if they differ. If the caller accepts other code, a warning on stderr
+        takes the place of the error.
         """
 
     def rows(self, since: int | None = None) -> Iterator[ModelRows]:
-        """Every trained row by (table, id); since: only those that a later step than that changed."""
+        """Yield every trained row by (table, id).
+
+        Args:
+            since: Yield only rows that a step after this one changed. If None, all are yielded.
+        """
 
     def row_counts(self) -> np.ndarray:
-        """How many rows were trained, of each table: int64 [tables]."""
+        """Return how many rows of each table were trained: int64 [tables]."""
 
     def dense(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Parameters by name, and optimizer state by "<parameter>/<key>"."""
+        """Return the parameters by name, and the optimizer state by "<parameter>/<key>"."""
 
     def row_source(self) -> RowSource:
-        """What reads single rows."""
+        """Return a reader of single rows."""
 
     def digest(self) -> str:
-        """The digest of the model (docs/definitions.md, Digest), 64 hexadecimal digits."""
+        """Return the digest of the model (docs/definitions.md, Digest), 64 hexadecimal digits."""
 
 
 def encoder_of(model: SavedModel) -> tuple[FeatureSpec, Encoder]:
-    """A model's features, and what encodes by its vocabularies and scales, which stand in its schedule; that is looked for only if there are any.
+    """Return a model's features, and the encoder of its vocabularies and scales.
 
-    Raises ScheduleError where these are damaged, RunError where they are not what the model was trained with, or cannot be found.
+    These are in the model's schedule, which is looked for only if there are any.
+
+    Raises:
+        ScheduleError: The encoding is damaged.
+        RunError: The encoding is not what the model was trained with, or cannot be found.
     """
     if not encoding_state.needs_state(model.features):
         return model.features, Encoder(model.features)
@@ -101,7 +128,7 @@ def encoder_of(model: SavedModel) -> tuple[FeatureSpec, Encoder]:
 
 
 def check_fitting(model: SavedModel, schedule: Schedule) -> Schedule:
-    """The schedule, if a model's samples can be of it. Raises RunError where its features or their encoding are others."""
+    """Return the schedule if it has a model's features and encoding; raise RunError if not."""
     header = schedule.header
     if header.features != model.features or header.settings.get("encoding") != model.encoding:
         raise RunError(
@@ -113,7 +140,12 @@ def check_fitting(model: SavedModel, schedule: Schedule) -> Schedule:
 
 
 def initial_rows(model: SavedModel, table: int, ids: np.ndarray) -> np.ndarray:
-    """The weights that rows (ids int64 [n]) have before they are trained: float32 [n, W]."""
+    """Return the weights that rows have before they are trained: float32 [n, W].
+
+    Args:
+        table: The number of the table.
+        ids: int64 [n].
+    """
     layout = model.layouts[table]
     weights = np.zeros((len(ids), layout.width), np.float32)
     initial_weights(model.job.seed, table, np.ascontiguousarray(ids), layout.scale, weights, layout.init_columns)
@@ -121,9 +153,10 @@ def initial_rows(model: SavedModel, table: int, ids: np.ndarray) -> np.ndarray:
 
 
 class Digest:
-    """SHA-256 of the dense part, and then of the tables in order, fed in pieces.
+    """SHA-256 of the dense part and then of the tables in order, fed in pieces.
 
-    Call model() once; or dense() once, and then for every table table() once and rows() any number of times, by ascending id.
+    Call `model` once. Or call `dense` once, and then for every table `table` once and `rows` any
+    number of times, by ascending id.
     """
 
     def __init__(self) -> None:
@@ -131,7 +164,12 @@ class Digest:
         self._last: int | None = None
 
     def dense(self, parameters: Mapping[str, np.ndarray], state: Mapping[str, np.ndarray]) -> None:
-        """parameters: by name; state: by "<parameter>/<key>" (dense_optimizers.optimizer_state). All are hashed as float32."""
+        """Hash the dense part, as float32.
+
+        Args:
+            parameters: By name.
+            state: By "<parameter>/<key>" (dense_optimizers.optimizer_state).
+        """
         for name in sorted(parameters):
             self._array(name, parameters[name])
         for name, key in sorted((path.rpartition("/")[0], path.rpartition("/")[2]) for path in state):
@@ -148,12 +186,22 @@ class Digest:
         self._last = None
 
     def rows(self, ids: np.ndarray, weights: np.ndarray, state: np.ndarray) -> None:
-        """Rows of the table: ids int64 [n], ascending over all calls; weights float32 [n, W]; state float32 [n, S]. Raises ValueError."""
+        """Hash rows of the table.
+
+        Args:
+            ids: int64 [n], ascending over all calls.
+            weights: float32 [n, W].
+            state: float32 [n, S].
+
+        Raises:
+            ValueError: The ids are not ascending.
+        """
         if not len(ids):
             return
         if (self._last is not None and ids[0] <= self._last) or not (ids[1:] > ids[:-1]).all():
             raise ValueError("rows of a digest must come by ascending id, each once")
         self._last = int(ids[-1])
+        # A row is hashed as its id, its weights and its state, little-endian.
         pieces = [np.ascontiguousarray(ids, "<i8").view(np.uint8).reshape(len(ids), 8)]
         for values in (weights, state):
             if values.shape[1]:
@@ -163,7 +211,13 @@ class Digest:
     def model(
         self, dense: tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]], tables: Sequence[str], rows: Iterator[ModelRows]
     ) -> str:
-        """Hash a whole model: parameters and state, the tables' names, and every row by (table, id). Returns the digest, 64 hexadecimal digits."""
+        """Hash a whole model, and return the digest: 64 hexadecimal digits.
+
+        Args:
+            dense: The parameters and the state, as for `dense`.
+            tables: The tables' names.
+            rows: Every row, by (table, id).
+        """
         self.dense(*dense)
         batch = next(rows, None)
         for table, name in enumerate(tables):
@@ -174,5 +228,5 @@ class Digest:
         return self.hexdigest()
 
     def hexdigest(self) -> str:
-        """The digest of what was fed so far, 64 hexadecimal digits."""
+        """Return the digest of what was fed so far, 64 hexadecimal digits."""
         return self._hash.hexdigest()

@@ -1,4 +1,4 @@
-"""Open a stopped run as a model: its schedule, its dense part, and its rows on the store, by table and id."""
+"""Open a stopped run as a model: its schedule, its dense part, and its rows on the store."""
 
 from __future__ import annotations
 
@@ -31,14 +31,20 @@ from foreload.trainer.saved.saved_model import Digest, SavedModel, initial_rows
 
 
 class StoreRowReader:
-    """The rows of a saved run's tables, also those that were never trained: a RowSource. stored, last_batches: its rows on the store, and per lane
-    the number of its last write-back batch.
+    """The rows of a stopped run's tables, including those that were never trained: a RowSource.
+
+    Args:
+        model: The run.
+        stored: Its rows on the store.
+        last_batches: Per lane, the number of its last write-back batch.
     """
 
     def __init__(self, model: SavedModel, stored: StoredRows, last_batches: Sequence[int]) -> None:
         self._model, self._stored, self._last_batches = model, stored, last_batches
         schedule = model.schedule
         self._index = RowIndex(schedule)
+        # If the run stopped before the schedule's end, the index also has rows that were not
+        # trained yet. Their ordinals are the ones not given by the run's step.
         self._ordinals = None
         if model.step < schedule.header.end_step - 1:
             self._ordinals = ordinals_after(schedule, model.step)
@@ -54,7 +60,8 @@ class StoreRowReader:
         for lane in np.unique(located.lane[reached]):
             chosen = np.flatnonzero(reached & (located.lane == lane))
             tags = np.minimum(located.tag[chosen], self._model.step + 1)
-            # The last change of a row that changes after the run's step is not known, so any tag up to that is taken.
+            # The last change of a row that also changes after the run's step is not known. So any
+            # tag is accepted that is no later.
             tables = np.full(len(chosen), table, np.int16)
             expected = Expected(tables, located.ordinal[chosen], located.id[chosen], tags, int(lane), tag_at_most=True)
             read = read_rows(self._stored, expected, self._last_batches[lane]).weights
@@ -65,7 +72,7 @@ class StoreRowReader:
 
 @dataclass(frozen=True, slots=True)
 class StoppedRun:
-    """A run that was stopped or has ended, with its store open: a SavedModel."""
+    """A run that has stopped or ended, with its store open: a SavedModel."""
 
     run: Run
     manifest: Manifest
@@ -77,39 +84,39 @@ class StoppedRun:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name that messages use."""
         return f"run {self.run.path}"
 
     @property
     def step(self) -> int:
-        """The last one trained."""
+        """The last step trained."""
         return self.status.step
 
     @property
     def layouts(self) -> Sequence[RowLayout]:
-        """Of its tables, in order."""
+        """The layouts of its tables, in order."""
         return self.stored.layouts
 
     @property
     def features(self) -> FeatureSpec:
-        """Those of its schedule."""
+        """The features in its schedule's header."""
         return self.schedule.header.features
 
     @property
     def encoding(self) -> str | None:
-        """The identity of its schedule's encoding state."""
+        """The identity of its schedule's encoding state; None without one."""
         identity: str | None = self.schedule.header.settings.get("encoding")
         return identity
 
     def check_code(self) -> None:
-        """See SavedModel; what is accepted is noted in the run's events."""
+        """See SavedModel. Other code that is accepted is noted in the run's events."""
         if self.accept_model:
             note_code(EventLog(self.run.path, self.step, self.status.term), self.name, self.manifest, code_of(self.job))
         else:
             check_code(self.name, self.manifest, self.job, str(self.run.code_copy(self.manifest)))
 
     def rows(self, since: int | None = None) -> Iterator[ModelRows]:
-        """See SavedModel; checked against the schedule."""
+        """See SavedModel. The rows are checked against the schedule."""
         return model_rows(self.schedule, self.status.step, self.stored, self.status.last_batches, since)
 
     def row_counts(self) -> np.ndarray:
@@ -122,18 +129,24 @@ class StoppedRun:
         return StoreRowReader(self, self.stored, self.status.last_batches)
 
     def dense(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Parameters by name, and optimizer state by "<parameter>/<key>"."""
+        """See SavedModel."""
         return read_dense(self.run.dense(self.status.step), self.status.step)
 
     def digest(self) -> str:
-        """The digest of the model (docs/definitions.md, Digest), 64 hexadecimal digits."""
+        """See SavedModel."""
         return Digest().model(self.dense(), [layout.name for layout in self.layouts], self.rows())
 
 
 def stopped_run_at(run: Run, store: Store, status: Status, accept_model: bool = False) -> StoppedRun:
-    """A run as it is at `status`, with its rows on an open store; accept_model: as for `open_stopped`.
+    """Return a run as it is at a status, with its rows on an open store.
 
-    Raises RunError where neither its schedule nor what it keeps of that is there.
+    Args:
+        store: Open on the run's servers.
+        status: Where the run stopped.
+        accept_model: As for `open_stopped`.
+
+    Raises:
+        RunError: Neither the run's schedule nor what it keeps of that exists.
     """
     manifest = run.manifest
     job, schedule = manifest.training_job, schedule_of(run)
@@ -146,15 +159,24 @@ def stopped_run_at(run: Run, store: Store, status: Status, accept_model: bool = 
 def open_stopped(
     path: str, store: str | None, accept_model: bool = False, own: Callable[[Run, Store], None] = check_current
 ) -> Iterator[StoppedRun]:
-    """The run in a folder, its local stores started for as long as the context lasts.
+    """Yield the stopped run in a folder; its local stores run until the context ends.
 
-    store: URLs with passwords; those of the run, with the password of the environment, by default. accept_model: its model may be run with other code
-    than it was trained with. own: raises RunError unless the folder may do with the rows what the command does: by default, read them. Local
-    stores to which something was written are saved at the end. Raises RunError and CacheError.
+    Local stores that were written to are saved at the end.
+
+    Args:
+        path: The run's folder.
+        store: URLs with passwords. If None, those of the run, with the password of the environment.
+        accept_model: If True, the model may run with other code than it was trained with.
+        own: Raises RunError unless the folder may do with the rows what the command does. By
+            default, it checks that the folder may read them.
+
+    Raises:
+        RunError: The run has never stopped cleanly, is in use, or its folder may not use the rows.
+        CacheError: A server fails.
     """
     run = Run.open(path)
     with contextlib.ExitStack() as stack:
-        # Its local stores are for one command at a time.
+        # Local stores serve one command at a time, so a run that has some is locked exclusively.
         run.lock = stack.enter_context(locked(run.path, alone=run.manifest.local_stores is not None))
         manifest, status = run.manifest, run.saved_status()
         if status.step < manifest.stages[0].first_step:
@@ -163,9 +185,11 @@ def open_stopped(
             raise RunError(f"run {path}: was broken off and never stopped cleanly, so it has no dense part; --resume {then}")
         servers = stack.enter_context(servers_at_rest(run, status, store))
         spared, silence = run.placement.r, manifest.training_job.store_silence
+        # Without parity, no server may be missing, so wait for all of them.
         if not spared and servers.local is None:
             reach([url for url in servers.urls if url], silence)
         opened = stack.enter_context(opened_rows(run, status, servers.urls, silence, spared, own))
+        # From here on the rows are known to be those of the last clean stop.
         servers.of_the_stop = True
         try:
             yield stopped_run_at(run, opened, status, accept_model)

@@ -1,4 +1,4 @@
-"""A model at rest, to be asked: its rows by table and id, trained or initial, and its outputs."""
+"""A stopped run's or checkpoint's model, to be evaluated: its dense part, and its outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from foreload.trainer.saved.saved_model import SavedModel
 
 
 def dense_module(model: SavedModel) -> nn.Module:
-    """The dense part of a model, with what it has learned, on the CPU, in evaluation mode. Raises ModelError."""
+    """Return a model's trained dense part, on the CPU, in evaluation mode. Raises ModelError."""
     torch.set_num_threads(1)
     job = model.job
     spec = model_spec(model.features, job.dim)
@@ -32,9 +32,13 @@ def dense_module(model: SavedModel) -> nn.Module:
 
 
 class DenseForward:
-    """The dense part of a model, applied to slices. The process must be under the run's numerics.
+    """The dense part of a model, applied to slices.
 
-    mixes_samples: whether its outputs depend on the other samples of a slice, as its class declares.
+    The process must have the run's numerics.
+
+    Attributes:
+        mixes_samples: Whether outputs depend on the other samples of a slice, as the model's class
+            declares.
     """
 
     def __init__(self, model: SavedModel) -> None:
@@ -46,20 +50,31 @@ class DenseForward:
         self._name = model.job.model
 
     def note_mixing(self, what: str) -> None:
-        """Say on stderr where a model mixes samples. what: an output, as a command calls it."""
+        """Report on stderr if the model mixes samples.
+
+        Args:
+            what: An output, as the command calls it.
+        """
         if self.mixes_samples:
             sys.stderr.write(
                 f"foreload: note: {self._name} declares mixes_samples: {what} depends on the records beside it, as many as in a slice of training\n"
             )
 
     def outputs(self, rows: np.ndarray | Tensor, index: np.ndarray, offsets: np.ndarray | None, dense: np.ndarray) -> Tensor:
-        """What forward gives for a slice, float32 [b] or [b, labels]: on tiles, unless the model mixes samples.
+        """Return the outputs of forward for a slice, float32 [b] or [b, labels].
 
-        rows: float32 [U, W of the widest table]; index, offsets: as Lookups has them; dense: float32 [b, n].
+        The slice is cut into tiles, unless the model mixes samples.
+
+        Args:
+            rows: float32 [U, W of the widest table].
+            index: As in Lookups.
+            offsets: As in Lookups.
+            dense: float32 [b, n].
         """
         block = torch.empty((len(dense), len(self._layout.names), self._layout.width))
         values = torch.empty(dense.shape, dtype=torch.float32)
-        # A mapped view may lie at any address, and the bits of a product depend on its alignment.
+        # Copy the values. A mapped view may lie at any address, and the bits of a product depend on
+        # its alignment.
         values.numpy()[...] = dense
         distinct_rows = torch.as_tensor(rows)
         self._kernels.gather_block(distinct_rows, Lookups(index, offsets, self._layout), block)

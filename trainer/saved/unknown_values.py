@@ -1,4 +1,7 @@
-"""Values that a model has never seen: what `predict` and `evaluate` count of each feature, and warn of where hardly any value is known."""
+"""Count values that a model has never seen.
+
+`predict` and `evaluate` count them for each feature, and warn if hardly any value is known.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,21 @@ import numpy as np
 
 from foreload.pipelines.samples.features import FeatureSpec
 
-_FEWEST, _HARDLY = 10, 0.9  # values of a feature from which on, and the share of unknown ones beyond which, that is warned of
+# A warning needs this many values of a feature, and more than this share of them unknown.
+_FEWEST, _HARDLY = 10, 0.9
 
 
 class UnknownValues:
-    """Counts of each feature's lookups: values, missing ones aside, and those unknown.
+    """Counts, per feature, the values looked up and how many of them are unknown.
 
-    By a vocabulary, values that it does not have; by hash and as ids, values whose row was never trained. Values that share a row are not
-    distinguished, nor is id 0, which stands for a missing value; so that is the least that there are.
+    Missing values are not counted. With a vocabulary, a value is unknown if the vocabulary lacks
+    it; with a hash, and for ids as they are, if its row was never trained. Values that share a row
+    are not distinguished, nor is id 0, which stands for a missing value. The count is therefore a
+    lower bound.
+
+    Attributes:
+        values: int64 [features].
+        unknown: int64 [features].
     """
 
     def __init__(self, features: FeatureSpec) -> None:
@@ -25,22 +35,30 @@ class UnknownValues:
         self.unknown: np.ndarray = np.zeros(len(self._features), np.int64)
 
     def add(self, ids: np.ndarray, offsets: np.ndarray | None, trained: np.ndarray) -> None:
-        """Count the lookups of some samples, in order: ids int [n], and whether their rows were trained, bool [n]; offsets as Samples has them."""
+        """Count the lookups of some samples, in order.
+
+        Args:
+            ids: int [n].
+            offsets: As in Samples.
+            trained: bool [n], whether the rows of the ids were trained.
+        """
         count = len(self._features)
+        # The feature of each lookup. Without offsets, every sample has one lookup for each feature.
         place = np.tile(np.arange(count), len(ids) // count)
         if offsets is not None:
             place = np.repeat(np.tile(np.arange(count), (len(offsets) - 1) // count), np.diff(offsets))
+        # Id 1 of a vocabulary stands for values that it lacks.
         unknown = np.where(self._by_vocabulary[place], ids == 1, ~trained)
         self.values += np.bincount(place[ids != 0], minlength=count)
         self.unknown += np.bincount(place[unknown & (ids != 0)], minlength=count)
 
     def to_dict(self) -> dict[str, dict[str, int]]:
-        """By feature, values and how many are unknown, JSON-able."""
+        """Return the counts by feature, ready for JSON."""
         counts = zip(self._features, self.values.tolist(), self.unknown.tolist(), strict=True)
         return {feature.name: {"values": values, "unknown": unknown} for feature, values, unknown in counts}
 
     def warn(self, command: str) -> None:
-        """Warn on stderr of the features of which hardly any value is known."""
+        """Warn on stderr of features of which hardly any value is known."""
         for feature, values, unknown in zip(self._features, self.values.tolist(), self.unknown.tolist(), strict=True):
             if values >= _FEWEST and unknown > _HARDLY * values:
                 least = "" if feature.encoding == "vocabulary" else "at least "

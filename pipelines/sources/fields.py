@@ -62,7 +62,8 @@ class Fields:
             quoting: whether quotes have a meaning.
 
         Returns:
-            None if the lines are not plain, or one is blank or has too few or too many fields.
+            The fields. None if the lines are not plain, or one is blank or has too few or too many
+            fields.
         """
         if len(data) > _MOST_BYTES or (quoting and b'"' in data):
             return None

@@ -68,6 +68,7 @@ class Interrupts:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        # An Interrupts that was entered before this one records these signals too.
         outer = getattr(self._before[signal.SIGINT], "__self__", None)
         if isinstance(outer, Interrupts):
             outer.received += self.received

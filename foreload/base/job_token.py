@@ -123,6 +123,8 @@ def introduce(to: socket.socket, token: str, purpose: str) -> None:
 
 
 def _proof(token: str, purpose: str, side: bytes, first: bytes, second: bytes) -> bytes:
+    # Both nonces make a proof valid for this handshake only. `side` keeps a peer from returning the
+    # proof that it received as its own.
     return hmac.digest(token.encode(), b"\0".join([b"foreload", purpose.encode(), side, first, second]), "sha256")
 
 

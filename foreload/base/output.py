@@ -74,6 +74,7 @@ class Messages(io.TextIOBase):
     def write(self, text: str) -> int:
         """Write as much as possible. Returns the length of the text, whatever was written."""
         with self._lock:
+            # After a gap, first say that messages are missing. Blank text alone does not end a gap.
             if self._left_out and text.strip():
                 self._left_out = not self._put("foreload: some messages could not be written here, and are missing\n")
             if self._left_out or not self._put(text):

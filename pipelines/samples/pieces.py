@@ -241,6 +241,7 @@ def batches(
     count = 0
     for samples, numbers in chunks:
         start = 0
+        # `held` has `count` samples, fewer than the next batch needs.
         while count + len(samples) - start >= wanted:
             stop = start + wanted - count
             held.append((samples.slice(start, stop), numbers[start:stop]))

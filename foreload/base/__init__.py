@@ -1,1 +1,4 @@
-"""What all packages stand on: files, memory, signals, progress, hashing, kernels' building blocks. Knows nothing of samples or rows."""
+"""The foundation of all packages: files, memory, signals, progress, hashing and parts of kernels.
+
+It knows nothing of samples or rows.
+"""

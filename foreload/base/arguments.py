@@ -1,4 +1,7 @@
-"""What functions that users call are given: checked against the types that they declare, before anything is done."""
+"""Checks of arguments that users pass to functions.
+
+They are compared with the declared types before anything is done.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,13 @@ _SELF = ("self", "cls")
 
 
 def checked(**remedies: str) -> Callable[[Callable[_P, _Result]], Callable[_P, _Result]]:
-    """Make a function raise SettingError if an argument is not of its parameter's type: parameter, what it takes, what it got.
+    """Return a decorator that makes a function raise SettingError for an argument of a wrong type.
 
-    Settings, which a function takes as **settings, are checked where they are declared.
+    The message names the parameter, what it takes, and what it got. Settings, which a function
+    takes as **settings, are checked where they are declared.
 
     Args:
-        remedies: By parameter, what the message says to do instead.
+        remedies: parameter -> what the message suggests to do instead.
     """
 
     def decorate(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
@@ -59,7 +63,10 @@ def checked(**remedies: str) -> Callable[[Callable[_P, _Result]], Callable[_P, _
 
 @functools.cache
 def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
-    """The types of a function's parameters. That of its result may be one that only type checkers import."""
+    """Return the types of a function's parameters.
+
+    The type of the result is not resolved: it may be one that only type checkers import.
+    """
     of_parameters = {name: hint for name, hint in function.__annotations__.items() if name != "return"}
     return get_type_hints(types.SimpleNamespace(__annotations__=of_parameters), function.__globals__)
 
@@ -69,8 +76,12 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Whether a value is of a type: one of _WORDS, Any, a path or a sequence, or a union of such."""
-    if hint is Any or get_origin(hint) is Callable:  # of a class or function, whoever takes it knows more
+    """Return whether a value is of a type.
+
+    Types are those in _WORDS, Any, paths, sequences, and unions of such.
+    """
+    # A class or function that is passed on is checked by the code that uses it.
+    if hint is Any or get_origin(hint) is Callable:
         return True
     if len(alternatives := _alternatives(hint)) > 1:
         return any(_fits(value, one) for one in alternatives)
@@ -87,7 +98,10 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def _is_sequence(value: object) -> bool:
-    """Whether a value has a length and elements in order, as lists and NumPy arrays have; a text is none."""
+    """Return whether a value has a length and ordered elements, as lists and NumPy arrays have.
+
+    A text is not a sequence here.
+    """
     return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, str | bytes | Mapping)
 
 
@@ -100,7 +114,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _words(hint: Any) -> str:
-    """What a parameter of this type takes."""
+    """Describe what a parameter of this type takes."""
     alternatives = [one for one in _alternatives(hint) if get_origin(one) is not os.PathLike]
     is_path = len(alternatives) < len(_alternatives(hint))
     words = ["a path" if one is str and is_path else _word(one) for one in alternatives]
@@ -115,6 +129,6 @@ def _word(hint: Any) -> str:
 
 
 def _described(value: object) -> str:
-    """A value for a message: of a number or a text the value, of anything else its type, and a few of its elements."""
+    """Describe a value for a message: its type and the beginning of its text."""
     shown = repr(value).replace("\n", " ")
     return f"{type(value).__name__} {shown[:60]}{'...' if len(shown) > 60 else ''}"

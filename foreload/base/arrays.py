@@ -1,4 +1,4 @@
-"""Arrays in typed JSON: lists of numbers, or lists of such, for each dimension one."""
+"""Arrays in typed JSON: lists of numbers, nested once for each further dimension."""
 
 from __future__ import annotations
 

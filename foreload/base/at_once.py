@@ -1,4 +1,4 @@
-"""Calls that wait for others' answers, made at the same time."""
+"""Concurrent calls that wait for others' answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ _Given = TypeVar("_Given")
 
 
 def results_of(given: Mapping[_Key, _Given | Exception]) -> dict[_Key, _Given]:
-    """What calls gave. Raises the first exception in order, where there is one."""
+    """Return the results of calls.
+
+    Raises:
+        Exception: the first one in order, if a call raised.
+    """
     results: dict[_Key, _Given] = {}
     for key, result in given.items():
         if isinstance(result, Exception):
@@ -21,9 +25,13 @@ def results_of(given: Mapping[_Key, _Given | Exception]) -> dict[_Key, _Given]:
 
 
 def at_once(calls: Mapping[_Key, Callable[[], _Given]]) -> dict[_Key, _Given | Exception]:
-    """What each call gives, or the exception that it raises, in order: as soon as all are over. Several run in a thread each.
+    """Make calls concurrently, and wait until all have ended.
 
-    Whoever is interrupted meanwhile leaves them behind: they do not keep the process.
+    One call runs in the calling thread, and each other call in a thread of its own. If the caller
+    is interrupted meanwhile, it leaves these threads behind. They do not keep the process alive.
+
+    Returns:
+        The result of each call, or the exception that it raised, in order.
     """
     given: dict[_Key, _Given | Exception] = {}
 

@@ -1,9 +1,12 @@
-"""Typed JSON: dataclasses to JSON and back, for messages between processes and for manifests on disk. What does not fit its type is refused.
+"""Typed JSON: dataclasses to JSON and back, for messages between processes and manifests on disk.
 
-A field is null, a bool, an int, a float, a str, a Literal, a tuple, list or dict of such, another dataclass, a TypedDict, any of several, Any (JSON
-as it is), or Annotated: a type with checks of the value, such as `Name` and `Count`, or with the `JsonForm` that it has. Of several dataclasses
-{"kind": "NAME", ...} says which it is. A field with a default may be missing. Messages (`to_json`) leave out fields that are None by default; files
-(`to_stored`) leave out fields that are `LeftOut`, and say null elsewhere.
+A value that does not fit its type is refused. A field may have these types: None, bool, int, float,
+str, a Literal, a tuple, list or dict of such types, another dataclass, a TypedDict, a union, Any
+(JSON as it is), or Annotated. Annotated adds checks to a type, as in `Name` and `Count`, or gives
+its `JsonForm`. In a union of dataclasses, {"kind": "NAME", ...} names the class.
+
+A field with a default may be missing. Messages (`to_json`) leave out fields that are None by
+default. Files (`to_stored`) leave out fields that are `LeftOut`, and write null otherwise.
 """
 
 from __future__ import annotations
@@ -24,15 +27,23 @@ _Value = TypeVar("_Value")
 
 
 class FormError(ValueError):
-    """JSON that is not of the form that it must have. The message names the place, the rule and the value."""
+    """JSON that does not have the required form.
+
+    The message names the place, the rule and the value.
+    """
 
 
 def parse_json(data: bytes | str) -> Any:
-    """The value of a JSON text. Raises FormError for anything else, also for NaN, infinity and text that is not Unicode."""
+    """Parse a JSON text.
+
+    Raises:
+        FormError: the text is not JSON. NaN, infinity and text that is not Unicode are refused too.
+    """
     try:
         value = json.loads(data, parse_constant=_refuse_constant)
         json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:  # the latter if it is nested too deeply
+    # RecursionError means that the value is nested too deeply.
+    except (ValueError, RecursionError) as error:
         raise FormError(f"is not JSON ({error})") from error
     return value
 
@@ -41,14 +52,14 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number")
 
 
-# -- Checks of values: Annotated[type, check] ------------------------------------------------------------------------------------
+# -- Checks of values: Annotated[type, check] ------------------------------------------------------
 
 Check = Callable[[Any, str], None]
-"""(value of the right type, where it is) -> None. Raises FormError."""
+"""A check of a value: (value of the right type, its place) -> None. Raises FormError."""
 
 
 def between(least: int, most: int) -> Check:
-    """The number must be in least .. most."""
+    """Return a check that a number is in least .. most."""
 
     def check(value: Any, where: str) -> None:
         if not least <= value <= most:
@@ -58,30 +69,33 @@ def between(least: int, most: int) -> Check:
 
 
 def finite(value: Any, where: str) -> None:
-    """The number must be finite."""
+    """Check that a number is finite."""
     if not math.isfinite(value):
         raise FormError(f"{where}: must be a finite number; got {value!r}")
 
 
 def one_of(*known: Any) -> Check:
-    """The value must be one of these."""
+    """Return a check that a value is one of these."""
     return lambda value, where: _literal(value, known, where)
 
 
 def filled(value: Any, where: str) -> None:
-    """There must be at least one."""
+    """Check that a value has at least one element."""
     if not value:
         raise FormError(f"{where}: must not be empty")
 
 
 def plain_name(value: Any, where: str) -> None:
-    """The text must be the name of a file or folder, so that FOLDER / name is in FOLDER."""
+    """Check that a text is the name of a file or folder.
+
+    FOLDER / name is then directly in FOLDER.
+    """
     if value in ("", ".", "..") or "/" in value or not value.isprintable():
         raise FormError(f"{where}: must be the name of a file in the same folder; got {value!r:.100}")
 
 
 def plain_path(value: Any, where: str) -> None:
-    """The text must be plain names with "/" between them."""
+    """Check that a text is a sequence of plain names with "/" between them."""
     for name in value.split("/"):
         plain_name(name, where)
 
@@ -89,20 +103,23 @@ def plain_path(value: Any, where: str) -> None:
 MOST = (1 << 63) - 1
 Count = Annotated[int, between(0, MOST)]
 Natural = Annotated[int, between(1, MOST)]
-Step = Annotated[int, between(-1, MOST)]  # the last one trained; -1 before the first
+Step = Annotated[int, between(-1, MOST)]  # the last step trained; -1 before the first
 Amount = Annotated[int | float, between(0, MOST)]
 Name = Annotated[str, plain_name]
 RelativePath = Annotated[str, plain_path]
 
 
-# -- Other forms: Annotated[type, JsonForm(..)] ----------------------------------------------------------------------------------
+# -- Other forms: Annotated[type, JsonForm(..)] ----------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JsonForm:
-    """How values of a type that JSON does not have are written. json: the type in JSON; write gives a value of it, and read the inverse.
+    """How to write values of a type that JSON does not have.
 
-    read may raise ValueError, or an error of this program.
+    Attributes:
+        json: the type in JSON.
+        write: returns the JSON form of a value.
+        read: returns the value of a JSON form. It may raise ValueError or ForeloadError.
     """
 
     json: Any
@@ -112,21 +129,28 @@ class JsonForm:
 
 _LEFT_OUT = object()
 LeftOut = Annotated[_Value, _LEFT_OUT]
-"""A field that files do not have where it is as by default."""
+"""A field that files leave out if it has its default value."""
 
 
 def to_json(value: Any) -> Any:
-    """A message, or part of one, as JSON holds it, without its kind."""
+    """Return the JSON form of a message, or of a part of one, without its kind."""
     return _written(value, False)
 
 
 def to_stored(value: Any) -> Any:
-    """What a file holds, or each value of a list or dict, as JSON; `of_json` is the inverse here, too."""
+    """Return the JSON form of what a file holds. A list or dict is converted value by value.
+
+    `of_json` is the inverse here too.
+    """
     return _written(value, True)
 
 
 def of_json(value: Any, kind: type[_Value]) -> _Value:
-    """The inverse of `to_json`. Raises FormError."""
+    """Return the value of a type that a JSON form stands for. This is the inverse of `to_json`.
+
+    Raises:
+        FormError: the JSON does not have the type's form.
+    """
     hint: Any = kind
     read: _Value = _reader(hint)(value, kind.__name__)
     return read
@@ -134,7 +158,10 @@ def of_json(value: Any, kind: type[_Value]) -> _Value:
 
 @functools.cache
 def _fields(kind: Any) -> tuple[tuple[str, Any, bool], ...]:
-    """For each field of a dataclass or key of a TypedDict: name, type, whether it may be missing."""
+    """Return name, type, and whether it may be missing, for each field of a dataclass.
+
+    The keys of a TypedDict count as its fields.
+    """
     hints = get_type_hints(kind, include_extras=True)
     if is_typeddict(kind):
         optional = {name for name, hint in hints.items() if get_origin(hint) is NotRequired}
@@ -155,7 +182,7 @@ def _is_dataclass(hint: Any) -> bool:
 
 
 def _several(hint: Any) -> list[type]:
-    """The dataclasses of which a value of this type is one, where there are several; else none."""
+    """Return the dataclasses of a union with more than one dataclass, else an empty list."""
     messages = [one for one in _alternatives(hint) if _is_dataclass(one)]
     return messages if len(messages) > 1 else []
 
@@ -171,12 +198,17 @@ def _written(value: Any, stored: bool) -> Any:
 
 @functools.cache
 def _writer(hint: Any, stored: bool) -> Callable[[Any], Any]:
-    """From values of a type to JSON. stored: for a file."""
+    """Return a function that writes values of a type as JSON.
+
+    Args:
+        stored: whether the JSON is for a file.
+    """
     if _several(hint):
         return lambda value: None if value is None else {KIND: type(value).__name__} | _written(value, stored)
     alternatives = _alternatives(hint)
     if len(alternatives) > 1:
-        # Of a union such as `Lag | None` or `int | float`, at most one type is written otherwise than as it is.
+        # In a union such as `Lag | None` or `int | float`, at most one type is not written as it
+        # is.
         writers = [_writer(one, stored) for one in alternatives]
         write_one = next((one for one in writers if one is not _as_it_is), _as_it_is)
         return lambda value: None if value is None else write_one(value)
@@ -206,7 +238,7 @@ def _writer(hint: Any, stored: bool) -> Callable[[Any], Any]:
 
 
 def _not_written(kind: Any, name: str, hint: Any, stored: bool) -> tuple[Any, ...]:
-    """The value, if any, with which a field of a dataclass is left out."""
+    """Return the values for which a field of a dataclass is left out: one, or none."""
     field = next(field for field in dataclasses.fields(kind) if field.name == name)
     if not stored:
         return (None,) if field.default is None else ()
@@ -216,13 +248,13 @@ def _not_written(kind: Any, name: str, hint: Any, stored: bool) -> tuple[Any, ..
 
 
 def _form(hint: Any) -> JsonForm | None:
-    """The form of an Annotated type, where it has one."""
+    """Return the form of an Annotated type, or None if it has none."""
     return next((one for one in get_args(hint)[1:] if isinstance(one, JsonForm)), None)
 
 
 @functools.cache
 def _reader(hint: Any) -> Callable[[Any, str], Any]:
-    """From JSON to values of a type, given where it stands."""
+    """Return a function that reads values of a type from JSON, given their place for errors."""
     if several := _several(hint):
         read_tagged, optional = tagged(several), type(None) in _alternatives(hint)
         return lambda value, where: None if value is None and optional else read_tagged(value, where)
@@ -280,7 +312,7 @@ def _with_form(form: JsonForm) -> Callable[[Any, str], Any]:
 
 
 def _read_tuple(readers: list[Callable[[Any, str], Any]], value: Any, where: str) -> tuple[Any, ...]:
-    """A tuple of as many values as it has types."""
+    """Read a tuple with one value for each of its types."""
     given = _checked(value, list, where)
     if len(given) != len(readers):
         raise FormError(f"{where}: must have {len(readers)} values; got {len(given)}")
@@ -295,7 +327,11 @@ def _read_float(value: Any, where: str) -> float:
 
 
 def _key(kind: Any, key: str, where: str) -> Any:
-    """A key of a JSON object, which is text there, as what it stands for. Raises FormError."""
+    """Convert a key of a JSON object from text to its type.
+
+    Raises:
+        FormError: the key does not fit the type.
+    """
     if get_origin(kind) is Annotated:
         return _reader(kind)(key, where)
     try:
@@ -305,7 +341,14 @@ def _key(kind: Any, key: str, where: str) -> Any:
 
 
 def _read_fields(kind: Any, value: Any, where: str) -> Any:
-    """A dataclass or TypedDict from a JSON object of its fields alone. where: what the object is called in errors. Raises FormError."""
+    """Read a dataclass or TypedDict from a JSON object that has its fields and no others.
+
+    Args:
+        where: the name of the object in errors.
+
+    Raises:
+        FormError: the object does not fit.
+    """
     given = dict(_checked(value, dict, where))
     fields = {}
     for name, part, may_miss in _fields(kind):
@@ -320,12 +363,13 @@ def _read_fields(kind: Any, value: Any, where: str) -> Any:
         )
     try:
         return kind(**fields)
-    except ForeloadError as error:  # of its own checks
+    # The class's own checks may raise.
+    except ForeloadError as error:
         raise FormError(f"{where}: {error}") from error
 
 
 def tagged(kinds: list[type]) -> Callable[[Any, str], Any]:
-    """A reader of JSON objects that name their class, one of these, under KIND."""
+    """Return a reader of JSON objects that name one of these classes under KIND."""
     by_name = {kind.__name__: kind for kind in kinds}
 
     def read(value: Any, where: str) -> Any:
@@ -339,7 +383,10 @@ def tagged(kinds: list[type]) -> Callable[[Any, str], Any]:
 
 
 def _read_any(readers: list[Callable[[Any, str], Any]], value: Any, where: str) -> Any:
-    """With the first reader that takes it."""
+    """Read a value with the first reader that accepts it.
+
+    If none does, the error of the first one is raised.
+    """
     refused = None
     for read in readers:
         try:
@@ -351,9 +398,13 @@ def _read_any(readers: list[Callable[[Any, str], Any]], value: Any, where: str) 
 
 
 def _checked(value: Any, kind: type | tuple[type, ...], where: str) -> Any:
-    """A JSON value, if it is of one of these types. Raises FormError."""
+    """Return a JSON value if it is of one of these types.
+
+    Raises:
+        FormError: it is not.
+    """
     kinds = kind if isinstance(kind, tuple) else (kind,)
-    # A bool is an int to Python, not here.
+    # In Python a bool is an int, but not here.
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise FormError(f"{where}: must be {kinds[0].__name__}; got {value!r:.100}")
     return value

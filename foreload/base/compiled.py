@@ -1,7 +1,8 @@
-"""numba, with a cache of compiled kernels that notices a change in any kernel's source.
+"""numba, with a cache of compiled kernels that is invalidated by a change in any kernel's source.
 
-What one kernel calls of another file is compiled into it, and numba asks whether its own file changed alone: after an upgrade it would go on with
-what the other file was. So `nb` is imported from here wherever kernels are declared.
+A kernel that calls a kernel of another file has it compiled in. numba alone checks only the
+kernel's own file, so after an upgrade it would keep using the old code of the other file. All files
+that declare kernels therefore import `nb` from here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _of_own_file = caching._SourceFileBackedLocatorMixin.get_source_stamp
 
 @cache
 def sources(package: Path = _PACKAGE) -> str:
-    """SHA-256 of all files of a package that declare kernels, and of those that they import from, whose constants are compiled in."""
+    """Return the SHA-256 of all files of a package that declare kernels or that these import.
+
+    Constants of imported files are compiled into kernels.
+    """
     read: dict[str, bytes] = {}
     for folder, _, names in os.walk(package, followlinks=True):
         for name in names:
@@ -41,7 +45,10 @@ def sources(package: Path = _PACKAGE) -> str:
 
 
 def _get_source_stamp(locator: Any) -> Any:
-    """In the place of numba's: what the kernels of a file were compiled of."""
+    """Return a stamp of everything that the kernels of a file are compiled from.
+
+    This replaces numba's own method.
+    """
     stamp = _of_own_file(locator)
     return (stamp, sources()) if Path(locator._py_file).is_relative_to(_PACKAGE) else stamp
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that exist whole or not at all."""
 
 from __future__ import annotations
 
@@ -27,10 +27,15 @@ _Value = TypeVar("_Value")
 
 @contextmanager
 def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
-    """A temporary name beside path, for a file or folder that is renamed to it at the end: it is there whole, or not at all.
+    """Yield a temporary name beside path, and rename the file or folder to path at the end.
 
-    The name is of this attempt alone, so that others may write the same file at the same time. durable: on return a file is on the disk; if the
-    power is lost before that, the old one or the new one is there, whole. (Of a folder, so is which files are in it; each of these is the caller's.)
+    The file or folder thus appears whole, or not at all. The temporary name belongs to this attempt
+    alone, so several processes may write the same file at the same time.
+
+    Args:
+        durable: whether a file is on the disk on return. If the power fails earlier, the old or the
+            new file exists, whole. For a folder, the list of its files is made durable. Syncing the
+            files is up to the caller.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     try:
@@ -42,7 +47,12 @@ def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
 
 
 def put_in_place(temporary: Path, path: Path, durable: bool = False) -> None:
-    """Rename a file or folder that is written as a whole; as `replacing` does at its end."""
+    """Rename a file or folder that is completely written, as `replacing` does at its end.
+
+    Args:
+        durable: as in `replacing`.
+    """
+    # The contents must be on the disk before the new name is.
     if durable and temporary.is_dir():
         _sync_folder(temporary)
     elif durable:
@@ -54,23 +64,33 @@ def put_in_place(temporary: Path, path: Path, durable: bool = False) -> None:
 
 
 def remove_unfinished(folder: Path, names: str = "*") -> None:
-    """Remove what `replacing` left in a folder where its process was killed, of files and folders to be named so. Nobody may be writing these."""
+    """Remove what a killed process left of `replacing` in a folder.
+
+    No process may be writing files or folders of these names.
+
+    Args:
+        names: a glob of the final names.
+    """
     for left in folder.glob(f".{names}.tmp"):
         remove_path(left)
 
 
 def remove_path(path: Path) -> None:
-    """Remove a file or folder, if it is there and can be removed."""
+    """Remove a file or folder, if it exists and can be removed."""
     if os.path.isdir(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
-        # Whoever cleans up after an error is to report that one.
+        # A caller that cleans up after an error is to report that error, not this one.
         with suppress(OSError):
             path.unlink()
 
 
 def remove_empty(folder: Path) -> None:
-    """Remove a folder that is empty, and the links by which its path leads to it. Raises OSError."""
+    """Remove an empty folder, and the symbolic links by which its path leads to it.
+
+    Raises:
+        OSError: the folder cannot be removed.
+    """
     links = []
     while folder.is_symlink():
         links.append(folder)
@@ -81,7 +101,11 @@ def remove_empty(folder: Path) -> None:
 
 
 def within(folder: Path, name: str) -> Path:
-    """The path of a file of a folder that others may have written. Raises FormError if it is, or a link leads it, out of the folder."""
+    """Return the path of a file in a folder that others may have written.
+
+    Raises:
+        FormError: the name, or a symbolic link, leads out of the folder.
+    """
     plain_path(name, str(folder))
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
@@ -90,7 +114,10 @@ def within(folder: Path, name: str) -> Path:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Force to disk which files are in a folder; a file system that cannot is left alone."""
+    """Force the list of a folder's files to disk.
+
+    A file system that cannot do this is left alone.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -100,7 +127,10 @@ def _sync_folder(folder: Path) -> None:
 
 
 def unwritable(path: Path) -> str:
-    """Why a file cannot be written at path, as far as that is known before it is tried; "" if it can."""
+    """Return why a file cannot be written at path, or "" if it can.
+
+    This covers what can be known without trying.
+    """
     folder = path.absolute().parent
     if not folder.is_dir():
         return f"there is no folder {folder}; create it first"
@@ -112,13 +142,17 @@ def unwritable(path: Path) -> str:
 
 
 def write_atomically(path: Path, data: bytes | pa.Buffer, durable: bool = False) -> None:
-    """Write a file whole, or not at all. durable: as `replacing` has it."""
+    """Write a file whole, or not at all.
+
+    Args:
+        durable: as in `replacing`.
+    """
     with replacing(path, durable) as temporary:
         temporary.write_bytes(data)
 
 
 def is_full(error: OSError) -> bool:
-    """Whether an error says that a disk, or a quota, is full."""
+    """Return whether an error means that a disk or a quota is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -135,12 +169,22 @@ _HELPS = {
 
 
 def unreadable(error: OSError, otherwise: str) -> str:
-    """That a file cannot be read, and what helps. otherwise: what helps where the file itself is to blame."""
+    """Return the message that a file cannot be read, with a remedy.
+
+    Args:
+        otherwise: the remedy if the file itself is the cause.
+    """
     return f"cannot be read ({error.strerror or error}); {_HELPS.get(error.errno or 0, otherwise)}"
 
 
 def persist(path: Path, write: Callable[[], object]) -> None:
-    """Write to a path what is nowhere else: while the disk is full, that is said once, and tried again until there is room."""
+    """Write data to path that exists nowhere else.
+
+    If the disk is full, this reports it once and retries until there is room.
+
+    Raises:
+        OSError: writing fails for another reason.
+    """
     said = False
     while True:
         try:
@@ -159,41 +203,76 @@ def persist(path: Path, write: Callable[[], object]) -> None:
 
 
 def canonical(value: object) -> bytes:
-    """JSON, the same for the same value."""
+    """Return the JSON text of a value. Equal values have equal texts."""
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
 def write_json(path: Path, value: object, durable: bool = False) -> str:
-    """Write what `to_stored` gives as canonical JSON, atomically; returns its SHA-256. durable: as `replacing` has it."""
+    """Write the stored form of a value (`to_stored`) as canonical JSON, atomically.
+
+    Args:
+        durable: as in `replacing`.
+
+    Returns:
+        The SHA-256 of the file.
+    """
     data = canonical(to_stored(value))
     write_atomically(path, data, durable)
     return hashlib.sha256(data).hexdigest()
 
 
 def read_json(path: Path, kind: type[_Value]) -> _Value:
-    """What `write_json` wrote, of a file that only this call of the program writes and reads. Raises OSError."""
+    """Read what `write_json` wrote.
+
+    No other call of the program writes or reads the file.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     return of_json(json.loads(path.read_bytes()), kind)
 
 
 def write_sealed(path: Path, value: object, durable: bool = False) -> str:
-    """Write what `to_stored` gives, an object, with a seal. Returns the file's SHA-256. durable: as `replacing` has it."""
+    """Write the stored form of a value (`to_stored`), which must be an object, with a seal.
+
+    Args:
+        durable: as in `replacing`.
+
+    Returns:
+        The SHA-256 of the file.
+    """
     data = sealed(to_stored(value))
     write_atomically(path, data, durable)
     return hashlib.sha256(data).hexdigest()
 
 
 def sealed(value: dict[str, Any]) -> bytes:
-    """A JSON object with a seal: the SHA-256 of the object without it."""
+    """Return the text of a JSON object with a seal: the SHA-256 of the object without it."""
     return canonical(value | {SEAL: hashlib.sha256(canonical(value)).hexdigest()})
 
 
 def read_sealed(path: Path) -> tuple[dict[str, Any], str]:
-    """The object of a file that write_sealed wrote, and the file's SHA-256. Raises OSError, and ValueError if a byte is another one."""
+    """Read a file that `write_sealed` wrote.
+
+    Returns:
+        The object, and the SHA-256 of the file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a byte has changed.
+    """
     return unsealed(path.read_bytes())
 
 
 def unsealed(data: bytes) -> tuple[dict[str, Any], str]:
-    """The object of what `sealed` gave, and the SHA-256 of that. Raises ValueError if a byte is another one."""
+    """Read what `sealed` returned.
+
+    Returns:
+        The object without its seal, and the SHA-256 of the text.
+
+    Raises:
+        ValueError: a byte has changed.
+    """
     value = parse_json(data)
     if not isinstance(value, dict) or canonical(value) != data:
         raise ValueError("not as it was written")

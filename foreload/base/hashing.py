@@ -1,4 +1,7 @@
-"""Stable 64-bit mixing: the only source of hashes and pseudo-random numbers in the project (docs/definitions.md)."""
+"""Stable 64-bit mixing: the only source of hashes and pseudo-random numbers in the project.
+
+See docs/definitions.md, Mixing.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ _MASK = (1 << 64) - 1
 
 @nb.njit(nb.uint64(nb.uint64), inline="always", cache=True)
 def mix(x: np.uint64) -> np.uint64:
-    """The splitmix64 step (Steele, Lea, Flood 2014): uint64 -> uint64, a bijection. For use inside numba kernels."""
+    """Apply the splitmix64 step (Steele, Lea, Flood 2014): uint64 -> uint64, a bijection.
+
+    For use inside numba kernels.
+    """
     x = x + _GOLDEN
     x = (x ^ (x >> _S30)) * _M1
     x = (x ^ (x >> _S27)) * _M2
@@ -28,7 +34,17 @@ def mix(x: np.uint64) -> np.uint64:
 
 
 def key(*parts: int) -> int:
-    """Chain mix over integers, as Python ints: h = mix(a); h = mix(h ^ b); ... Returns 0 .. 2^64 - 1."""
+    """Chain `mix` over integers: h = mix(a); h = mix(h ^ b); ...
+
+    Args:
+        parts: at least one integer. Negative ones are taken in two's complement.
+
+    Returns:
+        A Python int in 0 .. 2^64 - 1.
+
+    Raises:
+        ValueError: there are no parts.
+    """
     h = None
     for part in parts:
         x = (part & _MASK) if h is None else h ^ (part & _MASK)
@@ -48,7 +64,11 @@ def _word_pointer(context: Any, builder: Any, kind: Any, array: Any, place: Any)
 
 @intrinsic
 def load_word(typing: Any, data: Any, place: Any) -> Any:
-    """The 8 bytes data[place : place + 8] (uint8, in bounds, at any address) as uint64. For use inside numba kernels."""
+    """Return the 8 bytes data[place : place + 8] as uint64. For use inside numba kernels.
+
+    Args:
+        data: uint8. The 8 bytes must be in bounds, and may be at any address.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load(_word_pointer(context, builder, signature.args[0], *arguments), align=1)
@@ -58,7 +78,11 @@ def load_word(typing: Any, data: Any, place: Any) -> Any:
 
 @intrinsic
 def store_word(typing: Any, data: Any, place: Any, word: Any) -> Any:
-    """data[place : place + 8] = the bytes of a uint64 (data uint8, in bounds, at any address). For use inside numba kernels."""
+    """Write the bytes of a uint64 to data[place : place + 8]. For use inside numba kernels.
+
+    Args:
+        data: uint8. The 8 bytes must be in bounds, and may be at any address.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, at, value = arguments
@@ -70,7 +94,7 @@ def store_word(typing: Any, data: Any, place: Any, word: Any) -> Any:
 
 @intrinsic
 def high_product(typing: Any, a: Any, b: Any) -> Any:
-    """The upper 64 bits of the product of two uint64. For use inside numba kernels."""
+    """Return the upper 64 bits of the product of two uint64. For use inside numba kernels."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         wide = ir.IntType(128)
@@ -82,7 +106,10 @@ def high_product(typing: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def lowest_bit(typing: Any, word: Any) -> Any:
-    """The place of the lowest bit set in a uint64, 0 .. 63; 64 for 0. For use inside numba kernels."""
+    """Return the place of the lowest bit set in a uint64, 0 .. 63, or 64 for 0.
+
+    For use inside numba kernels.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
@@ -92,11 +119,13 @@ def lowest_bit(typing: Any, word: Any) -> Any:
 
 @nb.njit(nogil=True, cache=True)
 def hash_bytes(data: np.ndarray, start: int, end: int) -> np.uint64:
-    """hash64 of data[start:end], data uint8. For use inside numba kernels."""
+    """Return hash64 of data[start:end], where data is uint8. For use inside numba kernels."""
     h = mix(np.uint64(end - start))
     position = start
     while position < end:
         left = end - position
+        # Load 8 bytes at once, and clear those behind the end of the text. Near the end of the
+        # data, load single bytes instead, so that nothing behind it is read.
         if position + 8 <= len(data):
             word = load_word(data, position)
             if left < 8:
@@ -117,9 +146,14 @@ def _hash_strings(data: np.ndarray, offsets: np.ndarray, out: np.ndarray) -> Non
 
 
 def hash_strings(data: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """hash64 of each string of an Arrow string buffer.
+    """Return hash64 of each string of an Arrow string buffer (docs/definitions.md, Mixing).
 
-    data: uint8 [bytes]; offsets: int32 or int64 [n + 1] into data. Returns uint64 [n]. (docs/definitions.md, Mixing)
+    Args:
+        data: uint8 [bytes].
+        offsets: int32 or int64 [n + 1] into data.
+
+    Returns:
+        uint64 [n].
     """
     out = np.empty(len(offsets) - 1, np.uint64)
     _hash_strings(data, offsets, out)

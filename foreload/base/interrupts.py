@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and the end of the terminal (SIGHUP), heeded where the program can be stopped."""
+"""Handling of Ctrl-C, SIGTERM and SIGHUP (the end of the terminal) where the program can stop."""
 
 from __future__ import annotations
 
@@ -11,37 +11,52 @@ from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_AGAIN_SECONDS = 0.005  # between two looks whether the main thread has left a place that would lose the exception
-_RELAY_SECONDS = 1.0  # within which the same signal from the terminal and from the parent is one
-_COMPILERS = ("/numba/", "/llvmlite/")  # in the paths of Python code that the compiler calls back
+# Interval between checks whether the main thread has left a place that would lose the exception.
+_AGAIN_SECONDS = 0.005
+# Within this time, the same signal from the terminal and from the parent process counts as one.
+_RELAY_SECONDS = 1.0
+_COMPILERS = ("/numba/", "/llvmlite/")  # in the paths of Python code that the compiler calls
 
 
 def heeded_signals() -> list[signal.Signals]:
-    """Those of SIGNALS that are heeded: SIGHUP that is ignored, as under nohup, stays so."""
+    """Return the signals of SIGNALS that are handled.
+
+    A SIGHUP that is ignored, as under nohup, stays ignored.
+    """
     return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 class Interrupts:
-    """While entered, these signals raise KeyboardInterrupt in the main thread; with `defer_signals` set they are only noted.
+    """A context in which signals raise KeyboardInterrupt in the main thread.
 
-    SIGHUP that is ignored, as under nohup, stays so. Where it is not, output that went to the terminal goes nowhere from then on, for a write to
-    a terminal that is gone is an error.
+    While `defer_signals` is set, signals are only recorded.
 
-    An exception that is raised within a finalizer, or within a callback from foreign code such as numba's compiler, is printed and
-    lost. A signal that arrives there is heeded as soon as the main thread has left the place. One that arrives amid Python's own waiting for a
-    lock may leave that as "release unlocked lock": a RuntimeError that came of KeyboardInterrupt leaves this as KeyboardInterrupt.
+    A SIGHUP that is ignored, as under nohup, stays ignored. If it is not ignored and arrives,
+    output to the terminal is discarded from then on, since a write to a closed terminal is an
+    error.
 
-    relayed: signals come twice, from the terminal and from what started this process (torchrun); the same one within a second is one.
+    Python prints and drops an exception raised within a finalizer, or within a callback from
+    foreign code such as numba's compiler. A signal that arrives there is handled as soon as the
+    main thread has left that place. A signal that arrives while Python itself waits for a lock may
+    end that wait with "release unlocked lock". A RuntimeError that was caused by a
+    KeyboardInterrupt leaves this context as KeyboardInterrupt.
 
-    received: numbers of the signals, in the order of their arrival, those included that came while another Interrupts was entered within.
+    Args:
+        relayed: whether signals arrive twice, from the terminal and from the process that started
+            this one (torchrun). The same signal within a second then counts once.
+
+    Attributes:
+        received: the numbers of the signals, in order of arrival. They include those that arrived
+            while another Interrupts was entered within this one.
+        defer_signals: see above.
     """
 
     def __init__(self, relayed: bool = False) -> None:
         self.received: list[int] = []
         self._relayed = relayed
-        self._received_at = 0.0  # of the last signal, by the monotonic clock
+        self._received_at = 0.0  # monotonic time of the last signal
         self.defer_signals = False
-        self._due = False  # a signal has come for which KeyboardInterrupt is not raised yet
+        self._due = False  # a signal arrived, and KeyboardInterrupt is not raised yet
 
     def __enter__(self) -> Interrupts:
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
@@ -53,6 +68,7 @@ class Interrupts:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        # An Interrupts that was entered before this one records these signals too.
         outer = getattr(self._before[signal.SIGINT], "__self__", None)
         if isinstance(outer, Interrupts):
             outer.received += self.received
@@ -62,17 +78,25 @@ class Interrupts:
             raise KeyboardInterrupt from error
 
     def heed(self) -> None:
-        """Raise KeyboardInterrupt from now on, and at once if a signal was only noted so far."""
+        """Stop deferring signals.
+
+        Raises:
+            KeyboardInterrupt: a signal was recorded.
+        """
         self.defer_signals = False
         if self.received:
             raise KeyboardInterrupt
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """The handler of SIGNALS: notes the signal, and raises KeyboardInterrupt now or, by the alarm, soon."""
+        """Record a signal. This is the handler of SIGNALS.
+
+        It raises KeyboardInterrupt now or, by an alarm, soon.
+        """
         if number == signal.SIGHUP:
             self._leave_terminals()
             if number in self.received:
-                # The shell sends one as its terminal closes, and the kernel another as the shell ends.
+                # The shell sends one SIGHUP when its terminal closes, and the kernel another when
+                # the shell ends.
                 return
         now = time.monotonic()
         if self._relayed and number in self.received and now - self._received_at < _RELAY_SECONDS:
@@ -84,7 +108,10 @@ class Interrupts:
             self._again(number, frame)
 
     def _again(self, _: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt if it is due and would not be lost in `frame`, else have SIGALRM, whose handler this is too, look again."""
+        """Raise KeyboardInterrupt if it is due and would not be lost in `frame`.
+
+        If it would be lost, set an alarm to try again. This is also the handler of SIGALRM.
+        """
         if any(_would_lose_it(caller) for caller in _stack(frame)):
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
             return
@@ -93,7 +120,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def _leave_terminals(self) -> None:
-        """Send stdout and stderr nowhere, where they went to a terminal."""
+        """Redirect stdout and stderr to /dev/null if they go to a terminal."""
         with contextlib.suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for descriptor in self._terminals:
@@ -103,8 +130,11 @@ class Interrupts:
 
 @contextlib.contextmanager
 def heeded_afterwards() -> Iterator[None]:
-    """Have signals that come while entered heeded behind that: amid imports an exception would come out of a module as an error of its own, and as a
-    process is started, it would be lost which one that is.
+    """Defer signals while the context is entered, and handle them when it is left.
+
+    This is for imports and for starting processes. An exception raised during an import would leave
+    the module as an error of its own. An exception raised while a process starts would lose the
+    information which process that is.
     """
     entered = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
     if not isinstance(entered, Interrupts) or entered.defer_signals:
@@ -119,7 +149,10 @@ def heeded_afterwards() -> Iterator[None]:
 
 
 def came_of_interrupt(error: BaseException) -> bool:
-    """Whether an error is a KeyboardInterrupt, or was raised while one was handled, or because of one."""
+    """Return whether an error is a KeyboardInterrupt, or was caused by one.
+
+    An error that was raised while a KeyboardInterrupt was handled counts too.
+    """
     origins, seen = [error], set[int]()
     while origins:
         origin = origins.pop()
@@ -138,8 +171,8 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _would_lose_it(frame: FrameType) -> bool:
-    """Whether an exception raised below this frame is printed and dropped instead of reaching the main program."""
+    """Return whether Python prints and drops an exception raised below this frame."""
     name, file = frame.f_code.co_name, frame.f_code.co_filename
-    # The import system forgets its locks in a weak reference's callback.
+    # The import system removes its locks in the callback of a weak reference.
     forgets = name == "cb" and file.startswith("<frozen importlib")
     return name == "__del__" or forgets or any(folder in file for folder in _COMPILERS)

@@ -1,7 +1,8 @@
-"""Processor instructions for numba kernels: vector instructions for loops over a row's columns, and prefetches.
+"""Processor instructions for numba kernels: vector instructions over columns, and prefetches.
 
-The vector instructions are for loops that the compiler would not vectorise, or only with a check of the length at every row. Arrays are indexed as if
-flat: row * columns + column.
+The vector instructions are for loops over a row's columns that the compiler would not vectorize, or
+only with a check of the length at every row. Arrays are indexed as if they were flat: row * columns
++ column.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from numba.extending import intrinsic
 
 _FLOAT = ir.FloatType()
 _EIGHT = ir.VectorType(_FLOAT, 8)
-COLUMNS = 16  # float32 values that `copy`, `add` and `descend` take at once
+COLUMNS = 16  # float32 values that one `copy`, `add` or `descend` takes
 
 
 def _at(context: Any, builder: Any, kind: Any, array: Any, place: Any, width: int) -> Any:
@@ -24,7 +25,12 @@ def _at(context: Any, builder: Any, kind: Any, array: Any, place: Any, width: in
 
 @intrinsic
 def copy(typing_context: Any, source: Any, place: Any, target: Any, to: Any) -> Any:
-    """Copy COLUMNS values between contiguous float32 arrays, counted flat."""
+    """Copy COLUMNS values between contiguous float32 arrays.
+
+    Args:
+        place: the flat index of the first value in source.
+        to: the flat index of the first value in target.
+    """
     signature = types.void(source, types.int64, target, types.int64)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -37,7 +43,12 @@ def copy(typing_context: Any, source: Any, place: Any, target: Any, to: Any) -> 
 
 @intrinsic
 def add(typing_context: Any, source: Any, place: Any, target: Any, to: Any) -> Any:
-    """Add COLUMNS values to those of another contiguous float32 array, counted flat."""
+    """Add COLUMNS values of a contiguous float32 array to those of another one.
+
+    Args:
+        place: the flat index of the first value in source.
+        to: the flat index of the first value in target.
+    """
     signature = types.void(source, types.int64, target, types.int64)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -51,7 +62,16 @@ def add(typing_context: Any, source: Any, place: Any, target: Any, to: Any) -> A
 
 @intrinsic
 def descend(typing_context: Any, gradient: Any, place: Any, rate: Any, root: Any, weights: Any, to: Any) -> Any:
-    """weights = weights - (rate * gradient) / root for COLUMNS values of contiguous float32 arrays, counted flat."""
+    """Compute weights = weights - (rate * gradient) / root for COLUMNS values.
+
+    Args:
+        gradient: contiguous float32.
+        place: the flat index of the first value in gradient.
+        rate: float32.
+        root: float32.
+        weights: contiguous float32, updated.
+        to: the flat index of the first value in weights.
+    """
     signature = types.void(gradient, types.int64, types.float32, types.float32, weights, types.int64)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -72,8 +92,19 @@ def descend(typing_context: Any, gradient: Any, place: Any, rate: Any, root: Any
 
 @intrinsic
 def eight_sums_of_squares(typing_context: Any, array: Any, place: Any, blocks: Any) -> Any:
-    """Eight sums p[j] of x[j]^2, x[j+8]^2, ... in order, from 0, where x is `array` counted flat from `place`, 8 * blocks long; added up as
-    ((p0 + p4) + (p2 + p6)) + ((p1 + p5) + (p3 + p7)). array: contiguous float32."""
+    """Return the sum of squares of a part of an array, in a fixed order of additions.
+
+    Eight sums p[j] of x[j]^2, x[j+8]^2, ... are built in order, starting from 0. They are added up
+    as ((p0 + p4) + (p2 + p6)) + ((p1 + p5) + (p3 + p7)).
+
+    Args:
+        array: contiguous float32.
+        place: the flat index of x[0].
+        blocks: x has 8 * blocks values.
+
+    Returns:
+        float32.
+    """
     signature = types.float32(array, types.int64, types.int64)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -96,7 +127,10 @@ def eight_sums_of_squares(typing_context: Any, array: Any, place: Any, blocks: A
 
 @intrinsic
 def prefetch(typing_context: Any, array: Any, place: Any) -> Any:
-    """Ask for the cache line of element `place` of a contiguous array, counted flat; any place is harmless."""
+    """Prefetch the cache line of element `place` of a contiguous array, counted flat.
+
+    Any place is harmless.
+    """
     signature = types.void(array, place)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -108,7 +142,8 @@ def prefetch(typing_context: Any, array: Any, place: Any) -> Any:
         function = builder.module.declare_intrinsic(
             "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, int32, int32, int32])
         )
-        builder.call(function, [address, int32(0), int32(3), int32(1)])  # to read, kept in all levels, data
+        # Prefetch data, for reading, into all cache levels.
+        builder.call(function, [address, int32(0), int32(3), int32(1)])
         return context.get_dummy_value()
 
     return signature, generate

@@ -1,5 +1,8 @@
-"""The token of a job, by which its processes on several hosts know each other: where it comes from, and how two ends of a connection show that they
-have it. Neither the token nor anything that gives it away is ever sent; what follows on the connection is not encrypted.
+"""The token of a job, by which its processes on several hosts recognize each other.
+
+This module reads the token, and lets the two ends of a connection prove that they have it. Neither
+the token nor anything that reveals it is ever sent. What follows on the connection is not
+encrypted.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from pathlib import Path
 from foreload.base.errors import SettingError
 
 TOKEN_VARIABLE = "FORELOAD_JOB_TOKEN"
-HANDSHAKE = timedelta(seconds=5)  # for all of it, however slowly the other end sends
+HANDSHAKE = timedelta(seconds=5)  # for the whole handshake, however slowly the peer sends
 _LEAST = 16  # characters of a token
 _MOST = 4096
 _NONCE = 32
@@ -32,12 +35,19 @@ class WrongToken(ConnectionError):
 
 
 def new_token() -> str:
-    """A token that nobody guesses."""
+    """Return a random token that cannot be guessed."""
     return secrets.token_urlsafe(32)
 
 
 def given_token(file: str | None, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The token of a file or, without one, of the environment; None where neither has any. Raises SettingError."""
+    """Return the token of a file or, without a file, of the environment. None if there is none.
+
+    Args:
+        file: the path of a file with the token, or None.
+
+    Raises:
+        SettingError: the token is malformed, or the file cannot be read.
+    """
     if file is None:
         return None if TOKEN_VARIABLE not in environment else _checked(environment[TOKEN_VARIABLE], TOKEN_VARIABLE)
     try:
@@ -58,7 +68,11 @@ def _checked(text: str, name: str) -> str:
 
 
 def write_token(path: Path, token: str) -> None:
-    """Write a token so that its owner alone can read it. Raises OSError."""
+    """Write a token to a file that only its owner can read.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "w", encoding="utf-8") as file:
@@ -66,8 +80,16 @@ def write_token(path: Path, token: str) -> None:
 
 
 def admit(peer: socket.socket, token: str, purpose: str) -> None:
-    """The side that was connected to: let the peer show that it has the token, and show that this side has it. purpose: of the connection, the same
-    on both sides. Raises WrongToken, and OSError where the peer is gone or takes longer than HANDSHAKE.
+    """Perform the handshake on the side that accepted the connection.
+
+    The peer proves first that it has the token, and then this side does.
+
+    Args:
+        purpose: what the connection is for. It must be the same on both sides.
+
+    Raises:
+        WrongToken: the peer has another token, or none.
+        OSError: the peer closed the connection, or takes longer than HANDSHAKE.
     """
     deadline = time.monotonic() + HANDSHAKE.total_seconds()
     own = secrets.token_bytes(_NONCE)
@@ -81,7 +103,12 @@ def admit(peer: socket.socket, token: str, purpose: str) -> None:
 
 
 def introduce(to: socket.socket, token: str, purpose: str) -> None:
-    """The side that has connected; see `admit`. Raises WrongToken, and OSError, also where the other side closes the connection at once."""
+    """Perform the handshake on the side that opened the connection; see `admit`.
+
+    Raises:
+        WrongToken: the other side has another token, or rejects this one.
+        OSError: the connection failed, or the other side closed it at once.
+    """
     deadline = time.monotonic() + HANDSHAKE.total_seconds()
     theirs = _receive(to, _NONCE, deadline)
     own = secrets.token_bytes(_NONCE)
@@ -96,6 +123,8 @@ def introduce(to: socket.socket, token: str, purpose: str) -> None:
 
 
 def _proof(token: str, purpose: str, side: bytes, first: bytes, second: bytes) -> bytes:
+    # Both nonces make a proof valid for this handshake only. `side` keeps a peer from returning the
+    # proof that it received as its own.
     return hmac.digest(token.encode(), b"\0".join([b"foreload", purpose.encode(), side, first, second]), "sha256")
 
 
@@ -116,14 +145,25 @@ def _receive(source: socket.socket, size: int, deadline: float) -> bytes:
 
 
 MOST_STRANGERS, MOST_OF_ONE = 64, 8
-"""How many connections may be about to show the token at the same time, and how many of these from one address; further ones are closed at once."""
-MOST_PEERS = 1024  # that have shown it
+"""The most connections that may be in the handshake at the same time, and the most of one address.
+
+Further connections are closed at once.
+"""
+MOST_PEERS = 1024  # open connections
 _BACKLOG = 128
-_PAUSE_SECONDS = 0.1  # after a connection could not be taken
+_PAUSE_SECONDS = 0.1  # after a connection could not be accepted
 
 
 def connected(host: str, port: int, token: str, purpose: str, timeout: float) -> socket.socket:
-    """A connection to a TokenServer of this purpose, the token shown. Raises WrongToken, and OSError within `timeout` seconds."""
+    """Return a connection to a TokenServer of this purpose, after the handshake.
+
+    Args:
+        timeout: seconds in which the connection must be established.
+
+    Raises:
+        WrongToken: the server has another token, or rejects this one.
+        OSError: the connection failed.
+    """
     to = socket.create_connection((host, port), timeout)
     try:
         to.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -135,10 +175,21 @@ def connected(host: str, port: int, token: str, purpose: str, timeout: float) ->
 
 
 class TokenServer:
-    """Listens from the beginning until `close`; a thread serves each connection. address, port: where.
+    """A server that serves peers with the job's token, each connection in a thread.
 
-    serve: called with a connection whose peer has shown the token, and its address, in a thread of its own; the connection is closed when it returns
-    or raises OSError. on_refused: called with the address of a peer that has another token, and why. Raises OSError where it cannot listen.
+    It listens from its construction until `close`.
+
+    Args:
+        serve: called with each connection after its handshake, and the address of the peer, in a
+            thread of its own. The connection is closed when `serve` returns or raises OSError.
+        on_refused: called with the address of each peer that has another token, and the reason.
+
+    Attributes:
+        address: the address it listens at.
+        port: the port it listens at.
+
+    Raises:
+        OSError: it cannot listen.
     """
 
     def __init__(
@@ -161,12 +212,12 @@ class TokenServer:
         threading.Thread(target=self._accept, name=purpose, daemon=True).start()
 
     def close(self) -> None:
-        """Take no more connections, and close those that there are."""
+        """Accept no more connections, and close the open ones."""
         with self._changed:
             self._closed = True
             left = [self._listening, *self._open]
         for one in left:
-            # A thread that waits at it sees its end.
+            # A thread that waits on the socket then sees the end of the connection.
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
         self._listening.close()
@@ -178,7 +229,8 @@ class TokenServer:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(_PAUSE_SECONDS)  # there are no more descriptors
+                # The process has no free descriptors. Wait until some connections end.
+                time.sleep(_PAUSE_SECONDS)
                 continue
             address = str(place[0])
             with self._changed:

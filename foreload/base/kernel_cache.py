@@ -1,4 +1,8 @@
-"""Where numba keeps compiled kernels: beside the code or in the user's cache; where neither can be written, in the temporary folder, or nowhere."""
+"""The folder where numba keeps compiled kernels.
+
+It is beside the code or in the user's cache. If neither can be written, it is in the temporary
+folder, or kernels are not kept.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,25 @@ import stat
 from pathlib import Path
 
 VARIABLE = "NUMBA_CACHE_DIR"
-"""The environment variable that gives numba the folder; processes that are started have it, too."""
+"""The environment variable that gives numba the folder. Child processes inherit it."""
 
 _BESIDE = Path(__file__).resolve().parent / "__pycache__"
 
 
 def choose_folder() -> str | None:
-    """Have kernels compile where no cache can be written, as in a container under a user id of its own, which ends numba otherwise.
+    """Choose the folder for compiled kernels, so that numba works where no cache can be written.
 
-    To be called before numba is imported. Returns a line for the user where the cache is not where it usually is.
+    An example is a container that runs under a user id of its own. numba would otherwise fail
+    there. To be called before numba is imported.
+
+    Returns:
+        A line for the user if the folder is not one of the usual ones, else None.
     """
     users = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "numba"
     named = os.environ.get(VARIABLE)
     if any(_can_be_written(folder) for folder in ([Path(named)] if named else []) + [_BESIDE, users]):
         return None
-    import tempfile  # what the usual case does without
+    import tempfile  # not needed in the usual case
 
     try:
         own = Path(tempfile.gettempdir()) / f"foreload-kernels-{os.geteuid()}"
@@ -38,11 +46,11 @@ def choose_folder() -> str | None:
 
 
 def _keep_nothing(_: object) -> None:
-    """In the place of what would end in an error."""
+    """Do nothing. This replaces a method of numba that would fail."""
 
 
 def _can_be_written(folder: Path) -> bool:
-    """Whether a folder is there, or can be made, and takes files."""
+    """Return whether a folder exists or can be created, and is writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -51,6 +59,9 @@ def _can_be_written(folder: Path) -> bool:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether nobody else can have put anything into a folder: what numba reads from its cache, it runs."""
+    """Return whether no other user can have put anything into a folder.
+
+    numba executes what it reads from its cache.
+    """
     status = folder.lstat()
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077

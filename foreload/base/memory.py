@@ -1,4 +1,7 @@
-"""Memory and processor time of a process: how much memory it may still take, taking it in huge pages, and what it has used."""
+"""Memory and processor time of a process.
+
+This covers the memory that a process may still take, arrays in huge pages, and what it has used.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,20 @@ from pathlib import Path
 
 import numpy as np
 
-HUGE_BYTES = 2 << 20  # of a huge page on x86-64 and arm64
+HUGE_BYTES = 2 << 20  # bytes of a huge page on x86-64 and arm64
 
 
 def zeros_in_huge_pages(shape: tuple[int, ...], dtype: type, dumped: bool = True) -> np.ndarray:
-    """An array of zeros, aligned to a huge page, and in huge pages where the kernel gives them; where it does not, access is slower, no more.
+    """Return an array of zeros, aligned to a huge page.
 
-    dumped=False leaves it out of core dumps.
+    It is in huge pages if the kernel provides them. If not, access is only slower.
+
+    Args:
+        dumped: whether core dumps contain the array.
     """
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    # One page more than asked for, so that there is an aligned start; pages that are never touched take no memory.
+    # Ask for one huge page more, so that there is an aligned start. Pages that are never touched
+    # take no memory.
     memory = mmap.mmap(-1, size + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -31,24 +38,29 @@ def zeros_in_huge_pages(shape: tuple[int, ...], dtype: type, dumped: bool = True
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping, by the kernel's estimate and the control group's limit; 0 where that is not known."""
+    """Return the memory that can be had without swapping, or 0 if that is unknown.
+
+    It is bounded by the kernel's estimate and the control group's limit.
+    """
     limits = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         limits.append(1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
-    for limit, used in (  # control groups, version 2 and version 1
+    # Control groups of version 2, then of version 1.
+    for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number: there is no limit
+        # The text "max" is not a number, and means that there is no limit.
+        with contextlib.suppress(OSError, ValueError):
             folder = Path("/sys/fs/cgroup")
             limits.append(int((folder / limit).read_text()) - int((folder / used).read_text()))
     return max(min(limits, default=0), 0)
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had at once, resident; 0 where that is not known."""
-    # Not getrusage's: that begins with what the process had from which this one was made.
+    """Return the peak resident memory of this process, or 0 if it is unknown."""
+    # getrusage would be wrong: its peak starts with that of the process that created this one.
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
@@ -56,7 +68,10 @@ def peak_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """Memory of this machine, or of the control group's limit where that is less; 0 where that is not known."""
+    """Return the memory of this machine, or 0 if it is unknown.
+
+    If the control group has a lower limit, that is returned.
+    """
     limits = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
@@ -69,12 +84,17 @@ def total_bytes() -> int:
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """What a process has used so far: peak_bytes: the most memory that it had at once; processor_seconds: of all its threads."""
+    """What a process has used so far.
+
+    Attributes:
+        peak_bytes: its peak resident memory.
+        processor_seconds: the processor time of all its threads.
+    """
 
     peak_bytes: int = 0
     processor_seconds: float = 0.0
 
     @classmethod
     def now(cls) -> ProcessUse:
-        """Of this process."""
+        """Measure this process."""
         return cls(peak_bytes(), time.process_time())

@@ -1,6 +1,8 @@
-"""What a process writes: messages on stderr, which are never worth the end of its work, and results on stdout, which may be.
+"""Output of a process: messages on stderr and results on stdout.
 
-Whoever read the messages may be gone, or stand still, and the disk that they go to may be full. Then they are left out.
+Failing to write a message never ends the work of a process. Failing to write a result may. The
+reader of the messages may have exited or stalled, and the disk that they go to may be full.
+Messages are then left out.
 """
 
 from __future__ import annotations
@@ -16,22 +18,28 @@ from typing import TextIO
 
 from foreload.base.errors import OutputLost
 
-_PATIENCE_MS = 1000  # for a reader that takes nothing; once it has not, it is not waited for until it takes something again
-_PIPE_BYTES = 512  # POSIX's least PIPE_BUF: what a pipe takes whole, or not at all, without making the writer wait, if it says that it takes some
+# How long to wait for a reader that takes nothing. After one such wait, there is no further one
+# until the reader takes something again.
+_PATIENCE_MS = 1000
+# POSIX's smallest PIPE_BUF. A pipe that reports room takes so many bytes whole and without
+# blocking.
+_PIPE_BYTES = 512
 _CLOSED = "it was closed when foreload began"
-_closed: set[int] = set()  # of stdout and stderr, those that were
+# The standard streams that were closed when foreload began.
+_closed: set[int] = set()
 
 
 def open_closed() -> None:
-    """Open /dev/null in the place of stdin, stdout and stderr where they are closed; else the next file to be opened would be taken for one of them.
+    """Open /dev/null in place of stdin, stdout and stderr if they are closed.
 
-    Writing to stdout is an error then, as it was: results were asked for, and cannot be had.
+    Otherwise the next file that is opened would take their place. Writing to stdout remains an
+    error, as it was: results were requested and cannot be delivered.
     """
     for descriptor, flags in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
         try:
             os.fstat(descriptor)
         except OSError:
-            # The lowest number that is free is this one.
+            # open() returns the lowest free descriptor, which is this one.
             os.open(os.devnull, flags)
             os.set_inheritable(descriptor, True)
             _closed.add(descriptor)
@@ -42,23 +50,31 @@ def open_closed() -> None:
 
 
 class Messages(io.TextIOBase):
-    """A stream in the place of `stream`, to which writing is no error, and takes a second at most; any thread may use it.
+    """A replacement for a stream, on which a write raises no error and takes at most a second.
 
-    lost: why something could not be written for the first time; None where all was.
+    Any thread may use it.
+
+    Attributes:
+        lost: why something could not be written for the first time. If None, everything was
+            written.
     """
 
     def __init__(self, stream: TextIO, lost: str | None = None) -> None:
         self.lost = lost
-        self._stream, self._lock = stream, threading.RLock()  # a signal's handler may write amid a write
-        self._stuck = False  # the reader took nothing when it was last waited for
-        self._left_out = False  # something was, since something was written
+        # The lock is reentrant, since a signal handler may write during a write.
+        self._stream, self._lock = stream, threading.RLock()
+        # Whether the reader took nothing during the last wait.
+        self._stuck = False
+        # Whether something was left out after the last text that was written.
+        self._left_out = False
         self._descriptor: int | None = None
         with contextlib.suppress(OSError, ValueError):
             self._descriptor = stream.fileno()
 
     def write(self, text: str) -> int:
-        """Write what can be written; returns its length, whatever became of it."""
+        """Write as much as possible. Returns the length of the text, whatever was written."""
         with self._lock:
+            # After a gap, first say that messages are missing. Blank text alone does not end a gap.
             if self._left_out and text.strip():
                 self._left_out = not self._put("foreload: some messages could not be written here, and are missing\n")
             if self._left_out or not self._put(text):
@@ -66,7 +82,7 @@ class Messages(io.TextIOBase):
         return len(text)
 
     def _put(self, text: str) -> bool:
-        """Write it; whether that was done."""
+        """Write a text, and return whether that succeeded."""
         try:
             if self._descriptor is None:
                 self._stream.write(text)
@@ -87,51 +103,66 @@ class Messages(io.TextIOBase):
         return True
 
     def _takes(self) -> bool:
-        """Whether it takes something now, or soon."""
+        """Return whether the reader takes something now, or soon."""
         poll = select.poll()
         poll.register(self._descriptor or 0, select.POLLOUT)
         self._stuck = not poll.poll(0 if self._stuck else _PATIENCE_MS)
         return not self._stuck
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing, since nothing is buffered."""
 
     def fileno(self) -> int:
-        """The descriptor behind it. Raises OSError where there is none."""
+        """Return the descriptor of the stream.
+
+        Raises:
+            OSError: the stream has none.
+        """
         return self._stream.fileno()
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Return whether the stream is a terminal."""
         return self._descriptor is not None and os.isatty(self._descriptor)
 
     def writable(self) -> bool:
-        """It always is."""
+        """Return True."""
         return True
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """That of the stream."""
+        """The encoding of the stream."""
         return self._stream.encoding or "utf-8"
 
     @property
     def errors(self) -> str:  # type: ignore[override]
-        """What becomes of a character that the encoding lacks."""
+        """How to write a character that the encoding lacks."""
         return "backslashreplace"
 
 
 class Results(io.TextIOBase):
-    """A stream in the place of `stream` whose errors are OutputLost, so that they are known from those of other files."""
+    """A replacement for a stream whose errors are OutputLost.
+
+    So they can be distinguished from errors of other files.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write it. Raises OutputLost."""
+        """Write a text.
+
+        Raises:
+            OutputLost: it cannot be written.
+        """
         with self._as_lost():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        """Write what is held back. Raises OutputLost."""
+        """Write what is buffered.
+
+        Raises:
+            OutputLost: it cannot be written.
+        """
         with self._as_lost():
             self._stream.flush()
 
@@ -140,7 +171,8 @@ class Results(io.TextIOBase):
         try:
             yield
         except OSError as error:
-            # What is held back, and whatever follows, goes nowhere: else Python would complain as it ends.
+            # Discard what is buffered and whatever follows. Otherwise Python would report the error
+            # again when it exits.
             with contextlib.suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())
@@ -149,33 +181,42 @@ class Results(io.TextIOBase):
             raise OutputLost(why, isinstance(error, BrokenPipeError)) from error
 
     def fileno(self) -> int:
-        """The descriptor behind it. Raises OSError where there is none."""
+        """Return the descriptor of the stream.
+
+        Raises:
+            OSError: the stream has none.
+        """
         return self._stream.fileno()
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Return whether the stream is a terminal."""
         return self._stream.isatty()
 
     def writable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """That of the stream."""
+        """The encoding of the stream."""
         return self._stream.encoding or "utf-8"
 
 
 @contextlib.contextmanager
 def results_written() -> Iterator[None]:
-    """Have stdout be `Results` while entered; all of it is written at the end. Raises OutputLost."""
+    """Replace stdout by `Results` while the context is entered, and flush it at the end.
+
+    Raises:
+        OutputLost: stdout cannot be written.
+    """
     stream = sys.stdout
     results = Results(stream)
     sys.stdout = results
     try:
         yield
         results.flush()
-    except SystemExit:  # of --help
+    # --help ends with SystemExit.
+    except SystemExit:
         results.flush()
         raise
     except BaseException:
@@ -187,7 +228,11 @@ def results_written() -> Iterator[None]:
 
 
 def guard_messages(results: bool) -> None:
-    """Have stderr be `Messages` in this process from now on. results: stdout has those of a command; else it, too, is for messages."""
+    """Replace stderr by `Messages` in this process from now on.
+
+    Args:
+        results: whether stdout is for the results of a command. If not, stdout is for messages too.
+    """
     open_closed()
     if not isinstance(sys.stderr, Messages):
         sys.stderr = Messages(sys.stderr, _CLOSED if 2 in _closed else None)
@@ -196,5 +241,8 @@ def guard_messages(results: bool) -> None:
 
 
 def messages_lost() -> str | None:
-    """Why a message of this process could not be written for the first time; None where all were."""
+    """Return why a message of this process could not be written for the first time.
+
+    If None, all messages were written.
+    """
     return sys.stderr.lost if isinstance(sys.stderr, Messages) else None

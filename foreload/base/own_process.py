@@ -1,7 +1,8 @@
-"""Starting a process that runs a module of this foreload, wherever it is installed.
+"""Start of a process that runs a module of this foreload, wherever it is installed.
 
-Run as a file, this module is the start of that process: it imports foreload by its location. No folder has to be on Python's path for that. One that
-is there comes before the standard library and the installed packages, and the folder of a checkout holds `trainer`, `cache` and `pipelines`, which
+When run as a file, this module is the start of that process. It imports foreload by its location,
+so no folder has to be on Python's path. A folder on the path would come before the standard library
+and the installed packages. The folder of a checkout holds `trainer`, `cache` and `pipelines`, which
 would hide modules of these names that the user's model imports.
 """
 
@@ -12,13 +13,14 @@ import importlib.util
 import sys
 from pathlib import Path
 
-_FOLDER = Path(__file__).absolute().parents[1]  # that of the package foreload
+_FOLDER = Path(__file__).absolute().parents[1]  # the folder of the package foreload
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
-    """Return the command line of a process that calls `main` of a module of foreload, and exits with the status that it returns.
+    """Return the command line of a process that calls `main` of a module of foreload.
 
-    The process has sys.argv as `python -m module` sets it.
+    The process exits with the status that `main` returns. Its sys.argv is what `python -m module`
+    would set.
     """
     return [sys.executable, "-P", str(_FOLDER / "base/own_process.py"), module, *arguments]
 

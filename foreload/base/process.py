@@ -1,4 +1,4 @@
-"""Prepare this process: UTF-8, memory that is kept when it is freed, forks, and the exit status that it is about to have."""
+"""Setup of this process: UTF-8, memory that is kept when freed, forks, and its exit status."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from typing import NoReturn
 from foreload.base.errors import SettingError
 
 UTF8 = {"PYTHONUTF8": "1"}
-"""The environment of every process that is started: Python's UTF-8 mode, so that names of files are UTF-8 whatever the locale is."""
+"""The environment of every process that is started.
+
+It selects Python's UTF-8 mode, so that file names are UTF-8 in any locale.
+"""
 
 
 def use_utf8() -> None:
-    """Have names of files be UTF-8, and output never fail because a terminal cannot show it.
+    """Make file names UTF-8, and keep output from failing because a terminal cannot show it.
 
-    Where the locale has another encoding, this starts the program again, in the same process, in Python's UTF-8 mode: the encoding of names is fixed
-    when Python starts, and libraries written in C take UTF-8 alone.
+    If the locale has another encoding, this restarts the program in the same process, in Python's
+    UTF-8 mode. Python fixes the encoding of names when it starts, and libraries written in C accept
+    UTF-8 only.
     """
     if sys.getfilesystemencoding() != "utf-8" and UTF8.items() - os.environ.items():
         os.environ.update(UTF8)
@@ -33,7 +37,11 @@ def use_utf8() -> None:
 
 
 def working_directory() -> str:
-    """The path of the working directory. Raises SettingError where it was deleted."""
+    """Return the path of the working directory.
+
+    Raises:
+        SettingError: the directory was deleted.
+    """
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -44,24 +52,31 @@ _about_to_end_with = 0
 
 
 def note_exit_status(status: int) -> int:
-    """Note it, and return it."""
+    """Record the exit status that the process is about to have, and return it."""
     global _about_to_end_with
     _about_to_end_with = status
     return status
 
 
 def noted_exit_status() -> int:
-    """What was noted; 0 where nothing was."""
+    """Return the recorded exit status, or 0 if none was recorded."""
     return _about_to_end_with
 
 
 KEEPS_FREED = {"mmap_threshold": 32 << 20, "trim_threshold": 1 << 30, "top_pad": 64 << 20}
-"""What has glibc keep memory that is freed, up to a gigabyte, instead of giving it back and faulting it in again. The first is its greatest value."""
+"""Settings that make glibc keep up to a gigabyte of freed memory.
+
+Otherwise glibc would return the memory and fault it in again. The value of mmap_threshold is the
+largest that glibc accepts.
+"""
 _MALLOPT = {"mmap_threshold": -3, "trim_threshold": -1, "top_pad": -2}  # glibc's numbers
 
 
 def keep_freed() -> None:
-    """Have this process keep memory that it frees (KEEPS_FREED), for arrays of the sizes that pieces have. Other C libraries are left as they are."""
+    """Make this process keep memory that it frees, for arrays of the sizes that pieces have.
+
+    See KEEPS_FREED. Other C libraries than glibc are left as they are.
+    """
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         for name, value in KEEPS_FREED.items():
@@ -69,14 +84,24 @@ def keep_freed() -> None:
 
 
 THREADLESS = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1"}
-"""Variables of a process that is to fork, without which Arrow's allocator and NumPy's BLAS start threads as they are imported."""
+"""Environment variables for a process that is to fork.
+
+Without them, Arrow's allocator and NumPy's BLAS start threads when they are imported.
+"""
 
 
 def fork(main: Callable[[], int]) -> int:
-    """Start a process that runs `main` and ends with the status that this returns; gives its number.
+    """Start a process that runs `main` and exits with the status that it returns.
 
-    It is the leader of a session of its own, with nothing on stdin; descriptors are the caller's to close in it. Raises RuntimeError where this
-    process has threads: what they hold would be held for ever in the new one.
+    The process leads a session of its own and has nothing on stdin. In it, `main` must close the
+    caller's other descriptors if it does not need them.
+
+    Returns:
+        The process id.
+
+    Raises:
+        RuntimeError: this process has several threads. Locks that they hold would stay locked
+            forever in the new process.
     """
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
@@ -109,12 +134,12 @@ def _run(main: Callable[[], int]) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-        # Nothing runs that the process which was forked has registered for its own end.
+        # Exit without the exit handlers that the forking process registered for its own end.
         os._exit(status)
 
 
 def replace_environment(environment: dict[str, str]) -> None:
-    """Have exactly these variables, for this process and those that it starts."""
+    """Set exactly these environment variables, for this process and those that it starts."""
     for name in set(os.environ) - environment.keys():
         del os.environ[name]
     os.environ.update(environment)

@@ -1,6 +1,7 @@
-"""Show the progress of long work on stderr.
+"""Progress of long work, shown on stderr.
 
-Prepare's is read from the work folder: whatever the runner, workers only write files there.
+The progress of `prepare` is read from the work folder: on any runner, workers only write files
+there.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-POLL_SECONDS = 0.5  # between two looks at the work folder, and two changes of a terminal's line
-LINE_SECONDS = 10.0  # between two lines where stderr is not a terminal
+# Interval between two reads of the work folder, and between two updates of a terminal's line.
+POLL_SECONDS = 0.5
+LINE_SECONDS = 10.0  # between two lines if stderr is not a terminal
 
 
 class Display:
-    """Where a long run stands: on a terminal one line that is written over, elsewhere a line every `seconds`. One thread uses it.
+    """The status of a long run, shown on stderr. One thread uses it.
 
-    line: makes what there is to say now.
+    On a terminal it is one line that is overwritten. Elsewhere it is a new line every `seconds`.
+
+    Args:
+        line: returns the current status.
     """
 
     def __init__(
@@ -37,7 +42,7 @@ class Display:
         self._shown = ""
 
     def tick(self) -> None:
-        """Say it, if it is time; to be called often."""
+        """Show the status if it is time to. To be called often."""
         now = self._clock()
         if now - self._said < (POLL_SECONDS if self._terminal else self._seconds):
             return
@@ -53,13 +58,13 @@ class Display:
         self._shown = line
 
     def write(self, message: str) -> None:
-        """A line that stays."""
+        """Write a line that stays."""
         self.close()
         self._stream.write(f"{message}\n")
         self._stream.flush()
 
     def close(self) -> None:
-        """Leave the terminal's line empty."""
+        """Clear the terminal's line."""
         if self._terminal and self._shown:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
@@ -67,10 +72,13 @@ class Display:
 
 
 class Progress:
-    """While it is entered, a thread says on stderr every now and then how far `prepare` is.
+    """A context in which a thread regularly shows the progress of `prepare` on stderr.
 
-    pieces: the folder of pieces; compiled: that of files with work done, steps of the schedule, and work in all; rows: about how many rows there are
-    to read; piece_rows: rows of a piece, at most.
+    Args:
+        pieces: the folder of pieces.
+        compiled: the folder of files that hold work done, steps of the schedule, and all work.
+        rows: about how many rows there are to read.
+        piece_rows: the most rows of a piece.
     """
 
     def __init__(self, pieces: Path, compiled: Path, rows: int, piece_rows: int, stream: TextIO | None = None) -> None:
@@ -95,7 +103,7 @@ class Progress:
         display.close()
 
     def line(self) -> str:
-        """What there is to say now."""
+        """Return the current status."""
         compiled = ""
         if counts := [[int(word) for word in path.read_text(encoding="ascii").split()] for path in self._files()]:
             _, steps, work = counts[0]
@@ -117,5 +125,5 @@ class Progress:
 
 
 def progress_bar(total: int, unit: str) -> tqdm[Any]:
-    """A bar of so many units, to be entered; `update` counts them."""
+    """Return a bar of `total` units, to be entered as a context. Its `update` counts units."""
     return tqdm(total=total, unit=unit, unit_scale=True, disable=None, file=sys.stderr, dynamic_ncols=True)

@@ -1,8 +1,10 @@
-"""Settings, each declared once: as a field of a frozen dataclass, for the command line, the job file, the Python API and what is kept on disk.
+"""Settings, each declared once as a field of a frozen dataclass.
 
-A field is declared by `setting(default, parse, help, group, ...)`. Its parser takes what was given (a word of the command line, a value of the job
-file, a Python value, or a value that it gave before) and gives the typed value, or raises SettingError with flag, rule, value and remedy. The class
-calls `parse_fields` in __post_init__, so whatever it is made from is parsed and checked, once.
+The command line, the job file, the Python API and the stored manifests follow from the declaration,
+`setting(default, parse, help, group, ...)`. The parser takes a word of the command line, a value of
+the job file, a Python value, or one of its own results. It returns the typed value, or raises
+SettingError with flag, rule, value and remedy. The class calls `parse_fields` in __post_init__, so
+the values are parsed and checked exactly once, whatever the object is made from.
 """
 
 from __future__ import annotations
@@ -21,15 +23,31 @@ from typing import Any, Literal
 from foreload.base.errors import SettingError
 
 Parse = Callable[[str, Any], Any]
-"""(flag, value given) -> typed value; gives its own results back as they are. Raises SettingError."""
+"""A parser: (flag, value given) -> typed value.
+
+It returns its own results unchanged, and may raise SettingError.
+"""
 
 Form = Literal["value", "switch", "repeated", "several", "place", "places", "file"]
-"""How a setting stands on the command line. value: a flag and a word; switch: a flag alone; repeated: a flag and a word, any number of times;
-several: a flag and any number of words; place, places: one word, or any number of words, without a flag; file: not at all, only in the job file."""
+"""The form of a setting on the command line.
+
+value: a flag and a word.
+switch: a flag alone.
+repeated: a flag and a word, any number of times.
+several: a flag and any number of words.
+place: one word without a flag.
+places: any number of words without a flag.
+file: none. The setting exists in the job file only.
+"""
 
 Resume = Literal["fixed", "free", "rates", "numerics"]
-"""Whether what was made with a setting may go on with another value. fixed: it may not; free: it may, for the result does not depend on it; rates: it
-may, and notes since when; numerics: it may where that is accepted."""
+"""Whether what was made with a setting may be continued with another value.
+
+fixed: it may not.
+free: it may, since the result does not depend on the value.
+rates: it may, and the point from which the value holds is recorded.
+numerics: it may, if that is accepted.
+"""
 
 _MOST_BYTES = 2**63 - 1
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -39,11 +57,20 @@ _UNITS |= {f"{p}iB": 1 << 10 * (i + 1) for i, p in enumerate("KMGT")} | {f"{p}B"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is known of a setting. field: its name in the class; name: in the job file and the API; flag: on the command line and in messages.
+    """The declaration of a setting.
 
-    group: its heading on the help page. form: see Form. required: whether it must be given, and be other than the default. stated: True for what
-    is kept with what is made, in its manifest; False for what concerns this call alone (whether to overwrite, where to write the summary).
-    words: what may stand behind the "=" of a switch, each with its help. resume: see Resume. alias: another name for it, "" where there is none.
+    Attributes:
+        field: its name in the class.
+        name: its name in the job file and the Python API.
+        flag: its name on the command line and in messages.
+        group: its heading on the help page.
+        form: see Form.
+        required: whether it must be given, and differ from the default.
+        stated: whether the manifest of the result keeps it. False for what concerns only this call
+            (whether to overwrite, where to write the summary).
+        words: the words that may follow the "=" of a switch, each with its help.
+        resume: see Resume.
+        alias: another name for it, or "".
     """
 
     field: str
@@ -78,7 +105,14 @@ def setting(
     resume: Resume = "fixed",
     alias: str = "",
 ) -> Any:
-    """A field of a class of settings; the arguments are Setting's. name: given where it is not the field's; flag: where not made of the name."""
+    """Declare a setting, as a field of a class of settings.
+
+    The arguments are those of `Setting`.
+
+    Args:
+        name: given only if it is not the field's name.
+        flag: given only if it is not derived from the name.
+    """
     metadata = {"setting": (name, flag, default, parse, help, group, form, metavar, required, stated, words or {}, resume, alias)}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
@@ -86,7 +120,7 @@ def setting(
 
 
 def settings_of(kind: type) -> dict[str, Setting]:
-    """The settings of a class by their names, in order."""
+    """Return the settings of a class by name, in order."""
     known = {}
     for item in dataclasses.fields(kind):
         name, flag, *rest = item.metadata["setting"]
@@ -96,19 +130,25 @@ def settings_of(kind: type) -> dict[str, Setting]:
 
 
 def names_by_resume(kind: type, resume: Resume) -> tuple[str, ...]:
-    """The names of a class' settings that are so, in order. resume: see Resume."""
+    """Return the names of the settings of a class with this `Resume`, in order."""
     return tuple(name for name, known in settings_of(kind).items() if known.resume == resume)
 
 
 def spelled(name: str) -> str:
-    """A name as the command line and messages spell it."""
+    """Return a name as the command line and messages spell it."""
     return name.replace("_", "-")
 
 
 def named(kind: type, values: Mapping[str, Any], where: str, further: Sequence[str] = ()) -> dict[str, Any]:
-    """The same values by the settings' names as they are declared; in `values` these may have dashes or underscores.
+    """Return the same values by the declared names of the settings.
 
-    where: what the values are of, for messages. further: names that are taken too. Raises SettingError for an unknown name.
+    Args:
+        values: by names that may have dashes or underscores, or be aliases.
+        where: where the values come from, for messages.
+        further: names that are accepted too.
+
+    Raises:
+        SettingError: a name is unknown, or a setting is given twice.
     """
     declared = settings_of(kind)
     known, aliases = [*declared, *further], {setting.alias: name for name, setting in declared.items() if setting.alias}
@@ -125,7 +165,13 @@ def named(kind: type, values: Mapping[str, Any], where: str, further: Sequence[s
 
 
 def parse_fields(made: Any) -> None:
-    """Replace what the fields of an object were given by typed values. Raises SettingError; to be called by its __post_init__."""
+    """Replace the given values of an object's fields by typed values.
+
+    To be called by the object's __post_init__.
+
+    Raises:
+        SettingError: a value is invalid, or a required one is missing.
+    """
     missing = []
     for known in settings_of(type(made)).values():
         value = getattr(made, known.field)
@@ -138,16 +184,22 @@ def parse_fields(made: Any) -> None:
 
 
 def to_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by the names of fields from values by the names of settings."""
+    """Return values by the names of the fields, from values by the names of the settings."""
     known = settings_of(kind)
     return {known[name].field: value for name, value in values.items()}
 
 
-# -- The command line and the job file -----------------------------------------------------------------------------------------
+# -- The command line and the job file -------------------------------------------------------------
 
 
 def add_arguments(command: argparse.ArgumentParser, kind: type, only: Collection[str] | None = None) -> None:
-    """Declare the settings of a class on a command, or only those of these names; values are left as text, None where not given."""
+    """Add the settings of a class to a command as arguments.
+
+    The parsed values are text, or None if not given.
+
+    Args:
+        only: the names of the settings to add. If None, all.
+    """
     groups: dict[str, Any] = {"": command}
     for name, known in settings_of(kind).items():
         if known.form == "file" or (only is not None and name not in only):
@@ -173,13 +225,14 @@ def _add_argument(group: Any, known: Setting) -> None:
         del options["metavar"]
     flags = [known.flag, *(["--" + spelled(known.alias)] if known.alias else [])]
     group.add_argument(*flags, dest=known.name, default=None, **forms.get(known.form, {}), **options)
-    # Each is a flag of its own, so that no word behind a switch is taken for its value.
+    # Each word is declared as a flag of its own, so that no word after a switch is taken as its
+    # value.
     for word, help in known.words.items():
         group.add_argument(f"{known.flag}={word}", dest=known.name, default=None, action="store_const", const=word, help=help)
 
 
 def given(namespace: argparse.Namespace, kind: type) -> dict[str, Any]:
-    """What the command line gives to the settings of a class, by their names."""
+    """Return the settings of a class that the command line gives, by name."""
     words = {name: getattr(namespace, name, None) for name in settings_of(kind)}
     return {name: value for name, value in words.items() if value not in (None, [])}
 
@@ -187,9 +240,16 @@ def given(namespace: argparse.Namespace, kind: type) -> dict[str, Any]:
 def read_job_file(
     path: str | Path, table: Literal["prepare", "train"], kind: type, further: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What the table [prepare] or [train] of a TOML file gives to settings, by their names, and to further names. Raises SettingError.
+    """Return the settings in the table [prepare] or [train] of a TOML file, by name.
 
-    Names are spelled with dashes or underscores; settings of several options stand in tables of their own, such as [train.model-options].
+    Names may have dashes or underscores. Settings with several options have a table each, such as
+    [train.model-options].
+
+    Args:
+        further: names that are accepted too.
+
+    Raises:
+        SettingError: the file is unreadable or invalid, or has an unknown name.
     """
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -205,11 +265,11 @@ def read_job_file(
     return named(kind, document.get(table, {}), f"--job {path}: [{table}]", further)
 
 
-# -- Parsers --------------------------------------------------------------------------------------------------------------------
+# -- Parsers ---------------------------------------------------------------------------------------
 
 
 def integer(least: int, most: int = 2**63 - 1) -> Parse:
-    """A whole number within bounds, as number or text."""
+    """Return a parser of whole numbers within bounds, given as number or text."""
 
     def parse(flag: str, value: Any) -> int:
         if isinstance(value, bool) or not re.fullmatch(r"[+-]?[0-9]+", str(value)):
@@ -224,7 +284,7 @@ def integer(least: int, most: int = 2**63 - 1) -> Parse:
 
 
 def number(least: float) -> Parse:
-    """A finite number of at least so much, as number or text."""
+    """Return a parser of finite numbers of at least `least`, given as number or text."""
 
     def parse(flag: str, value: Any) -> float:
         try:
@@ -241,14 +301,14 @@ def number(least: float) -> Parse:
 
 
 def positive(flag: str, value: Any) -> float:
-    """A finite number above 0, as number or text."""
+    """Parse a finite number above 0, given as number or text."""
     if not (result := number(0)(flag, value)):
         raise SettingError(f"{flag}: must be above 0; got {value}")
     return result
 
 
 def size_bytes(flag: str, value: Any) -> int:
-    """Bytes: a number, with or without a unit, such as 300000, 512MB or 2GiB."""
+    """Parse a size in bytes: a number with or without a unit, such as 300000, 512MB or 2GiB."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
     unit = None if match is None else next((u for u in _UNITS if u.lower() == match[2].lower()), None)
     if match is None or unit is None or isinstance(value, bool):
@@ -263,7 +323,7 @@ def size_bytes(flag: str, value: Any) -> int:
 
 
 def choice(*known: str) -> Parse:
-    """One of some words."""
+    """Return a parser that accepts one of some words."""
 
     def parse(flag: str, value: Any) -> str:
         if value not in known:
@@ -274,14 +334,14 @@ def choice(*known: str) -> Parse:
 
 
 def switch(flag: str, value: Any) -> bool:
-    """Yes or no."""
+    """Parse a bool."""
     if not isinstance(value, bool):
         raise SettingError(f"{flag}: must be true or false; got {value!r}")
     return value
 
 
 def switch_or(word: str) -> Parse:
-    """Yes or no, or a word."""
+    """Return a parser that accepts a bool or a word."""
 
     def parse(flag: str, value: Any) -> bool | str:
         if value != word and not isinstance(value, bool):
@@ -292,14 +352,14 @@ def switch_or(word: str) -> Parse:
 
 
 def text(flag: str, value: Any) -> str:
-    """Any text, or a path."""
+    """Parse a text or a path."""
     if not isinstance(value, str | os.PathLike):
         raise SettingError(f"{flag}: must be text; got {value!r}")
     return os.fspath(value)
 
 
 def local(flag: str, value: Any) -> str:
-    """The path of a file or folder on this machine, as text; not a URL."""
+    """Parse the path of a file or folder on this machine, as text. URLs are refused."""
     named = text(flag, value)
     if _URL.match(named):
         shown = re.sub(r"//[^ ]*@", "//***@", named.partition("?")[0])
@@ -310,7 +370,7 @@ def local(flag: str, value: Any) -> str:
 
 
 def path(flag: str, value: Any) -> Path:
-    """The path of a file or folder on this machine."""
+    """Parse the path of a file or folder on this machine."""
     if not _is_path(value):
         raise SettingError(f"{flag}: must be a path; got {value!r}")
     return Path(local(flag, value))
@@ -321,7 +381,10 @@ def _is_path(value: Any) -> bool:
 
 
 def texts(flag: str, value: Any) -> tuple[str, ...]:
-    """The path of a file or folder on this machine, or several, as text; a tuple in any case. Each may begin with NAME=."""
+    """Parse one or several paths of files or folders on this machine.
+
+    Each may begin with NAME=. The result is a tuple of texts in any case.
+    """
     values = [value] if isinstance(value, str | os.PathLike) else value
     if not isinstance(values, list | tuple) or not all(map(_is_path, values)):
         raise SettingError(f"{flag}: must be a path or a list of paths; got {value!r}")
@@ -331,7 +394,7 @@ def texts(flag: str, value: Any) -> tuple[str, ...]:
 
 
 def key_values(flag: str, value: Any) -> dict[str, Any]:
-    """Options by name: a table, or words K=V."""
+    """Parse options by name, given as a table or as words K=V."""
     if isinstance(value, Mapping):
         return dict(value)
     words = [value] if isinstance(value, str) else value

@@ -1,4 +1,7 @@
-"""Messages between processes of one program over a socket: JSON, bytes and, over Unix sockets, descriptors. Nothing received is ever executed."""
+"""Messages between processes of one program over a socket: JSON, bytes, and descriptors.
+
+Descriptors need a Unix socket. Nothing that is received is ever executed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,13 @@ _MOST_DESCRIPTORS = 16
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What came: JSON values, bytes beside them, and descriptors, which are the receiver's to close and not inherited."""
+    """A received message.
+
+    Attributes:
+        values: JSON values.
+        payload: bytes beside them.
+        descriptors: file descriptors. They are not inherited, and the receiver must close them.
+    """
 
     values: dict[str, Any]
     payload: bytearray
@@ -26,10 +35,14 @@ class Message:
 def send(
     to: socket.socket, values: Mapping[str, Any], payload: bytes | memoryview = b"", descriptors: Sequence[int] = ()
 ) -> None:
-    """Send a message, whole. Raises OSError where nobody is there to receive it."""
+    """Send a whole message.
+
+    Raises:
+        OSError: the receiver has closed the connection.
+    """
     payload = memoryview(payload).cast("B")
     head = packed_head(values, len(payload))
-    # Descriptors come with the first bytes.
+    # Descriptors are sent with the first bytes.
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
     sent = to.sendmsg([head[: _LENGTHS.size]], rights)
     to.sendall(head[sent:])
@@ -37,13 +50,25 @@ def send(
 
 
 def packed_head(values: Mapping[str, Any], payload: int) -> bytes:
-    """What a message is sent as before its payload, which has so many bytes."""
+    """Return what is sent of a message before its payload.
+
+    Args:
+        payload: the bytes of the payload.
+    """
     text = json.dumps(dict(values)).encode()
     return _LENGTHS.pack(len(text), payload) + text
 
 
 def receive(source: socket.socket, most: int | None = None) -> Message | None:
-    """The next message; None at the end, also where it comes within one. most: bytes that it may have; a longer one counts as the end, too."""
+    """Receive the next message.
+
+    Args:
+        most: the most bytes that the message may have. If None, any number.
+
+    Returns:
+        The message. None if the connection has ended, even within a message, or if the message is
+        too long.
+    """
     size = array("i").itemsize * _MOST_DESCRIPTORS
     try:
         head, ancillary, _, _ = source.recvmsg(_LENGTHS.size, socket.CMSG_SPACE(size), socket.MSG_CMSG_CLOEXEC)
@@ -66,7 +91,11 @@ def receive(source: socket.socket, most: int | None = None) -> Message | None:
 
 
 def _exactly(source: socket.socket, size: int, begun: bytes = b"") -> bytearray | None:
-    """So many bytes, of which some have come; None where fewer come."""
+    """Receive `size` bytes. Returns None if the connection ends earlier.
+
+    Args:
+        begun: the first of these bytes, which were already received.
+    """
     received = bytearray(size)
     received[: len(begun)] = begun
     rest = memoryview(received)[len(begun) :]

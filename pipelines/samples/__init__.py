@@ -1,1 +1,1 @@
-"""From records to samples: features, parsing, encoding, vocabularies, and the external sort that orders them."""
+"""Turning records into samples: features, parsing, encoding, vocabularies and the external sort."""

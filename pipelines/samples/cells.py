@@ -1,4 +1,8 @@
-"""Columns of a source as Arrow arrays, whatever their types; and rule 2 of encoding, whole numbers that are written with a point."""
+"""The columns of a source as Arrow arrays of few types, and rule 2 of encoding.
+
+Rule 2 is about whole numbers that a source writes with a decimal point (docs/definitions.md,
+Encoding).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,19 @@ from foreload.pipelines.samples.vocabulary import text_buffers
 
 
 def plain(column: pa.Array, missing: Sequence[str], path: str, name: str) -> pa.Array:
-    """The column without dictionaries, views and bytes (text instead), lists as large lists; texts that mean missing as nulls."""
+    """Return a column in one of the few types that the conversion knows.
+
+    Dictionaries are decoded, string views and bytes become text, and lists become large lists.
+    Texts that mean a missing value become null.
+
+    Args:
+        missing: the texts that mean a missing value.
+        path: the file, for error messages.
+        name: the column, for error messages.
+
+    Raises:
+        SourceError: bytes are not valid text.
+    """
     kind = column.type
     if is_list(kind):
         values = plain(column.flatten(), missing, path, name)
@@ -44,9 +60,18 @@ def plain(column: pa.Array, missing: Sequence[str], path: str, name: str) -> pa.
 
 
 def cast_text(column: pa.Array, kind: pa.DataType, report: Callable[[int, object], None]) -> pa.Array:
-    """Texts as numbers of a kind (float64 or int64), null where missing. Malformed ones are reported by place and null too."""
+    """Parse texts as numbers. Missing values become null.
+
+    Malformed values become null too, and are reported.
+
+    Args:
+        kind: float64 or int64.
+        report: called with the place and the value of each malformed text.
+    """
     texts = pc.if_else(pa.array(present_in(column)), column, pa.scalar(None, column.type))
-    # At once, where all are numbers. Arrow would read hexadecimal integers too, which no definition here knows.
+    # Try to cast the whole column in one call, which succeeds if all texts are numbers. Arrow would
+    # also accept hexadecimal integers, which docs/definitions.md does not allow, so texts with an x
+    # take the slow path.
     if kind != pa.int64() or not (
         pc.any(pc.match_substring(texts, "x")).as_py() or pc.any(pc.match_substring(texts, "X")).as_py()
     ):
@@ -54,6 +79,8 @@ def cast_text(column: pa.Array, kind: pa.DataType, report: Callable[[int, object
             return texts.cast(kind)
         except pa.ArrowInvalid:
             pass
+    # Some texts may be malformed or have spaces around them. Values repeat, so parse each distinct
+    # text once.
     trimmed = pc.ascii_trim_whitespace(texts)
     distinct = pc.unique(trimmed).drop_null()
     bad = [text for text in distinct.to_pylist() if not parses(text, kind)]
@@ -64,7 +91,11 @@ def cast_text(column: pa.Array, kind: pa.DataType, report: Callable[[int, object
 
 
 def parses(text: str, kind: pa.DataType) -> bool:
-    """Whether a text, without spaces around it, is a number of a kind: float64 or int64."""
+    """Return whether a text without spaces around it is a number of a type.
+
+    Args:
+        kind: float64 or int64.
+    """
     if kind == pa.int64() and "x" in text.lower():
         return False
     try:
@@ -75,7 +106,7 @@ def parses(text: str, kind: pa.DataType) -> bool:
 
 
 def present_in(column: pa.Array) -> np.ndarray:
-    """Bool [n]: neither null nor an empty text."""
+    """Return which values are neither null nor an empty text, as bool [n]."""
     valid = np.asarray(column.is_valid())
     if is_text(column.type) and len(column):
         valid &= pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False) > 0
@@ -83,17 +114,17 @@ def present_in(column: pa.Array) -> np.ndarray:
 
 
 def shown(column: pa.Array, place: SupportsInt) -> object:
-    """A value as a message shows it."""
+    """Return a value in the form that messages show."""
     return column[int(place)].as_py()
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether a column of this type, as `plain` gives it, holds texts."""
+    """Return whether a column of this type, as returned by `plain`, holds texts."""
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether it holds lists."""
+    """Return whether a column of this type holds lists."""
     return pa.types.is_list(kind) or pa.types.is_large_list(kind)
 
 
@@ -102,7 +133,14 @@ _MINUS, _POINT, _ZERO, _NINE = (np.uint8(ord(c)) for c in "-.09")
 
 
 def whole_texts(column: pa.Array) -> pa.Array:
-    """`whole_text` of each: string or large_string [n], nulls stay. Where nothing changes, the column itself."""
+    """Apply `whole_text` to each value.
+
+    Args:
+        column: string or large_string [n].
+
+    Returns:
+        The new column, with the same nulls. If no text changes, the column itself.
+    """
     data, offsets = text_buffers(column)
     bounds = np.empty((len(column) if has_points(data, offsets) else 0, 2), np.int64)
     if not _whole_parts(data, offsets, bounds):
@@ -117,14 +155,19 @@ def whole_texts(column: pa.Array) -> pa.Array:
 
 
 def without_missing(column: pa.Array, missing: Sequence[str]) -> pa.Array:
-    """A column, not of lists, with nulls also where the text of a value means a missing one; `cells.plain` knows those that are written so.
+    """Replace by null the values whose text by rule 2 is one of the missing ones.
 
-    A number means what a text does that says it in decimal, of a fraction to the nearest value of the column's type.
+    `cells.plain` already handles values that are written exactly as listed. A number is missing if
+    a listed text in decimal notation means the same number. For a fraction, that is the nearest
+    value of the column's type.
+
+    Args:
+        column: a column as returned by `plain`, not of lists.
+        missing: the texts that mean a missing value.
     """
     if is_text(column.type):
-        numbers = {
-            text for text in map(whole_text, missing) if _DECIMAL.fullmatch(text)
-        }  # of others, all are known that mean them
+        # A listed text that is no decimal number has one spelling, which `plain` has replaced.
+        numbers = {text for text in map(whole_text, missing) if _DECIMAL.fullmatch(text)}
         if not numbers:
             return column
         is_missing = pc.is_in(whole_texts(column), pa.array(sorted(numbers), column.type))
@@ -133,13 +176,18 @@ def without_missing(column: pa.Array, missing: Sequence[str]) -> pa.Array:
         if not len(wanted):
             return column
         if pa.types.is_floating(column.type):
-            wanted, values = wanted.cast(pa.float64()), pc.add(column.cast(pa.float64()), 0.0)  # -0.0 becomes 0.0
+            # Adding 0.0 turns -0.0 into 0.0.
+            wanted, values = wanted.cast(pa.float64()), pc.add(column.cast(pa.float64()), 0.0)
         is_missing = pc.is_in(values, wanted)
     return pc.if_else(is_missing, pa.scalar(None, column.type), column)
 
 
 def _numbers(texts: Sequence[str], kind: pa.DataType) -> pa.Array:
-    """The numbers that texts say in decimal, as values of a type: those that it has, and of fractions the nearest."""
+    """Return the numbers that texts in decimal notation mean, as values of a type.
+
+    Numbers that the type cannot hold are left out. In a float type, a fraction becomes the nearest
+    value.
+    """
     wanted: list[pa.Array] = [pa.array([], kind)]
     for number in (Decimal(text) for text in texts if _DECIMAL.fullmatch(text)):
         is_whole = number == number.to_integral_value()
@@ -154,26 +202,39 @@ def _numbers(texts: Sequence[str], kind: pa.DataType) -> pa.Array:
                 value = pa.array([number], kind)
             else:
                 continue
-        except (pa.ArrowInvalid, OverflowError):  # beyond the type
+        except (pa.ArrowInvalid, OverflowError):  # The type cannot hold the number.
             continue
         wanted.append(value)
     return pa.concat_arrays(wanted)
 
 
 def has_points(data: np.ndarray, offsets: np.ndarray) -> bool:
-    """Whether any text has a point; most columns have none, and a search shows that faster than looking at each."""
+    """Return whether any text has a decimal point.
+
+    Most columns have none, and one search over all bytes is faster than a look at each text.
+
+    Args:
+        data: uint8 [bytes].
+        offsets: int32 or int64 [n + 1] into data.
+    """
     return b"." in data[offsets[0] : offsets[-1]].tobytes()
 
 
 @nb.njit(nogil=True, cache=True)
 def whole_part(data: np.ndarray, start: int, end: int) -> tuple[int, int]:
-    """Where the text at start .. end - 1 has its `whole_text`."""
+    """Return the start and end of the `whole_text` of the text data[start:end].
+
+    Args:
+        data: uint8 [bytes].
+    """
+    # Skip the zeros at the end. The text changes only if a point comes before them.
     point = end - 1
     while point > start and data[point] == _ZERO:
         point -= 1
     first = start + 1 if end > start and data[start] == _MINUS else start
     if point == end - 1 or point <= first or data[point] != _POINT:
         return start, end
+    # A leading zero is a whole number only on its own: "0.0" and "-0.0" become "0", "007.0" stays.
     if data[first] == _ZERO:
         return (first, point) if point == first + 1 else (start, end)
     for i in range(first, point):
@@ -184,7 +245,13 @@ def whole_part(data: np.ndarray, start: int, end: int) -> tuple[int, int]:
 
 @nb.njit(nogil=True, cache=True)
 def _whole_parts(data: np.ndarray, offsets: np.ndarray, bounds: np.ndarray) -> bool:
-    """Fill bounds, int64 [n, 2]; whether any text changes."""
+    """Fill bounds with the `whole_part` of each text, and return whether any text changes.
+
+    Args:
+        data: uint8 [bytes].
+        offsets: int32 or int64 [n + 1] into data.
+        bounds: int64 [n, 2]. If it is empty, no text is looked at.
+    """
     changed = False
     for i in range(len(bounds)):
         start, end = np.int64(offsets[i]), np.int64(offsets[i + 1])
@@ -195,6 +262,7 @@ def _whole_parts(data: np.ndarray, offsets: np.ndarray, bounds: np.ndarray) -> b
 
 @nb.njit(nogil=True, cache=True)
 def _copy(data: np.ndarray, bounds: np.ndarray, offsets: np.ndarray, out: np.ndarray) -> None:
+    """Copy the texts within bounds, int64 [n, 2], to out, each to its place in offsets."""
     for i in range(len(bounds)):
         to = offsets[i]
         for j in range(bounds[i, 1] - bounds[i, 0]):
@@ -203,5 +271,5 @@ def _copy(data: np.ndarray, bounds: np.ndarray, offsets: np.ndarray, out: np.nda
 
 @nb.njit(nogil=True, cache=True)
 def is_digit(character: np.uint8) -> bool:
-    """Whether a byte is one of 0 to 9."""
+    """Return whether a byte is one of the characters 0 to 9."""
     return bool(_ZERO <= character <= _NINE)

@@ -1,4 +1,7 @@
-"""Count what a source's columns hold as samples are encoded: labels, missing and unknown values, odd forms, mixed types."""
+"""Counts of what the columns of a source hold, taken while samples are encoded.
+
+They cover labels, missing and unknown values, unusual forms and mixed types.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +22,36 @@ from foreload.pipelines.samples.records import Records
 from foreload.pipelines.samples.vocabulary import text_buffers
 
 SEPARATORS = "|,;: \t/&+^~#"
-"""What may part the values of a field, where the separator of the feature does not."""
+"""Characters that may separate the values of a field if the feature's separator does not."""
 
 TEXTS, NUMBERS, EXPONENTS, LARGE, FIELDS, CUT, OTHERS = range(7)
-"""What is counted of a feature's values, malformed ones too: those of columns of text and those of other types; numbers with an exponent in texts,
-which stay as they are written; floats from 2^53 on (of float32, 2^24), from where on several whole numbers are the same float. And of a multi-valued
-feature in text: fields; those with its separator; and from OTHERS on, those with each of SEPARATORS, of pieces in which no field has its own."""
+"""The places of the counts that are kept for each feature. Malformed values are counted too.
+
+TEXTS: values in text columns.
+NUMBERS: values in columns of other types.
+EXPONENTS: texts that are numbers with an exponent. They are encoded as they are written.
+LARGE: floats from 2^53 on (2^24 for float32), where several whole numbers are the same float.
+FIELDS: fields of a multi-valued feature in text.
+CUT: fields that hold the feature's separator.
+OTHERS: from here on, one count for each of SEPARATORS: the fields that hold it, in pieces in which
+    no field holds the feature's separator.
+"""
 
 COUNTS = OTHERS + len(SEPARATORS)
 _FIRST_LARGE = np.frombuffer(b"%d" % 2**53, np.uint8)
-# By a float type's bits: from two to the power of these on, not every whole number is one of its values.
+# Bits of a float type -> exponent of 2 from which on the type cannot hold every whole number.
 _WHOLE_BITS = {16: 11, 32: 24, 64: 53}
 _MOST_EXPONENT_DIGITS = 3
 _MINUS, _PLUS, _POINT, _E, _CAPITAL_E = (np.uint8(ord(c)) for c in "-+.eE")
 
 
 def notice_values(column: pa.Array, counts: np.ndarray) -> None:
-    """Add to counts, int64 [COUNTS], what is reported of single values, as `cells.plain` gives them."""
+    """Count the forms of single values.
+
+    Args:
+        column: values as returned by `cells.plain`.
+        counts: int64 [COUNTS], added to.
+    """
     present = present_in(column)
     if is_text(column.type):
         data, offsets = text_buffers(column)
@@ -52,7 +68,12 @@ def notice_values(column: pa.Array, counts: np.ndarray) -> None:
 
 
 def notice_fields(column: pa.Array, separator: str, counts: np.ndarray) -> None:
-    """Add to counts what is reported of fields of text that a separator is to cut into values."""
+    """Count the text fields of a multi-valued feature, and the separators in them.
+
+    Args:
+        separator: the feature's separator.
+        counts: int64 [COUNTS], added to.
+    """
     counts[FIELDS] += np.count_nonzero(present_in(column))
     cut = _with(column, separator)
     counts[CUT] += cut
@@ -62,7 +83,12 @@ def notice_fields(column: pa.Array, separator: str, counts: np.ndarray) -> None:
 
 
 def warnings_of(counts: list[int], separator: str = "") -> list[str]:
-    """What there is to say of values with these counts. separator: of a feature."""
+    """Return the warnings that these counts call for, one line each.
+
+    Args:
+        counts: [COUNTS].
+        separator: the feature's separator.
+    """
     lines, values = [], counts[TEXTS] + counts[NUMBERS]
     if counts[EXPONENTS]:
         lines.append(
@@ -94,7 +120,11 @@ def _with(column: pa.Array, text: str) -> int:
 
 @nb.njit(nogil=True, cache=True)
 def _has_exponent(data: np.ndarray, start: int, end: int) -> bool:
-    """Whether a text is a number as programs write one with an exponent: 1e5, 1.5e17, -2E+05. An id such as 12e34567 is none."""
+    """Return whether a text is a number with an exponent, in a form that programs write.
+
+    Such forms are 1e5, 1.5e17 and -2E+05. An id such as 12e34567 is not one: there is one digit
+    before the point or the e, and the exponent has up to three digits.
+    """
     at = start + 1 if data[start] == _MINUS else start
     if at + 2 >= end or not (data[at + 1] == _POINT or data[at + 1] == _E or data[at + 1] == _CAPITAL_E):
         return False
@@ -119,7 +149,7 @@ def _has_exponent(data: np.ndarray, start: int, end: int) -> bool:
 
 @nb.njit(nogil=True, cache=True)
 def _count_exponents(data: np.ndarray, offsets: np.ndarray, counts: np.ndarray) -> None:
-    """Add to counts, int64 [2], how many texts are EXPONENTS."""
+    """Add to counts, int64 [COUNTS], how many texts are EXPONENTS."""
     for i in range(len(offsets) - 1):
         start, end = np.int64(offsets[i]), np.int64(offsets[i + 1])
         if start < end and _has_exponent(data, start, end):
@@ -128,7 +158,7 @@ def _count_exponents(data: np.ndarray, offsets: np.ndarray, counts: np.ndarray) 
 
 @nb.njit(nogil=True, cache=True)
 def _count_large(data: np.ndarray, offsets: np.ndarray, counts: np.ndarray) -> None:
-    """Add how many are LARGE."""
+    """Add to counts, int64 [COUNTS], how many texts are LARGE."""
     for i in range(len(offsets) - 1):
         start, end = np.int64(offsets[i]), np.int64(offsets[i + 1])
         first, point = whole_part(data, start, end)
@@ -136,6 +166,8 @@ def _count_large(data: np.ndarray, offsets: np.ndarray, counts: np.ndarray) -> N
             continue
         if data[first] == _MINUS:
             first += 1
+        # Without leading zeros, a number with more digits is larger. With equally many digits, the
+        # first different digit decides.
         large = point - first > len(_FIRST_LARGE)
         if point - first == len(_FIRST_LARGE):
             large = True
@@ -147,19 +179,28 @@ def _count_large(data: np.ndarray, offsets: np.ndarray, counts: np.ndarray) -> N
 
 
 VALUES, MISSING, UNKNOWN = range(3)  # rows of ColumnCounts.features
-_MOST_CLIPPED = 0.01  # of a column's values, beyond which that is warned of
-_BLOCK_SAMPLES = 128  # whose ids stay in cache while one feature after the other is counted
+_MOST_CLIPPED = 0.01  # share of a column's values above which a warning is given
+# Samples of a block. Its ids stay in cache while one feature after the other is counted.
+_BLOCK_SAMPLES = 128
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnCounts:
-    """What is in the columns of some samples.
+    """What the columns of some samples hold.
 
-    samples: how many there are. ones: int64 [labels], how many are labelled 1; 0 where a label is no click. numbers: sums of the labels that are
-    numbers, in order, and then of the weights, if there are any; ranges: float64 [2, those], their least and largest, infinite without samples.
-    dense: int64 [2, dense], each column's missing values, and those that its transform reads as others. features: int64 [3, features], by
-    feature: VALUES (a missing one is one, too), MISSING, samples that have no other, and UNKNOWN: values that its vocabulary does not have. noticed:
-    int64 [features + 1, COUNTS], as Records has it.
+    Attributes:
+        samples: the number of samples.
+        ones: int64 [labels], samples labelled 1. It is 0 for a label that is not a click.
+        numbers: sums over the labels that are numbers, in order, and then over the weights, if
+            there are any.
+        ranges: float64 [2, those], the least and the largest of each of them. Without samples they
+            are infinite.
+        dense: int64 [2, dense], for each column the missing values and the values that its
+            transform clips.
+        features: int64 [3, features]. VALUES: all values, where a missing value counts as one.
+            MISSING: samples without any other value. UNKNOWN: values that the vocabulary does not
+            contain.
+        noticed: int64 [features + 1, COUNTS], as in `Records`.
     """
 
     samples: int
@@ -172,7 +213,7 @@ class ColumnCounts:
 
     @staticmethod
     def none(spec: FeatureSpec) -> ColumnCounts:
-        """The counts of no samples."""
+        """Return the counts of no samples."""
         width = len(_number_labels(spec)) + (spec.weight is not None)
         return ColumnCounts(
             0,
@@ -186,7 +227,11 @@ class ColumnCounts:
 
     @staticmethod
     def of(records: Records, samples: Samples, spec: FeatureSpec) -> ColumnCounts:
-        """The counts of records, which the samples are in the same order."""
+        """Count the columns of some records.
+
+        Args:
+            samples: the same records, encoded, in the same order.
+        """
         features = np.zeros((3, len(spec.features)), np.int64)
         if samples.offsets is None:
             features[VALUES] = len(samples)
@@ -194,7 +239,8 @@ class ColumnCounts:
         else:
             _count_lists(samples.ids, samples.offsets, *features)
         for place, (feature, column) in enumerate(zip(spec.features, records.categorical, strict=True)):
-            if feature.encoding == "id":  # where 0 is a value too
+            # Id 0 is an ordinary value under this encoding, so missing values are counted as nulls.
+            if feature.encoding == "id":
                 features[MISSING, place] = column.null_count
                 if feature.pooling != "single":
                     known = np.concatenate(([0], np.cumsum(np.asarray(column.flatten().is_valid()))))
@@ -225,9 +271,17 @@ class ColumnCounts:
         )
 
     def report(self, spec: FeatureSpec) -> dict[str, Any]:
-        """For people and programs, JSON-able: samples, of which there is at least one; of one click label label_rate, of others labels, each with its
-        rate of ones, or mean, deviation, least and largest of its numbers; weights, where there are any: their sum, least and largest; and for each
-        column, by name, its values, how many samples have none, and how many a transform clipped, or a vocabulary does not have.
+        """Return the counts by name, as JSON values for people and programs.
+
+        There must be at least one sample.
+
+        Returns:
+            `samples`: their number. `label_rate`: the rate of ones, if the only label is a click.
+            Otherwise `labels`: for each label its rate of ones, or the mean, deviation, least and
+            largest of its numbers. `weights`, if there are any: their sum, least and largest.
+            `columns`: for each dense value and feature its name, how many values it has, how many
+            samples have none, and how many values the transform clipped or the vocabulary does not
+            contain.
         """
         columns: list[dict[str, Any]] = [
             {"name": dense.name, "values": self.samples, "missing": missing}
@@ -240,7 +294,7 @@ class ColumnCounts:
         return {"samples": self.samples, **self._label_report(spec), "columns": columns}
 
     def warnings(self, spec: FeatureSpec) -> list[str]:
-        """What is probably not what the user means, each in a line."""
+        """Return what is probably not intended, one line each."""
         lines = []
         for dense, missing, clipped in zip(spec.dense, *self.dense.tolist(), strict=True):
             if clipped > _MOST_CLIPPED * (self.samples - missing):
@@ -275,7 +329,7 @@ class ColumnCounts:
 
 
 def _number_labels(spec: FeatureSpec) -> list[int]:
-    """Places of the labels that are numbers."""
+    """Return the places of the labels that are numbers."""
     return [place for place, label in enumerate(spec.labels) if label.kind == "number"]
 
 
@@ -285,9 +339,15 @@ def _of(part: int, whole: int) -> str:
 
 @nb.njit(nogil=True, cache=True)
 def _count_single(ids: np.ndarray, zeros: np.ndarray, ones: np.ndarray) -> None:
-    """Add to each feature's zeros and ones, int64 [features], how many of its ids they are; every feature has one id a sample.
+    """Count the ids 0 and 1 of each feature, where every feature has one id a sample.
 
-    Where values are encoded, id 0 is a missing one and, with a vocabulary, id 1 an unknown one.
+    Id 0 is a missing value, unless ids are taken as they are. With a vocabulary, id 1 is an unknown
+    value.
+
+    Args:
+        ids: [samples * features].
+        zeros: int64 [features], added to.
+        ones: int64 [features], added to.
     """
     features = len(zeros)
     for first in range(0, len(ids), _BLOCK_SAMPLES * features):
@@ -303,7 +363,15 @@ def _count_single(ids: np.ndarray, zeros: np.ndarray, ones: np.ndarray) -> None:
 
 @nb.njit(nogil=True, cache=True)
 def _count_lists(ids: np.ndarray, offsets: np.ndarray, values: np.ndarray, zeros: np.ndarray, ones: np.ndarray) -> None:
-    """The same where there may be several a sample, of which zeros then counts those with no other; and the number of values."""
+    """Count the ids of each feature, where a feature may have several ids a sample.
+
+    Args:
+        ids: [lookups].
+        offsets: int64 [samples * features + 1], CSR over (sample, feature) into ids.
+        values: int64 [features], ids. Added to.
+        zeros: int64 [features], samples whose ids are all 0. Added to.
+        ones: int64 [features], ids that are 1. Added to.
+    """
     features = len(values)
     for first in range(0, len(offsets) - 1, features):
         for k in range(features):

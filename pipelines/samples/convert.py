@@ -1,4 +1,4 @@
-"""Convert columns of a source to typed values, locate every malformed record, and sum up what was wrong."""
+"""Converting columns of a source to typed values, with malformed records located and summarized."""
 
 from __future__ import annotations
 
@@ -42,11 +42,16 @@ _TEXTS = (
     pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_binary, pa.types.is_large_binary,
     pa.types.is_binary_view, pa.types.is_fixed_size_binary,
 )  # fmt: skip
-"""Types that hold texts, as `cells.plain` reads them."""
+"""Types that `cells.plain` reads as text."""
 
 
 class Rule(NamedTuple):
-    """What every number of a column must be. holds: float64 [n], NaN where missing -> bool [n]."""
+    """A rule for the numbers of a column.
+
+    Attributes:
+        reason: the rule as error messages state it.
+        holds: float64 [n], NaN where missing -> bool [n], whether each number keeps the rule.
+    """
 
     reason: str
     holds: Callable[[np.ndarray], np.ndarray]
@@ -61,7 +66,10 @@ _WEIGHT = Rule(
 
 
 def required_numbers(spec: FeatureSpec) -> list[tuple[str, Rule]]:
-    """The columns whose numbers no record may lack, the labels' in order and then that of weights, each with its rule."""
+    """Return the columns whose numbers no record may lack, each with its rule.
+
+    The labels come first, in order, and then the weights.
+    """
     return [(label.column, _rule_of(label)) for label in spec.labels] + ([(spec.weight, _WEIGHT)] if spec.weight else [])
 
 
@@ -78,18 +86,28 @@ def convert(
     line_of: Callable[[np.ndarray], np.ndarray],
     scales: Sequence[Scale] = (),
 ) -> Records:
-    """Type the columns that the spec needs; leave malformed rows out and report them.
+    """Convert the columns that the spec needs to typed values, and leave out malformed rows.
 
-    columns: name -> Arrow array [n], all of one length. path: for messages. line_of: rows (int64) -> lines from 1, asked only about
-    malformed rows. scales: per dense column, where they are known; a value is malformed, too, if it is infinite as these standardise it. Raises
-    SourceError where a whole column has a type that its use does not allow.
+    Args:
+        columns: name -> Arrow array [n], all of one length.
+        path: the file, for messages.
+        line_of: maps rows (int64) to lines from 1. It is called for malformed rows only.
+        scales: for each dense column its scale, if the scales are known. A value is then malformed
+            too if standardizing it gives a number beyond float32.
+
+    Returns:
+        The well-formed records, with the rejects among the rows.
+
+    Raises:
+        SourceError: the type of a whole column does not fit its use.
     """
     rows = len(next(iter(columns.values())))
     faults = Faults()
     written = {name: plain(column, spec.text.missing, path, name) for name, column in columns.items()}
     cells = {name: _single(column, spec) for name, column in written.items()}
     labels, weights = _labels(cells, rows, spec, path, faults)
-    dense = np.empty((len(spec.dense), rows), np.float64).T  # column after column, as it is filled and transformed
+    # Column-major, since it is filled and transformed column by column.
+    dense = np.empty((len(spec.dense), rows), np.float64).T
     for place, entry in enumerate(spec.dense):
         dense[:, place] = _dense(cells[entry.column], entry, path, faults)
         if entry.transform == "standard" and scales:
@@ -113,7 +131,12 @@ def convert(
 
 
 def _single(column: pa.Array, spec: FeatureSpec) -> pa.Array:
-    """A column as `plain` gives it, of single values, with nulls also where rule 2 says that a value is missing."""
+    """Replace by null the values of a column that rule 2 says are missing.
+
+    Args:
+        column: a column as returned by `plain`. A column of lists, or any column by rule 1, is
+            returned unchanged.
+    """
     if spec.rule == 1 or not spec.text.missing or is_list(column.type):
         return column
     return without_missing(column, spec.text.missing)
@@ -122,7 +145,10 @@ def _single(column: pa.Array, spec: FeatureSpec) -> pa.Array:
 def _labels(
     cells: Mapping[str, pa.Array], rows: int, spec: FeatureSpec, path: str, faults: Faults
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Labels float32 [n, labels] and weights float32 [n], None without a column of them; 0 in the rows at fault."""
+    """Return labels, float32 [n, labels], and weights, float32 [n]. Malformed rows have 0.
+
+    Without a column of weights, the weights are None.
+    """
     required = required_numbers(spec)
     numbers = np.zeros((rows, len(required)), np.float32)
     for place, (name, rule) in enumerate(required):
@@ -138,32 +164,44 @@ def _labels(
 
 
 def _dense(column: pa.Array, entry: Dense, path: str, faults: Faults) -> np.ndarray:
-    """float64 [n], NaN where missing; within float32 but in the rows at fault."""
+    """Return the values of a dense column, float64 [n], NaN where missing.
+
+    All values lie within float32, except in malformed rows.
+    """
     reason = "a dense value must be a finite number within float32"
     values = _numbers(column, entry.column, reason, path, faults)
     for row in np.flatnonzero(np.abs(values) > _LARGEST):
         faults.add(int(row), entry.column, shown(column, row), reason)
-    if is_text(column.type):  # "nan" parses, but only an empty text, or one that [text] missing names, is a missing value
+    # The text "nan" parses as a number, but only the empty text and the texts that the feature file
+    # lists under missing mean a missing value.
+    if is_text(column.type):
         for row in np.flatnonzero(np.isnan(values) & present_in(column)):
             faults.add(int(row), entry.column, shown(column, row), reason)
     return values
 
 
 def _check_standard(values: np.ndarray, column: pa.Array, entry: Dense, scale: Scale, faults: Faults) -> None:
-    """Note the rows whose values, float64 [n], are beyond float32 behind the transform."""
+    """Report the rows whose standardized value lies beyond float32.
+
+    Args:
+        values: float64 [n], before the transform.
+        column: the same values as the source has them, for messages.
+    """
     for row in np.flatnonzero(np.abs(scale.standard(values)) > _LARGEST):
         reason = f"a dense value must be finite behind its transform, (x - {scale.mean:.6g}) / {scale.deviation:.6g}"
         faults.add(int(row), entry.column, shown(column, row), reason)
 
 
 def _numbers(column: pa.Array, name: str, reason: str, path: str, faults: Faults) -> np.ndarray:
-    """float64 [n], NaN where missing (or at fault)."""
+    """Return the numbers of a column, float64 [n]. Missing and malformed values are NaN."""
     if is_text(column.type):
         column = cast_text(column, pa.float64(), lambda row, value: faults.add(row, name, value, reason))
     elif pa.types.is_boolean(column.type):
         column = column.cast(pa.int8())
     elif pa.types.is_decimal(column.type):
-        column = column.cast(pa.string())  # to the nearest number, which Arrow's cast from decimals is not always
+        # Convert by way of text, which gives the nearest float64. Arrow's cast from decimals does
+        # not always.
+        column = column.cast(pa.string())
     elif not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_null(column.type)):
         raise SourceError(
             f"{path}: column {name} must hold numbers or text, not {column.type}; convert it, or name another column"
@@ -175,7 +213,11 @@ def _numbers(column: pa.Array, name: str, reason: str, path: str, faults: Faults
 def _categorical(
     column: pa.Array, feature: Feature, spec: FeatureSpec, path: str, faults: Faults, noticed: np.ndarray
 ) -> pa.Array:
-    """The feature's values, or lists of them, as described in Records. noticed: int64 [COUNTS], what is reported of them."""
+    """Return the values of a feature, or lists of them, as `Records` describes.
+
+    Args:
+        noticed: int64 [COUNTS], the feature's counts of unusual forms. Added to.
+    """
     if feature.pooling == "single":
         if is_list(column.type):
             raise SourceError(f'{path}: column {feature.column} holds lists; give feature {feature.name} pooling "sum" or "mean"')
@@ -189,7 +231,8 @@ def _categorical(
     offsets = column.offsets.to_numpy()
 
     def report(place: int, value: object, reason: str) -> None:
-        # The place of a value among all lists' values -> the row whose list has it.
+        # `place` is a value's place among the values of all lists. Find the row whose list holds
+        # it.
         faults.add(int(np.searchsorted(offsets, place, side="right")) - 1, feature.column, value, reason)
 
     values = _single(plain(column.flatten(), spec.text.missing, path, feature.column), spec)
@@ -199,7 +242,11 @@ def _categorical(
 
 
 def _lists(column: pa.Array, separator: str) -> pa.Array:
-    """A column of single fields as lists: texts are cut at the separator, anything else is a list of one; missing is an empty list."""
+    """Turn a column of single fields into lists.
+
+    Texts are cut at the separator. Any other value becomes a list of one. A missing field becomes
+    an empty list.
+    """
     present = present_in(column)
     if not is_text(column.type):
         offsets = np.concatenate(([0], np.cumsum(present, dtype=np.int64)))
@@ -213,7 +260,11 @@ def _lists(column: pa.Array, separator: str) -> pa.Array:
 def _values(
     column: pa.Array, feature: Feature, spec: FeatureSpec, path: str, report: Callable[[int, object, str], None]
 ) -> pa.Array:
-    """Single values as text, or for the encoding id as checked integers. report: place, value, reason of each malformed one."""
+    """Return single values as text, or as checked integers for the encoding `id`.
+
+    Args:
+        report: called with place, value and reason of each malformed value.
+    """
     if feature.encoding != "id":
         return _texts(column, feature.column, spec, path, report)
     if pa.types.is_null(column.type):
@@ -227,7 +278,11 @@ def _values(
 
 
 def _texts(column: pa.Array, name: str, spec: FeatureSpec, path: str, report: Callable[[int, object, str], None]) -> pa.Array:
-    """Single values as text (docs/definitions.md, Encoding), null or "" where missing. report: as _values has it."""
+    """Return single values as text (docs/definitions.md, Encoding), null or "" where missing.
+
+    Args:
+        report: as in `_values`.
+    """
     if not pa.types.is_null(column.type):
         column = _whole_or_text(column, name, spec, path, report)
     return column if is_text(column.type) else column.cast(pa.string())
@@ -236,11 +291,19 @@ def _texts(column: pa.Array, name: str, spec: FeatureSpec, path: str, report: Ca
 def _whole_or_text(
     column: pa.Array, name: str, spec: FeatureSpec, path: str, report: Callable[[int, object, str], None]
 ) -> pa.Array:
-    """Single values as text or integers, whatever whole numbers they are."""
+    """Return single values as text or integers, whatever type the column has.
+
+    Floats and decimals that are whole numbers become integers, or texts of integers. Fractions are
+    malformed.
+
+    Args:
+        report: as in `_values`.
+    """
     kind = column.type
     if is_text(kind):
         return column if spec.rule == 1 else whole_texts(column)
-    if pa.types.is_floating(kind):  # how nullable integers often reach Parquet
+    # Integers with missing values often reach Parquet as floats.
+    if pa.types.is_floating(kind):
         numbers = pc.fill_null(column.cast(pa.float64()), np.nan).to_numpy()
         whole = (np.floor(numbers) == numbers) & (np.abs(numbers) < 2.0**63)
         for place in np.flatnonzero(~whole & ~np.isnan(numbers)):
@@ -254,7 +317,7 @@ def _whole_or_text(
 
 
 def _groups(column: pa.Array, spec: FeatureSpec, path: str, faults: Faults) -> np.ndarray:
-    """int64 [n]: hash64 of the values' texts, 0 where missing."""
+    """Return hash64 of the text of each value, int64 [n], 0 where missing."""
     name = spec.group or ""
     if is_list(column.type):
         raise SourceError(f"{path}: column {name} holds lists; group needs a column of single values")
@@ -264,7 +327,10 @@ def _groups(column: pa.Array, spec: FeatureSpec, path: str, faults: Faults) -> n
 
 
 def _whole_texts(column: pa.Array, report: Callable[[int, object, str], None]) -> pa.Array:
-    """Decimals as the texts of whole numbers, of any size; null where missing, or malformed since there is a fraction."""
+    """Return decimals as texts of whole numbers of any size, null where missing.
+
+    A decimal with a fraction is malformed: it is reported and becomes null.
+    """
     wide = column.cast(pa.decimal256(76, column.type.scale))
     truncated = wide.cast(pa.decimal256(76, 0), safe=False)
     whole = pc.equal(truncated.cast(wide.type, safe=False), wide)
@@ -274,7 +340,13 @@ def _whole_texts(column: pa.Array, report: Callable[[int, object, str], None]) -
 
 
 def _checked_ids(column: pa.Array, rows: int, report: Callable[[int, str], None]) -> pa.Array:
-    """Whole numbers or their texts as integers 0 .. rows - 1, null where missing or malformed. report: place and reason of each malformed one."""
+    """Return ids as integers in 0 .. rows - 1, null where missing or malformed.
+
+    Args:
+        column: whole numbers, or their texts.
+        rows: the rows of the table.
+        report: called with place and reason of each malformed value.
+    """
     if pa.types.is_integer(column.type):
         bounds = pc.min_max(column).as_py()
         if bounds["max"] is None or (bounds["min"] >= 0 and bounds["max"] < rows):
@@ -283,6 +355,7 @@ def _checked_ids(column: pa.Array, rows: int, report: Callable[[int, str], None]
     if is_text(column.type):
         column = cast_text(column, pa.int64(), lambda place, _: report(place, reason))
     elif pa.types.is_uint64(column.type):
+        # Report ids that are too large before the cast, which wraps those above 2^63 - 1 around.
         for place in np.flatnonzero(
             pc.fill_null(pc.greater(column, pa.scalar(rows - 1, pa.uint64())), False).to_numpy(zero_copy_only=False)
         ):
@@ -300,9 +373,12 @@ def _checked_ids(column: pa.Array, rows: int, report: Callable[[int, str], None]
 
 
 def order_kind(kind: pa.DataType, order_type: str | None) -> str:
-    """What values of a type that order_by names are: "number", "time" or "text", or, where they are none of these, the type itself.
+    """Return what the values of an order_by column of this type are: "number", "time" or "text".
 
-    order_type: how text compares.
+    For any other type, the name of the type is returned.
+
+    Args:
+        order_type: how texts compare. If None, as text.
     """
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
@@ -316,7 +392,12 @@ def order_kind(kind: pa.DataType, order_type: str | None) -> str:
 
 
 def has_order_values(column: pa.Array, spec: FeatureSpec, path: str) -> bool:
-    """Whether a column that order_by names, as it stands in a source, has a value that is not missing."""
+    """Return whether an order_by column has a value that is not missing.
+
+    Args:
+        column: the column as the source has it.
+        path: the file, for messages.
+    """
     column = plain(column, spec.text.missing, path, spec.order_by or "")
     if pa.types.is_floating(column.type):
         column = _without_nan(column.cast(pa.float64()))
@@ -328,17 +409,21 @@ def _has_values(column: pa.Array) -> bool:
 
 
 def no_order(path: str, name: str, kind: pa.DataType) -> SourceError:
-    """The error of a column that is to order records, and is of a type that cannot."""
+    """Return the error for an order_by column of a type that cannot be ordered by."""
     if is_list(kind):
         return SourceError(f"{path}: column {name} holds lists; order_by needs a column of single values")
     return SourceError(f"{path}: column {name} must hold numbers, times or text to order by, not {kind}")
 
 
 def _keys(column: pa.Array, name: str, order_type: str | None, path: str, faults: Faults) -> pa.Array:
-    """The order_by column, null where missing, of a type that keys have (Records)."""
+    """Return the order_by column in one of the types that `Records` allows for keys.
+
+    Missing and malformed values are null.
+    """
     if pa.types.is_floating(column.type):
         column = _without_nan(column.cast(pa.float64()))
-    if not _has_values(column):  # whatever its type, which other files need not share
+    # Without values the type of the column does not matter: other files may have another one.
+    if not _has_values(column):
         return pa.nulls(len(column), pa.int64())
     if is_text(column.type):
         kind = {"integer": pa.int64(), "number": pa.float64()}.get(order_type or "text")
@@ -353,7 +438,8 @@ def _keys(column: pa.Array, name: str, order_type: str | None, path: str, faults
         )
     if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
         try:
-            return column.cast(pa.timestamp("ns")).cast(pa.int64())  # one unit, whatever the files' units
+            # Files may have different units, so all times are compared in nanoseconds.
+            return column.cast(pa.timestamp("ns")).cast(pa.int64())
         except pa.ArrowInvalid as error:
             raise SourceError(f"{path}: column {name} holds times beyond the range of nanoseconds ({error})") from error
     if pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_decimal(column.type):
@@ -362,18 +448,19 @@ def _keys(column: pa.Array, name: str, order_type: str | None, path: str, faults
 
 
 def _without_nan(column: pa.Array) -> pa.Array:
-    """NaN as missing, -0.0 as 0.0."""
+    """Return floats with NaN as null and -0.0 as 0.0."""
     values = pc.fill_null(column, np.nan).to_numpy() + 0.0
     return pa.array(values, mask=np.isnan(values))
 
 
 MOST_CAUSES = 1000
-"""Causes that are kept; of more, the most frequent."""
+"""The number of causes that are kept. If there are more, the most frequent ones are kept."""
 
 _SHOWN_CAUSES = 5
 _SHOWN_VALUES = 5
 _SHOWN_CHARACTERS = 40
-_OFTEN = 10  # so often the same text in place of a number is hardly a slip
+# From this count on, the same text in place of a number is hardly a slip.
+_OFTEN = 10
 _MARKERS = frozenset(
     (
         "-",
@@ -399,12 +486,17 @@ _MARKERS = frozenset(
 
 
 CauseCount = tuple[Annotated[Cause, JsonForm(list[str], list, lambda parts: Cause(*parts))], int]
-"""A cause, and how many records it has."""
+"""A cause, and how many records are malformed for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskRejects:
-    """The malformed records of a task: the first, and all causes."""
+    """The malformed records of a task.
+
+    Attributes:
+        first: the first of them, in full.
+        causes: all causes, counted.
+    """
 
     first: list[RejectedRecord]
     causes: list[CauseCount]
@@ -412,14 +504,22 @@ class TaskRejects:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """How many records are malformed, and why."""
+    """How many records are malformed, and why.
+
+    Attributes:
+        count: the number of malformed records.
+        causes: the most frequent causes, counted.
+    """
 
     count: int
     causes: list[CauseCount]
 
 
 def add_causes(causes: Counter[Cause], more: Mapping[Cause, int]) -> None:
-    """Count more causes; far more than MOST_CAUSES different ones are cut to the most frequent."""
+    """Add counts of causes to `causes`.
+
+    If there are far more than MOST_CAUSES different ones, only the most frequent are kept.
+    """
     causes.update(more)
     if len(causes) > 10 * MOST_CAUSES:
         kept = causes.most_common(MOST_CAUSES)
@@ -428,12 +528,17 @@ def add_causes(causes: Counter[Cause], more: Mapping[Cause, int]) -> None:
 
 
 def by_frequency(causes: Mapping[Cause, int]) -> list[tuple[Cause, int]]:
-    """The most frequent first, at most MOST_CAUSES."""
+    """Return the causes by descending frequency, at most MOST_CAUSES."""
     return sorted(causes.items(), key=lambda item: (-item[1], item[0]))[:MOST_CAUSES]
 
 
 def summed_up(causes: list[tuple[Cause, int]], rejected: int) -> str:
-    """The most frequent causes, as by_frequency has them, on a line. rejected: malformed records in all."""
+    """Summarize the most frequent causes in one line.
+
+    Args:
+        causes: as returned by `by_frequency`.
+        rejected: the number of all malformed records.
+    """
     shown = causes[:_SHOWN_CAUSES]
     parts = [f"{cause.field} {_short(cause.value)!r} {count:,} {'time' if count == 1 else 'times'}" for cause, count in shown]
     others = rejected - sum(count for _, count in shown)
@@ -441,7 +546,10 @@ def summed_up(causes: list[tuple[Cause, int]], rejected: int) -> str:
 
 
 def remedy(causes: list[tuple[Cause, int]], spec: FeatureSpec) -> str | None:
-    """The line of the feature file that takes for missing what seems to mean it, if anything does."""
+    """Suggest a line of the feature file that declares frequent malformed values as missing.
+
+    Returns None if no value looks like a sign of a missing value.
+    """
     values = dict.fromkeys(cause.value for cause, count in causes if _means_missing(cause, count, spec))
     if not values:
         return None
@@ -450,7 +558,11 @@ def remedy(causes: list[tuple[Cause, int]], spec: FeatureSpec) -> str | None:
 
 
 def _means_missing(cause: Cause, count: int, spec: FeatureSpec) -> bool:
-    """Whether a value stands where one may be missing, and is a usual sign of it, or frequent and no number."""
+    """Return whether a malformed value seems to mean a missing one.
+
+    It must be in a column whose values may be missing. It must also be a usual sign of a missing
+    value, or be frequent and not a number.
+    """
     ids = {feature.column for feature in spec.features if feature.encoding == "id"}
     required = {column for column, _ in required_numbers(spec)}
     if cause.field in required or cause.field not in {entry.column for entry in spec.dense} | ids | {spec.order_by}:

@@ -1,4 +1,4 @@
-"""Dense transforms and the exact statistics that standardisation needs (docs/definitions.md, Encoding)."""
+"""Dense transforms and exact statistics for standardization (docs/definitions.md, Encoding)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,17 @@ _Hexadecimal = Annotated[int, JsonForm(str, hex, lambda text: int(text, 16))]
 
 
 def exact_sums(values: np.ndarray) -> tuple[int, int]:
-    """The sum of finite float64 values, in units of 2^-1074, and that of their squares, in units of 2^-2148; both exactly.
+    """Return the exact sum of float64 values, and the exact sum of their squares.
 
-    Mantissas are cut into a high half of 27 bits and a low one of 26, and products of these again, each summed per exponent in int64: exact below
-    2^36 values a call.
+    Each mantissa is split into a high half of 27 bits and a low half of 26 bits. The halves and
+    their products are summed per exponent in int64. This is exact for fewer than 2^36 values a
+    call.
+
+    Args:
+        values: float64 [n], finite.
+
+    Returns:
+        The sum in units of 2^-1074, and the sum of squares in units of 2^-2148.
     """
     mantissas, exponents = np.frexp(values)
     whole = (mantissas * 2.0**53).astype(np.int64)
@@ -44,32 +51,48 @@ def exact_sums(values: np.ndarray) -> tuple[int, int]:
 
 
 def _long_sum(values: np.ndarray) -> int:
-    """The sum of int64 values of up to 54 bits."""
+    """Return the sum of int64 values of up to 54 bits."""
     return (int((values >> _DIGIT_BITS).sum()) << _DIGIT_BITS) + int((values & ((1 << _DIGIT_BITS) - 1)).sum())
 
 
 def _shifted(value: int, bits: int) -> int:
-    """value * 2^bits; of subnormal values, whose frexp exponents lie below the scale, the bits that go are zeros."""
+    """Return value * 2^bits.
+
+    `bits` is negative for subnormal values only, whose frexp exponents lie below the scale. The
+    bits that are shifted out are then zeros.
+    """
     return value << bits if bits >= 0 else value >> -bits
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Mean and population standard deviation of one dense column; deviation 1 where it is 0."""
+    """The mean and the population standard deviation of one dense column.
+
+    Attributes:
+        deviation: 1 if the standard deviation is 0.
+    """
 
     mean: float
     deviation: float
 
     def standard(self, values: np.ndarray) -> np.ndarray:
-        """Values, float64 [n], standardised: within float32 where they are of the data that the scale was taken from."""
+        """Standardize values, float64 [n].
+
+        Values of the data that the scale was computed from stay within float32.
+        """
         return (values - self.mean) / self.deviation
 
 
 @dataclass(frozen=True, slots=True)
 class DenseStatistics:
-    """Exact sums over the non-missing values of each dense column. Merging is associative and commutative, to the bit.
+    """Exact sums over the non-missing values of each dense column.
 
-    counts: values. sums: of x, in units of 2^-1074; squares: of x*x, in units of 2^-2148.
+    Merging is associative and commutative, to the bit.
+
+    Attributes:
+        counts: the number of values.
+        sums: the sums of x, in units of 2^-1074.
+        squares: the sums of x*x, in units of 2^-2148.
     """
 
     counts: tuple[int, ...]
@@ -78,7 +101,7 @@ class DenseStatistics:
 
     @staticmethod
     def of(dense: np.ndarray) -> DenseStatistics:
-        """The statistics of float64 [n, width], NaN where missing."""
+        """Compute the statistics of dense values, float64 [n, width], NaN where missing."""
         counts, sums, squares = [], [], []
         for place in range(dense.shape[1]):
             values = dense[:, place]
@@ -91,11 +114,11 @@ class DenseStatistics:
 
     @staticmethod
     def empty(width: int) -> DenseStatistics:
-        """The statistics of no samples."""
+        """Return the statistics of no samples."""
         return DenseStatistics((0,) * width, (0,) * width, (0,) * width)
 
     def merge(self, other: DenseStatistics) -> DenseStatistics:
-        """The statistics of both samples together."""
+        """Return the statistics of both sets of samples together."""
         return DenseStatistics(
             *(
                 tuple(a + b for a, b in zip(own, others, strict=True))
@@ -104,7 +127,10 @@ class DenseStatistics:
         )
 
     def moments(self) -> list[tuple[float, float, float]]:
-        """Sum, mean and population standard deviation of each column; 0 for a column without values."""
+        """Return the sum, mean and population standard deviation of each column.
+
+        All three are 0 for a column without values.
+        """
         result = []
         for count, total, squares in zip(self.counts, self.sums, self.squares, strict=True):
             known = max(count, 1)
@@ -115,14 +141,26 @@ class DenseStatistics:
         return result
 
     def finish(self) -> tuple[Scale, ...]:
-        """Mean and deviation of each column; 0 and 1 for a column without values."""
+        """Return the scale of each column.
+
+        A column without values has mean 0 and deviation 1.
+        """
         return tuple(Scale(mean, deviation or 1.0) for _, mean, deviation in self.moments())
 
 
 def transform(dense: np.ndarray, columns: Sequence[Dense], scales: Sequence[Scale] | None) -> np.ndarray:
-    """Dense values as the model gets them: float64 [n, width], NaN where missing -> float32 [n, width].
+    """Transform dense values into the model's input.
 
-    scales: per column, needed where one is standardised.
+    Args:
+        dense: float64 [n, width], NaN where missing.
+        columns: the dense columns, in order.
+        scales: for each column its scale. Needed if a column is standardized.
+
+    Returns:
+        float32 [n, width]. Missing values are 0.
+
+    Raises:
+        ValueError: a column is standardized, and there are no scales.
     """
     transformed = []
     for place, column in enumerate(columns):
@@ -138,19 +176,25 @@ def transform(dense: np.ndarray, columns: Sequence[Dense], scales: Sequence[Scal
 
 
 def rows_of(columns: Sequence[np.ndarray], rows: int, dtype: type) -> np.ndarray:
-    """Columns [rows] side by side as [rows, columns], converted to dtype; by way of [columns, rows], in blocks that stay in cache."""
+    """Put columns of `rows` values side by side, as an array [rows, columns] of dtype.
+
+    The columns are first converted to [columns, rows], and then transposed in blocks that stay in
+    cache.
+    """
     staged: np.ndarray = np.empty((len(columns), rows), dtype)
     for place, column in enumerate(columns):
         staged[place] = column
     out: np.ndarray = np.empty((rows, len(columns)), dtype)
-    # In one call that leaves Python alone: workers in threads would hand its lock to and fro at every small one.
+    # One call that releases Python's lock for all of the work. With many small calls, worker
+    # threads would pass the lock back and forth.
     _transpose(staged, out)
     return out
 
 
 @nb.njit(nogil=True, cache=True)
 def _transpose(source: np.ndarray, out: np.ndarray) -> None:
-    for first in range(0, len(out), _BLOCK_ROWS):  # so that what every column writes into stays in cache
+    # In blocks of rows, so that the cache lines that all columns write into stay in cache.
+    for first in range(0, len(out), _BLOCK_ROWS):
         for place in range(len(source)):
             for row in range(first, min(first + _BLOCK_ROWS, len(out))):
                 out[row, place] = source[place, row]

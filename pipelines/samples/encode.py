@@ -1,4 +1,7 @@
-"""Typed records -> samples: ids by hash, by vocabulary or as they are, dense values transformed (docs/definitions.md, Encoding)."""
+"""Encoding typed records as samples (docs/definitions.md, Encoding).
+
+Values become ids by hash, by vocabulary or unchanged, and dense values are transformed.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,14 @@ from foreload.pipelines.samples.vocabulary import Vocabulary, text_buffers
 
 
 class Encoder:
-    """Encodes records of a spec whose tables' rows are all known.
+    """Encodes the records of a spec in which the rows of all tables are known.
 
-    vocabularies: place of the table -> vocabulary, for every table that has one. scales: per dense column, where one is
-    standardised. Raises FeatureError where either is missing.
+    Args:
+        vocabularies: place of the table -> vocabulary, for every table that has one.
+        scales: for each dense column its scale, if one is standardized.
+
+    Raises:
+        FeatureError: a vocabulary or the scales are missing.
     """
 
     def __init__(
@@ -34,7 +41,7 @@ class Encoder:
     ) -> None:
         self._spec = spec
         self._rows = spec.table_rows
-        # Half as many bytes to be written and read again, where they suffice.
+        # int32 suffices for most specs, and takes half the bytes to write and to read again.
         self._id_type = np.int32 if max(self._rows, default=0) <= 2**31 else np.int64
         self._vocabularies = dict(vocabularies or {})
         self._scales = scales
@@ -51,11 +58,11 @@ class Encoder:
 
     @property
     def scales(self) -> Sequence[Scale]:
-        """Per dense column its scale, where one is standardised; else none."""
+        """The scale of each dense column if one is standardized, else an empty sequence."""
         return self._scales or ()
 
     def encode(self, records: Records) -> Samples:
-        """The records as samples, in their order."""
+        """Encode records as samples, in the same order."""
         dense = transform(records.dense, self._spec.dense, self._scales)
         if not self._spec.multi_valued:
             columns = [self.ids(f, column) for f, column in zip(self._spec.features, records.categorical, strict=True)]
@@ -76,7 +83,14 @@ class Encoder:
         return Samples(records.labels, dense, ids, offsets, records.weights, records.groups)
 
     def ids(self, feature: Feature, values: pa.Array) -> np.ndarray:
-        """Single values of a feature, as Records has them -> whole numbers [n], int64 or narrower, 0 where missing."""
+        """Return the ids of single values of a feature.
+
+        Args:
+            values: as in `Records`, [n].
+
+        Returns:
+            Whole numbers [n], int64 or narrower, 0 where missing.
+        """
         if feature.encoding == "id":
             return values.fill_null(0).to_numpy()
         if feature.encoding == "vocabulary":
@@ -85,7 +99,15 @@ class Encoder:
 
 
 def hashed_ids(texts: pa.Array, rows: int) -> np.ndarray:
-    """1 + hash64(text) mod (rows - 1), 0 where missing. texts: string or large_string [n]; returns int64 [n]."""
+    """Return the ids of texts by hash: 1 + hash64(text) mod (rows - 1), and 0 where missing.
+
+    Args:
+        texts: string or large_string [n].
+        rows: the rows of the table.
+
+    Returns:
+        int64 [n].
+    """
     data, offsets = text_buffers(texts)
     ids = np.empty(len(texts), np.int64)
     known = texts.buffers()[0] if texts.null_count else None
@@ -96,9 +118,14 @@ def hashed_ids(texts: pa.Array, rows: int) -> np.ndarray:
 
 @nb.njit(nogil=True, cache=True)
 def _hash_ids(data: np.ndarray, offsets: np.ndarray, known: np.ndarray, first: int, others: np.uint64, out: np.ndarray) -> None:
-    """Fill out int64 [n] as hashed_ids says. data, offsets: see text_buffers; others: rows - 1, the ids that values may have.
+    """Fill out, int64 [n], as `hashed_ids` defines it.
 
-    known: uint8, Arrow's validity bits: a bit a value from bit `first` on, 0 where it is missing; empty where none is.
+    Args:
+        data: see `text_buffers`.
+        offsets: see `text_buffers`.
+        known: uint8, Arrow's validity bits, one a value from bit `first` on. A bit is 0 if the
+            value is missing. Empty if no value is missing.
+        others: rows - 1, the number of ids for values that are not missing.
     """
     inverse = np.uint64(0xFFFFFFFFFFFFFFFF) // others
     for i in range(len(out)):
@@ -106,12 +133,14 @@ def _hash_ids(data: np.ndarray, offsets: np.ndarray, known: np.ndarray, first: i
         if start == end or (len(known) and not known[(first + i) >> 3] >> ((first + i) & 7) & 1):
             out[i] = 0
             continue
-        if end - start <= 8 and start + 8 <= len(data):  # hash_bytes of one word, without its loop
+        # Most texts are one word. Hash it as `hash_bytes` does, without its loop.
+        if end - start <= 8 and start + 8 <= len(data):
             word = load_word(data, start) & (np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - 8 * (end - start)))
             h = mix(mix(np.uint64(end - start)) ^ word)
         else:
             h = hash_bytes(data, start, end)
-        # The remainder without a division: the quotient by the rounded-down inverse is at most 2 too small.
+        # Compute the remainder without a division. The quotient by the rounded-down inverse is at
+        # most 2 too small.
         rest = h - high_product(h, inverse) * others
         while rest >= others:
             rest -= others
@@ -119,7 +148,16 @@ def _hash_ids(data: np.ndarray, offsets: np.ndarray, known: np.ndarray, first: i
 
 
 def _offsets(bounds: Sequence[np.ndarray], samples: int) -> np.ndarray:
-    """CSR over (sample, feature), int64 [samples * F + 1], from one CSR a feature over samples; no values count as one, the missing one."""
+    """Combine one CSR over samples for each feature into one CSR over (sample, feature).
+
+    A feature without values in a sample gets one lookup, for the missing value.
+
+    Args:
+        bounds: for each of the F features its offsets, int64 [samples + 1].
+
+    Returns:
+        int64 [samples * F + 1].
+    """
     counts = np.empty((samples, len(bounds)), np.int64)
     for place, starts in enumerate(bounds):
         counts[:, place] = np.maximum(np.diff(starts), 1)
@@ -130,9 +168,15 @@ def _offsets(bounds: Sequence[np.ndarray], samples: int) -> np.ndarray:
 
 @nb.njit(nogil=True, cache=True)
 def _scatter(values: np.ndarray, starts: np.ndarray, place: int, features: int, offsets: np.ndarray, out: np.ndarray) -> None:
-    """Write the ids of the feature at `place` into out, the lookups of all features; where a sample has none, its lookup stays 0.
+    """Write the ids of the feature at `place` into out, which holds the lookups of all features.
 
-    starts [samples + 1]: CSR over samples into values; offsets: as _offsets gives them.
+    If a sample has no value of the feature, its lookup stays 0.
+
+    Args:
+        values: the feature's ids.
+        starts: [samples + 1], CSR over samples into values.
+        features: the number of features.
+        offsets: as returned by `_offsets`.
     """
     for i in range(len(starts) - 1):
         to = offsets[i * features + place]

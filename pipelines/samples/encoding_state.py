@@ -1,7 +1,8 @@
-"""What encoding has learned from the training data, kept in the schedule: vocabularies and scales. `--after` starts from it.
+"""What encoding has learned from the training data: vocabularies and scales, kept in the schedule.
 
-encoding/ holds `vocabulary-NNNNN.arrow` per table that has one, `scales.json` where a dense column is standardised, and, last,
-`encoding.json` with the SHA-256 of each.
+`prepare --after` starts from it. The folder `encoding/` holds `vocabulary-NNNNN.arrow` for each
+table that has a vocabulary, and `scales.json` if a dense column is standardized. `encoding.json`,
+with the SHA-256 of each of these files, is written last.
 """
 
 from __future__ import annotations
@@ -23,12 +24,18 @@ INDEX, SCALES = "encoding.json", "scales.json"
 
 
 def needs_state(spec: FeatureSpec) -> bool:
-    """Whether the spec has vocabularies or standardised columns."""
+    """Return whether the spec has vocabularies or standardized columns."""
     return bool(spec.vocabulary_tables) or any(dense.transform == "standard" for dense in spec.dense)
 
 
 def save(folder: Path, vocabularies: Mapping[int, Vocabulary], scales: Sequence[Scale]) -> None:
-    """Write a folder. vocabularies: place of the table -> vocabulary. scales: per dense column; empty where none is standardised."""
+    """Write vocabularies and scales to a folder.
+
+    Args:
+        folder: created if it does not exist.
+        vocabularies: place of the table -> vocabulary.
+        scales: for each dense column its scale. Empty if none is standardized.
+    """
     folder.mkdir(exist_ok=True)
     names = []
     for table, vocabulary in sorted(vocabularies.items()):
@@ -41,7 +48,14 @@ def save(folder: Path, vocabularies: Mapping[int, Vocabulary], scales: Sequence[
 
 
 def load(folder: Path, spec: FeatureSpec) -> tuple[FeatureSpec, Encoder]:
-    """The spec with its vocabularies' sizes, and what encodes by it. Raises ScheduleError where a file is missing or damaged."""
+    """Read vocabularies and scales from a folder.
+
+    Returns:
+        The spec with the sizes of its vocabularies, and the encoder for it.
+
+    Raises:
+        ScheduleError: a file is missing or damaged.
+    """
     if not needs_state(spec):
         return spec, Encoder(spec)
     try:
@@ -63,12 +77,22 @@ def load(folder: Path, spec: FeatureSpec) -> tuple[FeatureSpec, Encoder]:
 
 
 def identity(folder: Path) -> str | None:
-    """SHA-256 of encoding.json, which names all of a folder; None where there is none."""
+    """Return the SHA-256 of encoding.json, which covers all files. None if it does not exist."""
     return _checksum(folder / INDEX) if (folder / INDEX).exists() else None
 
 
 def copy(parent: Path, folder: Path, expected: str | None) -> None:
-    """Take over a parent schedule's encoding. expected: its identity. Raises ScheduleError where it has another."""
+    """Copy the encoding of a parent schedule.
+
+    Args:
+        parent: the parent's folder.
+        folder: the new folder.
+        expected: the identity that the parent's encoding must have. If None, the parent must have
+            none, and nothing is copied.
+
+    Raises:
+        ScheduleError: the parent's encoding has another identity.
+    """
     if identity(parent) != expected:
         raise ScheduleError(f"{parent}: its encoding is not the schedule's; it is damaged, prepare it again")
     if expected is not None:

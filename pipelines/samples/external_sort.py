@@ -1,8 +1,9 @@
-"""Sort samples externally: the keys that compare as a column's values do, sorted runs, and buckets that are cut from these.
+"""External sort of samples: sort keys, sorted runs, and buckets that are cut from the runs.
 
-A *run* is a piece whose samples are sorted by key, ties in the former order; a *bucket* is what lies between two splitters in all runs. Runs are
-numbered in the order of the sources, since pieces are named so that sorting their names gives it; so equal keys keep that order. Everything here is
-a function of its inputs alone, and holds a bounded number of keys whatever the length of the data.
+A *run* is a piece whose samples are sorted by key, with ties in their previous order. A *bucket* is
+what lies between two splitters in all runs. Pieces have names that sort in the order of the
+sources, and the runs are numbered in that order, so equal keys keep it. Everything here is a
+function of its inputs alone, and holds a bounded number of keys however long the data is.
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ from foreload.base.compiled import nb
 from foreload.base.hashing import key as chain
 from foreload.base.hashing import mix
 
-_MOST_CANDIDATES = 65_536  # sampled keys from which splitters are chosen, about, at most; more where four a bucket are more
+# About how many sampled keys splitters are chosen from, at most. There are more if four for each
+# bucket are more.
+_MOST_CANDIDATES = 65_536
 
 
 class Keys(Protocol):
-    """Sort keys of a run, ascending: a NumPy array, an Arrow binary array, or keys computed when asked for."""
+    """The sort keys of a run, ascending.
+
+    They are a NumPy array, an Arrow binary array, or computed on request.
+    """
 
     def __len__(self) -> int: ...
 
@@ -36,7 +42,7 @@ class Keys(Protocol):
 
 
 class Runs(Protocol):
-    """The keys of runs, by number."""
+    """The keys of the runs, by the number of the run."""
 
     def __len__(self) -> int: ...
 
@@ -44,7 +50,10 @@ class Runs(Protocol):
 
 
 def stable_order(keys: np.ndarray | pa.Array) -> np.ndarray:
-    """int64 [n]: the places of the samples in ascending order of their keys, ties in their former order."""
+    """Return the places of samples in ascending order of their keys, int64 [n].
+
+    Ties stay in their previous order.
+    """
     if isinstance(keys, np.ndarray):
         return np.argsort(keys, kind="stable")
     return np.asarray(pc.array_sort_indices(keys)).astype(np.int64)
@@ -52,7 +61,10 @@ def stable_order(keys: np.ndarray | pa.Array) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Splitter:
-    """A place between two samples in the order of all runs: all before have a smaller (key, run, row)."""
+    """A place between two samples in the order of all runs.
+
+    All samples before it have a smaller (key, run, row).
+    """
 
     key: Any
     run: int
@@ -60,10 +72,11 @@ class Splitter:
 
 
 def cut(keys: Keys, run: int, splitter: Splitter) -> int:
-    """How many samples of run number `run` come before the splitter."""
+    """Return how many samples of run number `run` come before the splitter."""
     if run == splitter.run:
         return splitter.row
-    # equal keys: those of earlier runs come before, those of later ones after
+    # Of samples with an equal key, those of earlier runs come before the splitter, those of later
+    # runs after it.
     side = bisect.bisect_right if run < splitter.run else bisect.bisect_left
     if isinstance(keys, pa.Array):
         return side(range(len(keys)), splitter.key, key=lambda row: keys[row].as_py())
@@ -71,28 +84,44 @@ def cut(keys: Keys, run: int, splitter: Splitter) -> int:
 
 
 def sampled(keys: Keys, run: int, start: int, end: int, stride: int) -> list[Splitter]:
-    """Every stride-th sample of rows start .. end - 1 of a run, as candidates for splitters."""
+    """Return every stride-th of the rows start .. end - 1 of a run, as candidates for splitters."""
     values = ((row, keys[row]) for row in range(start + stride - 1, end, stride))
     return [Splitter(value.as_py() if isinstance(value, pa.Scalar) else value, run, row) for row, value in values]
 
 
 def stride_for(total: int, target: int) -> int:
-    """Samples between two candidates, for buckets of about `target` of `total` samples."""
+    """Return the number of samples between two candidates.
+
+    Args:
+        total: the number of samples to cut into buckets.
+        target: about how many samples a bucket is to have.
+    """
     return max(1, min(total // _MOST_CANDIDATES, target // 4))
 
 
 def choose(candidates: list[Splitter], stride: int, target: int) -> list[Splitter]:
-    """Splitters, in order, between buckets of about `target` samples; candidates stand for `stride` samples each."""
+    """Choose splitters, in order, between buckets of about `target` samples.
+
+    Args:
+        stride: how many samples a candidate stands for.
+    """
     ordered = sorted(candidates, key=lambda s: (s.key, s.run, s.row))
     step = max(1, target // stride)
     return ordered[step - 1 :: step]
 
 
 def buckets(runs: Runs, starts: np.ndarray, ends: np.ndarray, target: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Cut rows starts[i] .. ends[i] - 1 of each run i into parts in key order, each of at most 2 * target samples.
+    """Cut rows starts[i] .. ends[i] - 1 of each run i into parts, in key order.
 
-    Yields (starts, ends), int64 [runs] each. A few keys are looked at, of one run after the other, so that runs may be opened when
-    they are asked for.
+    Only a few keys are read, from one run after the other. So runs may be opened on request.
+
+    Args:
+        starts: int64 [runs].
+        ends: int64 [runs].
+        target: a part has at most 2 * target samples.
+
+    Yields:
+        The (starts, ends) of each part, int64 [runs] each.
     """
     total = int((ends - starts).sum())
     if total == 0:
@@ -104,24 +133,35 @@ def buckets(runs: Runs, starts: np.ndarray, ends: np.ndarray, target: int) -> It
     for stride in (stride_for(total, target), 1):
         candidates = [s for i in used for s in sampled(runs[i], i, int(starts[i]), int(ends[i]), stride)]
         splitters = choose(candidates, stride, target)
+        # Without splitters the runs are too short for this stride: look at every key.
         if splitters:
-            break  # else the runs are too short for the stride: look at every key
+            break
     stops = np.tile(ends, (len(splitters) + 1, 1))  # (parts, runs)
     for i in used:
         keys = runs[i]
         stops[:-1, i] = [min(max(cut(keys, i, splitter), starts[i]), ends[i]) for splitter in splitters]
+    # A part may still be too large, since candidates are only a sample. Cut it again.
     for stop in stops:
         yield from buckets(runs, starts, stop, target)
         starts = stop
 
 
 def first_rows(runs: Runs, count: int, target: int) -> np.ndarray:
-    """How many samples of each run are among the first `count` of all, int64 [runs]; about `target` keys are held in memory."""
+    """Return how many samples of each run are among the first `count` of all samples.
+
+    Args:
+        target: about how many keys may be in memory.
+
+    Returns:
+        int64 [runs].
+    """
     ends = np.array([len(runs[i]) for i in range(len(runs))], np.int64)
     before = 0
     for starts, stops in buckets(runs, np.zeros(len(runs), np.int64), ends, target):
         size = int((stops - starts).sum())
-        if before + size > count:  # the bucket in which sample number `count` lies, which is the first that is left out
+        # Sample number `count` is the first one that is left out. Find it among all keys of the
+        # bucket that holds it.
+        if before + size > count:
             used = np.flatnonzero(stops > starts).tolist()
             candidates = [s for i in used for s in sampled(runs[i], i, int(starts[i]), int(stops[i]), 1)]
             following = choose(candidates, 1, 1)[count - before]
@@ -133,14 +173,16 @@ def first_rows(runs: Runs, count: int, target: int) -> np.ndarray:
     return ends
 
 
-_LONG_REST = 0xFFFF  # more than any integer of 64 bits is above its float64
-_NUMBER, _TEXT = b"\x01", b"\x02"  # the first byte of a key; that of a missing value is empty
+# More than the difference between any 64-bit integer and its float64.
+_LONG_REST = 0xFFFF
+_NUMBER, _TEXT = b"\x01", b"\x02"  # first byte of a key; the key of a missing value is empty
 
 
 def order_keys(column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """Sort keys of the column that order_by names, large_binary [n]: missing values first, numbers by value, text by bytes.
+    """Return sort keys for the order_by column, large_binary [n].
 
-    column: integers, floats, decimals, booleans, dates and times count as numbers, all else as text.
+    Missing values come first. Numbers compare by value, and text by bytes. Integers, floats,
+    decimals, booleans, dates and times count as numbers, anything else as text.
     """
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
@@ -154,7 +196,7 @@ def order_keys(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     elif pa.types.is_decimal(kind):
         try:
             column = column.cast(pa.int64())
-        except pa.ArrowInvalid:  # there are fractions, or larger numbers
+        except pa.ArrowInvalid:  # There are fractions, or larger numbers.
             return _decimal_keys(column)
     if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
         return _number_keys(column)
@@ -164,12 +206,16 @@ def order_keys(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def _number_keys(column: pa.Array) -> pa.Array:
-    """A class byte, float64 rounded down as an ordered big-endian integer, and what it lacks of an integer (uint16)."""
+    """Return the keys of numbers, 11 bytes each.
+
+    A key is a class byte, the number rounded down to float64 as an ordered big-endian integer, and
+    what that lacks of an integer (uint16).
+    """
     valid = np.asarray(column.is_valid())
     values = np.asarray(column.fill_null(0))
     rest = np.zeros(len(values), np.int64)
     if values.dtype.kind == "u":
-        # one bit less, so that they fit int64; the last bit goes back into the rest
+        # Drop the lowest bit so that the values fit int64. It is added to the rest again below.
         rounded, half = _rounded_down((values >> np.uint64(1)).astype(np.int64))
         rounded, rest = 2 * rounded, 2 * half + (values & values.dtype.type(1)).astype(np.int64)
         small = values < 1 << 53
@@ -178,6 +224,7 @@ def _number_keys(column: pa.Array) -> pa.Array:
         rounded, rest = _rounded_down(values.astype(np.int64))
     else:
         rounded = values.astype(np.float64) + 0.0  # -0.0 becomes 0.0
+    # Flip all bits of negative numbers and the sign bit of others: unsigned order is then by value.
     bits = rounded.view(np.uint64)
     bits = np.where(bits >> np.uint64(63), ~bits, bits | np.uint64(1 << 63))
     keys = np.empty((len(values), 11), np.uint8)
@@ -190,17 +237,24 @@ def _number_keys(column: pa.Array) -> pa.Array:
 
 
 def _decimal_keys(column: pa.Array) -> pa.Array:
-    """As _number_keys has them, whatever the precision and scale. Only distinct values are looked at."""
+    """Return keys that compare with those of `_number_keys`, for decimals of any precision.
+
+    Only distinct values are converted.
+    """
     encoded = column.dictionary_encode()
     keys = pa.array([_decimal_key(value) for value in encoded.dictionary.to_pylist()], pa.large_binary())
     return keys.take(encoded.indices).fill_null(b"")
 
 
 def _decimal_key(value: Decimal) -> bytes:
-    """A class byte, the number rounded down to float64, what its integer part is above that, and the digits of its fraction.
+    """Return the key of a decimal.
 
-    Between two neighbouring float64 numbers, all have the same integer part, or the lower one is an integer. So the digits put all that
-    have the same float64 in order, if a number that is a float64 itself has none.
+    It is a class byte, the number rounded down to float64, the difference of its integer part to
+    that, and the digits of its fraction.
+
+    Between two neighbouring float64 numbers, all numbers have the same integer part, or the lower
+    one is an integer. So the digits order all numbers with the same float64, if a number that is a
+    float64 itself has no digits.
     """
     numerator, denominator = value.as_integer_ratio()
     whole, fraction = divmod(numerator, denominator)
@@ -219,7 +273,14 @@ def _decimal_key(value: Decimal) -> bytes:
 
 
 def _rounded_down(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The largest float64 not above each integer (int64 [n]), and what is missing to it (0 .. 1023)."""
+    """Round integers down to float64.
+
+    Args:
+        values: int64 [n].
+
+    Returns:
+        The largest float64 not above each integer, and the integer's difference to it (0 .. 1023).
+    """
     rounded = values.astype(np.float64)
     above = rounded >= 2.0**63
     above[~above] = rounded[~above].astype(np.int64) > values[~above]
@@ -229,13 +290,24 @@ def _rounded_down(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @nb.njit(nogil=True, cache=True)
 def _mix_all(seed: np.uint64, numbers: np.ndarray, out: np.ndarray) -> None:
-    """The last link of `chain` for many numbers; seed: the links before."""
+    """Compute the last link of `chain` for many numbers.
+
+    Args:
+        seed: the result of the links before.
+    """
     for i in range(numbers.size):
         out[i] = mix(seed ^ np.uint64(numbers[i]))
 
 
 def shuffle_keys(seed: int, epoch: int, numbers: np.ndarray) -> np.ndarray:
-    """key(seed, epoch, number) of each sample: int64 [n] -> uint64 [n]."""
+    """Return key(seed, epoch, number) of each sample.
+
+    Args:
+        numbers: int64 [n].
+
+    Returns:
+        uint64 [n].
+    """
     out = np.empty(len(numbers), np.uint64)
     _mix_all(np.uint64(chain(seed, epoch)), np.ascontiguousarray(numbers, np.int64), out)
     return out
@@ -243,7 +315,13 @@ def shuffle_keys(seed: int, epoch: int, numbers: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class ShuffledKeys:
-    """The shuffle keys of numbers, int64 [n], each `first` too small; computed one by one, since a binary search asks for a few."""
+    """The shuffle keys of a run's samples, each computed on request.
+
+    A binary search needs only a few of them.
+
+    Attributes:
+        numbers: int64 [n], ascending by shuffle key. `first` is added to each.
+    """
 
     seed: int
     epoch: int

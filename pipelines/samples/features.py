@@ -1,7 +1,8 @@
-"""What a sample consists of: labels, dense values, categorical features and their tables; read from a feature file (docs/features.md).
+"""What a sample consists of: labels, dense values, categorical features and their tables.
 
-A `FeatureSpec` checks its own rules. Reading a file checks what a spec cannot hold: unknown
-entries, entries of another kind, and tables that no feature names.
+It is read from a feature file (docs/features.md). A `FeatureSpec` checks its own rules. Reading a
+file also checks what a spec cannot hold: unknown entries, entries of another kind, and tables that
+no feature names.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ POOLINGS = ("single", "sum", "mean")
 TRANSFORMS = ("log", "standard", "none")
 LABEL_KINDS = ("click", "number")
 ORDER_TYPES = ("text", "integer", "number")
-ENCODING_FOLDER = "encoding"  # of a schedule: vocabularies, and scales of standardised columns
+ENCODING_FOLDER = "encoding"  # in a schedule: vocabularies and scales
 
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
 CRITEO_CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))
@@ -32,19 +33,23 @@ KAGGLE_ROWS = (
     1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
     27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
 )  # fmt: skip
-"""Rows of the 26 tables of Criteo's Kaggle data set."""
+"""The rows of the 26 tables of Criteo's Kaggle data set."""
 
 _WHOLE = re.compile(r"(-?)(0|[1-9][0-9]*)[.]0+")
 _MAX_TABLES = 1 << 15  # a store's field holds the table in 15 bits
 _MAX_ROWS = (1 << 63) - 1
-_MOST_LINES = 1000  # so that a quote that is not closed does not swallow the file, or all up to a quote far away
+# Lines that a value may span by default. The limit keeps an unclosed quote from swallowing the rest
+# of the file, or everything up to a quote far away.
+_MOST_LINES = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One embedding table: ids are 0 .. rows - 1.
+    """One embedding table. Its ids are 0 .. rows - 1.
 
-    rows: None for a table by vocabulary whose values are not counted yet. dimension: columns; None for the job's --dim.
+    Attributes:
+        rows: None for a table with a vocabulary whose values are not counted yet.
+        dimension: the columns of a row. If None, the job's --dim.
     """
 
     name: str
@@ -54,9 +59,12 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One categorical feature: a column whose values are encoded as ids of a table (its place in the spec's tables).
+    """One categorical feature: a column whose values are encoded as ids of a table.
 
-    min_count: the occurrences below which a vocabulary drops a value. separator: what parts several values in text.
+    Attributes:
+        table: the place of the table in the spec's tables.
+        min_count: a vocabulary drops values with fewer occurrences.
+        separator: separates several values in text.
     """
 
     name: str
@@ -79,10 +87,12 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """One label of a sample: a column, and what is learned of it.
+    """One label of a sample: a column and the kind of target in it.
 
-    kind: "click", 0 or 1, or "number", any finite float32. at_least: a click is 1 where the column's number is at least this, else 0; None: it
-    has 0 and 1.
+    Attributes:
+        kind: "click" is 0 or 1. "number" is any finite float32.
+        at_least: a click is 1 if the column's number is at least this, else 0. If None, the column
+            holds 0 and 1.
     """
 
     name: str
@@ -92,7 +102,7 @@ class Label:
 
     @property
     def plain(self) -> bool:
-        """Whether the feature file may say it as `label = "column"`, perhaps with label_at_least."""
+        """Whether the line `label = "column"`, perhaps with label_at_least, declares it."""
         return self.name == self.column and self.kind == "click"
 
 
@@ -100,10 +110,14 @@ class Label:
 class TextFormat:
     """How text files are cut into fields.
 
-    delimiter: one character, or None for a comma (a tab in files named .tsv or .tab, gzip or zstd suffix aside). columns: the
-    names where files have no header line; empty where they have one. quoting: fields may stand in double quotes. missing:
-    texts that mean a missing value; the empty text always does. newlines_in_values: quoted fields may hold line breaks (then
-    a file is read by one worker), so many lines at most where it is a number.
+    Attributes:
+        delimiter: one character. If None, a tab in files named .tsv or .tab (before a gzip or zstd
+            suffix), else a comma.
+        columns: the column names, if files have no header line. Empty if they have one.
+        quoting: whether fields may be in double quotes.
+        missing: texts that mean a missing value. The empty text always does.
+        newlines_in_values: whether quoted fields may hold line breaks. One worker then reads the
+            whole file. A number limits the lines that a field may span.
     """
 
     delimiter: str | None = None
@@ -114,18 +128,26 @@ class TextFormat:
 
     @property
     def most_lines(self) -> int:
-        """Lines that a value may span; 0 where values hold no line breaks."""
+        """The number of lines that a value may span, or 0 if values hold no line breaks."""
         return _MOST_LINES if self.newlines_in_values is True else int(self.newlines_in_values)
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureSpec:
-    """The columns of a source and how they become samples (docs/definitions.md, Encoding and Order).
+    """The columns of a source and how they become samples.
 
-    labels: empty where a source is read for its features alone. order_by: the column of the global order, or None. order_type: how it is compared;
-    None: in Parquet by the column's type, in text files as numbers where the first rows hold numbers, else by bytes. weight: the column of sample
-    weights, or None. group: the column whose values say which samples an evaluation takes together, or None. rule: of encoding, 2 for what feature
-    files say; 1 of Criteo's and synthetic columns, and of what earlier versions prepared.
+    See docs/definitions.md, Encoding and Order.
+
+    Attributes:
+        labels: empty if a source is read for its features alone.
+        order_by: the column of the global order, or None.
+        order_type: how that column compares. If None, Parquet compares by the column's type, and
+            text files compare as numbers if the first rows hold numbers, else by bytes.
+        text: how text files are cut into fields.
+        weight: the column of sample weights, or None.
+        group: the column whose values group samples in evaluation, or None.
+        rule: the rule of encoding. Feature files use 2. Criteo's and synthetic columns, and
+            schedules that earlier versions prepared, use 1.
     """
 
     labels: tuple[Label, ...]
@@ -144,19 +166,26 @@ class FeatureSpec:
 
     @property
     def multi_valued(self) -> bool:
-        """Whether any feature has more than one value a sample (then samples carry offsets)."""
+        """Whether a feature may have several values a sample. Samples then carry offsets."""
         return any(feature.pooling != "single" for feature in self.features)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that a source must have, each once: labels, weight, dense, features, group, order_by."""
+        """The columns that a source must have, each once.
+
+        In order: labels, weight, dense, features, group, order_by.
+        """
         names = [label.column for label in self.labels], [self.weight], [d.column for d in self.dense]
         more = [f.column for f in self.features], [self.group, self.order_by]
         return tuple(dict.fromkeys(name for name in chain(*names, *more) if name is not None))
 
     @property
     def table_rows(self) -> tuple[int, ...]:
-        """Rows of every table; FeatureError where a vocabulary is not counted yet."""
+        """The rows of every table.
+
+        Raises:
+            FeatureError: a vocabulary is not counted yet.
+        """
         rows = []
         for table in self.tables:
             if table.rows is None:
@@ -168,11 +197,17 @@ class FeatureSpec:
 
     @property
     def vocabulary_tables(self) -> tuple[int, ...]:
-        """Places of the tables whose ids come from a vocabulary."""
+        """The places of the tables whose ids come from a vocabulary."""
         return tuple(sorted({f.table for f in self.features if f.encoding == "vocabulary"}))
 
     def text_of(self, written: str) -> str | None:
-        """The text that a single value is encoded by, as rule 1 or 2 says, of a categorical feature; None where it is missing."""
+        """Return the text by which a categorical value is encoded, by the spec's rule.
+
+        Returns None if the value is missing.
+
+        Args:
+            written: a single value as a text file has it.
+        """
         if written in ("", *self.text.missing):
             return None
         if self.rule == 1:
@@ -181,9 +216,17 @@ class FeatureSpec:
         return None if text in map(whole_text, self.text.missing) else text
 
     def most_rows(self, samples: int | None = None) -> int | None:
-        """A bound on the distinct rows that a training may use: what the tables have and, where the samples have been counted, their lookups.
+        """Return an upper bound on the distinct rows that a training may use.
 
-        None where a table is not bounded by what is known.
+        For each table it is the rows of the table or, if the samples have been counted, their
+        lookups, whichever is less. Lookups count only if all features of the table are
+        single-valued.
+
+        Args:
+            samples: the number of samples, if known.
+
+        Returns:
+            None if nothing that is known bounds a table.
         """
         total = 0
         for number, table in enumerate(self.tables):
@@ -197,31 +240,50 @@ class FeatureSpec:
         return total
 
     def unlabelled(self) -> FeatureSpec:
-        """The spec for sources of which only the features are wanted, in the order in which they stand."""
+        """Return the spec for sources read for their features alone, in row order."""
         return replace(self, labels=(), weight=None, group=None, order_by=None, order_type=None)
 
     def min_count(self, table: int) -> int:
-        """The occurrences that a value of this vocabulary table needs."""
+        """Return the occurrences that a value needs to enter the vocabulary of a table."""
         return next(f.min_count for f in self.features if f.table == table)
 
     def with_vocabulary(self, sizes: Mapping[int, int]) -> FeatureSpec:
-        """The spec with the rows of its vocabulary tables filled in. sizes: place of the table -> values kept; rows = 2 + that."""
+        """Return the spec with the rows of its vocabulary tables filled in.
+
+        Args:
+            sizes: place of the table -> values kept. The table gets 2 rows more.
+        """
         tables = [replace(t, rows=2 + sizes[k]) if k in sizes else t for k, t in enumerate(self.tables)]
         return replace(self, tables=tuple(tables))
 
     @staticmethod
     def criteo(rows: int | Sequence[int] | None = None, dimension: int | None = None) -> FeatureSpec:
-        """Criteo's columns, hashed into the 26 Kaggle table sizes, or into tables of `rows` (one number for all, or 26)."""
+        """Return the spec of Criteo's columns, with hashed ids.
+
+        Args:
+            rows: the rows of all tables, or of each of the 26. If None, the sizes of the Kaggle
+                tables.
+            dimension: the columns of a row. If None, the job's --dim.
+        """
         return _criteo_columns(rows, dimension, "hash", "log")
 
     @staticmethod
     def synthetic(rows: int | Sequence[int] | None = None, dimension: int | None = None) -> FeatureSpec:
-        """The synthetic generator's columns: ids as they are, dense values as they are. rows as for criteo."""
+        """Return the spec of the synthetic generator's columns. Ids and dense values are unchanged.
+
+        Args:
+            rows: as in `criteo`.
+            dimension: as in `criteo`.
+        """
         return _criteo_columns(rows, dimension, "id", "none")
 
 
 def whole_text(text: str) -> str:
-    """By rule 2 of encoding: the part before the point of a whole number that is written as a float ("-0" is "0"), any other text as it is."""
+    """Return the text of a value by rule 2 of encoding.
+
+    If a whole number is written as a float, that is the part before the point, with "-0" as "0".
+    Any other text stays as it is.
+    """
     whole = _WHOLE.fullmatch(text)
     if whole is None:
         return text
@@ -229,7 +291,11 @@ def whole_text(text: str) -> str:
 
 
 def _check(spec: FeatureSpec) -> None:
-    """Raise FeatureError at the first rule that the spec breaks."""
+    """Check the rules of a spec.
+
+    Raises:
+        FeatureError: on the first rule that the spec breaks.
+    """
     if not spec.features:
         raise FeatureError("feature: at least one is needed; add a [[feature]]")
     if len(spec.tables) > _MAX_TABLES:
@@ -254,7 +320,11 @@ def _check(spec: FeatureSpec) -> None:
 
 
 def features_stored(spec: FeatureSpec) -> dict[str, Any]:
-    """A spec in a manifest: one label as earlier versions wrote it, who then refuse only what they do not know."""
+    """Return the form in which a manifest stores a spec.
+
+    A single plain label is stored as earlier versions stored it. They can then read every schedule
+    that uses only what they know.
+    """
     stored: dict[str, Any] = to_stored(spec)
     first = spec.labels[0] if spec.labels else None
     if len(spec.labels) > 1 or not (first is None or first.plain) or (spec.weight, spec.group) != (None, None):
@@ -266,7 +336,11 @@ def features_stored(spec: FeatureSpec) -> dict[str, Any]:
 
 
 def features_of(stored: dict[str, Any]) -> FeatureSpec:
-    """The inverse of `features_stored`. Raises FormError."""
+    """Read a spec that `features_stored` wrote.
+
+    Raises:
+        FormError: the stored form is invalid.
+    """
     fields = dict(stored)
     if "label" in fields:
         name, at_least = fields.pop("label"), fields.pop("label_at_least", None)
@@ -378,11 +452,16 @@ def _positive(where: str, key: str, value: Any) -> None:
 
 
 RULE: Literal[1, 2] = 2
-"""Of encoding, by which the values of what is prepared with a feature file are read."""
+"""The rule of encoding for data that is prepared with a feature file."""
 
 
 def load_features(path: str | Path) -> FeatureSpec:
-    """Read a feature file (TOML, docs/features.md); FeatureError names the file, the entry, the rule and the value."""
+    """Read a feature file (TOML, docs/features.md).
+
+    Raises:
+        FeatureError: the file is unreadable or invalid. The message names the file, the entry, the
+            rule and the value.
+    """
     try:
         with open(path, "rb") as file:
             document = tomllib.load(file)
@@ -397,7 +476,11 @@ def load_features(path: str | Path) -> FeatureSpec:
 
 
 def parse(document: Mapping[str, Any]) -> FeatureSpec:
-    """A feature file's contents, as TOML gives them, as a spec. Raises FeatureError."""
+    """Parse the contents of a feature file, as returned by tomllib.
+
+    Raises:
+        FeatureError: the contents are invalid.
+    """
     known = {
         "label",
         "label_at_least",
@@ -433,7 +516,7 @@ def parse(document: Mapping[str, Any]) -> FeatureSpec:
 
 
 def _labels(document: Mapping[str, Any]) -> tuple[Label, ...]:
-    """The labels, be it one in a line of its own or each as [[label]]."""
+    """Read the labels, from one line `label = "column"` or from each [[label]]."""
     of_line = {"kind": "label_kind", "at_least": "label_at_least"}
     if not isinstance(document.get("label"), list | Mapping):
         column = _text(document, "label", "the feature file")
@@ -463,7 +546,10 @@ def _table(name: str, entry: Any) -> Table:
 
 
 def _feature(entry: Mapping[str, Any], tables: list[Table], places: dict[str, int]) -> Feature:
-    """Reads one [[feature]]; a feature that names no table gets one of its own, appended to tables and places."""
+    """Read one [[feature]].
+
+    A feature that names no table gets one of its own, which is appended to tables and places.
+    """
     name = _text(entry, "name", "[[feature]]")
     where = f"feature {name}"
     known = {"name", "column", "table", "encoding", "pooling", "min_count", "separator", "rows", "dimension"}

@@ -1,4 +1,4 @@
-"""Encoded samples on disk, in pieces; and their global order, as ranges of pieces."""
+"""Encoded samples on disk, in pieces, and their global order as ranges of pieces."""
 
 from __future__ import annotations
 
@@ -24,11 +24,16 @@ _FORMAT = "foreload piece 2"
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Consecutive samples in some order, encoded.
+    """Consecutive encoded samples, in some order.
 
-    labels: float32 [n, labels]. dense: float32 [n, dense width]. ids: int32, or int64, [lookups], in order sample, feature, value.
-    offsets: int64 [n * F + 1], CSR over (sample, feature) into ids, from 0; None where no feature is multi-valued (then there
-    are n * F lookups). weights: float32 [n]; groups: int64 [n]; None where there is no column of them.
+    Attributes:
+        labels: float32 [n, labels].
+        dense: float32 [n, dense width].
+        ids: int32 or int64 [lookups], ordered by sample, feature and value.
+        offsets: int64 [n * F + 1], CSR over (sample, feature) into ids, starting at 0. None if no
+            feature is multi-valued. There are n * F lookups then.
+        weights: float32 [n], or None without a column of weights.
+        groups: int64 [n], or None without a group column.
     """
 
     labels: np.ndarray
@@ -42,7 +47,11 @@ class Samples:
         return len(self.labels)
 
     def slice(self, start: int, end: int) -> Samples:
-        """Samples start .. end - 1, 0 <= start <= end <= len: views, but for the offsets, which begin at 0 again."""
+        """Return samples start .. end - 1 as views, except for the offsets, which start at 0 again.
+
+        Raises:
+            ValueError: the range is not within 0 .. len.
+        """
         if not 0 <= start <= end <= len(self):
             raise ValueError(f"slice: must lie within 0 .. {len(self)}, not {start} .. {end}")
         features = self._features()
@@ -52,7 +61,11 @@ class Samples:
         return self._chosen(slice(start, end), self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
 
     def take(self, places: np.ndarray) -> Samples:
-        """The samples at places (int64 [m], each 0 .. len - 1, in any order, repeats allowed), copied."""
+        """Copy the samples at places.
+
+        Args:
+            places: int64 [m], each 0 .. len - 1, in any order. Repeats are allowed.
+        """
         features = self._features()
         if self.offsets is None:
             ids = self.ids.reshape(len(self), features)[places].reshape(-1)
@@ -65,14 +78,21 @@ class Samples:
         return self._chosen(places, ids, offsets)
 
     def _chosen(self, places: Any, ids: np.ndarray, offsets: np.ndarray | None) -> Samples:
-        """The samples at places, whose ids and offsets are given."""
+        """Return the samples at places, with their ids and offsets given."""
         weights = None if self.weights is None else self.weights[places]
         groups = None if self.groups is None else self.groups[places]
         return Samples(self.labels[places], self.dense[places], ids, offsets, weights, groups)
 
     @staticmethod
     def concat(parts: Sequence[Samples]) -> Samples:
-        """All samples of parts (at least one, of the same features and dense width), one after the other."""
+        """Concatenate samples.
+
+        Args:
+            parts: at least one, all with the same features and dense width.
+
+        Raises:
+            ValueError: there are no parts.
+        """
         if not parts:
             raise ValueError("concat: needs at least one part")
         if len(parts) == 1:
@@ -92,20 +112,27 @@ class Samples:
         return Samples(labels, dense, ids, np.concatenate(bounds), weights, groups)
 
     def _features(self) -> int:
-        """F; 0 where there are no samples, when it cannot be known and is not needed."""
+        """Return F, the number of features.
+
+        Without samples it cannot be known and is not needed, so it is 0.
+        """
         lookups = len(self.ids) if self.offsets is None else len(self.offsets) - 1
         return lookups // len(self) if len(self) else 0
 
 
 def _together(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """One after the other what all parts have, or None what none has."""
+    """Concatenate the arrays of all parts. Returns None if no part has one."""
     known = [part for part in parts if part is not None]
     return np.concatenate(known) if known else None
 
 
 @nb.njit(nogil=True, cache=True)
 def _take_offsets(source: np.ndarray, places: np.ndarray, features: int, offsets: np.ndarray) -> None:
-    """Fill offsets, CSR over (place, feature), for the samples at places; source: the offsets that they are taken from."""
+    """Fill offsets, CSR over (place, feature), for the samples at places.
+
+    Args:
+        source: the offsets of the samples to take from.
+    """
     for i in range(len(places)):
         for f in range(features):
             entry = places[i] * features + f
@@ -116,7 +143,10 @@ def _take_offsets(source: np.ndarray, places: np.ndarray, features: int, offsets
 def _take_ids(
     source: np.ndarray, ids: np.ndarray, places: np.ndarray, features: int, offsets: np.ndarray, out: np.ndarray
 ) -> None:
-    """Copy the ids of the samples at places, all features of a sample at once, to where the new offsets have them."""
+    """Copy the ids of the samples at places to where the new offsets put them.
+
+    All features of a sample are contiguous, so each sample is one copy.
+    """
     for i in range(len(places)):
         start, end = source[places[i] * features], source[(places[i] + 1) * features]
         to = offsets[i * features]
@@ -125,11 +155,16 @@ def _take_ids(
 
 
 def write_piece(path: str | Path, samples: Samples, keys: np.ndarray | pa.Array | None, meta: Mapping[str, Any]) -> None:
-    """Write samples, their order keys and JSON-able meta as an Arrow IPC file of one record batch.
+    """Write samples, their order keys and metadata as an Arrow IPC file of one record batch.
 
-    The batch has one row; each column is a list, so that arrays of different lengths lie in one file, unpadded and mappable.
-    The bytes are a function of the arguments alone. The file appears under its name at once and whole (temporary name, then
-    rename), so that writing it twice, or at the same time, is harmless.
+    The batch has one row, and each column is a list. So arrays of different lengths share one file,
+    without padding, and can be memory-mapped. The bytes are a function of the arguments alone. The
+    file is written under a temporary name and renamed, so it appears whole. Writing it twice, even
+    at the same time, does no harm.
+
+    Args:
+        keys: the order keys [n], or None.
+        meta: JSON values.
     """
     columns: dict[str, pa.Array] = {
         "labels": _listed(samples.labels.reshape(-1), np.float32),
@@ -153,9 +188,13 @@ def write_piece(path: str | Path, samples: Samples, keys: np.ndarray | pa.Array 
 
 
 def read_piece(path: str | Path) -> tuple[Samples, pa.Array | None, dict[str, Any]]:
-    """The samples, keys and meta of a piece. Arrays are read-only views of the mapped file; nothing is read until it is used.
+    """Return the samples, keys and metadata of a piece.
 
-    Raises ScheduleError where the file is not a piece.
+    The arrays are read-only views of the memory-mapped file. Their pages are read when they are
+    used.
+
+    Raises:
+        ScheduleError: the file is not a piece.
     """
     try:
         batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
@@ -186,8 +225,15 @@ def _values(batch: pa.RecordBatch, name: str) -> pa.Array:
 def batches(
     chunks: Iterator[tuple[Samples, np.ndarray]], size: int, sets: Sequence[int] = ()
 ) -> Iterator[tuple[Samples, np.ndarray]]:
-    """Cut chunks of any size into batches of `size` samples, the last one shorter. sets: the samples, at least one, of each of the sets that they
-    are, one after the other: then the last batch of each is shorter.
+    """Cut chunks of any size into batches of `size` samples. The last batch may be shorter.
+
+    Args:
+        chunks: samples with their numbers, in order.
+        sets: if the samples form several sets, the number of samples in each, at least 1. The last
+            batch of each set may then be shorter.
+
+    Yields:
+        The samples of each batch with their numbers.
     """
     sizes = _sizes(size, sets)
     wanted = next(sizes)
@@ -195,6 +241,7 @@ def batches(
     count = 0
     for samples, numbers in chunks:
         start = 0
+        # `held` has `count` samples, fewer than the next batch needs.
         while count + len(samples) - start >= wanted:
             stop = start + wanted - count
             held.append((samples.slice(start, stop), numbers[start:stop]))
@@ -208,7 +255,7 @@ def batches(
 
 
 def _sizes(size: int, sets: Sequence[int]) -> Iterator[int]:
-    """How many samples each batch has, if there are so many."""
+    """Yield the size of each batch, without end."""
     for samples in sets:
         yield from (min(size, samples - first) for first in range(0, samples, size))
     yield from repeat(size)
@@ -221,49 +268,65 @@ def _join(parts: list[tuple[Samples, np.ndarray]]) -> tuple[Samples, np.ndarray]
 
 
 class Abandoned(Exception):
-    """A source that was still growing will not be whole: its reading has failed, or was stopped. Whoever did that says why."""
+    """A growing source will not become whole, because reading it failed or was stopped.
+
+    The code that failed or stopped the reading reports the reason.
+    """
 
 
 class OrderedSource(Protocol):
-    """What a schedule is compiled from: samples in their global order, in chunks of any size.
+    """The input of schedule compilation: samples in their global order, in chunks of any size.
 
-    It may still be growing. Then chunks come as they are there, and who asks for a number of samples that is not known yet waits for it.
+    A source may still be growing. Chunks then arrive as they are read. A caller that asks for a
+    number of samples that is not known yet waits for it.
     """
 
     @property
     def expected_samples(self) -> int:
-        """Samples of one epoch, about: known from the beginning."""
+        """About how many samples an epoch has. It is known from the beginning."""
 
     @property
     def training_samples(self) -> int:
-        """Samples of one epoch."""
+        """The number of samples of one epoch."""
 
     @property
     def evaluation_samples(self) -> int:
-        """Samples of one pass."""
+        """The number of samples of one evaluation pass."""
 
     @property
     def evaluation_sets(self) -> tuple[int, ...]:
-        """Samples of each of the sets that the evaluation samples are, one after the other; empty: they are one, without a name."""
+        """The number of samples in each evaluation set, in the order of the evaluation samples.
+
+        Empty if all of them are one set without a name.
+        """
 
     @property
     def shuffled(self) -> bool:
-        """Whether each epoch has an order of its own; otherwise every epoch gives the same arrays."""
+        """Whether each epoch has its own order. If not, every epoch yields the same arrays."""
 
     @property
     def slices(self) -> Path | None:
-        """Of samples that were trained before, in this order: a file of which lane took each (`compiler/serial_reader`). None: to be decided."""
+        """A file with the lane that took each sample, if the samples were trained before.
+
+        They were then trained in this order. See `compiler/serial_reader`. If None, the lanes are
+        yet to be decided.
+        """
 
     def training(self, epoch: int) -> Iterator[tuple[Samples, np.ndarray]]:
-        """Chunks of the epoch's training samples in order, each with its samples' numbers (int64)."""
+        """Yield chunks of an epoch's training samples in order, with their numbers (int64)."""
 
     def evaluation(self) -> Iterator[tuple[Samples, np.ndarray]]:
-        """Chunks of the evaluation samples in order, each with its samples' numbers (int64), from 0."""
+        """Yield chunks of the evaluation samples in order, with their numbers (int64) from 0."""
 
 
 @dataclass(frozen=True)
 class PieceOrder:
-    """Samples as ranges of pieces, in order: rows starts[i] .. ends[i] - 1 of piece names[i]. starts, ends: int64 [pieces]."""
+    """An order of samples, as ranges of pieces: rows starts[i] .. ends[i] - 1 of piece names[i].
+
+    Attributes:
+        starts: int64 [pieces].
+        ends: int64 [pieces].
+    """
 
     names: tuple[str, ...]
     starts: Int64s
@@ -271,13 +334,13 @@ class PieceOrder:
 
     @classmethod
     def whole(cls, pieces: Sequence[tuple[str, int]]) -> PieceOrder:
-        """All rows of pieces given as (name, rows)."""
+        """Return the order of all rows of pieces, given as (name, rows)."""
         rows = np.array([rows for _, rows in pieces], np.int64)
         return cls(tuple(name for name, _ in pieces), np.zeros(len(rows), np.int64), rows)
 
     @classmethod
     def joined(cls, orders: Sequence[PieceOrder]) -> PieceOrder:
-        """Orders (at least one), one after the other."""
+        """Concatenate orders, at least one."""
         return cls(
             tuple(name for order in orders for name in order.names),
             np.concatenate([order.starts for order in orders]),
@@ -286,11 +349,14 @@ class PieceOrder:
 
     @property
     def rows(self) -> int:
-        """Samples in all."""
+        """The number of samples in all ranges."""
         return int((self.ends - self.starts).sum())
 
     def slice(self, first: int, last: int) -> PieceOrder:
-        """Samples first .. last - 1 of this order; pieces that have none of them are left out."""
+        """Return samples first .. last - 1 of this order.
+
+        Pieces without any of these samples are left out.
+        """
         before = np.concatenate(([0], np.cumsum(self.ends - self.starts)))  # samples before each range
         starts = self.starts + np.clip(first - before[:-1], 0, self.ends - self.starts)
         ends = self.starts + np.clip(last - before[:-1], 0, self.ends - self.starts)
@@ -298,18 +364,21 @@ class PieceOrder:
         return PieceOrder(tuple(self.names[i] for i in kept), starts[kept], ends[kept])
 
     def range(self, place: int) -> PieceOrder:
-        """One of the ranges as an order of its own."""
+        """Return one of the ranges as an order of its own."""
         return PieceOrder(self.names[place : place + 1], self.starts[place : place + 1], self.ends[place : place + 1])
 
 
 def held_out(rows: int, fraction: float) -> int:
-    """How many samples at the end of an order of `rows` are held out for evaluation."""
+    """Return how many samples at the end of an order of `rows` are held out for evaluation."""
     return math.floor(fraction * rows)
 
 
 @dataclass(frozen=True, slots=True)
 class PieceRuns:
-    """The keys of runs in a folder, each opened when it is asked for: there may be more runs than files that can be open."""
+    """The keys of the runs in a folder.
+
+    Each run is opened on request, since there may be more runs than files that can be open at once.
+    """
 
     folder: Path
     names: Sequence[str]
@@ -324,19 +393,25 @@ class PieceRuns:
 
 
 def gather(folder: Path, order: PieceOrder) -> tuple[Samples, pa.Array]:
-    """The samples and keys of all ranges of an order (at least one), copied, one after the other."""
+    """Copy the samples and keys of all ranges of an order, concatenated.
+
+    Args:
+        folder: the folder of the pieces.
+        order: at least one range.
+    """
     parts, keys = [], []
     for name, start, end in zip(order.names, order.starts.tolist(), order.ends.tolist(), strict=True):
         samples, column, _ = read_piece(folder / name)
         assert column is not None, "a run has keys"
         places = np.arange(start, end)
-        parts.append(samples.take(places))  # a copy, so that the file is closed before the next one is opened
+        # Copy the samples, so that this file is closed before the next one is opened.
+        parts.append(samples.take(places))
         keys.append(column.take(pa.array(places)))
     return Samples.concat(parts), pa.concat_arrays(keys)
 
 
 def read_order(folder: Path, order: PieceOrder) -> Iterator[tuple[Samples, pa.Array | None]]:
-    """The samples and keys of an order, range by range; views of the mapped pieces."""
+    """Yield the samples and keys of an order, range by range, as views of the mapped pieces."""
     for name, start, end in zip(order.names, order.starts.tolist(), order.ends.tolist(), strict=True):
         samples, keys, _ = read_piece(folder / name)
         yield samples.slice(start, end), None if keys is None else keys.slice(start, end - start)
@@ -344,8 +419,13 @@ def read_order(folder: Path, order: PieceOrder) -> Iterator[tuple[Samples, pa.Ar
 
 @dataclass(frozen=True)
 class PieceSource:
-    """An OrderedSource of pieces in a folder. epochs: empty, or each epoch's order of pieces, whose keys are sample numbers; slices, evaluation_sets:
-    see there.
+    """An `OrderedSource` of pieces in a folder.
+
+    Attributes:
+        epochs: the order of pieces of each epoch, whose keys are sample numbers. Empty without a
+            shuffle.
+        slices: see `OrderedSource`.
+        evaluation_sets: see `OrderedSource`.
     """
 
     folder: Path
@@ -357,26 +437,29 @@ class PieceSource:
 
     @property
     def expected_samples(self) -> int:
-        """Samples of one epoch."""
+        """The number of samples of one epoch."""
         return self.training_samples
 
     @property
     def training_samples(self) -> int:
-        """Samples of one epoch."""
+        """The number of samples of one epoch."""
         return self.training_order.rows
 
     @property
     def evaluation_samples(self) -> int:
-        """Samples of one pass."""
+        """The number of samples of one evaluation pass."""
         return self.evaluation_order.rows
 
     @property
     def shuffled(self) -> bool:
-        """Whether each epoch has an order of its own."""
+        """Whether each epoch has its own order."""
         return bool(self.epochs)
 
     def training(self, epoch: int) -> Iterator[tuple[Samples, np.ndarray]]:
-        """Chunks of the epoch's training samples in order, with their numbers, from 0 in the order without a shuffle."""
+        """Yield chunks of an epoch's training samples in order, with their numbers.
+
+        Numbers count from 0 in the order without a shuffle.
+        """
         if not self.epochs:
             yield from self._counted(self.training_order)
             return
@@ -385,7 +468,7 @@ class PieceSource:
             yield samples, numbers.to_numpy()
 
     def evaluation(self) -> Iterator[tuple[Samples, np.ndarray]]:
-        """Chunks of the evaluation samples in order, with their numbers, from 0."""
+        """Yield chunks of the evaluation samples in order, with their numbers from 0."""
         yield from self._counted(self.evaluation_order)
 
     def _counted(self, order: PieceOrder) -> Iterator[tuple[Samples, np.ndarray]]:

@@ -1,4 +1,4 @@
-"""Typed records, with every malformed one located."""
+"""Typed records, with the location of every malformed one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ import numpy as np
 import pyarrow as pa
 
 MOST_REJECTS = 100
-"""Malformed records of a piece that are kept with all their details; more are only counted."""
+"""How many malformed records of a piece are kept in full. Further ones are only counted."""
 
 _MOST_TEXT = 80  # characters of a malformed value that are shown
 
 
 class Cause(NamedTuple):
-    """Why a record is malformed: the column at fault, its value as text, and the rule broken."""
+    """Why a record is malformed.
+
+    Attributes:
+        field: the malformed column.
+        value: the value as text.
+        reason: the rule that the value breaks.
+    """
 
     field: str
     value: str
@@ -26,7 +32,15 @@ class Cause(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RejectedRecord:
-    """A malformed record: the file, the line (or Parquet row) from 1, the column at fault, its value as text, and the rule broken."""
+    """A malformed record.
+
+    Attributes:
+        file: the path of the file.
+        line: the line, or the row of a Parquet file, from 1.
+        field: the malformed column.
+        value: the value as text.
+        reason: the rule that the value breaks.
+    """
 
     file: str
     line: int
@@ -40,14 +54,23 @@ class RejectedRecord:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Well-formed records, not encoded yet.
+    """Well-formed records before encoding.
 
-    labels: float32 [n, labels]. dense: float64 [n, dense width], NaN where missing. categorical: per feature an Arrow array [n] of
-    values, or large lists of values where the feature is multi-valued: integers for the encoding id, else string or large_string; null
-    or "" where missing. keys: an Arrow array [n] of the order_by column, null where missing: integers, decimals, float64 or string; None
-    without order_by. weights: float32 [n], None without a column of them. groups: int64 [n], hash64 of the texts of the group column, 0 where
-    missing; None without one. noticed: int64 [features + 1, COUNTS], what samples/noticed counts of each feature, and of group; None where nothing
-    is. rejects: the first of the malformed records among these, at most MOST_REJECTS; causes: of all of them, and how many each has.
+    Attributes:
+        labels: float32 [n, labels].
+        dense: float64 [n, dense width], NaN where missing.
+        categorical: for each feature an Arrow array [n] of values, or large lists of values if the
+            feature is multi-valued. Values are integers for the encoding `id`, else string or
+            large_string. Missing ones are null or "".
+        keys: an Arrow array [n] of the order_by column: integers, decimals, float64 or string, null
+            where missing. None without order_by.
+        weights: float32 [n]. None without a column of weights.
+        groups: int64 [n], hash64 of the texts of the group column, 0 where missing. None without a
+            group column.
+        noticed: int64 [features + 1, COUNTS], the counts of `samples/column_counts` for each
+            feature and for group. None if nothing was counted.
+        rejects: the first malformed records among the rows, at most MOST_REJECTS.
+        causes: cause -> how many of all malformed records have it.
     """
 
     labels: np.ndarray
@@ -62,14 +85,14 @@ class Records:
 
     @property
     def rejected(self) -> int:
-        """How many records among these are malformed."""
+        """The number of malformed records among the rows."""
         return sum(self.causes.values())
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def filter(self, mask: np.ndarray) -> Records:
-        """The records where mask (bool [n]) holds."""
+        """Return the records for which mask, bool [n], is true."""
         chosen = pa.array(mask)
         return Records(
             self.labels[mask],
@@ -85,13 +108,20 @@ class Records:
 
 
 class Faults:
-    """Malformed rows of one piece: for each the first field at fault, in the order of the checks."""
+    """The malformed rows of one piece.
+
+    For each row the first malformed field is kept, in the order of the checks.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[int, Cause] = {}
 
     def add(self, row: int, field: str, value: object, reason: str) -> None:
-        """Note that the row's field breaks a rule: `reason` says what the value must be."""
+        """Record that a field of a row breaks a rule.
+
+        Args:
+            reason: the rule, saying what the value must be.
+        """
         self._rows.setdefault(row, Cause(field, "" if value is None else str(value)[:_MOST_TEXT], reason))
 
     def __bool__(self) -> bool:
@@ -104,10 +134,14 @@ class Faults:
 
     @property
     def causes(self) -> Counter[Cause]:
-        """How many malformed rows each cause has."""
+        """The number of malformed rows for each cause."""
         return Counter(self._rows.values())
 
     def rejected(self, file: str, line_of: Callable[[np.ndarray], np.ndarray]) -> list[RejectedRecord]:
-        """The first malformed records, at most MOST_REJECTS, by line. line_of: rows -> lines."""
+        """Return the first malformed records by line, at most MOST_REJECTS.
+
+        Args:
+            line_of: maps rows to lines.
+        """
         rows = self.rows[:MOST_REJECTS]
         return [RejectedRecord(file, int(line), *self._rows[int(row)]) for row, line in zip(rows, line_of(rows), strict=True)]

@@ -1,4 +1,7 @@
-"""Vocabularies: values counted in pieces, merged, ordered by frequency, looked up by hash (docs/definitions.md, Encoding)."""
+"""Vocabularies: values are counted in pieces, merged, ordered by frequency and looked up by hash.
+
+See docs/definitions.md, Encoding.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,19 @@ from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.records import Records
 
 COUNTS = pa.schema([("value", pa.large_binary()), ("count", pa.int64())])
-"""Columns of a table of counts: each value once, in no particular order."""
+"""The columns of a table of counts. Each value occurs once, in no particular order."""
 
 _FORMAT = b"foreload vocabulary 1"
 
 
 def count_values(records: Records, spec: FeatureSpec, table: int) -> pa.Table:
-    """How often each value of the features of a table occurs in the records: COUNTS. Missing values are not counted."""
+    """Count how often each value of the features of a table occurs in the records.
+
+    Missing values are not counted.
+
+    Returns:
+        A table with the columns COUNTS.
+    """
     parts = []
     for feature, column in zip(spec.features, records.categorical, strict=True):
         if feature.table != table:
@@ -35,7 +44,10 @@ def count_values(records: Records, spec: FeatureSpec, table: int) -> pa.Table:
 
 
 def merge_counts(parts: Sequence[pa.Table]) -> pa.Table:
-    """The counts of all parts together, by ascending value, so that the result does not depend on the order of the parts."""
+    """Add up the counts of all parts.
+
+    The result is ordered by value, so it does not depend on the order of the parts.
+    """
     merged = pa.concat_tables([COUNTS.empty_table(), *parts]).combine_chunks()
     merged = merged.filter(pc.greater(pc.fill_null(pc.binary_length(merged["value"]), 0), 0))
     merged = merged.group_by("value", use_threads=False).aggregate([("count", "sum")])
@@ -44,21 +56,33 @@ def merge_counts(parts: Sequence[pa.Table]) -> pa.Table:
 
 
 class Vocabulary:
-    """The values kept for one table, by id: values[i] has id 2 + i; 0 is missing, 1 is any other value.
+    """The values kept for one table: values[i] has id 2 + i, 0 is missing, 1 is any other value.
 
-    values: large_binary [kept]. Looking up takes a hash table of 4 to 8 bytes a value, built once per process.
+    The lookup uses a hash table with 2 to 4 entries a value, of 4 bytes each (8 from 2^31 values
+    on), built once per process.
+
+    Args:
+        values: large_binary [kept].
     """
 
     def __init__(self, values: pa.Array) -> None:
         self._values = values.cast(pa.large_binary())
         self._data, self._offsets = text_buffers(self._values)
+        # A power of two, so that the low bits of a hash name an entry. At most half of the entries
+        # are filled, so searches are short and always reach a free one.
         size = 1 << max(1, 2 * len(values) - 1).bit_length()
         self._places = np.full(size, -1, np.int32 if len(values) < 1 << 31 else np.int64)
         _insert(hash_strings(self._data, self._offsets), self._places)
 
     @staticmethod
     def of(counts: pa.Table, min_count: int) -> Vocabulary:
-        """The values that occur at least min_count times, by descending count, then by bytes ascending."""
+        """Return the vocabulary of the values that occur at least min_count times.
+
+        They are ordered by descending count, then by ascending bytes.
+
+        Args:
+            counts: a table with the columns COUNTS.
+        """
         kept = counts.filter(pc.greater_equal(counts["count"], min_count))
         kept = kept.sort_by([("count", "descending"), ("value", "ascending")])
         return Vocabulary(_whole(kept["value"]))
@@ -68,11 +92,18 @@ class Vocabulary:
 
     @property
     def values(self) -> pa.Array:
-        """The values in the order of their ids: large_binary."""
+        """The values in the order of their ids, large_binary."""
         return self._values
 
     def ids(self, texts: pa.Array) -> np.ndarray:
-        """string or large_string [n], null or "" where missing -> int64 [n]."""
+        """Look up the ids of texts.
+
+        Args:
+            texts: string or large_string [n], null or "" where missing.
+
+        Returns:
+            int64 [n].
+        """
         data, offsets = text_buffers(texts)
         out = np.empty(len(texts), np.int64)
         _look_up(data, offsets, hash_strings(data, offsets), self._data, self._offsets, self._places, out)
@@ -80,12 +111,19 @@ class Vocabulary:
         return out
 
     def texts(self, ids: np.ndarray) -> pa.Array:
-        """The values of ids (int64 [n]): string [n], null for 0 and 1, which no single value has."""
+        """Return the values of ids.
+
+        Args:
+            ids: int64 [n].
+
+        Returns:
+            string [n]. Ids 0 and 1 stand for no single value and become null.
+        """
         places = pa.array(ids - 2, mask=ids < 2)
         return self._values.take(places).cast(pa.string())
 
     def save(self, path: str | Path) -> None:
-        """Write the values as an Arrow IPC file, by temporary name and rename."""
+        """Write the values as an Arrow IPC file, under a temporary name that is then renamed."""
         path = Path(path)
         batch = pa.record_batch([self._values], ["value"]).replace_schema_metadata({"format": _FORMAT})
         with replacing(path) as temporary, pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
@@ -93,7 +131,11 @@ class Vocabulary:
 
     @staticmethod
     def load(path: str | Path) -> Vocabulary:
-        """Read what save wrote, by memory map. Raises FeatureError."""
+        """Memory-map a file that `save` wrote.
+
+        Raises:
+            FeatureError: the file is not a vocabulary of this version.
+        """
         try:
             batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
         except (OSError, pa.ArrowException) as error:
@@ -107,12 +149,16 @@ class Vocabulary:
 
 
 def _whole(column: pa.ChunkedArray) -> pa.Array:
-    """A column as one array; an empty one has no chunk to take."""
+    """Return a column as one array. An empty column has no chunk to return."""
     return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
 
 
 def text_buffers(texts: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """An array of texts as bytes uint8 and offsets [n + 1] (int32 or int64) into them."""
+    """Return the bytes and offsets of an array of texts, as views.
+
+    Returns:
+        The bytes, uint8, and the offsets [n + 1] into them, int32 or int64.
+    """
     _, offsets, data = texts.buffers()
     large = pa.types.is_large_string(texts.type) or pa.types.is_large_binary(texts.type)
     if offsets is None or not offsets.size:
@@ -123,7 +169,13 @@ def text_buffers(texts: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 
 @nb.njit(nogil=True, cache=True)
 def _insert(hashes: np.ndarray, places: np.ndarray) -> None:
-    """Enter values by their hashes into an open hash table: places is -1 where free, else a value's place."""
+    """Enter values by their hashes into an open-addressing hash table.
+
+    Args:
+        hashes: uint64 [values].
+        places: the table, its size a power of two. A free entry is -1, another one the place of a
+            value.
+    """
     mask = np.uint64(len(places) - 1)
     for i in range(len(hashes)):
         at = hashes[i] & mask
@@ -142,7 +194,13 @@ def _look_up(
     places: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """The ids of texts: 0 for an empty one, 1 for an unknown one. known_data and known_offsets: the values that places names."""
+    """Write the ids of texts to out: 0 for an empty text, 1 for an unknown one.
+
+    Args:
+        known_data: the bytes of the values in the hash table.
+        known_offsets: the offsets of the values into known_data.
+        places: as in `_insert`.
+    """
     mask = np.uint64(len(places) - 1)
     for i in range(len(out)):
         start, length = offsets[i], offsets[i + 1] - offsets[i]

@@ -1,4 +1,7 @@
-"""Sources of samples: planned as splits that are read apart from each other, parsed into typed records, encoded."""
+"""Sources of samples.
+
+A source is planned as splits, which are read independently, parsed into typed records and encoded.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +42,14 @@ __all__ = [
 
 
 def plan_splits(source: Source, spec: FeatureSpec) -> list[Split]:
-    """The splits of a source, in its order: files of each pattern by path, splits by place. Reads headers and footers only.
+    """Return the splits of a source, in its order.
 
-    Raises SourceError where a pattern names no file, or a file cannot be opened or lacks a column; FeatureError where the spec
-    asks for what a synthetic source does not have.
+    The files of each pattern are ordered by path, and their splits by position. Only headers and
+    footers are read, and values of order_by if its type has to be determined from them.
+
+    Raises:
+        SourceError: a pattern matches no file, or a file cannot be opened or lacks a column.
+        FeatureError: the spec needs a column that a synthetic source does not have.
     """
     if source.format == "synthetic":
         return plan_synthetic(source, spec)
@@ -55,9 +62,19 @@ def plan_splits(source: Source, spec: FeatureSpec) -> list[Split]:
 
 
 def read_records(split: Split, spec: FeatureSpec, scales: Sequence[Scale] = ()) -> Iterator[Records]:
-    """The records of a split in order, typed but not encoded, in pieces of at most PIECE_ROWS. scales: as `convert` has them. Raises SourceError.
+    """Yield the records of a split in order, typed but not encoded.
 
-    Where pieces are cut is a function of the file and the split alone. A piece may be empty but for its rejects.
+    A piece has at most PIECE_ROWS records.
+
+    The boundaries of pieces are a function of the file and the split alone. A piece may have no
+    records, only rejects.
+
+    Args:
+        scales: as in `convert`.
+
+    Raises:
+        SourceError: the file cannot be read, or a whole column has a type that does not fit its
+            use.
     """
     if split.kind == "synthetic":
         return read_synthetic(split, spec)

@@ -1,10 +1,11 @@
-"""Cut delimited text into columns by compiled loops where it is plain: one line a record, no quotes, every line with all its fields.
+"""Compiled loops that cut plain delimited text into columns, and that find rows of quoted text.
 
-What is not plain is left to the general reader, which knows quotes and says what is wrong where.
+Text is plain if every line is one record, with all its fields and no quotes. Other text is left to
+the general reader, which knows quotes and reports what is wrong where.
 
-Where rows of quoted text start and end is decided as Arrow's reader does, which does not say where
-that is. A quote opens a value only where the value begins; two quotes in a quoted value stand for
-one; after the closing quote everything is taken as it is.
+Arrow's reader does not say where rows of quoted text start and end, so `Bounds` finds them by the
+same rules. A quote opens a value only where the value begins. Two quotes in a quoted value stand
+for one. After the closing quote everything is taken as it is.
 """
 
 from __future__ import annotations
@@ -19,22 +20,29 @@ from foreload.base.compiled import nb
 from foreload.base.hashing import load_word, lowest_bit, store_word
 
 _NEWLINE, _RETURN, _QUOTE, _MINUS, _POINT, _ZERO = (np.uint8(ord(c)) for c in '\n\r"-.0')
-_CHUNK_LINES = 512  # lines whose bytes and bounds stay in cache while one column after the other is taken from them
-_MOST_DIGITS = 15  # such an integer and such a power of ten are exact in float64, so that their quotient is rounded once
+# Lines of a chunk. Its bytes and bounds stay in cache while one column after the other is taken.
+_CHUNK_LINES = 512
+# An integer of so many digits and such a power of ten are exact in float64, so their quotient is
+# rounded once.
+_MOST_DIGITS = 15
 _POWERS = 10.0 ** np.arange(_MOST_DIGITS + 1)
 _EVERY_BYTE, _LOW_BITS = np.uint64(0x0101010101010101), np.uint64(0x7F7F7F7F7F7F7F7F)
-_GATHER = np.uint64(0x0102040810204080)  # a multiplication by it brings the lowest bits of 8 bytes together in the highest byte
+# Multiplying by this gathers the lowest bits of 8 bytes in the highest byte.
+_GATHER = np.uint64(0x0102040810204080)
 _ZEROS, _HIGH_HALVES, _SIX_EACH = np.uint64(0x30) * _EVERY_BYTE, np.uint64(0xF0) * _EVERY_BYTE, np.uint64(6) * _EVERY_BYTE
 _MOST_BYTES = (1 << 31) - 9  # places are int32
 
 Holds = Callable[[np.ndarray], np.ndarray]
-"""Whether each value of a column keeps a rule: float64 [n] -> bool [n]."""
+"""A rule for the values of a column: float64 [n] -> bool [n], whether each value keeps it."""
 
 
 class Fields:
-    """Where the fields of plain lines stand.
+    """Where the fields of plain lines are.
 
-    data: uint8 [bytes]. starts: int32 [lines], where a line starts. ends: int32 [lines, columns], where its fields end.
+    Args:
+        data: uint8 [bytes].
+        starts: int32 [lines], where each line starts.
+        ends: int32 [lines, columns], where its fields end.
     """
 
     def __init__(self, data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
@@ -45,7 +53,18 @@ class Fields:
 
     @staticmethod
     def of(data: bytes, delimiter: str, columns: int, quoting: bool) -> Fields | None:
-        """The fields of whole lines of UTF-8; None where they are not plain, or a line is blank or lacks fields or has too many."""
+        """Find the fields of whole lines of UTF-8.
+
+        Args:
+            data: the lines.
+            delimiter: one ASCII character.
+            columns: the number of fields of a line.
+            quoting: whether quotes have a meaning.
+
+        Returns:
+            The fields. None if the lines are not plain, or one is blank or has too few or too many
+            fields.
+        """
         if len(data) > _MOST_BYTES or (quoting and b'"' in data):
             return None
         returns = b"\r" in data
@@ -53,8 +72,10 @@ class Fields:
             return None
         lines = data.count(b"\n") + (not data.endswith(b"\n"))
         characters = np.frombuffer(data, np.uint8)
+        # _find_ends needs room for 64 more ends at every turn.
         field_ends = np.empty(lines * columns + 128, np.int32)
         count = _find_ends(characters, np.uint8(ord(delimiter)), field_ends)
+        # The last line may end without a line break. Its last field then ends with the data.
         if not data.endswith(b"\n") and count < len(field_ends):
             field_ends[count] = len(data)
             count += 1
@@ -64,10 +85,16 @@ class Fields:
         return Fields(characters, starts, ends)
 
     def columns(self, places: Iterable[int], numbers: Collection[int], rules: Sequence[tuple[int, Holds]]) -> dict[int, pa.Array]:
-        """The columns at places: string [lines], null where empty, or float64 [lines], NaN where empty.
+        """Return the columns at places.
 
-        numbers: the places of columns that are numbers wherever all their values are plain decimals of up to 15 digits, and keep all rules
-        that their column has.
+        Args:
+            places: the columns to return.
+            numbers: the columns to parse as numbers. A column stays text unless all its values are
+                plain decimals of up to 15 digits and keep the column's rules.
+            rules: (place, rule) pairs. A column may have several rules.
+
+        Returns:
+            place -> string [lines], null where empty, or float64 [lines], NaN where empty.
         """
         wanted = np.array(sorted(set(places) & set(numbers)), np.int64)
         values = np.empty((len(wanted), len(self)), np.float64)
@@ -81,7 +108,8 @@ class Fields:
         sizes = np.zeros(len(texts), np.int64)
         offsets = np.empty((len(texts), len(self) + 1), np.int32)
         _find_texts(self._starts, self._ends, texts, sizes)
-        # Words are copied whole, so up to 7 bytes behind a column's last one are written too.
+        # Texts are copied in words of 8 bytes, so up to 7 bytes behind a column's last one are
+        # written too.
         bases = np.concatenate(([0], np.cumsum(sizes + 8)))
         out = np.empty(bases[-1], np.uint8)
         _copy_texts(self._data, self._starts, self._ends, texts, bases, offsets, out)
@@ -95,19 +123,32 @@ class Fields:
 
 @nb.njit(nogil=True, cache=True)
 def _equal_bytes(word: np.uint64, repeated: np.uint64) -> np.uint64:
-    """A bit for every byte in which two words are equal, 8 in all: bit k for byte k."""
+    """Return which bytes of two words are equal: bit k is set if byte k is.
+
+    Args:
+        repeated: the byte to find, 8 times.
+    """
     different = word ^ repeated
-    # The top bit of every byte that is zero in `different`: adding 0x7F carries into it from any other bit, and never into the next byte.
+    # Set the top bit of every byte that is zero in `different`. Adding 0x7F carries into the top
+    # bit from any other bit, and never into the next byte.
     tops = ~(((different & _LOW_BITS) + _LOW_BITS) | different | _LOW_BITS)
     return ((tops >> np.uint64(7)) * _GATHER) >> np.uint64(56)
 
 
 @nb.njit(nogil=True, cache=True)
 def _find_ends(data: np.ndarray, delimiter: int, ends: np.ndarray) -> np.int64:
-    """Where delimiters and line breaks stand; returns how many there are, or len(ends) where they may be too many for it.
+    """Find all delimiters and line breaks.
 
-    64 bytes at a time: a bit for each that separates fields, then the bits' places from the lowest on. The room left in ends is never below 64, so
-    what is written behind the last place does no harm.
+    The loop takes 64 bytes at a time: it first sets a bit for each separator, then writes the
+    places of the bits from the lowest on. Room for 64 ends is left at every turn, so the places
+    written behind the last one do no harm.
+
+    Args:
+        data: uint8 [bytes].
+        ends: int32, filled with the places.
+
+    Returns:
+        The number of places, or len(ends) if they may not fit.
     """
     delimiters, newlines = np.uint64(delimiter) * _EVERY_BYTE, np.uint64(_NEWLINE) * _EVERY_BYTE
     count = np.int64(0)
@@ -123,7 +164,8 @@ def _find_ends(data: np.ndarray, delimiter: int, ends: np.ndarray) -> np.int64:
                     separators |= np.uint64(1) << np.uint64(at - first)
         if count + 64 > len(ends):
             return np.int64(len(ends))
-        # Eight at a time, wanted or not: a loop that ends with the last bit ends at a place that no processor guesses.
+        # Write eight places at a time, needed or not. A loop that stops at the last bit stops at a
+        # point that no processor can predict.
         kept = count
         while separators != np.uint64(0):
             for k in range(8):
@@ -136,13 +178,21 @@ def _find_ends(data: np.ndarray, delimiter: int, ends: np.ndarray) -> np.int64:
 
 @nb.njit(nogil=True, cache=True)
 def _begin_lines(data: np.ndarray, returns: bool, ends: np.ndarray, starts: np.ndarray) -> bool:
-    """Fill starts from ends, and take line breaks of two characters for one; whether all lines are plain.
+    """Fill starts, and treat a line break of two characters as one.
 
-    ends: all delimiters and line breaks, as many as fields; there are as many line breaks as lines.
+    Args:
+        returns: whether the data has carriage returns.
+        ends: all delimiters and line breaks. There must be as many as fields, and as many line
+            breaks as lines. Adjusted for carriage returns.
+
+    Returns:
+        Whether all lines are plain.
     """
     start = np.int64(0)
     for row in range(len(starts)):
         end = np.int64(ends[row, -1])
+        # The last field of a row must end with the line. If not, a line has another number of
+        # fields.
         if end < len(data) and data[end] != _NEWLINE:
             return False
         starts[row] = start
@@ -160,11 +210,17 @@ def _begin_lines(data: np.ndarray, returns: bool, ends: np.ndarray, starts: np.n
 def _parse_numbers(
     data: np.ndarray, starts: np.ndarray, ends: np.ndarray, places: np.ndarray, values: np.ndarray, plain: np.ndarray
 ) -> None:
-    """values float64 [places, lines]; plain bool [places]: made false where a value is no plain decimal.
+    """Parse columns of plain decimals.
 
-    Up to eight digits are one word: each byte is checked to be a digit, and neighbours are put together three times, digits to pairs, pairs to fours,
-    fours to eight, each by one multiplication that adds ten (a hundred, ten thousand) times the left one to the right one. Anything longer, or with
-    a sign or a point, goes character by character.
+    Up to eight digits fit one word. Each byte is checked to be a digit. Neighbours are then
+    combined three times: digits to pairs, pairs to fours, fours to eight. Each time, one
+    multiplication adds ten (a hundred, ten thousand) times the left number to the right one. Longer
+    values, and values with a sign or a point, are parsed character by character.
+
+    Args:
+        places: int64, the columns to parse.
+        values: float64 [places, lines], filled. NaN where empty.
+        plain: bool [places], set to False for a column with a value that is not a plain decimal.
     """
     lines = len(starts)
     for first in range(0, lines, _CHUNK_LINES):
@@ -179,10 +235,10 @@ def _parse_numbers(
                     values[k, row] = np.nan
                     continue
                 if end - at <= 8 and at + 8 <= len(data):
-                    # The digits to the top of the word, zeros before them.
+                    # Shift the digits to the top of the word and put zeros before them.
                     shift = np.uint64(8 * (8 - (end - at)))
                     word = (load_word(data, at) << shift) | (_ZEROS & ((np.uint64(1) << shift) - np.uint64(1)))
-                    # A digit is 0x30 .. 0x39: its high half is 3, and still is with 6 added.
+                    # A digit is 0x30 .. 0x39. Its high half is 3, and still is after adding 6.
                     if (word & _HIGH_HALVES) == _ZEROS and ((word + _SIX_EACH) & _HIGH_HALVES) == _ZEROS:
                         word = ((word & np.uint64(0x0F0F0F0F0F0F0F0F)) * np.uint64(2561)) >> np.uint64(8)
                         word = ((word & np.uint64(0x00FF00FF00FF00FF)) * np.uint64(6553601)) >> np.uint64(16)
@@ -197,7 +253,10 @@ def _parse_numbers(
 
 @nb.njit(nogil=True, cache=True)
 def _decimal(data: np.ndarray, at: int, end: int) -> float:
-    """data[at:end], not empty, as a number; NaN where it is no plain decimal of up to 15 digits."""
+    """Return data[at:end], which is not empty, as a number.
+
+    Returns NaN if it is not a plain decimal of up to 15 digits.
+    """
     negative = data[at] == _MINUS
     if negative:
         at += 1
@@ -223,7 +282,7 @@ def _decimal(data: np.ndarray, at: int, end: int) -> float:
 
 @nb.njit(nogil=True, cache=True)
 def _find_texts(starts: np.ndarray, ends: np.ndarray, places: np.ndarray, sizes: np.ndarray) -> None:
-    """sizes int64 [places]: the bytes of each column."""
+    """Add up the bytes of each column at places, in sizes, int64 [places]."""
     for row in range(len(starts)):
         for k in range(len(places)):
             place = places[k]
@@ -240,7 +299,14 @@ def _copy_texts(
     offsets: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Write each column's bytes to out from bases[k] on, and offsets int32 [places, lines + 1] into them."""
+    """Copy the bytes of each column at places to out.
+
+    Args:
+        bases: [places + 1], where each column begins in out.
+        offsets: int32 [places, lines + 1], filled: where each value begins, counted from the base
+            of its column.
+        out: uint8, with room for 8 more bytes behind each column.
+    """
     lines = len(starts)
     offsets[:, 0] = 0
     for first in range(0, lines, _CHUNK_LINES):
@@ -250,6 +316,7 @@ def _copy_texts(
             for row in range(first, min(first + _CHUNK_LINES, lines)):
                 start = np.int64(starts[row]) if place == 0 else np.int64(ends[row, place - 1]) + 1
                 size = ends[row, place] - start
+                # Copy words, unless one would read behind the end of the data.
                 if start + size + 8 <= len(data):
                     for i in range(0, size, 8):
                         store_word(out, to + i, load_word(data, start + i))
@@ -264,10 +331,16 @@ def _copy_texts(
 class Bounds:
     """The whole rows of a block.
 
-    starts: int64 [rows + 1], bytes: where each begins, and where the last one ends. lines: int64 [rows], the line that each begins in, from
-    0. broken: bool [rows], whether a row that must be one line is none: a quote is open at its end, or a carriage return stands outside
-    of quotes. end_line: the line that follows the last row. open_line: the line of the quote that is open where the block ends, or -1.
-    long_line: the line of a quote whose value spans more lines than it may, or -1; then nothing behind it was looked at.
+    Attributes:
+        starts: int64 [rows + 1], the byte at which each row begins, and the byte at which the last
+            one ends.
+        lines: int64 [rows], the line in which each row begins, from 0.
+        broken: bool [rows], whether a row that must be one line is not: a quote is open at its end,
+            or a carriage return is outside of quotes.
+        end_line: the line after the last row.
+        open_line: the line of the quote that is open at the end of the block, or -1.
+        long_line: the line of a quote whose value spans too many lines, or -1. Nothing behind it
+            was looked at.
     """
 
     starts: np.ndarray
@@ -279,8 +352,12 @@ class Bounds:
 
     @staticmethod
     def of(data: bytes, delimiter: str, quoting: bool, most_lines: int = 0, last: bool = True) -> Bounds:
-        """The rows of a block that begins with one. most_lines: that a value may span; 0 where every line is a row, whatever is quoted.
-        last: the file ends with the block, so that what is left at its end is a row.
+        """Find the rows of a block that begins with a row.
+
+        Args:
+            most_lines: the lines that a value may span. If 0, every line is a row, with or without
+                quotes.
+            last: whether the file ends with the block, so that the rest at its end is a row.
         """
         most = data.count(b"\n") + data.count(b"\r") + 1
         starts, lines, broken = np.empty(most + 1, np.int64), np.empty(most, np.int64), np.zeros(most, np.bool_)
@@ -293,7 +370,10 @@ class Bounds:
 
 @nb.njit(nogil=True, cache=True)
 def _special_characters(delimiter: int) -> np.ndarray:
-    """Bool [256]: the characters that the rules of quoting are about; most are not, and pass by one look."""
+    """Return the characters that the rules of quoting depend on, as bool [256].
+
+    Most characters are not special, and take a single check.
+    """
     special = np.zeros(256, np.bool_)
     for character in (_NEWLINE, _RETURN, _QUOTE, delimiter):
         special[character] = True
@@ -305,10 +385,13 @@ def _find_rows(
     data: np.ndarray, delimiter: int, quoting: bool, most_lines: int, last: bool,
     starts: np.ndarray, lines: np.ndarray, broken: np.ndarray,
 ) -> tuple[int, int, int, int]:  # fmt: skip
-    """Fill starts, lines and broken; returns rows, end_line, open_line and long_line.
+    """Fill starts, lines and broken, as `Bounds` describes them.
 
-    One row a turn of the outer loop, one character a turn of the inner one. `begins`: a value begins with the next character, so a quote there
-    opens it.
+    The outer loop takes one row a turn, the inner loop one character. While `begins` is true, the
+    next character begins a value, so a quote there opens it.
+
+    Returns:
+        The number of rows, end_line, open_line and long_line.
     """
     rows = at = line = 0
     size = len(data)

@@ -1,4 +1,7 @@
-"""Files wherever Beam's filesystems reach. The one place of the sources that touches Beam, and only when a file is asked for."""
+"""Files on any of Beam's filesystems.
+
+This is the only module of the sources that imports Beam, and only when a file is requested.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file that a pattern names."""
+    """A file that matches a pattern."""
 
     path: str
     size_bytes: int
@@ -59,14 +62,18 @@ class File:
 
 @contextmanager
 def quiet_import() -> Iterator[None]:
-    """Import Beam without its warning about Google's client libraries, which nothing here uses, and without searches for garbage."""
+    """Import Beam without garbage collection, and without one warning.
+
+    The warning is about Google's client libraries, which nothing here uses.
+    """
 
     def keep(record: logging.LogRecord) -> bool:
         return "apitools" not in record.getMessage()
 
     root = logging.getLogger()
     root.addFilter(keep)
-    # Imports make hundreds of thousands of objects that stay: no search for cycles of garbage goes through them, now or later.
+    # Imports create hundreds of thousands of objects that stay alive. Garbage collection is off
+    # meanwhile, and the objects are then frozen, so no later collection looks at them either.
     collected, modules = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
@@ -80,9 +87,13 @@ def quiet_import() -> Iterator[None]:
 
 
 def match_files(patterns: Sequence[str]) -> list[File]:
-    """The files of paths or globs: patterns in the order given, each one's files by path. SourceError where one names none.
+    """Return the files that paths or globs match.
 
-    Paths are absolute: workers may stand in other folders, and Beam finds nothing by a pattern without a folder.
+    Patterns keep their order, and the files of each are ordered by path. Paths become absolute:
+    workers may run in other folders, and Beam finds nothing for a pattern without a folder.
+
+    Raises:
+        SourceError: a pattern matches no file, or cannot be looked up.
     """
     with quiet_import():
         from apache_beam.io.filesystems import FileSystems
@@ -92,7 +103,8 @@ def match_files(patterns: Sequence[str]) -> list[File]:
         try:
             place = pattern if FileSystems.get_scheme(pattern) is not None else os.path.abspath(pattern)
             matches = FileSystems.match([place])[0].metadata_list
-        except Exception as error:  # Beam's filesystems share no base class of errors
+        # The errors of Beam's filesystems have no base class in common.
+        except Exception as error:
             raise SourceError(
                 f"{pattern}: cannot be looked up ({reason_of(error)}); check the path and your access to it"
             ) from error
@@ -103,7 +115,11 @@ def match_files(patterns: Sequence[str]) -> list[File]:
 
 
 def open_file(path: str) -> BinaryIO:
-    """The file as it is, never decompressed: a readable, seekable binary object. Raises SourceError."""
+    """Open a file for binary reading and seeking, without decompressing it.
+
+    Raises:
+        SourceError: the file cannot be opened.
+    """
     with quiet_import():
         from apache_beam.io.filesystem import CompressionTypes
         from apache_beam.io.filesystems import FileSystems
@@ -115,7 +131,14 @@ def open_file(path: str) -> BinaryIO:
 
 
 def open_arrow(path: str) -> pa.NativeFile:
-    """The file as Arrow reads it; a local one without Python in between, whose lock workers in threads share. Raises SourceError."""
+    """Open a file for reading by Arrow.
+
+    Arrow reads a local file itself. Reads through Python would contend for Python's lock, which
+    worker threads share.
+
+    Raises:
+        SourceError: the file cannot be opened.
+    """
     with quiet_import():
         from apache_beam.io.filesystems import FileSystems
 
@@ -128,15 +151,20 @@ def open_arrow(path: str) -> pa.NativeFile:
 
 
 def compression(path: str) -> str | None:
-    """gzip, zstd or None, by the file's name."""
+    """Return the compression that the file's name implies: "gzip", "zstd" or None."""
     return next((name for suffix, name in _SUFFIXES.items() if path.endswith(suffix)), None)
 
 
 def kind_of(file: BinaryIO | pa.NativeFile) -> str | None:
-    """What a file is by its first bytes, "text" or another format; None where they do not show it. The file is at its start, and stays."""
+    """Return the format of a file by its first bytes: "text", another one, or None if unknown.
+
+    Args:
+        file: at its start, where it also is on return.
+    """
     head = file.read(_HEAD_BYTES)
     file.seek(0)
-    if head and _is_text(head):  # first, as the names of columns may begin like anything
+    # Text comes first, since column names may begin with any of the other formats' first bytes.
+    if head and _is_text(head):
         return "text"
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
 
@@ -151,14 +179,18 @@ def _is_text(head: bytes) -> bool:
 
 
 def other_kind(path: str, wanted: str, kind: str) -> SourceError:
-    """The error of a file that is of another kind than wanted."""
+    """Return the error for a file of another format than expected."""
     remedy = _REMEDIES.get(kind, "convert it to text or Parquet")
     return SourceError(f"{path}: is {kind}, not {wanted}; check --format and the file's name, or {remedy}")
 
 
 @contextmanager
 def open_stream(path: str) -> Iterator[BinaryIO]:
-    """The file's contents from its start, decompressed. SourceError where it is no text, or cannot be opened or read to its end."""
+    """Open the decompressed contents of a text file.
+
+    Raises:
+        SourceError: the file is not text, or cannot be opened or read to its end.
+    """
     with reading(path), open_file(path) as file:
         codec = compression(path)
         kind = kind_of(file)
@@ -175,7 +207,7 @@ def open_stream(path: str) -> Iterator[BinaryIO]:
 
 
 class _Chunks(io.RawIOBase):
-    """Chunks of bytes, none of them empty, as a file."""
+    """A file-like object over chunks of bytes, none of them empty."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         super().__init__()
@@ -185,7 +217,7 @@ class _Chunks(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """What is left of a chunk, or the next one's beginning; 0 at the end."""
+        """Copy the rest of the current chunk, or part of the next one. Returns 0 at the end."""
         if not self._left:
             self._left = memoryview(next(self._chunks, b""))
         size = min(len(buffer), len(self._left))
@@ -195,9 +227,13 @@ class _Chunks(io.RawIOBase):
 
 
 def _gunzip(file: BinaryIO) -> Iterator[bytes]:
-    """The contents of all members of a gzip file, and nothing of the zero bytes that may follow each, which Arrow's reader refuses.
+    """Yield the contents of all members of a gzip file.
 
-    EOFError where the file ends within a member, OSError where it is damaged.
+    Zero bytes may follow each member and are skipped. Arrow's reader would refuse them.
+
+    Raises:
+        EOFError: the file ends within a member.
+        OSError: the file is damaged.
     """
     data = file.read(_READ_BYTES)
     while data:
@@ -218,7 +254,7 @@ def _gunzip(file: BinaryIO) -> Iterator[bytes]:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Turns a failed read of path into a SourceError."""
+    """Turn a failed read of path into a SourceError."""
     try:
         yield
     except (OSError, EOFError) as error:
@@ -228,12 +264,12 @@ def reading(path: str) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """What an error says, on a line."""
-    # Of the number, not the message: Arrow's repeats the path.
+    """Return the message of an error, on one line."""
+    # Prefer the text of the error number. Arrow's message repeats the path.
     text = (os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)) or type(error).__name__
     return printable(text.splitlines()[0])
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal would take for a command written out."""
+    """Return the text with control characters escaped, so that a terminal does not act on them."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,4 +1,4 @@
-"""What the beginning of a text file shows: the names of its columns, and the first values of the order_by column."""
+"""The beginning of a text file: column names, and the first values of the order_by column."""
 
 from __future__ import annotations
 
@@ -26,21 +26,37 @@ _SHOWN_CHARACTERS = 1000
 
 
 def delimiter_of(path: str) -> str:
-    """The delimiter that a file's name implies, whatever it is compressed by: a tab in .tsv and .tab files, else a comma."""
+    """Return the delimiter that a file's name implies.
+
+    It is a tab for .tsv and .tab files, else a comma. A suffix for compression is ignored.
+    """
     name = path.removesuffix(".gz").removesuffix(".zst")
     return "\t" if name.endswith((".tsv", ".tab")) else ","
 
 
 def shown_names(names: Sequence[str]) -> str:
-    """The names of columns as an error shows them: the first ones, without what a terminal would take for a command."""
+    """Return column names as an error shows them.
+
+    Only the first ones are shown, with control characters escaped for the terminal.
+    """
     text = ", ".join(names[:_SHOWN_COLUMNS])
     return printable(text[:_SHOWN_CHARACTERS]) + (", ..." if len(names) > _SHOWN_COLUMNS or len(text) > _SHOWN_CHARACTERS else "")
 
 
 def read_header(path: str, spec: FeatureSpec, text: TextFormat) -> tuple[tuple[str, ...], int, int]:
-    """The names of a file's columns, and where its records begin: bytes of the decompressed file, and the line, from 1.
+    """Return the names of a file's columns, and where its records begin.
 
-    text: with the delimiter filled in; its columns are the names where it has some. SourceError where a column that the spec needs is not there once.
+    Args:
+        text: with the delimiter filled in. If it has columns, they are the names, and the file has
+            no header.
+
+    Returns:
+        The names, the byte at which the records begin in the decompressed file, and that line's
+        number from 1.
+
+    Raises:
+        SourceError: a column that the spec needs does not occur exactly once, or the header cannot
+            be parsed.
     """
     start, number = 0, 1
     with open_stream(path) as stream:
@@ -73,28 +89,39 @@ def read_header(path: str, spec: FeatureSpec, text: TextFormat) -> tuple[tuple[s
 
 
 def first_row(path: str, text: TextFormat) -> list[str]:
-    """The first row of a file, blank lines aside; empty where it has none. text: with the delimiter filled in."""
+    """Return the first row of a file that is not blank. Empty if the file has none.
+
+    Args:
+        text: with the delimiter filled in.
+    """
     with open_stream(path) as stream:
         head = stream.read(_HEAD_BYTES).removeprefix(_BOM)
-    with suppress(csv.Error):  # reading the file says what is wrong with it, and where
+    # Reading the file later reports what is wrong, and where.
+    with suppress(csv.Error):
         return next(filter(None, _rows(head, text)), [])
     return []
 
 
 def first_order_values(path: str, start: int, spec: FeatureSpec, text: TextFormat) -> set[str]:
-    """The values of order_by, missing ones aside, in the first 1,000 rows of a file, of those that are whole in its first MiB.
+    """Return the values of order_by in the first 1,000 rows of a file, without missing ones.
 
-    start: where the records begin, decompressed. text: with delimiter and columns filled in. Rows with too few or too many fields, or with bytes that
-    are not UTF-8, are malformed and have no values.
+    Only rows that lie wholly in the first MiB of records count. Rows with too few or too many
+    fields, or with bytes that are not UTF-8, are malformed and have no values.
+
+    Args:
+        start: the byte at which the records begin in the decompressed file.
+        text: with delimiter and columns filled in.
     """
     assert spec.order_by is not None
     with open_stream(path) as stream:
         head = stream.read(start + _HEAD_BYTES)[start:]
     if len(head) == _HEAD_BYTES:
-        head = head[: head.rfind(b"\n") + 1]  # the last one is cut short
+        # The last row may be cut short.
+        head = head[: head.rfind(b"\n") + 1]
     place = text.columns.index(spec.order_by)
     values = set()
-    with suppress(csv.Error):  # as above
+    # Reading the file later reports what is wrong, and where.
+    with suppress(csv.Error):
         for row in islice(_rows(head, text, "surrogateescape"), _HEAD_ROWS):
             if len(row) == len(text.columns) and _is_valid(row) and spec.text_of(row[place]) is not None:
                 values.add(row[place].strip())
@@ -102,7 +129,11 @@ def first_order_values(path: str, start: int, spec: FeatureSpec, text: TextForma
 
 
 def order_type_of(values: set[str]) -> OrderType | None:
-    """How values of order_by, without spaces around them, compare: as the narrowest kind that all are; None without any."""
+    """Return the narrowest type that fits all values of order_by. None without values.
+
+    Args:
+        values: texts without spaces around them.
+    """
     if not values:
         return None
     if all(parses(value, pa.int64()) for value in values):
@@ -111,8 +142,16 @@ def order_type_of(values: set[str]) -> OrderType | None:
 
 
 def check_one_kind(column: str, kinds: Iterable[tuple[str, str, str]]) -> None:
-    """Raise SourceError where the column that records are ordered by is of one kind in a file and of another one in another: their values compare,
-    but not as what they stand for. kinds: of each file path, kind, and the error's word for it.
+    """Check that the order_by column holds one kind of value in all files.
+
+    Values of different kinds would still compare, but not by what they stand for.
+
+    Args:
+        column: the name of the column.
+        kinds: for each file its path, its kind, and the word for the kind in an error.
+
+    Raises:
+        SourceError: two files differ.
     """
     of_first: tuple[str, str, str] | None = None
     for path, kind, word in kinds:
@@ -126,9 +165,15 @@ def check_one_kind(column: str, kinds: Iterable[tuple[str, str, str]]) -> None:
 
 
 def _rows(head: bytes, text: TextFormat, errors: str = "replace") -> Iterator[list[str]]:
-    """The rows of the beginning of a file, cut where the reader of all of it cuts them: at line breaks, and nowhere else. Raises csv.Error.
+    """Yield the rows at the beginning of a file.
 
-    errors: how bytes are decoded that are not UTF-8, as `bytes.decode` has it.
+    They are cut at line breaks only, as the reader of the whole file cuts them.
+
+    Args:
+        errors: how to decode bytes that are not UTF-8, as in `bytes.decode`.
+
+    Raises:
+        csv.Error: quoted text cannot be parsed.
     """
     lines = io.StringIO(head.decode(errors=errors), newline="\n")
     delimiter = text.delimiter or ","
@@ -140,7 +185,10 @@ def _rows(head: bytes, text: TextFormat, errors: str = "replace") -> Iterator[li
 
 
 def _is_valid(row: list[str]) -> bool:
-    """Whether all of a row was UTF-8, which was decoded with surrogates for what is not."""
+    """Return whether all of a row was UTF-8.
+
+    The row was decoded with surrogates for bytes that are not.
+    """
     try:
         "".join(row).encode()
     except UnicodeEncodeError:

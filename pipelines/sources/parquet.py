@@ -1,4 +1,4 @@
-"""Parquet files: one split a row group."""
+"""Parquet files. Each row group is one split."""
 
 from __future__ import annotations
 
@@ -26,12 +26,18 @@ from foreload.pipelines.sources.heads import check_one_kind, shown_names
 from foreload.pipelines.sources.splits import PIECE_ROWS, Split
 
 ORDER_KINDS = ("number", "time", "text")
-"""What values may be that records are ordered by."""
+"""The kinds of values that records can be ordered by."""
 
 
 def plan_parquet(files: list[File], spec: FeatureSpec) -> list[Split]:
-    """The splits of Parquet files; reads their footers only, and order_by where its types differ in kind. SourceError where one is damaged or lacks
-    a column, or order_by is of several kinds.
+    """Return the splits of Parquet files.
+
+    Only the footers are read. If the types of order_by differ in kind, or one cannot be ordered by,
+    that column is read too.
+
+    Raises:
+        SourceError: a file is damaged or lacks a column, or order_by does not hold one kind of
+            values that can be ordered by.
     """
     splits, ordered = [], dict[str, pa.DataType]()
     for place, file in enumerate(files):
@@ -53,9 +59,16 @@ def plan_parquet(files: list[File], spec: FeatureSpec) -> list[Split]:
 
 
 def _check_order(column: str, types: dict[str, pa.DataType], spec: FeatureSpec) -> None:
-    """Raise SourceError where order_by is of several kinds, or of a type that does not order. types: of the column, by path.
+    """Check that order_by holds one kind of values, and one that can be ordered by.
 
-    A column without values is of no kind, whatever its type; whether it has any is looked up where types differ in kind, or one does not order.
+    A column without values has no kind, whatever its type. Files are searched for values only if
+    types differ in kind, or if a type cannot be ordered by.
+
+    Args:
+        types: path -> type of the column.
+
+    Raises:
+        SourceError: the check fails.
     """
     kinds = {path: order_kind(type_, spec.order_type) for path, type_ in types.items()}
     if len({*kinds.values()}) > 1 or not {*kinds.values()} <= set(ORDER_KINDS):
@@ -67,14 +80,25 @@ def _check_order(column: str, types: dict[str, pa.DataType], spec: FeatureSpec) 
 
 
 def _has_values(path: str, column: str, spec: FeatureSpec) -> bool:
-    """Whether order_by has a value in a file, of which no more is read than it takes to know."""
+    """Return whether order_by has a value in a file.
+
+    Reading stops at the first batch with a value.
+    """
     with _opened(path, [column]) as parquet:
         batches = parquet.iter_batches(PIECE_ROWS, columns=[column], use_threads=False)
         return any(has_order_values(batch.column(0), spec, path) for batch in batches)
 
 
 def read_parquet(split: Split, spec: FeatureSpec, scales: Sequence[Scale] = ()) -> Iterator[Records]:
-    """The records of a row group in order, in pieces of at most PIECE_ROWS. scales: as `convert` has them. Raises SourceError."""
+    """Yield the records of a row group in order, in pieces of at most PIECE_ROWS.
+
+    Args:
+        scales: as in `convert`.
+
+    Raises:
+        SourceError: the file cannot be read, or a whole column has a type that does not fit its
+            use.
+    """
     for row, batch in _batches(split, spec):
         columns = {name: batch.column(batch.schema.get_field_index(name)) for name in spec.columns}
 
@@ -85,7 +109,7 @@ def read_parquet(split: Split, spec: FeatureSpec, scales: Sequence[Scale] = ()) 
 
 
 def _batches(split: Split, spec: FeatureSpec) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The row group's batches, each with the rows of the file before it."""
+    """Yield the batches of the row group, each with the number of rows before it in the file."""
     with _opened(split.path, spec.columns) as parquet:
         if spec.order_by is not None:
             _check_times(parquet, split, spec.order_by)
@@ -96,7 +120,14 @@ def _batches(split: Split, spec: FeatureSpec) -> Iterator[tuple[int, pa.RecordBa
 
 
 def _check_times(parquet: pq.ParquetFile, split: Split, name: str) -> None:
-    """SourceError where a row group has INT96 times beyond the range of nanoseconds, at which Arrow starts anew without a word."""
+    """Check that the INT96 times of a row group fit nanoseconds.
+
+    Arrow wraps around silently beyond that range. So the column is also read in microseconds, and
+    the two are compared.
+
+    Raises:
+        SourceError: a time lies outside the range.
+    """
     schema = parquet.schema
     if not any(schema.column(k).path == name and schema.column(k).physical_type == "INT96" for k in range(len(schema))):
         return
@@ -111,7 +142,15 @@ def _check_times(parquet: pq.ParquetFile, split: Split, name: str) -> None:
 
 @contextmanager
 def _opened(path: str, columns: Sequence[str] = (), unit: str = "ns") -> Iterator[pq.ParquetFile]:
-    """A Parquet file, of which columns are to be read; INT96 times in a unit. SourceError where it is none, or what is read is damaged."""
+    """Open a Parquet file.
+
+    Args:
+        columns: the columns to read.
+        unit: the unit that INT96 times are read in.
+
+    Raises:
+        SourceError: the file is not Parquet, or what is read of it is damaged.
+    """
     with reading(path), open_arrow(path) as file:
         kind = kind_of(file)
         if kind not in (None, "Parquet"):
@@ -132,10 +171,14 @@ def _holds_fixed_lists(kind: pa.DataType) -> bool:
 
 
 def _without_arrow_types(file: pa.NativeFile) -> pq.FileMetaData:
-    """The footer without the Arrow types that are noted in it: Arrow fails at a null among lists that it takes for lists of a fixed size.
-    Parquet itself knows no such lists.
+    """Return the footer without the Arrow types that are stored in it.
+
+    Arrow fails at a null among lists that these types declare as lists of a fixed size. Parquet
+    itself has no such lists.
     """
-    # A file ends with the footer, its length (4 bytes) and PAR1. A key of the same length that nobody knows leaves all offsets as they are.
+    # A file ends with the footer, the length of the footer (4 bytes), and PAR1. The key of the
+    # Arrow types is replaced by an unknown one of the same length, so all offsets in the footer
+    # stay valid.
     size = file.size()
     file.seek(size - 8)
     length = file.read(4)

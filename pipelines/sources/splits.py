@@ -1,4 +1,4 @@
-"""Sources and the splits that they are read in: the words that plan_splits and read_records share."""
+"""Sources and their splits: the types that `plan_splits` and `read_records` share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foreload.pipelines.samples.pieces import Samples
 from foreload.pipelines.samples.records import RejectedRecord
 
 PIECE_ROWS = 65_536
-"""Samples in a piece, at most. Fixed, so that where pieces are cut depends on the input alone."""
+"""The most samples in a piece. It is fixed, so that piece boundaries depend on the input alone."""
 
 Format = Literal["criteo", "csv", "parquet", "synthetic"]
 FORMATS: tuple[Format, ...] = ("criteo", "csv", "parquet", "synthetic")
@@ -21,10 +21,14 @@ FORMATS: tuple[Format, ...] = ("criteo", "csv", "parquet", "synthetic")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What is to be read.
+    """What to read.
 
-    patterns: paths or globs, in the order given (none for synthetic). The rest is for synthetic: rows; seed; values: distinct
-    values a column, at most, None for as many as its table has ids.
+    Attributes:
+        patterns: paths or globs, in the order given. Empty for synthetic data.
+        rows: the number of rows of synthetic data.
+        seed: the seed of synthetic data.
+        values: the most distinct values in a column of synthetic data. If None, as many as its
+            table has ids.
     """
 
     format: Format
@@ -49,13 +53,20 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A part of a source that is read on its own. All samples of all splits, in the splits' order, are the source's.
+    """A part of a source that is read independently.
 
-    kind: text (bytes start .. end - 1 of the file, the lines that start in them), stream (a whole text file, from its start),
-    parquet (row group start), synthetic (rows start .. end - 1). file_index: place among the source's files, from 0.
-    split_index: place among the file's splits, from 0. text: how a text file is cut into fields, its delimiter and columns
-    filled in. first_line: the line at `start` of a stream. order_type: how a text file's order_by compares. source: what
-    synthetic rows are made from.
+    The samples of all splits, in the order of the splits, are the samples of the source.
+
+    Attributes:
+        kind: "text" is the lines that start in bytes start .. end - 1 of a file. "stream" is a
+            whole text file from byte `start` of its decompressed contents. "parquet" is row group
+            `start`. "synthetic" is rows start .. end - 1.
+        file_index: the place among the source's files, from 0.
+        split_index: the place among the file's splits, from 0.
+        text: how a text file is cut into fields, with delimiter and columns filled in.
+        first_line: the number of the line at `start` of a stream.
+        order_type: how order_by compares in a text file.
+        source: the source of synthetic rows.
     """
 
     kind: Literal["text", "stream", "parquet", "synthetic"]
@@ -72,9 +83,12 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Encoded consecutive samples of a split, at most PIECE_ROWS, without the records that were rejected among them.
+    """Consecutive encoded samples of a split, at most PIECE_ROWS, without rejected records.
 
-    keys, rejects, rejected: as in Records.
+    Attributes:
+        keys: as in `Records`.
+        rejects: as in `Records`.
+        rejected: as in `Records`.
     """
 
     samples: Samples

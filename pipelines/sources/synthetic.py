@@ -1,8 +1,10 @@
-"""Criteo-shaped data of any length: row i is a pure function of (seed, i) and the tables' sizes.
+"""Synthetic data in Criteo's shape, of any length.
 
-26 categorical columns whose ranks follow a Zipf law and are scattered over the ids, 13 dense ones, and labels from a hidden linear
-model over ranks and dense values. Random numbers are key(seed, i, column), and all that follows from them is integer arithmetic on
-tables built once, so that the rows do not depend on how a machine computes powers.
+Row i is a pure function of (seed, i) and the tables' sizes. There are 26 categorical columns, whose
+ranks follow a Zipf law and are scattered over the ids, 13 dense columns, and labels from a hidden
+linear model over ranks and dense values. Random numbers are key(seed, i, column). Everything
+derived from them is integer arithmetic on tables that are built once, so the rows do not depend on
+how a machine computes powers.
 """
 
 from __future__ import annotations
@@ -30,27 +32,35 @@ from foreload.pipelines.samples.records import Records
 from foreload.pipelines.sources.splits import PIECE_ROWS, Source, Split
 
 SPLIT_ROWS = 4 * PIECE_ROWS
-"""Rows of a split."""
+"""The rows of a split."""
 
-_EXPONENT = 1.1  # of the Zipf law: the probability of rank r falls as r to the power of minus this
-_HEAD_RANKS = 1024  # ranks with a probability of their own; further ones share it within buckets a few percent wide
-_BUCKET_GROWTH = 1.02  # from one bucket's first rank to the next one's
+_EXPONENT = 1.1  # of the Zipf law: the probability of rank r falls as r ** -_EXPONENT
+# The first ranks have a probability each. Further ranks share one within buckets a few percent
+# wide.
+_HEAD_RANKS = 1024
+_BUCKET_GROWTH = 1.02  # ratio of one bucket's first rank to the next one's
 _MOST_VALUES = 1 << 31  # a rank times the scattering factor stays below 2^63
-_GUIDE_BITS = 12  # leading bits of a drawn number that say in which bucket to begin the search
+_GUIDE_BITS = 12  # leading bits of a random number that choose the bucket where the search begins
 
-_ONE = 1 << 16  # a logit of 1, in the fixed point of the hidden model
-_HEAD_WEIGHT = 0.45  # largest hidden weight of a rank among the frequent ones
+_ONE = 1 << 16  # a logit of 1 in the hidden model's fixed-point arithmetic
+_HEAD_WEIGHT = 0.45  # largest hidden weight of a frequent rank
 _TAIL_WEIGHT = 0.1
 _DENSE_WEIGHT = 0.5
-_CLICK_LOGIT = -1.5  # of a row whose hidden weights balance
+_CLICK_LOGIT = -1.5  # logit of a row whose hidden weights cancel out
 _LOGIT_STEP_BITS = 8  # logits are looked up in steps of 2^-8
 _LARGEST_LOGIT = 8
 
-_COLUMN_SEEDS = -1  # key(seed, _COLUMN_SEEDS - column) seeds what is fixed for a column; rows use numbers from 0
+# key(seed, _COLUMN_SEEDS - column) seeds the constants of a column. Rows use numbers from 0, so the
+# two never collide.
+_COLUMN_SEEDS = -1
 
 
 def plan_synthetic(source: Source, spec: FeatureSpec) -> list[Split]:
-    """Row ranges of SPLIT_ROWS. Raises FeatureError where the spec asks for columns that the generator does not have."""
+    """Return splits of SPLIT_ROWS rows each.
+
+    Raises:
+        FeatureError: the spec needs a column that the generator does not have.
+    """
     for name in spec.columns:
         if name not in CRITEO_COLUMNS:
             raise FeatureError(f"column {name}: synthetic data has label, I1 .. I13 and C1 .. C26 only; change the feature file")
@@ -62,7 +72,7 @@ def plan_synthetic(source: Source, spec: FeatureSpec) -> list[Split]:
 
 
 def read_synthetic(split: Split, spec: FeatureSpec) -> Iterator[Records]:
-    """Rows start .. end - 1 in pieces of PIECE_ROWS."""
+    """Yield rows start .. end - 1 in pieces of PIECE_ROWS."""
     if split.source is None:
         raise SourceError("source: a synthetic split needs its source")
     generator = _generator(split.source.seed, _sizes(spec), split.source.values)
@@ -80,7 +90,10 @@ def read_synthetic(split: Split, spec: FeatureSpec) -> Iterator[Records]:
 
 
 def _sizes(spec: FeatureSpec) -> tuple[int, ...]:
-    """Ids of each categorical column: the rows of the smallest table that looks it up by id, else Criteo's."""
+    """Return the number of ids of each categorical column.
+
+    It is the rows of the smallest table that uses the column by encoding `id`, else Criteo's.
+    """
     sizes = list(KAGGLE_ROWS)
     for place, name in enumerate(CRITEO_CATEGORICAL):
         rows = [spec.tables[f.table].rows for f in spec.features if f.column == name and f.encoding == "id"]
@@ -97,9 +110,15 @@ def _generator(seed: int, sizes: tuple[int, ...], values: int | None) -> Generat
 class _Column:
     """How one categorical column draws its ids.
 
-    limits: uint64 [buckets], the 2^32-fold cumulative probability up to and with each bucket. firsts: int64 [buckets + 1], first rank
-    of each. guide: int32 [2^_GUIDE_BITS], the first bucket that a number with these leading bits can fall into.
-    id = (rank * factor + offset) mod size. weight_seed: of the hidden weights.
+    The id of a rank is (rank * factor + offset) mod size.
+
+    Attributes:
+        limits: uint64 [buckets], 2^32 times the cumulative probability up to and including each
+            bucket.
+        firsts: int64 [buckets + 1], the first rank of each bucket.
+        guide: int32 [2^_GUIDE_BITS], the first bucket that a number with these leading bits can
+            fall into.
+        weight_seed: the seed of the hidden weights.
     """
 
     limits: np.ndarray
@@ -112,28 +131,38 @@ class _Column:
 
 
 class Generator:
-    """Rows of the synthetic data.
+    """Generates the rows of the synthetic data.
 
-    sizes: ids of each of the 26 columns. values: distinct values of a column, at most (None: as many as it has ids). Which ranks
-    occur in which row, and the labels, depend on values and not on the sizes where values is not above them.
+    The ranks that occur in a row, and its label, depend on `values` and not on the sizes, as long
+    as `values` does not exceed them.
+
+    Args:
+        sizes: the number of ids of each of the 26 columns.
+        values: the most distinct values of a column. If None, as many as it has ids.
     """
 
     def __init__(self, seed: int, sizes: tuple[int, ...], values: int | None = None) -> None:
         self._row_seed = key(seed)
         self._columns = [_column(seed, place, size, min(values or size, size, _MOST_VALUES)) for place, size in enumerate(sizes)]
         hashes = [key(seed, _COLUMN_SEEDS - len(sizes) - place) for place in range(len(CRITEO_DENSE))]
-        # Every second dense weight is positive, all between half of and the whole of the largest one.
+        # Every second dense weight is positive. All lie between half of the largest one and the
+        # largest one.
         self._dense_weights = np.array(
             [(1 - 2 * (place % 2)) * int(_ONE * _DENSE_WEIGHT * (0.5 + (h >> 40) / 2**25)) for place, h in enumerate(hashes)],
             np.int64,
         )
         self._bias = int(_CLICK_LOGIT * _ONE) - sum(_mean_weight(column) for column in self._columns)
         steps = np.arange(-_LARGEST_LOGIT << _LOGIT_STEP_BITS, _LARGEST_LOGIT << _LOGIT_STEP_BITS) / 2.0**_LOGIT_STEP_BITS
-        # Rounded to 24 bits, far above the last bits in which exp differs between machines.
+        # Round to 24 bits, far above the last bits, in which exp differs between machines.
         self._click = np.round(2.0**24 / (1.0 + np.exp(-steps))).astype(np.uint64)
 
     def rows(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows start .. end - 1: labels float32 [n]; dense float64 [13, n], NaN where missing; ids int64 [26, n]."""
+        """Generate rows start .. end - 1.
+
+        Returns:
+            Labels, float32 [n]. Dense values, float64 [13, n], NaN where missing. Ids, int64 [26,
+            n].
+        """
         count = end - start
         keys = np.empty(count, np.uint64)
         _row_keys(np.uint64(self._row_seed), start, keys)
@@ -162,7 +191,12 @@ class Generator:
 
 
 def _column(seed: int, place: int, size: int, values: int) -> _Column:
-    """How column `place` with ids below `size` draws its `values` distinct ones."""
+    """Build the tables of column `place`.
+
+    Args:
+        size: the number of ids. Ids are below it.
+        values: the number of distinct values that occur.
+    """
     firsts = list(range(min(values, _HEAD_RANKS) + 1))
     while firsts[-1] < values:
         firsts.append(min(values, max(firsts[-1] + 1, int(firsts[-1] * _BUCKET_GROWTH))))
@@ -173,6 +207,7 @@ def _column(seed: int, place: int, size: int, values: int) -> _Column:
     limits[-1] = 1 << 32
     guide = np.searchsorted(limits, np.arange(1 << _GUIDE_BITS, dtype=np.uint64) << np.uint64(32 - _GUIDE_BITS), side="right")
     h = key(seed, _COLUMN_SEEDS - place)
+    # The factor has no divisor in common with the size, so different ranks get different ids.
     factor = max(1, min(size, _MOST_VALUES) * 618 // 1000)
     while math.gcd(factor, size) > 1:
         factor += 1
@@ -180,7 +215,10 @@ def _column(seed: int, place: int, size: int, values: int) -> _Column:
 
 
 def _mean_weight(column: _Column) -> int:
-    """What the frequent ranks add to the logit on average, so that the bias can take it away again."""
+    """Return what the frequent ranks add to the logit on average.
+
+    The bias subtracts it again.
+    """
     heads = min(_HEAD_RANKS, len(column.limits))
     weights = np.empty(heads, np.int64)
     _weights(np.uint64(column.weight_seed), weights)
@@ -190,14 +228,20 @@ def _mean_weight(column: _Column) -> int:
 
 @nb.njit(nogil=True, cache=True)
 def _row_keys(seed: np.uint64, start: int, out: np.ndarray) -> None:
-    """key(seed, row) of consecutive rows; a column's number is mixed in where it is drawn."""
+    """Fill out with key(seed, row) of consecutive rows.
+
+    The column's number is mixed in when the column is drawn.
+    """
     for i in range(len(out)):
         out[i] = mix(seed ^ np.uint64(start + i))
 
 
 @nb.njit(nogil=True, cache=True)
 def _weight(seed: np.uint64, rank: int) -> int:
-    """The hidden weight of a rank: uniform, and smaller for the rare ones, which no model could learn."""
+    """Return the hidden weight of a rank, which is uniformly distributed.
+
+    Rare ranks have smaller weights, since no model could learn them.
+    """
     centred = int(mix(seed ^ np.uint64(rank)) >> np.uint64(40)) - (1 << 23)
     largest = int(_ONE * _HEAD_WEIGHT) if rank < _HEAD_RANKS else int(_ONE * _TAIL_WEIGHT)
     return (centred * largest) >> 23
@@ -223,9 +267,10 @@ def _draw(
     logits: np.ndarray,
     ids: np.ndarray,
 ) -> None:
-    """Draw a column's ids, and add its hidden weights to the logits. See _Column.
+    """Draw the ids of a column, and add its hidden weights to the logits. See `_Column`.
 
-    One hash a row: its upper half picks the bucket, from the first that the guide says it can be; its lower half a rank within it, all alike.
+    There is one hash a row. Its upper half picks the bucket, starting from the bucket in the guide.
+    Its lower half picks a rank within the bucket, all with the same probability.
     """
     low = np.uint64(0xFFFFFFFF)
     for i in range(len(keys)):
@@ -242,7 +287,11 @@ def _draw(
 
 @nb.njit(nogil=True, cache=True)
 def _draw_dense(keys: np.ndarray, column: np.uint64, weight: int, logits: np.ndarray, out: np.ndarray) -> None:
-    """A value in (-1, 1) from two uniform numbers of 16 bits, exact in float32; one in sixteen is missing."""
+    """Draw dense values, and add their hidden weights to the logits.
+
+    A value lies in (-1, 1). It comes from two uniform numbers of 16 bits and is exact in float32.
+    One value in sixteen is missing.
+    """
     for i in range(len(keys)):
         h = mix(keys[i] ^ column)
         if h & np.uint64(15) == np.uint64(0):
@@ -255,7 +304,11 @@ def _draw_dense(keys: np.ndarray, column: np.uint64, weight: int, logits: np.nda
 
 @nb.njit(nogil=True, cache=True)
 def _draw_labels(keys: np.ndarray, column: np.uint64, logits: np.ndarray, click: np.ndarray, out: np.ndarray) -> None:
-    """1 with the probability that click has for the logit, in 2^24ths; logits beyond its ends have those of the ends."""
+    """Draw labels that are 1 with the probability that `click` holds for the logit.
+
+    Probabilities are in units of 2^-24. A logit beyond either end of `click` has the probability of
+    that end.
+    """
     for i in range(len(keys)):
         step = (logits[i] >> (16 - _LOGIT_STEP_BITS)) + len(click) // 2
         step = min(max(step, 0), len(click) - 1)

@@ -1,4 +1,4 @@
-"""Text files, delimited: planned as byte ranges, parsed block by block."""
+"""Delimited text files, planned as byte ranges and parsed in blocks."""
 
 from __future__ import annotations
 
@@ -44,20 +44,28 @@ from foreload.pipelines.sources.heads import (
 from foreload.pipelines.sources.splits import PIECE_ROWS, Split
 
 SPLIT_BYTES = 16 << 20
-"""Bytes of a split of an uncompressed file, and of a block of a compressed one."""
+"""The bytes of a split of an uncompressed file, and of a block of a compressed file."""
 
 _READ_BYTES = 1 << 20
 _PEEK_BYTES = 1 << 13
 _SHOWN_CHARACTERS = 80
-_MOST_VALUES = 1000  # of order_by, by which its type is inferred where the first rows have none
+# Values from which the type of order_by is inferred if the first rows have none.
+_MOST_VALUES = 1000
 _WORDS: dict[OrderType, str] = {"text": "text", "integer": "whole numbers", "number": "numbers"}
 
 
 def plan_text(files: list[File], spec: FeatureSpec, split_bytes: int = SPLIT_BYTES) -> list[Split]:
-    """The splits of text files, cut as spec.text says; reads the beginnings of files only.
+    """Return the splits of text files, cut into fields as spec.text says.
 
-    Without an order_type of the spec's, that of all files is inferred from the first rows of each; a file in which these have no value of order_by is
-    read on until one is found. Raises SourceError where a column is missing, or files differ in what order_by holds.
+    Only the beginnings of files are read. If the spec has no order_type, it is inferred from the
+    first rows of all files. A file whose first rows have no value of order_by is read on until one
+    is found.
+
+    Args:
+        split_bytes: the size of a split of an uncompressed file.
+
+    Raises:
+        SourceError: a file lacks a column, or files differ in the kind of values of order_by.
     """
     splits: list[Split] = []
     inferred: list[tuple[str, OrderType]] = []
@@ -83,14 +91,22 @@ def plan_text(files: list[File], spec: FeatureSpec, split_bytes: int = SPLIT_BYT
 
 
 def _widest(column: str, inferred: list[tuple[str, OrderType]]) -> OrderType | None:
-    """How all files' values of order_by compare; None where they have none. Raises SourceError where some hold numbers and others do not."""
+    """Return the type by which order_by compares in all files. None if no file has a value.
+
+    Raises:
+        SourceError: some files hold numbers and others do not.
+    """
     check_one_kind(column, [(path, "text" if kind == "text" else "number", _WORDS[kind]) for path, kind in inferred])
     types = {kind for _, kind in inferred}
     return "number" if "number" in types else next(iter(types), None)
 
 
 def _later_order_values(splits: list[Split], spec: FeatureSpec, column: str) -> set[str]:
-    """The first distinct values of order_by, missing ones aside, in the first block of a file's splits that has any; empty where none has."""
+    """Return the first distinct values of order_by in a file whose first rows have none.
+
+    They are those of the first block with any value that is not missing. Empty if there is no such
+    block.
+    """
     for split in splits:
         layout = _Layout(split.path, split.text, spec)
         for block in _blocks(split, layout, SPLIT_BYTES):
@@ -102,9 +118,15 @@ def _later_order_values(splits: list[Split], spec: FeatureSpec, column: str) -> 
 
 
 def read_text(split: Split, spec: FeatureSpec, block_bytes: int = SPLIT_BYTES, scales: Sequence[Scale] = ()) -> Iterator[Records]:
-    """The records of a split in order, in pieces of at most PIECE_ROWS. Raises SourceError.
+    """Yield the records of a split in order, in pieces of at most PIECE_ROWS.
 
-    block_bytes: what is read and parsed at a time of a file that is one split. scales: as `convert` has them.
+    Args:
+        block_bytes: the bytes to read and parse at a time, if the whole file is one split.
+        scales: as in `convert`.
+
+    Raises:
+        SourceError: the file cannot be read, or a whole column has a type that does not fit its
+            use.
     """
     layout = _Layout(split.path, split.text, replace(spec, order_type=split.order_type), scales)
     for block in _blocks(split, layout, block_bytes):
@@ -112,7 +134,11 @@ def read_text(split: Split, spec: FeatureSpec, block_bytes: int = SPLIT_BYTES, s
 
 
 def _blocks(split: Split, layout: _Layout, block_bytes: int) -> Iterator[_Block]:
-    """The parsed rows of a split, in order. block_bytes: as `read_text` has it."""
+    """Yield the parsed rows of a split, in order.
+
+    Args:
+        block_bytes: as in `read_text`.
+    """
     if split.kind == "text":
         data, begin = _read_range(split)
         if data:
@@ -125,7 +151,13 @@ def _blocks(split: Split, layout: _Layout, block_bytes: int) -> Iterator[_Block]
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a file is read. text: with delimiter and columns filled in; spec: with the order_type of all files; scales: as `convert` has them."""
+    """How a file is read.
+
+    Attributes:
+        text: with delimiter and columns filled in.
+        spec: with the order_type of all files.
+        scales: as in `convert`.
+    """
 
     path: str
     text: TextFormat
@@ -134,17 +166,20 @@ class _Layout:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of the file's columns."""
+        """The names of the columns of the file."""
         return self.text.columns
 
     @property
     def places(self) -> dict[str, int]:
-        """Where the columns that the spec needs stand."""
+        """The place of each column that the spec needs, by name."""
         return {name: self.columns.index(name) for name in self.spec.columns}
 
     @property
     def numbers(self) -> set[int]:
-        """Where the columns stand that are read as numbers and as nothing else, unless a number means a missing value."""
+        """The places of the columns that are used as numbers only.
+
+        Empty if a number may mean a missing value, because such values must be compared as text.
+        """
         if any(parses(text.strip(), pa.float64()) for text in self.text.missing):
             return set()
         names = {*(column for column, _ in required_numbers(self.spec)), *(entry.column for entry in self.spec.dense)}
@@ -153,13 +188,21 @@ class _Layout:
 
     @property
     def rules(self) -> list[tuple[int, Rule]]:
-        """Where the columns stand whose numbers no record may lack, each with a rule for them; a column may have several."""
+        """The places of the columns whose numbers no record may lack, each with its rule.
+
+        A column may occur with several rules.
+        """
         return [(self.columns.index(column), rule) for column, rule in required_numbers(self.spec)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Misfit:
-    """A line, or several, that is malformed as a whole: where it begins, from 0 in its block, and why."""
+    """One or several lines that are malformed as a whole.
+
+    Attributes:
+        line: the line in the block where they begin, from 0.
+        cause: why they are malformed.
+    """
 
     line: int
     cause: Cause
@@ -167,9 +210,15 @@ class _Misfit:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Parsed rows. columns: place -> string or float64 array [rows]. lines: int64 [rows], the line that each row starts in, from
-    0 in the block. misfits: by ascending line; they have no row. lines_before: how many lines of the file precede the block; a function,
-    since of a split it takes reading the file up to there, which only an error is worth."""
+    """Parsed rows.
+
+    Attributes:
+        columns: place -> string or float64 array [rows].
+        lines: int64 [rows], the line in the block where each row starts, from 0.
+        misfits: by ascending line. They have no row.
+        lines_before: returns how many lines of the file precede the block. For a split this reads
+            the file up to the block, so it is called only for an error.
+    """
 
     columns: dict[int, pa.Array]
     lines: np.ndarray
@@ -178,9 +227,10 @@ class _Block:
 
 
 def _read_range(split: Split) -> tuple[bytes, int]:
-    """The lines that start in start .. end - 1, whole, and where the first of them starts."""
+    """Return the lines that start in start .. end - 1, and where the first of them starts."""
     with reading(split.path), open_file(split.path) as file:
-        # The byte before a split tells whether a line starts there; the first split starts behind the header.
+        # A line starts at the beginning of a split if the byte before it is a line break. The first
+        # split starts behind the header.
         begin = _line_start(file, split.start - 1) if split.split_index else split.start
         end = _line_start(file, split.end - 1)
         file.seek(begin)
@@ -188,7 +238,10 @@ def _read_range(split: Split) -> tuple[bytes, int]:
 
 
 def _line_start(file: BinaryIO, place: int) -> int:
-    """Where the line after the first line break from `place` on starts; the end of the file if there is none."""
+    """Return the byte after the first line break from `place` on.
+
+    Without a line break, that is the end of the file.
+    """
     file.seek(place)
     while part := file.read(_PEEK_BYTES):
         cut = part.find(b"\n") + 1
@@ -199,7 +252,10 @@ def _line_start(file: BinaryIO, place: int) -> int:
 
 
 def _read_exactly(file: BinaryIO, size: int, path: str) -> bytes:
-    """`size` bytes, or fewer at the end of the file: filesystems may return less than asked."""
+    """Read `size` bytes, or fewer at the end of the file.
+
+    Filesystems may return less than requested, so this reads on until all bytes arrived.
+    """
     parts = []
     with reading(path):
         while size > 0 and (part := file.read(size)):
@@ -209,7 +265,11 @@ def _read_exactly(file: BinaryIO, size: int, path: str) -> bytes:
 
 
 def _lines_before(path: str, end: int) -> int:
-    """How many lines end before byte `end` of a file. Raises SourceError."""
+    """Return how many lines end before byte `end` of a file.
+
+    Raises:
+        SourceError: the file cannot be read.
+    """
     with reading(path), open_file(path) as file:
         lines = 0
         while end > 0 and (part := file.read(min(end, _READ_BYTES))):
@@ -219,12 +279,17 @@ def _lines_before(path: str, end: int) -> int:
 
 
 def _read_blocks(stream: BinaryIO, layout: _Layout, block_bytes: int, lines_before: int) -> Iterator[_Block]:
-    """The parsed rows of a stream, read in blocks that are cut at the end of a row. SourceError where a quote is not closed in time.
+    """Yield the parsed rows of a stream, in blocks that end with a row.
 
-    lines_before: lines of the file before the stream's place.
+    Args:
+        lines_before: the lines of the file before the stream's position.
+
+    Raises:
+        SourceError: a quote is not closed in time.
     """
     text = layout.text
-    carry = b""  # the beginning of a row that the next block has the rest of
+    # The beginning of a row whose rest is in the next block.
+    carry = b""
     more = True
     while more:
         part = _read_exactly(stream, block_bytes, layout.path)
@@ -243,7 +308,11 @@ def _read_blocks(stream: BinaryIO, layout: _Layout, block_bytes: int, lines_befo
 
 
 def _check_closed(bounds: Bounds, layout: _Layout, lines_before: int, last: bool) -> None:
-    """Raise SourceError where the value of a quote spans too many lines, or the file ends in it."""
+    """Check that every quote is closed.
+
+    Raises:
+        SourceError: a quoted value spans too many lines, or the file ends within one.
+    """
     if bounds.long_line >= 0:
         most = layout.text.most_lines
         raise SourceError(
@@ -258,10 +327,17 @@ def _check_closed(bounds: Bounds, layout: _Layout, lines_before: int, last: bool
 
 
 def _parse(data: bytes, layout: _Layout, lines_before: Callable[[], int], bounds: Bounds | None = None) -> _Block:
-    """Whole rows, typed as text or numbers. Blank lines are no records. bounds: of the rows, where they have been looked for.
+    """Parse whole rows into columns of text or numbers. Blank lines are skipped.
 
-    Plain data goes through the compiled loops of `Fields`; all else through Arrow's reader, which numbers only the rows that it skips: so lines are
-    counted by `Bounds`, which must cut rows where Arrow does. SourceError where a value spans lines that may not.
+    Plain data goes through the compiled loops of `Fields`, and other data through Arrow's reader.
+    Arrow numbers only the rows that it skips. So `Bounds` counts lines, and must cut rows exactly
+    where Arrow does.
+
+    Args:
+        bounds: the bounds of the rows, if they are already known.
+
+    Raises:
+        SourceError: a value spans several lines and may not, or the data cannot be parsed.
     """
     text = layout.text
     delimiter = text.delimiter or ","
@@ -269,7 +345,8 @@ def _parse(data: bytes, layout: _Layout, lines_before: Callable[[], int], bounds
     valid = _is_utf8(data)
     fields = Fields.of(data, delimiter, len(layout.columns), text.quoting) if valid else None
     if fields is not None:
-        # Labels and weights of which one breaks a rule stay text, so that an error shows it as it stands in the file.
+        # A column of labels or weights with a value that breaks a rule stays text, so that an error
+        # shows the value as the file has it.
         columns = fields.columns(places, layout.numbers, [(place, rule.holds) for place, rule in layout.rules])
         return _Block(columns, np.arange(len(fields)), [], lines_before)
     bounds = bounds or Bounds.of(data, delimiter, text.quoting, text.most_lines)
@@ -277,6 +354,7 @@ def _parse(data: bytes, layout: _Layout, lines_before: Callable[[], int], bounds
     firsts = characters[bounds.starts[:-1]]
     blank = (firsts == ord("\n")) | (firsts == ord("\r"))
     misfits = [] if valid else _not_utf8(data, bounds)
+    # Rows with wrong bytes are already reported, so they are not reported as broken as well.
     wrong_bytes = np.isin(bounds.lines, [misfit.line for misfit in misfits])
     broken = np.flatnonzero(bounds.broken & ~wrong_bytes)
     if len(broken):
@@ -285,6 +363,7 @@ def _parse(data: bytes, layout: _Layout, lines_before: Callable[[], int], bounds
             "is never closed; if that is meant, set newlines_in_values = true under [text] of the feature file, or quoting = false, if "
             "quotes mean nothing"
         )
+    # Cut out the rows that Arrow's reader must not see, so that its row numbers match `lines`.
     chosen = ~(blank | wrong_bytes)
     if not chosen.all():
         data = characters[np.repeat(chosen, np.diff(bounds.starts))].tobytes()
@@ -314,7 +393,7 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def _not_utf8(data: bytes, bounds: Bounds) -> list[_Misfit]:
-    """The rows that are not UTF-8."""
+    """Return the rows that are not UTF-8."""
     misfits = []
     for start, end, line in zip(bounds.starts[:-1].tolist(), bounds.starts[1:].tolist(), bounds.lines.tolist(), strict=True):
         row = data[start:end]
@@ -331,7 +410,11 @@ def _miscount(layout: _Layout, line: int, columns: int) -> _Misfit:
 def _options(
     layout: _Layout, places: Iterable[int], block_bytes: int, wrong: list[arrow_csv.InvalidRow]
 ) -> tuple[arrow_csv.ReadOptions, arrow_csv.ParseOptions, arrow_csv.ConvertOptions]:
-    """How Arrow reads the columns at places, all as text, named by place. Rows of a wrong length are appended to wrong."""
+    """Return Arrow's options for reading the columns at places, as text, named by their places.
+
+    Args:
+        wrong: rows with a wrong number of fields are appended to it.
+    """
 
     def skip(row: arrow_csv.InvalidRow) -> str:
         wrong.append(row)
@@ -341,7 +424,7 @@ def _options(
     names = [str(place) for place in range(len(layout.columns))]
     chosen = [str(place) for place in places]
     return (
-        # One thread, since only then are the rows of a wrong length numbered.
+        # Arrow numbers the rows of a wrong length only with one thread.
         arrow_csv.ReadOptions(use_threads=False, block_size=block_bytes, column_names=names),
         arrow_csv.ParseOptions(
             delimiter=text.delimiter,
@@ -364,7 +447,10 @@ def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _pieces(block: _Block, layout: _Layout) -> Iterator[Records]:
-    """A block's rows in equal pieces of at most PIECE_ROWS, each with the misfits before the next one's first row."""
+    """Yield the rows of a block in pieces of equal size, at most PIECE_ROWS.
+
+    Each piece has the misfits before the first row of the next one.
+    """
     rows = len(block.lines)
     if not rows and not block.misfits:
         return
@@ -382,7 +468,11 @@ def _pieces(block: _Block, layout: _Layout) -> Iterator[Records]:
 
 
 def _lines_of(lines: np.ndarray, block: _Block, rows: np.ndarray) -> np.ndarray:
-    """The lines of rows, from 1 in the file. lines: those of the piece's rows, from 0 in the block."""
+    """Return the lines of rows, from 1 in the file.
+
+    Args:
+        lines: the lines of the piece's rows, from 0 in the block.
+    """
     return lines[rows] + block.lines_before() + 1
 
 

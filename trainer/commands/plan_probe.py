@@ -26,7 +26,7 @@ from foreload.trainer.run.history import Profile, read
 
 STEPS = 60  # steps of a short run, if they take less than MOST_SECONDS
 LEAST_SECONDS, MOST_SECONDS = 2.0, 12.0  # seconds of training in a short run
-# The limit from a run's start to its first step, and from the stop signal to the end of its process.
+# The limit from a run's start to its first step, and from the stop signal to the process's end.
 _DEADLINE_SECONDS = 300.0
 _PAUSE_SECONDS = 0.1
 _PREFIX = "foreload-plan-"  # prefix of the folders' names
@@ -101,8 +101,8 @@ def _end_with_parent() -> None:
     The signal asks for a clean stop. This works on Linux; elsewhere the process runs to its end.
 
     A parent that is killed ends thread by thread, and its child is handed from one thread to the
-    next, with the signal each time. SIGHUP therefore has to count once. The default handler is
-    restored, so that the signal also arrives if the parent runs under nohup.
+    next, with the signal each time. The run counts SIGHUP only once. The default handler is
+    restored, so that the run heeds the signal even if the parent runs under nohup.
     """
     if _LIBRARY is not None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -50,8 +50,8 @@ class Parity:
         state: None without parity; otherwise one of:
             "ok": as many losses as the code covers would do no harm.
             "rebuilding": all shards have a server, and at least one is being rebuilt.
-            "degraded": a shard is down or lost, and the code covers it.
-            "lost": more shards are down, lost or being rebuilt than the code covers.
+            "degraded": shards are down, lost or lack rows, and the code covers that.
+            "lost": so many shards are affected that the code does not cover it.
     """
 
     code: str

@@ -91,8 +91,8 @@ class Model:
     ) -> np.ndarray:
         """Return the score of each record, in order.
 
-        The score is the probability that the label is 1, or, for a label of numbers, the number. The
-        arguments are those of `predict_batches`, which takes bounded memory.
+        The score is the probability that the label is 1, or, for a label of numbers, the number.
+        The arguments are those of `predict_batches`, which takes bounded memory.
 
         Returns:
             float32 [records], or [records, labels] if there are several labels.

@@ -48,7 +48,7 @@ def _completion(top: argparse.ArgumentParser, parsed: argparse.Namespace) -> int
 
     from foreload.pipelines.planning.options import parser
 
-    # The parser of `prepare` is a stub on the command line, since its own takes long to import.
+    # `prepare` parses its own flags, so its parser here is empty. The real one takes its place.
     for action in _actions(top):
         if isinstance(action, argparse._SubParsersAction) and "prepare" in action.choices:
             action.choices["prepare"] = parser()

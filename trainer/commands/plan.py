@@ -375,7 +375,8 @@ def _corners(setups: Sequence[Setup]) -> list[Setup]:
     for number in sorted({trainers[0], trainers[-1], min(2, trainers[-1])}):
         for r in sorted({one.r for one in setups}):
             of_it = [one for one in setups if one.trainers == number and one.r == r]
-            # With parity, the most trainers get the most shards, which shows what several shards cost.
+            # With parity, the most trainers get the most shards. This shows what several shards
+            # cost.
             corners.append(of_it[-1] if r and number == trainers[-1] else of_it[0])
     return corners
 

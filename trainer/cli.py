@@ -1,4 +1,7 @@
-"""The command line: which command is called, and how an error ends it. The commands themselves are declared in command_line/."""
+"""The command line: find the command, run it, and turn an error into an exit status.
+
+The commands are declared in `trainer.command_line`.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +39,27 @@ a first training, which needs nothing but this package:
 
 `foreload COMMAND --help` explains each command."""
 
-_READER_GONE = 141  # as of a program that SIGPIPE ends
-_LEAVE_SOMETHING = ("prepare", "train", "drill")  # a scheduler may go by their status
+_READER_GONE = 141  # the exit status of a program that SIGPIPE ends
+# These commands leave a schedule or a run, and a scheduler may act on their exit status. If the
+# reader of stdout is gone, they report the error that others pass over.
+_LEAVE_SOMETHING = ("prepare", "train", "drill")
 
 
 def main(
     arguments: Sequence[str] | None = None, start_process: StartProcess = ChildProcess, observer: RunObserver | None = None
 ) -> int:
-    """Run a command; returns 0, 2 after one line that says what is wrong, or 128 + the number of the signal that stopped it.
+    """Run a command.
 
-    1: the work is done, and its result could not be written to stdout. 3: more store shards are lost than parity covers, so rows are gone. 4: `scrub`
-    found a stripe that it cannot repair.
+    Args:
+        arguments: the words of the command line. If None, those of the process.
+        start_process: starts the processes of a training, or of a host that joins one.
+        observer: the observer of `foreload train`. Drills have their own.
 
-    start_process: how a training, or a host that joins one, starts its processes. observer: of `foreload train`; drills have their own.
+    Returns:
+        The exit status: 0 on success, 2 after a one-line error message, and 128 + N if signal N
+        stopped the command. 1: the work is done, but the result could not be written to stdout. 3:
+        rows were lost, because more store shards are lost than parity covers. 4: `scrub` found a
+        stripe that it cannot repair. 5 and 6: see FULL and PERMANENT in `command_line.training`.
     """
     if arguments is None:
         use_utf8()
@@ -59,7 +70,9 @@ def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with Interrupts() as interrupts, results_written():
-            working_directory()  # first of all: without one, a library that torch loads ends the process
+            # This comes first: without a working directory, a library that torch loads ends the
+            # process.
+            working_directory()
             if given[:1] == ["prepare"]:
                 # Beam takes long to import, and only prepare needs it.
                 with heeded_afterwards():
@@ -72,7 +85,9 @@ def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer:
             parsed.start_process, parsed.observer = start_process, observer
             command: Command = parsed.command
             if parsed.module is not None:
-                with heeded_afterwards():  # it may take seconds
+                # The import may take seconds. A signal during it is handled afterwards, since an
+                # exception within an import would surface as an error of the module.
+                with heeded_afterwards():
                     importlib.import_module(f"foreload.trainer.commands.{parsed.module}")
             with exits_reported(f"foreload {given[0]}"):
                 return command(parsed)
@@ -97,7 +112,7 @@ def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line, but for the flags of prepare."""
+    """Return the parser of the whole command line, except for the flags of `prepare`."""
     with heeded_afterwards():
         from foreload.trainer.command_line import (
             checkpoints,

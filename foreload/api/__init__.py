@@ -1,5 +1,7 @@
 """The Python interface: what `import foreload` offers, thin and free of side effects.
 
-`handles` is what a caller holds, `results` what it gets, `settings` what it may say. Nothing is computed in the caller's process: `client` asks a
-fork server, a process that has imported everything under the job's numerics and forks one for each call, which does what `calls` says.
+`handles` has the objects that a caller holds, `results` the values that calls return, and
+`settings` the types of their arguments. Nothing is computed in the caller's process. `client` sends
+each call to a fork server, a process that has imported everything under the job's numerics. The
+fork server forks a process for the call, and that process runs the call's function in `calls`.
 """

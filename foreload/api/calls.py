@@ -1,7 +1,8 @@
-"""What a forked process does for its caller: one function per call, a generator of what the caller gets, as JSON values and bytes.
+"""The functions that a forked process runs for its caller, one for each call.
 
-Each takes the call's values, and `leave`, which closes the socket to the caller, for processes that are forked in turn. Imports are in the
-functions, so that a call loads only what it needs.
+Each is a generator of the parts that the caller gets, as JSON values and bytes. Its arguments are
+`leave` and the call's values. `leave` closes the socket to the caller, in processes that are forked
+in turn. Imports are in the functions, so that a call loads only what it needs.
 """
 
 from __future__ import annotations
@@ -27,9 +28,13 @@ Part = tuple[Mapping[str, object], bytes]
 
 
 def answer(reply: socket.socket, request: Mapping[str, Any]) -> int:
-    """Do what a request asks for, sending each piece and then how it ended; returns the exit status.
+    """Run a call, and send each part of its result to the caller, then how it ended.
 
-    The last message is empty where the call succeeded, or was interrupted, which the caller knows; else it has the error.
+    The last message is empty if the call succeeded, or was interrupted, which the caller knows.
+    Otherwise it has the error.
+
+    Returns:
+        The exit status of the process.
     """
     replace_environment(request["environment"])
     end: dict[str, Any] = {}
@@ -41,9 +46,11 @@ def answer(reply: socket.socket, request: Mapping[str, Any]) -> int:
     except ForeloadError as error:
         end = {"code": error.code, "message": str(error)}
     except KeyboardInterrupt:
-        pass  # the caller knows
+        # The caller sent the interrupt, so it needs no error.
+        pass
     except BrokenPipeError:
-        return 0  # the caller wants no more
+        # The caller has closed the socket, and wants no more parts.
+        return 0
     except OSError as error:
         end = {"errno": error.errno, "message": error.strerror or str(error), "filename": error.filename}
     except Exception as error:
@@ -73,10 +80,11 @@ def _train(leave: Leave, /, job: str | None = None, **settings: Any) -> Iterator
     from foreload.trainer.job.job import TrainJob
     from foreload.trainer.job.scheduler import under_scheduler
 
-    # The second is where the file wants the summary, which is written for the command line only.
+    # The second value says where the job file wants the summary, which only the command line
+    # writes.
     values, _ = call_values(settings, job)
     wanted = TrainJob.of(as_it_stands(values))
-    # A process that has asked an object store has threads, and cannot be forked.
+    # A process that has used an object store has threads, and cannot be forked.
     if under_scheduler() or storage.is_asking():
         ending = train(wanted, start_process=ChildProcess)
     else:

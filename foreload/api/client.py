@@ -1,7 +1,8 @@
-"""The caller's side of calls, each of which is answered by a process that a fork server forks for it.
+"""The caller's side of calls. A fork server forks a process to answer each call.
 
-In the caller's process there are no threads, signal handlers or changes to the environment for this. There is one fork server for each set of
-numerics and of variables that are read at start; one that no call uses is closed when another is needed.
+For this the caller's process has no threads and no signal handlers, and its environment does not
+change. There is one fork server for each set of numerics and of variables that are read at start. A
+fork server that no call uses is closed when another one is needed.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from foreload.base.process import THREADLESS, UTF8, working_directory
 from foreload.base.socket_messages import Message, receive, send
 from foreload.trainer.compute.numerics import environment
 
-# Variables that a process, or a library, reads when it is loaded: a fork server keeps those of its start, so other values need another server.
+# A process or a library reads these variables when it is loaded. A fork server keeps the values of
+# its start, so other values need another server.
 _READ_AT_START = (
     "ATEN_", "CUBLAS_", "CUDA_", "FORELOAD_LOCAL_SERVER", "GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "NCCL_", "NUMBA_", "OMP_", "ONEDNN_",
     "OPENBLAS_", "PYTHON", "TORCH",
 )  # fmt: skip
-_TAIL_BYTES = 1 << 14  # of what a call wrote to stdout and stderr, kept for an error that nobody foresaw
+# The end of a call's stdout and stderr that is kept for an unforeseen error.
+_TAIL_BYTES = 1 << 14
 _READ_BYTES = 1 << 16
 
 _lock = threading.Lock()
@@ -41,30 +44,45 @@ _forbidden = False
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """What of a job decides in which fork server it may run."""
+    """The settings of a job that decide in which fork server it runs."""
 
     cpu_capability: str = "avx2"
     threads: int = 1
 
 
 def forbid() -> None:
-    """Refuse calls in this process and its children: a model's file that they import may make calls where it is imported."""
+    """Refuse calls in this process and its children.
+
+    They import model files, and a model file may make calls at its top level.
+    """
     global _forbidden
     _forbidden = True
 
 
 def result(name: str, values: Mapping[str, Any], numerics: Numerics | None, progress: bool = False) -> dict[str, Any]:
-    """The JSON values that a call with a single result gives; arguments and errors as in `parts`."""
+    """Return the JSON values of a call with a single result.
+
+    The arguments and the errors are those of `parts`.
+    """
     with contextlib.closing(parts(name, values, numerics, progress)) as pieces:
         last: dict[str, Any] = [message.values for message in pieces][-1]
     return last
 
 
 def parts(name: str, values: Mapping[str, Any], numerics: Numerics | None, progress: bool = False) -> Generator[Message]:
-    """What a call gives, piece by piece. name: in `foreload.api.calls.CALLS`; values: its arguments; numerics: None where torch is not needed.
+    """Run a call, and yield its result part by part.
 
-    progress: whether what the call writes goes to stderr. Ctrl-C asks the call for a clean stop; KeyboardInterrupt is raised when it has come to
-    rest. Raises the ForeloadError or OSError that the call ended with, and RuntimeError for anything else.
+    Ctrl-C asks the call for a clean stop. KeyboardInterrupt is raised when the call has stopped.
+
+    Args:
+        name: the call's name in `foreload.api.calls.CALLS`.
+        values: the call's arguments.
+        numerics: if None, the call does not need torch.
+        progress: whether the call's output goes to stderr.
+
+    Raises:
+        ForeloadError: the error that the call ended with; likewise OSError.
+        RuntimeError: the call ended with any other error, or its process was killed.
     """
     if _forbidden:
         raise SettingError(
@@ -75,7 +93,12 @@ def parts(name: str, values: Mapping[str, Any], numerics: Numerics | None, progr
 
 
 class _Call:
-    """A call under way. progress: what it writes goes to this process's stderr, else only the last of it is kept, for errors that nobody foresaw."""
+    """A call under way.
+
+    Args:
+        progress: whether the call's output goes to this process's stderr. Otherwise only its end is
+            kept, for unforeseen errors.
+    """
 
     def __init__(self, name: str, values: dict[str, Any], numerics: Numerics | None, progress: bool) -> None:
         folder = working_directory()
@@ -84,7 +107,8 @@ class _Call:
         self._reply, theirs = socket.socketpair()
         self._output, output = os.pipe()
         if progress and _at_terminal():
-            # Progress is one line that is written over again; the call does so only where its output is a terminal.
+            # Progress is one line that is rewritten in place. The call does that only if its output
+            # is a terminal, so it gets this process's.
             os.dup2(2, output, inheritable=False)
         request = {
             "call": name,
@@ -109,7 +133,10 @@ class _Call:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Its process has ended when this returns; left before its end, it is asked for a clean stop."""
+        """Wait until the call's process has ended.
+
+        If the call has not finished, it is asked for a clean stop first.
+        """
         if not self._finished:
             self._stop()
         self._reply.close()
@@ -123,7 +150,10 @@ class _Call:
             raise KeyboardInterrupt
 
     def messages(self) -> Generator[Message]:
-        """The pieces of the answer, up to its end. Raises the error that it ended with."""
+        """Yield the parts of the result until the call ends.
+
+        Raises the error that the call ended with.
+        """
         while True:
             while not self._wait(self._reply.fileno()):
                 pass
@@ -136,7 +166,11 @@ class _Call:
                 yield Message(message.values["part"], message.payload, [])
 
     def _raise(self, end: Mapping[str, Any] | None) -> None:
-        """Raise what the call ended with, unless that is nothing, or what was asked for. end: None where it could not say."""
+        """Raise the error that the call ended with, unless it succeeded or was interrupted.
+
+        Args:
+            end: the last message. If None, the process ended without one.
+        """
         if self._interrupted or end == {}:
             return
         if end is None or "unforeseen" in end:
@@ -145,13 +179,16 @@ class _Call:
             raise RuntimeError(f"foreload: {what}\n{self._tail.decode(errors='replace')}".rstrip())
         if "errno" in end:
             raise OSError(end["errno"], end["message"], end["filename"])
-        # All classes of the tree must be there to be found.
+        # `error_of` finds a class of the error tree only if its module was imported.
         for module in ("foreload.pipelines.errors", "foreload.cache.errors", "foreload.trainer.errors"):
             importlib.import_module(module)
         raise error_of(end["code"], end["message"])
 
     def _wait(self, descriptor: int) -> bool:
-        """Wait until something can be read; whether it is of this descriptor. What the call writes is passed on first, and Ctrl-C handed on to it."""
+        """Wait until something can be read. Return whether it is from this descriptor.
+
+        The call's output is passed on first, and Ctrl-C is handed on to the call.
+        """
         try:
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
@@ -174,7 +211,8 @@ class _Call:
         if not text:
             self._silent = True
         elif self._progress:
-            with contextlib.suppress(OSError, ValueError):  # whoever reads this process's stderr may be gone
+            # The reader of this process's stderr may have closed it.
+            with contextlib.suppress(OSError, ValueError):
                 sys.stderr.write(text.decode(errors="replace"))
                 sys.stderr.flush()
         else:
@@ -182,12 +220,15 @@ class _Call:
 
 
 def _at_terminal() -> bool:
-    """Whether what is written to this process's stderr goes to a terminal."""
+    """Return whether this process's stderr is a terminal."""
     return sys.stderr is sys.__stderr__ and os.isatty(2)
 
 
 class _Server:
-    """A fork server of this process. running: how many of its calls are under way."""
+    """A fork server of this process.
+
+    Its attribute `running` is the number of its calls that are under way.
+    """
 
     def __init__(self, numerics: Numerics) -> None:
         self.running = 0
@@ -201,15 +242,20 @@ class _Server:
             )  # fmt: skip
 
     def start(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> tuple[int, bool]:
-        """Have a request answered: a descriptor of the process that does, and whether Ctrl-C came meanwhile, as importing takes seconds.
+        """Start a process for a request.
 
-        Raises OSError where the server is no more.
+        Returns:
+            A descriptor of the process, and whether Ctrl-C came meanwhile: the server's imports
+            take seconds.
+
+        Raises:
+            OSError: the server has ended.
         """
         send(self._control, request, descriptors=descriptors)
         interrupted = False
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
-        # The answer is waited for in any case, for it is of a process that must be stopped.
+        # The answer is awaited even after Ctrl-C, since it names the process that must be stopped.
         while True:
             try:
                 poll.poll()
@@ -224,24 +270,29 @@ class _Server:
         return process, interrupted
 
     def abandon(self) -> None:
-        """Let go of it, without ending it, in a process that was forked from its owner."""
+        """Release the server without ending it, in a process that was forked from its owner."""
         self._control.close()
-        self._process.returncode = 0  # it is no child of this one
+        self._process.returncode = 0  # the server is no child of this process
 
     def close(self) -> None:
-        """End it; what still runs is stopped first."""
+        """End the server. Calls under way are stopped first."""
         self._control.close()
         self._process.wait()
 
 
 def _start(numerics: Numerics, request: Mapping[str, Any], descriptors: Sequence[int]) -> tuple[_Server, int, bool]:
-    """Start a call in the fork server for these numerics, which is started if it is not there; the rest is as _Server.start gives it."""
+    """Start a call in the fork server for these numerics, which is started if it does not run.
+
+    Returns:
+        The server, and the values that `_Server.start` returns.
+    """
     read_at_start = {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_START)}
     key = numerics, tuple(sorted(read_at_start.items()))
     with _lock:
         for other, server in list(_servers.items()):
             if other != key and not server.running:
                 _servers.pop(other).close()
+        # The server may have ended, in which case a new one takes its place.
         if key in _servers:
             with contextlib.suppress(OSError):
                 return _servers[key], *_servers[key].start(request, descriptors)
@@ -251,7 +302,7 @@ def _start(numerics: Numerics, request: Mapping[str, Any], descriptors: Sequence
 
 
 def _abandon_all() -> None:
-    """In a process that is forked from this one: the servers, and the lock, are the parent's."""
+    """Release the servers and the lock in a forked process: they belong to the parent."""
     global _lock
     _lock = threading.Lock()
     for server in _servers.values():
@@ -260,7 +311,10 @@ def _abandon_all() -> None:
 
 
 def close_all() -> None:
-    """End this process's fork servers: what still runs in them is stopped first. The next call starts one anew."""
+    """End this process's fork servers. Calls under way are stopped first.
+
+    The next call starts a new server.
+    """
     with _lock:
         for server in _servers.values():
             server.close()

@@ -1,7 +1,8 @@
-"""The fork server: a process that imports what training needs once, under a job's numerics, and forks one process for each call.
+"""The fork server: imports what training needs once, and forks a process for each call.
 
-Started by `foreload.api.client` with the descriptor of a socket on which requests come. It ends with its owner: when
-that closes the socket, or dies, whatever still runs here is asked for a clean stop, waited for, and nothing is left.
+It runs under the numerics of a job. `foreload.api.client` starts it with the descriptor of the
+socket on which requests come. It ends with its owner: when the owner closes the socket or dies, the
+fork server asks its calls for a clean stop, waits for them, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from foreload.api import client
 from foreload.base.process import fork
 from foreload.base.socket_messages import Message, receive, send
 
-# Imported at the first call that needs torch. None of them starts a thread, owing to the variables of the numerics and THREADLESS.
+# These are imported at the first call that needs torch. None of them starts a thread, because of
+# the variables of the numerics and THREADLESS.
 _PRELOADED = (
     "foreload.trainer.cluster.launcher",
     "foreload.trainer.cluster.processes.preforked",
@@ -32,7 +34,11 @@ _PRELOADED = (
 
 
 class ForkServer:
-    """The process, from the inside."""
+    """The fork server, inside its process.
+
+    Args:
+        control: the socket on which requests come.
+    """
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -40,7 +46,7 @@ class ForkServer:
         self._preloaded = False
 
     def run(self) -> None:
-        """Serve until the owner has gone and every child has ended."""
+        """Serve until the owner has closed the socket and every child has ended."""
         signal.signal(signal.SIGCHLD, lambda *_: self._reap())
         while (request := receive(self._control)) is not None:
             self._start(request)
@@ -55,7 +61,7 @@ class ForkServer:
 
     def _start(self, request: Message) -> None:
         reply, output = request.descriptors
-        # What importing writes to stderr goes to the first call.
+        # Output of the imports goes to the call for which they are made.
         os.dup2(output, 2)
         if request.values["torch"] and not self._preloaded:
             self._preloaded = True
@@ -63,13 +69,14 @@ class ForkServer:
         pid = fork(lambda: self._serve(request))
         handle = os.pidfd_open(pid)
         self._children.add(pid)
-        with contextlib.suppress(OSError):  # an owner that has gone is noticed by `receive`
+        # If the owner has died, `receive` reports it next.
+        with contextlib.suppress(OSError):
             send(self._control, {"pid": pid}, descriptors=[handle])
         for descriptor in (reply, output, handle):
             os.close(descriptor)
 
     def _serve(self, request: Message) -> int:
-        """Answer the request, in the child; returns its exit status."""
+        """Answer a request, in the child. Returns the child's exit status."""
         self._control.close()
         reply, output = request.descriptors
         os.dup2(output, 1)
@@ -80,9 +87,9 @@ class ForkServer:
         return answer(socket.socket(fileno=reply), request.values)
 
     def _reap(self) -> None:
-        """Take note of children that have ended."""
+        """Forget the children that have ended."""
         for pid in list(self._children):
-            # The signal's handler may run within this, and reap first.
+            # The signal handler may interrupt this loop and reap the child first.
             with contextlib.suppress(ChildProcessError):
                 if not os.waitpid(pid, os.WNOHANG)[0]:
                     continue
@@ -91,18 +98,19 @@ class ForkServer:
 
 def _preload() -> None:
     for name in _PRELOADED:
-        # What cannot be imported fails again in the call that needs it, which reports it.
+        # A failed import is repeated in the call that needs it, which reports the error.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    # Frozen objects are not touched by a child's garbage collector, so their pages stay shared.
+    # A child's garbage collector does not touch frozen objects, so their pages stay shared.
     gc.collect()
     gc.freeze()
 
 
 def main() -> int:
-    """The process; see above."""
+    """Run the fork server on the socket whose descriptor is the first argument."""
     client.forbid()
-    # Ctrl-C is for the owner, which sends it on to the child; blocked here and inherited, it waits until the child is ready to heed it.
+    # Ctrl-C is for the owner, which sends it on to the child. Children inherit the block, so the
+    # signal waits until the child is ready to handle it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with socket.socket(fileno=int(sys.argv[1])) as control:
         control.set_inheritable(False)

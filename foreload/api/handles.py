@@ -1,4 +1,4 @@
-"""What a caller of the Python interface holds: a schedule, a run, and the functions that give them."""
+"""The objects that a caller of the Python interface holds, and the functions that return them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ from foreload.trainer.errors import CheckpointError, ModelError, RunError
 
 
 class Schedule:
-    """A schedule on disk, taken wherever a path to one is. summary: what `prepare` reported of it; None unless `prepare` returned this."""
+    """A schedule on disk. It can be given wherever a path to a schedule can.
+
+    Args:
+        path: the folder of the schedule.
+        summary: what `prepare` reported. It is None unless `prepare` returned this object.
+    """
 
     @checked()
     def __init__(self, path: AnyPath, summary: PrepareSummary | None = None) -> None:
@@ -42,10 +47,17 @@ class Schedule:
 
 
 class Run(Model):
-    """A run on disk, taken wherever a path to one is. Nothing is read before it is asked for; every call reads anew.
+    """A run on disk. It can be given wherever a path to a run can.
 
-    store: URLs of its store shards, needed only where they hold a password that FORELOAD_STORE_PASSWORD does not give. accept_model: evaluate,
-    predict and export also with other code of the model than it was trained with. Every method may raise a ForeloadError.
+    Nothing is read until a method needs it, and every call reads again. Every method may raise a
+    ForeloadError.
+
+    Args:
+        path: the folder of the run.
+        store: the URLs of its store shards. They are needed only if they contain a password that
+            FORELOAD_STORE_PASSWORD does not give.
+        accept_model: whether `evaluate`, `predict`, `export` and `export_torch` accept that the
+            model's code differs from the code that it was trained with.
     """
 
     _manifest = "manifest.json"
@@ -58,50 +70,67 @@ class Run(Model):
 
     @property
     def summary(self) -> TrainSummary:
-        """What its training reported at its end. Raises RunError where it has none yet."""
+        """The summary of the training, from its end.
+
+        Raises:
+            RunError: the training has not ended yet.
+        """
         return TrainSummary.of(self._json("summary.json"))
 
     @property
     def auc(self) -> float | None:
-        """Area under the ROC curve of the last evaluation; None without one."""
+        """The area under the ROC curve of the last evaluation. If None, there was none."""
         return self.summary.auc
 
     @property
     def log_loss(self) -> float | None:
-        """Mean log loss of the last evaluation; None without one."""
+        """The mean log loss of the last evaluation. If None, there was none."""
         return self.summary.log_loss
 
     @property
     def state(self) -> str:
-        """training, stopped or ended: "training" also where its processes were killed. Raises RunError where it never began."""
+        """The state of the run: "training", "stopped" or "ended".
+
+        The state is "training" also if the run's processes were killed.
+
+        Raises:
+            RunError: the run never began to train.
+        """
         return str(self._json("status.json")["state"])
 
     def metrics(self) -> list[StepMetrics | EvaluationMetrics]:
-        """Every step and every evaluation so far, in order; also while it trains."""
+        """Return the metrics of all steps and evaluations so far, in order. The run may train."""
         self._json("manifest.json")
         kinds: dict[str, type[StepMetrics | EvaluationMetrics]] = {"step": StepMetrics, "evaluation": EvaluationMetrics}
         try:
             text = (self.path / "metrics.jsonl").read_text(encoding="utf-8")
         except FileNotFoundError:
             return []
-        # The last line may still be being written.
+        # The last line may be incomplete while the run writes it.
         lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
         return [kinds[line["kind"]].of(line) for line in lines if line["kind"] in kinds]
 
     @checked()
     def report(self, out: AnyPath | None = None, *, beside: AnyPath | None = None) -> Path:
-        """Write a page to look at, also while it trains; returns where it is. beside: another run on the same axes.
+        """Write a page about the run, and return its path. The run may train.
 
-        out: the file; by default report.html in its folder, beside another one NAME-NAME-report.html in this one.
+        Args:
+            out: the file to write. If None, report.html in the run's folder; with `beside`,
+                NAME-NAME-report.html in the working directory.
+            beside: another run, to show on the same axes.
         """
         asked = {"out": None if out is None else os.fspath(out), "beside": None if beside is None else os.fspath(beside)}
         return Path(self._call("report", asked, False)["report"])
 
     @checked()
     def delete(self, *, folder_moved: bool = False, force: bool = False) -> Deletion:
-        """Delete its rows on the store, its local stores and its folder. Refused while it trains, and for a folder that does not own the rows.
+        """Delete the run: its rows on the store, its local stores and its folder.
 
-        folder_moved: it was moved from another disk or host; force: delete the rows even if they are another folder's.
+        A run that trains is refused, and so is a folder that does not own the rows.
+
+        Args:
+            folder_moved: whether the folder was moved from another disk or host.
+            force: whether to delete the rows even if another folder owns them.
         """
         return Deletion.of(self._call("delete", {"folder_moved": folder_moved, "force": force}, False))
 
@@ -115,10 +144,15 @@ class Run(Model):
 
 
 class Checkpoint(Model):
-    """A checkpoint in a folder, or under a URL, taken wherever a path to one is; it is asked without a store. Every call verifies its files.
+    """A checkpoint in a folder or under a URL. It can be given wherever a path to a checkpoint can.
 
-    schedule: where the schedule is now that it was trained on, needed only for raw values, and where there are vocabularies, if it was moved.
-    accept_model: as Run has it.
+    It needs no store. Every call verifies the checkpoint's files.
+
+    Args:
+        path: the folder, or its URL.
+        schedule: the folder where the schedule of the checkpoint is now, if it was moved. It is
+            needed only for raw values, and if there are vocabularies.
+        accept_model: as for Run.
     """
 
     _manifest = "checkpoint.json"
@@ -135,7 +169,7 @@ class Checkpoint(Model):
 
     @property
     def step(self) -> int:
-        """The last step trained."""
+        """The last step that was trained."""
         return int(self._json(self._manifest)["step"])
 
     def _job(self) -> Mapping[str, Any]:
@@ -150,7 +184,15 @@ class Checkpoint(Model):
 
 @checked()
 def open_checkpoint(checkpoint: AnyPath, *, schedule: AnyPath | None = None, accept_model: bool = False) -> Checkpoint:
-    """The checkpoint in a folder, or under a URL. schedule, accept_model: as Checkpoint has them. Raises CheckpointError where there is none."""
+    """Return the checkpoint in a folder or under a URL.
+
+    Args:
+        checkpoint: the folder, or its URL.
+        schedule: as for Checkpoint, like `accept_model`.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+    """
     opened = Checkpoint(checkpoint, schedule, accept_model)
     opened._numerics()
     return opened
@@ -158,10 +200,20 @@ def open_checkpoint(checkpoint: AnyPath, *, schedule: AnyPath | None = None, acc
 
 @checked()
 def apply(export: AnyPath, to: AnyPath, *, key: str | None = None, keep: int = 0, progress: bool = False) -> Applied:
-    """Bring an export to where it is served: a full one to where there is none yet, an increment to where its predecessor is.
+    """Bring an export to where it is served.
 
-    to: a folder, or the URL of a Redis server, whose keys are called by `key`. keep: how many versions before it can still be read. Raises
-    ExportError, also for one out of order, applied already, or after a gap; nothing is changed then.
+    A full export goes to where there is none yet, an increment to where its predecessor is.
+
+    Args:
+        export: the folder of the export.
+        to: a folder, or the URL of a Redis server.
+        key: the template of the server's keys.
+        keep: how many older versions stay readable.
+        progress: whether progress is shown on stderr.
+
+    Raises:
+        ExportError: the export is out of order, was applied already, or comes after a gap, among
+            other reasons. Nothing is changed then.
     """
     values = {"export": os.fspath(export), "to": os.fspath(to), "key": key, "keep": plain(keep)}
     return Applied.of(client.result("apply", values, None, progress))
@@ -169,9 +221,18 @@ def apply(export: AnyPath, to: AnyPath, *, key: str | None = None, keep: int = 0
 
 @checked()
 def open_run(run: AnyPath, *, store: str | None = None, accept_model: bool = False) -> Run:
-    """The run in a folder. store, accept_model: as Run has them. Raises RunError where there is none."""
+    """Return the run in a folder.
+
+    Args:
+        run: the folder.
+        store: as for Run, like `accept_model`.
+
+    Raises:
+        RunError: there is no run.
+    """
     opened = Run(run, store, accept_model)
-    opened._numerics()  # reads the manifest, which only a run has
+    # This reads the manifest, which only a run has.
+    opened._numerics()
     return opened
 
 
@@ -179,7 +240,14 @@ def open_run(run: AnyPath, *, store: str | None = None, accept_model: bool = Fal
 def prepare(
     *sources: AnyPath, progress: bool = False, beam_flags: Sequence[str] = (), **settings: Unpack[PrepareSettings]
 ) -> Schedule:
-    """Compile click logs into a schedule. sources: files or globs; beam_flags: as on the command line, for Apache Beam."""
+    """Compile click logs into a schedule.
+
+    Args:
+        sources: files or globs.
+        progress: whether progress is shown on stderr.
+        beam_flags: flags for Apache Beam, as on the command line.
+        settings: the options of `foreload prepare`, with underscores for dashes.
+    """
     given = {name: plain(value) for name, value in settings.items()}
     if sources:
         given["sources"] = [os.fspath(source) for source in sources]
@@ -197,11 +265,18 @@ def train(
     progress: bool = False,
     **settings: Unpack[TrainSettings],
 ) -> Run:
-    """Train a model from a schedule, in processes of its own; returns when the run has ended.
+    """Train a model from a schedule, in processes of its own, and return when the run has ended.
 
-    schedule: may be left out with resume=True or from_checkpoint. model: a name as the command line has it, or the class itself, or a function that
-    builds one, of a module that can be imported from its file; loss: likewise, a name or the function. Ctrl-C stops after the step with everything
-    saved, and KeyboardInterrupt is raised then; resume=True goes on.
+    Ctrl-C stops the training after the current step, with everything saved, and KeyboardInterrupt
+    is raised then. A call with resume=True continues the run.
+
+    Args:
+        schedule: the schedule. It may be left out with resume=True or from_checkpoint.
+        model: a name as on the command line, or the class itself, or a function that builds one.
+            Its module must be importable from its file.
+        loss: likewise, a name or the function.
+        progress: whether progress is shown on stderr.
+        settings: the options of `foreload train`, with underscores for dashes.
     """
     values = {name: plain(value) for name, value in settings.items()}
     if schedule is not None:
@@ -223,12 +298,19 @@ def train(
 
 
 def _threads(value: object) -> int:
-    """The number of threads, for the choice of a fork server; 1 where it is none, which the job will refuse."""
+    """Return the number of threads, which the choice of a fork server needs.
+
+    A malformed value counts as 1; the job refuses it later.
+    """
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1
 
 
 def _location(setting: str, own: Callable[..., object]) -> tuple[str, str]:
-    """The name by which a process of its own finds a class or function of the caller's, and the folder where it looks. Raises ModelError."""
+    """Return how another process finds a class or function: its name, and the folder to look in.
+
+    Raises:
+        ModelError: another process cannot find it.
+    """
     if not (isinstance(own, type) and setting == "model") and not inspect.isfunction(own):
         what = "a class, or a function that builds one, for each trainer builds its own" if setting == "model" else "a function"
         raise ModelError(f"{setting}: must be {what}; got {type(own).__name__}")

@@ -1,4 +1,7 @@
-"""A model at rest, as a caller of the Python interface holds it: what can be asked of a run and of a checkpoint alike."""
+"""A stopped model as a caller of the Python interface holds it.
+
+It has the methods that a run and a checkpoint share.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ RECORDS = "predict reads files; write the records into a CSV or Parquet file, or
 
 
 class Model:
-    """What a run and a checkpoint have in common. Nothing is read before it is asked for; every call reads anew."""
+    """The methods that a run and a checkpoint share.
+
+    Nothing is read until a method needs it, and every call reads again.
+    """
 
     _manifest: str
 
@@ -44,12 +50,23 @@ class Model:
 
     @checked()
     def evaluate(self, schedule: AnyPath | None = None, *, progress: bool = False) -> Evaluation:
-        """Measure its model on the evaluation steps of a schedule, its own by default."""
+        """Measure the model on the evaluation steps of a schedule.
+
+        Args:
+            schedule: the schedule. If None, the model's own.
+            progress: whether progress is shown on stderr.
+        """
         return Evaluation.of(self._call("evaluate", {"schedule": None if schedule is None else os.fspath(schedule)}, progress))
 
     @checked()
     def rows(self, table: str, *, values: Sequence[str | float | None] | None = None, ids: Sequence[int] | None = None) -> Rows:
-        """Rows of a table, by raw values (None where missing), encoded as the schedule says, or by ids. One of the two must be given."""
+        """Return rows of a table, by raw values or by ids. One of the two must be given.
+
+        Args:
+            table: the name of the table.
+            values: raw values, encoded as the schedule specifies. None stands for a missing value.
+            ids: the rows' ids.
+        """
         import numpy as np
 
         if (values is None) == (ids is None):
@@ -72,8 +89,13 @@ class Model:
         logits: bool = False,
         progress: bool = False,
     ) -> np.ndarray:
-        """The probability that each record's label is 1, or the number where the label is one, float32 [records], in order; of several labels,
-        [records, labels]. See `predict_batches`, which takes bounded memory.
+        """Return the score of each record, in order.
+
+        The score is the probability that the label is 1, or, for a label of numbers, the number.
+        The arguments are those of `predict_batches`, which takes bounded memory.
+
+        Returns:
+            float32 [records], or [records, labels] if there are several labels.
         """
         import numpy as np
 
@@ -89,11 +111,19 @@ class Model:
         logits: bool = False,
         progress: bool = False,
     ) -> Iterator[np.ndarray]:
-        """What `predict` gives, batch after batch, as they are computed: float32 [records of the batch] or [records, labels] each.
+        """Yield the scores that `predict` returns, batch by batch, as they are computed.
 
-        sources: files or globs of raw records, whose labels are not needed; malformed ones are left out, as many as the schedule's max_rejects
-        allows. format: by default that of the schedule, or what the names say. steps_of: a schedule whose evaluation samples these are, in
-        order: the logits are those of `evaluate` on it, bit for bit. logits: give these, instead of probabilities; numbers stay what they are.
+        Each batch is float32 [records of the batch], or [records, labels].
+
+        Args:
+            sources: files or globs of raw records, which need no labels. Malformed records are left
+                out, at most as many as the schedule's max_rejects allows.
+            format: the files' format. If None, the schedule's, or the one that the files' names
+                indicate.
+            steps_of: a schedule whose evaluation samples the records are, in order. The logits are
+                then those of `evaluate` on it, bit for bit.
+            logits: whether to return logits instead of probabilities. Numbers stay as they are.
+            progress: whether progress is shown on stderr.
         """
         import numpy as np
 
@@ -109,9 +139,13 @@ class Model:
 
     @checked()
     def export(self, out: AnyPath, *, since: AnyPath | int | None = None, progress: bool = False) -> Export:
-        """Write its model into a new folder: rows as Parquet, the dense part as safetensors.
+        """Write the model into a new folder: rows as Parquet, the dense part as safetensors.
 
-        since: a step, or the path of a checkpoint or an export: write an increment, with the rows changed since, for `apply`.
+        Args:
+            out: the folder to write.
+            since: a step, or the path of a checkpoint or an export. If given, the export is an
+                increment, with the rows changed since, for `apply`.
+            progress: whether progress is shown on stderr.
         """
         before = None if since is None else os.fspath(since) if isinstance(since, str | os.PathLike) else str(since)
         return Export.of(self._call("export", {"out": os.fspath(out), "since": before}, progress))
@@ -128,16 +162,26 @@ class Model:
         key: str | None = None,
         progress: bool = False,
     ) -> TorchExport:
-        """Write its model into a new folder from which it is served, without foreload: the model.py there loads it, and takes raw records.
+        """Write the model into a new folder from which it is served without foreload.
 
-        program: the dense part as torch.export follows it; else its parameters alone, for the model's class. onnx: as ONNX, too. most_rows: tables of
-        more trained rows stay Parquet or, with rows_at, at that Redis server, under keys as `apply` has them.
+        The folder has a model.py, which loads the model and takes raw records.
+
+        Args:
+            out: the folder to write.
+            program: whether the dense part is written as torch.export traces it. Otherwise its
+                parameters alone are written, for the model's class.
+            onnx: whether the dense part is also written as ONNX.
+            most_rows: tables with more trained rows stay in Parquet or, with `rows_at`, on a Redis
+                server.
+            rows_at: the URL of that server.
+            key: the template of the server's keys, as for `apply`.
+            progress: whether progress is shown on stderr.
         """
         options = {"program": program, "onnx": onnx, "most_rows": plain(most_rows), "rows_at": rows_at, "key": key}
         return TorchExport.of(self._call("export_torch", {"out": os.fspath(out), "options": options}, progress))
 
     def digest(self) -> str:
-        """SHA-256 of every bit of its model: 64 hexadecimal digits."""
+        """Return the SHA-256 of every bit of the model, as 64 hexadecimal digits."""
         return str(self._call("digest", {}, False)["digest"])
 
     def _call(self, name: str, values: Mapping[str, Any], progress: bool) -> dict[str, Any]:
@@ -153,7 +197,11 @@ class Model:
         }
 
     def _numerics(self) -> Numerics:
-        """Those that it is trained under. Raises RunError where the folder has no manifest."""
+        """Return the numerics that the model is trained under.
+
+        Raises:
+            RunError: the folder has no manifest; for a checkpoint, CheckpointError.
+        """
         job = self._job()
         return Numerics(job.get("cpu_capability", "avx2"), job.get("threads", 1))
 
@@ -167,16 +215,20 @@ class Model:
         return values
 
     def _job(self) -> Mapping[str, Any]:
-        """The settings of its training."""
+        """Return the settings of the model's training."""
         raise NotImplementedError
 
     def _missing(self, name: str) -> ForeloadError:
-        """What to raise where a file is not there."""
+        """Return the error to raise if a file does not exist."""
         raise NotImplementedError
 
 
 def plain(value: object) -> Any:
-    """A setting as a value of JSON. Raises SettingError."""
+    """Return a setting as a JSON value.
+
+    Raises:
+        SettingError: the setting has no such value.
+    """
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,8 @@
-"""What calls give: dataclasses, made of what the command of the same name writes with --json (summary.json, metrics.jsonl, export.json)."""
+"""The dataclasses that calls return.
+
+Each is made from what the command of the same name writes with --json (summary.json, metrics.jsonl,
+export.json).
+"""
 
 from __future__ import annotations
 
@@ -14,22 +18,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """A dataclass that is made of JSON values."""
+    """A dataclass that is made from JSON values."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """From JSON values by the fields' names; what has no field is left out."""
+        """Make the dataclass from JSON values by its fields' names. Other values are left out."""
         given = {item.name: values[item.name] for item in fields(cls) if item.name in values}
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareSummary(_Result):
-    """`prepare`'s summary. slots, minimum_slots: per lane; bytes: of the files; data: of each set, its labels, weights, missing and unknown values.
+    """The summary of `prepare`.
 
-    fewest_arrivals: that these slots can have; None where a window was given, and there is no memory to count them.
-    tables: {"name", "rows"} of each, rows that are ever trained; malformed: {"column", "value", "rule", "records"} of each cause.
-    evaluation_sets: the samples of each that has a name.
+    Attributes:
+        slots: the slots of each lane.
+        minimum_slots: the slots that each lane needs for its largest step.
+        fewest_arrivals: the fewest arrivals that these slots allow. If None, a window was given,
+            and there is not enough memory to count them.
+        bytes: the size of the files.
+        malformed: {"column", "value", "rule", "records"} for each cause of malformed records.
+        tables: {"name", "rows"} for each table; rows are those that are ever trained.
+        data: for each set of samples, its labels, weights, missing and unknown values.
+        evaluation_sets: the number of samples of each named evaluation set.
     """
 
     schedule: str
@@ -57,10 +68,17 @@ class PrepareSummary(_Result):
     evaluation_sets: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots, so that it can be one of two bases
+# The class has no slots, so that it can be one of two bases.
+@dataclass(frozen=True, kw_only=True)
 class _Metrics(_Result):
-    """Metrics of an evaluation set. None: there is no such metric, or it is not defined for these samples; loss: of what is trained, where that is
-    not the log loss; labels: of several, the metrics of each by name, of which the first one's are these.
+    """Metrics of an evaluation set.
+
+    A metric is None if it does not exist for the label, or is not defined for these samples.
+
+    Attributes:
+        loss: the loss that is trained, if that is not the log loss.
+        labels: if there are several labels, the metrics of each by name. The fields beside it are
+            those of the first label.
     """
 
     log_loss: float | None
@@ -76,9 +94,13 @@ class _Metrics(_Result):
 
 @dataclass(frozen=True, slots=True)
 class TrainSummary(StepsSummary, _Metrics):
-    """The run's summary.json (docs/operations.md): over all calls, times in milliseconds a step or seconds in all. None: there is nothing to report.
+    """The run's summary.json, over all calls (docs/operations.md).
 
-    Metrics are those of the first evaluation set; sets: of each that has a name.
+    Times are milliseconds a step, or seconds in total. A value is None if there is nothing to
+    report. The metrics are those of the first evaluation set.
+
+    Attributes:
+        sets: the metrics of each named evaluation set.
     """
 
     trainers: int
@@ -99,17 +121,28 @@ class TrainSummary(StepsSummary, _Metrics):
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics(StepLine, _Result):
-    """One training step, a line of metrics.jsonl. loss: mean over its samples; ms: milliseconds of the trainer that took longest; without: trainers
-    that were lost before they reported the step, whose times and bytes are missing.
+    """A training step, a line of metrics.jsonl.
+
+    Attributes:
+        loss: the mean loss over the step's samples.
+        ms: the milliseconds of the trainer that took longest.
+        without: the trainers that were lost before they reported the step. Their times and bytes
+            are missing.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationMetrics(_Metrics):
-    """One evaluation set of a pass, a line of metrics.jsonl; step: the training step that it follows; set: its name. Of the first label, and of
-    several in `labels` by name.
+    """An evaluation set in an evaluation pass, a line of metrics.jsonl.
 
-    calibration: of up to 20 bins of samples, by what is predicted of them: [samples, mean prediction, share of clicks].
+    The metrics are those of the first label; if there are several labels, `labels` has those of
+    each.
+
+    Attributes:
+        step: the training step that the pass follows.
+        set: the name of the evaluation set.
+        calibration: up to 20 bins of samples by their prediction: [samples, mean prediction, share
+            of clicks].
     """
 
     step: int
@@ -122,10 +155,15 @@ class EvaluationMetrics(_Metrics):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation(_Metrics):
-    """A model measured on the evaluation steps of a schedule, as EvaluationMetrics has it; step: the training step that the model is of.
+    """The metrics of a model on the evaluation steps of a schedule, as in EvaluationMetrics.
 
-    Metrics are those of the first evaluation set; sets: of each that has a name; unknown: by feature, "values", and how many are "unknown" to the
-    model.
+    The metrics are those of the first evaluation set.
+
+    Attributes:
+        step: the training step of the model.
+        sets: the metrics of each named evaluation set.
+        unknown: by feature, the number of "values", and how many of them are "unknown" to the
+            model.
     """
 
     schedule: str
@@ -137,10 +175,16 @@ class Evaluation(_Metrics):
 
 @dataclass(frozen=True, slots=True)
 class Export(_Result):
-    """What was written: export.json of the folder. model: its name and options; dense, dense_optimizer_state: files; tables: one file each.
+    """An export that was written: the contents of its export.json.
 
-    inexact: {"since", "bits", "restores"} where weights were rounded; state: which state of which model it is; since: of an increment, {"step",
-    "state"} that it goes on from.
+    Attributes:
+        model: the model's name and options.
+        dense: the file of the dense part.
+        dense_optimizer_state: the file of the dense optimizer's state.
+        tables: the tables, each in a file of its own.
+        state: identifies the model and its state after the step.
+        inexact: {"since", "bits", "restores"} if weights were rounded.
+        since: for an increment, the {"step", "state"} that it follows.
     """
 
     step: int
@@ -158,8 +202,16 @@ class Export(_Result):
 
 @dataclass(frozen=True, slots=True)
 class TorchExport(_Result):
-    """What was written to be served: features.json of the folder. labels: "name" and "kind" of each; program, onnx, weights: files of the dense part,
-    None where it is not there; tables: of each, "rows" trained, "at": where they are, and "file". inexact, state: as Export has them.
+    """A model that was written to be served: the contents of its features.json.
+
+    Attributes:
+        labels: the "name" and the "kind" of each label.
+        tables: for each table, the trained "rows", where they are ("at"), and the "file".
+        state: as in Export, like `inexact`.
+        program: the file of the dense part as torch.export traced it. If None, it was not written;
+            likewise for `onnx` and `weights`.
+        onnx: the file of the dense part as ONNX.
+        weights: the file of the dense part's parameters.
     """
 
     step: int
@@ -176,7 +228,14 @@ class TorchExport(_Result):
 
 @dataclass(frozen=True, slots=True)
 class Applied(_Result):
-    """What is served now: the model after a step, with so many rows in all tables; kept: the older versions that can be read, as folders or steps."""
+    """The model that is served after an export was applied.
+
+    Attributes:
+        step: the training step of the model.
+        rows: the rows of the model in all tables.
+        kept: the older versions that can still be read. For a folder, their folders; for Redis,
+            their steps.
+    """
 
     export: str
     to: str
@@ -187,9 +246,14 @@ class Applied(_Result):
 
 @dataclass(frozen=True, slots=True)
 class Deletion(_Result):
-    """What was deleted. shards: {"url", "deleted", "why"} each, why: where one could not be reached; kept: files in the folder that are not its.
+    """A run that was deleted.
 
-    forced: what `force` overruled, in words; None where nothing.
+    Attributes:
+        shards: {"url", "deleted", "why"} for each server. "why" says why the server could not be
+            reached.
+        local_stores: how many local store shards were deleted. If None, the run had none.
+        kept: files that stay in the run's folder because they are not the run's.
+        forced: what `force` overruled, in words; None if nothing.
     """
 
     run: str
@@ -202,10 +266,13 @@ class Deletion(_Result):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Rows of a table, in the order in which they were asked for.
+    """Rows of a table, in the order in which the caller asked for them.
 
-    ids: int64 [n]; vectors: float32 [n, columns]; trained: bool [n], false where the vector is the row's initial value, for it was never trained;
-    step: the training step that they are of.
+    Attributes:
+        ids: int64 [n].
+        vectors: float32 [n, columns].
+        trained: bool [n]. If False, the row was never trained, and its vector is its initial value.
+        step: the training step of the rows.
     """
 
     table: str

@@ -1,1 +1,1 @@
-"""The commands as the command line has them: what they take, and how their results are printed."""
+"""The command line of each command: its arguments, and how its result is printed."""

@@ -1,4 +1,4 @@
-"""`foreload checkpoint`: all of a run after a step, in a folder of its own."""
+"""`foreload checkpoint`: save all of a run after a step, and manage what was saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`foreload completion`: a script by which a shell completes foreload's command line."""
+"""`foreload completion`: print a script by which a shell completes foreload's command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ _PATHS = {
 
 
 def add_to(commands: Any, top: argparse.ArgumentParser) -> None:
-    """Declare the command. top: the parser that it is of, which has all others by the time that it is called."""
+    """Declare the command.
+
+    Args:
+        commands: the subparsers of `top`.
+        top: the parser of the whole command line. When the command runs, it has all other commands.
+    """
     completion = add_plain(
         commands, "completion", partial(_completion, top), "print what completes this command line in a shell",
         "Prints a script by which bash or zsh completes commands, flags, values and paths. In bash: source <(foreload completion bash), "
@@ -43,6 +48,7 @@ def _completion(top: argparse.ArgumentParser, parsed: argparse.Namespace) -> int
 
     from foreload.pipelines.planning.options import parser
 
+    # `prepare` parses its own flags, so its parser here is empty. The real one takes its place.
     for action in _actions(top):
         if isinstance(action, argparse._SubParsersAction) and "prepare" in action.choices:
             action.choices["prepare"] = parser()
@@ -53,7 +59,7 @@ def _completion(top: argparse.ArgumentParser, parsed: argparse.Namespace) -> int
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """The arguments of a command and of those below it."""
+    """Yield the arguments of a command and of its subcommands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):
@@ -62,7 +68,11 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _describe(action: argparse.Action, paths: object) -> None:
-    """Say for the shell what values an argument takes, by what stands for them on the help page. paths: how it is said of paths."""
+    """Set which values the shell offers for an argument, from its placeholder on the help page.
+
+    Args:
+        paths: the value that makes the shell offer paths.
+    """
     metavar = action.metavar if isinstance(action.metavar, str) else ""
     if _PATHS & set(metavar.split("|")):
         action.complete = paths  # type: ignore[attr-defined]

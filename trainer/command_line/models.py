@@ -1,4 +1,7 @@
-"""`foreload evaluate`, `predict`, `lookup`, `export`, `apply` and `digest`: what a model is worth, what it says, and what it is."""
+"""`foreload check-model`, `evaluate`, `predict`, `lookup`, `export`, `apply` and `digest`.
+
+They try, measure, use and publish a model.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.manifest import inexact_text
 
 _OF_MODELS = ("model_folder", "dim", "model_options", "seed", "loss", "drop_weights")
-"""The settings of `foreload train` that say what a model is built with, and trained by."""
+"""The settings of `foreload train` with which a model is built, and its loss computed."""
 
 
 def add_to(commands: Any) -> None:

@@ -1,4 +1,7 @@
-"""`foreload history`, `foreload plan` and `foreload report`: what runs took, what the next one will, and both to look at."""
+"""`foreload history`, `foreload plan` and `foreload report`.
+
+They list what runs took, predict what the next one will take, and draw pages about runs.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +150,10 @@ def _positive(flag: str, text: str, zero: bool = False) -> float:
 
 
 def _pool(text: str | None) -> tuple[int, int, int]:
-    """Cores, bytes of memory, store shards. None: this machine's."""
+    """Return the cores, the bytes of memory and the store shards that --pool gives.
+
+    What it does not give is this machine's, and up to 5 store shards.
+    """
     from foreload.trainer.assembly.job_shape import cores
 
     pool = {"cores": cores(), "memory": total_bytes(), "stores": 5}

@@ -1,4 +1,4 @@
-"""What the commands have in common: the parser, the arguments RUN, --store and --json, and where a result goes."""
+"""What the commands share: the parser, common arguments, and the output of a result."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from foreload.base.settings import local
 from foreload.trainer.job.job_values import masked
 
 Command = Callable[[argparse.Namespace], int]
-"""What a command does with what was parsed; gives the exit status."""
+"""Runs a command with its parsed arguments, and returns the exit status."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, like all others, and show no password of a store URL."""
+    """A parser that reports an error as one line, as all other errors are reported.
+
+    The line shows no password of a store URL.
+    """
 
     def error(self, message: str) -> NoReturn:
         raise SettingError(f"{masked(message)}; see `{self.prog} --help`")
@@ -29,7 +32,12 @@ class Parser(argparse.ArgumentParser):
 def add_command(
     commands: Any, name: str, command: tuple[Command, str], help: str, description: str, or_checkpoint: bool = False
 ) -> argparse.ArgumentParser:
-    """A command about a run, with RUN, --store and --json, to which further arguments can be added. or_checkpoint: it takes a checkpoint as well."""
+    """Add a command about a run, with RUN, --store and --json. The caller adds its other arguments.
+
+    Args:
+        command: as in `add_plain`.
+        or_checkpoint: whether the command also takes a checkpoint.
+    """
     added = add_plain(commands, name, command, help, description)
     of_run = "the folder that `foreload train --run` wrote"
     if or_checkpoint:
@@ -46,12 +54,16 @@ def add_command(
 
 
 def a_path(name: str) -> Callable[[str], str]:
-    """Return the type of an argument that must be a path on this machine. name: of the argument, in errors."""
+    """Return the type of an argument that must be a path on this machine.
+
+    Args:
+        name: the argument, as error messages name it.
+    """
     return partial(local, name)
 
 
 def add_moved(command: argparse.ArgumentParser) -> None:
-    """The flag --moved of a command that changes or deletes a run's rows on its servers."""
+    """Add --moved to a command that changes or deletes a run's rows on its servers."""
     command.add_argument(
         "--moved",
         action="store_true",
@@ -60,7 +72,7 @@ def add_moved(command: argparse.ArgumentParser) -> None:
 
 
 def add_schedule(command: argparse.ArgumentParser) -> None:
-    """The flag --schedule of a command that may need the schedule of a checkpoint."""
+    """Add --schedule to a command that may need the schedule of a checkpoint."""
     command.add_argument(
         "--schedule",
         metavar="SCHEDULE",
@@ -70,7 +82,7 @@ def add_schedule(command: argparse.ArgumentParser) -> None:
 
 
 def add_accept_model(command: argparse.ArgumentParser) -> None:
-    """The flag --accept-model of a command that runs a saved model, or hands it out."""
+    """Add --accept-model to a command that runs or exports a saved model."""
     command.add_argument(
         "--accept-model",
         action="store_true",
@@ -81,9 +93,11 @@ def add_accept_model(command: argparse.ArgumentParser) -> None:
 def add_plain(
     commands: Any, name: str, command: tuple[Command, str] | Command, help: str, description: str
 ) -> argparse.ArgumentParser:
-    """A command, to which all of its arguments are still to be added.
+    """Add a command. The caller adds all of its arguments.
 
-    command: what it does, and the module of `commands` that does the work, which is loaded before; the first alone where that takes no time.
+    Args:
+        command: the function that runs the command, and the module of `commands` that it uses,
+            which is imported first. The function alone, if its imports take no time.
     """
     added: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description, allow_abbrev=False)
     does, module = command if isinstance(command, tuple) else (command, None)
@@ -92,24 +106,34 @@ def add_plain(
 
 
 def add_group(commands: Any, name: str, help: str) -> Any:
-    """A command that has commands of its own, to which these can be added."""
+    """Add a command that has subcommands, and return the object to which they are added."""
     return commands.add_parser(name, help=help).add_subparsers(title="commands", metavar="COMMAND", required=True)
 
 
 def add_json(command: argparse.ArgumentParser, what: str) -> None:
-    """The flag --json of a command that prints a result."""
+    """Add --json to a command that prints a result."""
     command.add_argument("--json", metavar="FILE", type=a_path("--json"), help=f"write the {what} there too, for programs")
 
 
 def check_json(path: str | Path | None) -> None:
-    """Find out before the work whether its result can be written there."""
+    """Check, before a command does its work, that its result can be written to `path`.
+
+    Raises:
+        SettingError: the file cannot be written.
+    """
     if path is not None and (why := unwritable(Path(path))):
         raise SettingError(f"--json: cannot write {path}: {why}")
 
 
 def tell(parsed: argparse.Namespace, found: object, text: str) -> int:
-    """Print what was found, and write it where --json says; gives exit status 0. found: a dataclass, or JSON; text: for a person. Raises
-    SettingError.
+    """Print a result, and write it to the file of --json. Returns exit status 0.
+
+    Args:
+        found: the result, a dataclass or JSON.
+        text: the same for the terminal.
+
+    Raises:
+        SettingError: the file cannot be written.
     """
     if parsed.json:
         try:

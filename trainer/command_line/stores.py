@@ -1,4 +1,4 @@
-"""`foreload stores`, `delete` and `scrub`: what a run has on its store shards."""
+"""`foreload stores`, `delete` and `scrub`: commands about a run's store shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 DAMAGED = 4
 """The exit status of a scrub that found a stripe which it cannot repair."""
 
-_REPLACE_TIMEOUT = timedelta(minutes=1)  # the launcher looks at the new server first
+# The launcher checks the new server before it answers.
+_REPLACE_TIMEOUT = timedelta(minutes=1)
 _NEW_HELP = "URL of an empty server; local: one more of the run's own, where it has such"
 _SERVERS_HELP = "servers, as --store takes them"
 

@@ -1,4 +1,4 @@
-"""`foreload train` and `foreload drill`: the settings of a training, and how it ended."""
+"""`foreload train`, `status`, `join`, `scale` and `drill`: commands about a training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from foreload.trainer.commands.drill import Drill
 
 PERMANENT = 6
-"""The exit status of a training with --resume=auto that ends so whenever it is started again, until what it was given is changed."""
+"""The exit status of a training with --resume=auto that would fail again if it were repeated."""
 FULL = 5
 """The exit status of a training with --until-full that stopped before a store shard was full."""
 
@@ -173,7 +173,16 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
 
 
 def job_values(parsed: argparse.Namespace) -> dict[str, Any]:
-    """The settings of a call, by their names; where its job file wants the summary is noted in `parsed`. Raises SettingError and RunError."""
+    """Return the settings of a call, by name.
+
+    If the job file says where the summary is to be written, and --json does not, `parsed.json` is
+    set.
+
+    Raises:
+        SettingError: a setting or the job file is malformed.
+        RunError: the run to resume cannot be opened.
+        CheckpointError: the checkpoint to start from cannot be opened.
+    """
     from foreload.trainer.commands.train import call_values
 
     values, summary = call_values(given(parsed, TrainJob), parsed.job)
@@ -265,7 +274,12 @@ def _drill_scale(parsed: argparse.Namespace) -> int:
 
 
 def _drill(parsed: argparse.Namespace, kind: Callable[[TrainJob], Drill], **defaults: Any) -> int:
-    """Play a drill. defaults: further settings of its job, where none are given."""
+    """Run a drill.
+
+    Args:
+        kind: makes the drill of a job.
+        defaults: further settings of the job, used where the user gives none.
+    """
     from foreload.trainer.commands import drill
 
     values = {"run": "drill", "store": "local:3"} | defaults | job_values(parsed)

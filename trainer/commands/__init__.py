@@ -1,1 +1,1 @@
-"""The commands that read a run which was stopped or has ended."""
+"""The commands of `foreload`: what they do, apart from their command lines."""

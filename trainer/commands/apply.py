@@ -1,4 +1,7 @@
-"""`foreload apply`: brings an export, full or an increment, to where it is served: a folder, or a Redis server (docs/serving.md)."""
+"""`foreload apply`: bring an export to where it is served, a folder or a Redis server.
+
+The export is full or an increment (docs/serving.md).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,14 @@ from foreload.trainer.serving.format import Export
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What is served now: the model after a step, with so many rows in all tables; kept: the older versions that can be read, as folders or steps."""
+    """The model that is served after an export was applied.
+
+    Attributes:
+        step: the training step of the model.
+        rows: the rows of the model in all tables.
+        kept: the older versions that can still be read. For a folder, their folders; for Redis,
+            their steps.
+    """
 
     export: str
     to: str
@@ -22,13 +32,25 @@ class Applied:
     kept: list[str] | list[int]
 
     def text(self) -> str:
-        """As a line."""
+        """Return the result as one line."""
         kept = f"; also kept: {', '.join(map(str, self.kept))}" if self.kept else ""
         return f"{self.to}: the model {after_step(self.step)}, {self.rows:,} rows{kept}"
 
 
 def run(export: str, to: str, key: str | None, keep: int) -> Applied:
-    """Apply it. Raises SettingError, ExportError and StoreError."""
+    """Apply an export to a folder or a Redis server.
+
+    Args:
+        export: the folder of the export.
+        to: the folder, or the URL of the server.
+        key: the template of the keys, for a server only.
+        keep: how many older versions stay readable.
+
+    Raises:
+        SettingError: a setting is missing, out of range, or does not fit `to`.
+        ExportError: the export cannot be used, or does not follow what is served.
+        StoreError: the server failed.
+    """
     if keep < 0:
         raise SettingError(f"--keep: must be at least 0; got {keep}")
     opened = Export.open(export)
@@ -41,7 +63,7 @@ def run(export: str, to: str, key: str | None, keep: int) -> Applied:
         raise SettingError(
             "--key: is missing: what keys are to be called, such as 'emb:{table}:{id}', or 'emb:{table}' for a hash a table"
         )
-    # It takes a while to load, and is not needed for a folder.
+    # The imports take a while, and a folder does not need them.
     from foreload.cache.client.url import parse_url
     from foreload.trainer.serving.redis_keys import Keys, apply_to_redis
 

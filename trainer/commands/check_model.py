@@ -1,4 +1,7 @@
-"""`foreload check-model`: a model, and a loss of one's own, tried on made-up samples, with no data, no store and no run."""
+"""`foreload check-model`: try a model, and a user's own loss, on synthetic samples.
+
+The check needs no data, no store and no run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,18 @@ from foreload.trainer.models.wrapping import Wrapped
 
 @dataclass(frozen=True, slots=True)
 class CheckedModel:
-    """What a model is that works. unused_tables: of a wrapped one, by their paths; loss: the name of the one that was tried."""
+    """The properties of a model that passed the check.
+
+    Attributes:
+        features: the number of categorical features.
+        dense_values: the number of dense values of a sample.
+        parameters: the number of values in the parameters of the dense part.
+        unused_tables: the tables of a wrapped model that its forward does not use, by their paths
+            in the module.
+        mixes_samples: whether the model declares that an output depends on other samples of its
+            slice.
+        loss: the name of the loss that was tried.
+    """
 
     model: str
     features: int
@@ -30,7 +44,7 @@ class CheckedModel:
     loss: LeftOut[str | None] = None
 
     def text(self) -> str:
-        """A line, and one for each thing to note."""
+        """Return one line on the model, and one for each warning or note."""
         unused = f"; not used in forward: {', '.join(self.unused_tables)}" if self.unused_tables else ""
         counts = ((self.features, "feature"), (self.dense_values, "dense value"), (self.parameters, "parameter"))
         counted = ", ".join(f"{count:,} {word}{'s' * (count != 1)}" for count, word in counts)
@@ -51,10 +65,15 @@ def run(
     loss: str | None = None,
     drop_weights: bool = False,
 ) -> CheckedModel:
-    """Build a model for a feature file, and run it forward and backward. Raises ModelError and FeatureError.
+    """Build a model for a feature file, and run it forward and backward.
 
-    name, folder, dim, options, seed, loss, drop_weights: as `foreload train` has them in --model, --model-folder, --dim, and so on; a
-    loss is tried as it is there before training, and is reported.
+    The arguments have the meaning of `foreload train`'s --model, --model-folder, --features, --dim
+    and so on. If a loss is given, it is tried as training tries it before its first step, and its
+    name is reported.
+
+    Raises:
+        ModelError: the model or the loss does not work.
+        FeatureError: the feature file cannot be used.
     """
     spec = model_spec(load_features(features), dim)
     module = build_model(load_model(name, folder), spec, options, seed, twice=True, drop_weights=drop_weights)

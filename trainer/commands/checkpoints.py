@@ -1,4 +1,4 @@
-"""`foreload checkpoint list`, `verify` and `delete`: the checkpoints that there are (docs/checkpoints.md)."""
+"""`foreload checkpoint list`, `verify` and `delete` (docs/checkpoints.md)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,19 @@ from foreload.trainer.storage import AnyFolder, place
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint. rows: of the model; rows_here, files, bytes: its own; total_bytes: with what it needs; base: its name; bits: the fewest of a
-    weight; deleted: names of those that went for it.
+    """A checkpoint that can be used.
+
+    Attributes:
+        state: the state of the run at the checkpoint.
+        run: the id of the run.
+        rows: the rows of the model.
+        rows_here: the rows that the checkpoint's own files hold.
+        files: the number of the checkpoint's own files, without the manifest.
+        bytes: the size of these files.
+        total_bytes: the size of all files that the checkpoint needs, with those of its bases.
+        base: the name of its base. If None, the checkpoint has all rows.
+        bits: the fewest bits of any weight, in this checkpoint or its bases.
+        deleted: the names of the checkpoints that were deleted when this one was saved.
     """
 
     checkpoint: str
@@ -43,7 +54,7 @@ class Saved:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
-        """What its manifest says."""
+        """Return the facts in a checkpoint's manifest."""
         contents = checkpoint.contents
         return cls(
             str(checkpoint.place), contents.step, contents.state, contents.run.run_id, contents.run.stages[-1].path, checkpoint.row_count,
@@ -52,7 +63,7 @@ class Saved:
         )  # fmt: skip
 
     def text(self) -> str:
-        """As a line; one more where others were deleted."""
+        """Return one line, and another if checkpoints were deleted."""
         rows = f"{self.rows:,} rows"
         if self.base is not None:
             rows += f", the {self.rows_here:,} changed since {self.base} here"
@@ -72,35 +83,49 @@ class Unusable:
     why: str
 
     def text(self) -> str:
-        """As a line."""
+        """Return the reason as one line."""
         return f"{self.checkpoint}: cannot be used: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """The checkpoints in a folder, or of a run: Saved and Unusable."""
+    """The checkpoints in a folder, or of a run.
 
-    checkpoints: list  # of either, without the kind that the codec would note of a union
+    Attributes:
+        checkpoints: a Saved or an Unusable for each.
+    """
+
+    # The element type is left open: for a union, the codec would write the kind of each element.
+    checkpoints: list
 
     def text(self) -> str:
-        """A line for each."""
+        """Return a line for each checkpoint."""
         return "\n".join(one.text() for one in self.checkpoints)
 
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """Checkpoints that were deleted: their paths."""
+    """Checkpoints that were deleted.
+
+    Attributes:
+        checkpoint: the path that the user gave.
+        deleted: the paths of all checkpoints that were deleted.
+    """
 
     checkpoint: str
     deleted: list[str]
 
     def text(self) -> str:
-        """A line for each."""
+        """Return a line for each deleted checkpoint."""
         return "\n".join(f"deleted  {path}" for path in self.deleted)
 
 
 def listed(path: str) -> Listed:
-    """The checkpoints in a folder, or of a run. Raises CheckpointError where there is no such folder."""
+    """List the checkpoints in a folder, or in all checkpoint folders of a run.
+
+    Raises:
+        CheckpointError: the folder does not exist, or cannot be read.
+    """
     named = place(path)
     folders = [named]
     if isinstance(named, Path) and (named / MANIFEST).exists():
@@ -123,7 +148,11 @@ def _about(path: AnyFolder, opened: dict[str, Checkpoint]) -> Saved | Unusable:
 
 
 def verified(path: str) -> Saved:
-    """Compare every file of a checkpoint, and of those that it needs, with its manifest. Raises CheckpointError that names what is damaged."""
+    """Compare every file of a checkpoint, and of its bases, with its manifest.
+
+    Raises:
+        CheckpointError: a file is damaged or missing; the message names the file.
+    """
     checkpoint = Checkpoint.open(path)
     with progress_bar(checkpoint.total_bytes, "B") as bar:
         checkpoint.verify(bar.update)
@@ -131,9 +160,13 @@ def verified(path: str) -> Saved:
 
 
 def deleted(path: str, with_increments: bool = False) -> Deleted:
-    """Delete a checkpoint, also a damaged one, and, where that is asked for, those that need it.
+    """Delete a checkpoint, which may be damaged.
 
-    Raises CheckpointError where there is none, it cannot be deleted, or others need it.
+    Args:
+        with_increments: also delete the checkpoints that need this one.
+
+    Raises:
+        CheckpointError: there is no checkpoint at `path`, it cannot be deleted, or others need it.
     """
     checkpoint = place(path)
     check_there(checkpoint)

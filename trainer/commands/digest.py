@@ -1,4 +1,7 @@
-"""`foreload digest`: the digest of a run's model, or of a checkpoint's (docs/definitions.md, Digest)."""
+"""`foreload digest`: the digest of the model of a run or a checkpoint.
+
+See docs/definitions.md, Digest.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from foreload.trainer.run.manifest import InexactEntry, OtherCode, OtherNumerics
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """The digest of a model after a step, and what it depends on besides the data and the settings (`Manifest.caveats`)."""
+    """The digest of a model after a step, and what it depends on besides the data and the settings.
+
+    The fields after `step` are those of `Manifest.caveats`.
+    """
 
     digest: str
     step: int
@@ -21,11 +27,17 @@ class Digest:
     inexact: InexactEntry | None
 
     def text(self) -> str:
-        """For a person."""
+        """Return the digest, and a line for each caveat."""
         return "\n".join([self.digest, *caveat_lines(to_stored(self))])
 
 
 def run(path: str, store: str | None) -> Digest:
-    """Compute it. path: of a run, or of a checkpoint, whose rows are as they are read there."""
+    """Compute the digest of a model.
+
+    Args:
+        path: the folder of a run, or of a checkpoint. If the weights in a checkpoint are rounded,
+            the digest is that of the rounded weights.
+        store: the URLs of the run's servers. If None, the run's own.
+    """
     with open_model(path, store) as model:
         return Digest(model.digest(), model.step, **model.manifest.caveats)

@@ -1,4 +1,7 @@
-"""`foreload drill`: trains, has something happen on the way, and reports and draws what that did to the training."""
+"""`foreload drill`: train with a fault or a change, and report and draw its effect on the training.
+
+This module has what all drills share. Moments are in seconds of time.monotonic().
+"""
 
 from __future__ import annotations
 
@@ -32,18 +35,28 @@ if TYPE_CHECKING:
     from foreload.trainer.cluster.ending import Ending
 
 SYNTHETIC = "--format synthetic --rows 200000 --values 10000 --epochs 3 --batch-size 1024 --slots 20000"
-"""Options of `foreload prepare` for a drill without a schedule of its own."""
+"""Options of `foreload prepare` for the schedule of a drill that was given none."""
 _LEGEND_COLUMNS = 4
 _BINS = 120
 
 
 Moments = Mapping[str, float | None]
-"""When a fault was injected ("injected"), and when what may follow it happened: seconds of time.monotonic(), None where it did not happen."""
+"""When a fault was injected ("injected"), and when each event that may follow it happened.
+
+Values are seconds of time.monotonic(), or None if the event did not happen.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What a drill's picture shows beside the throughput: moments (what, when) and spans (begin, end), in seconds of time.monotonic()."""
+    """What a drill's picture shows besides the throughput.
+
+    Times are seconds of time.monotonic().
+
+    Attributes:
+        moments: (label, time) of each vertical line.
+        spans: (begin, end) of each shaded area.
+    """
 
     title: str
     moments: Sequence[tuple[str, float]]
@@ -51,13 +64,16 @@ class Picture:
 
 
 class Drill(RunObserver):
-    """A training during which something happens, and all that is seen of it. All moments are in seconds of time.monotonic().
+    """A training during which something happens, and what the drill observes of it.
 
-    job: how it trains. Constructors raise SettingError for what cannot be drilled.
+    Constructors raise SettingError for a job that cannot be drilled.
+
+    Args:
+        job: the training.
     """
 
     synthetic_lanes: ClassVar = 2
-    """Lanes of a schedule that is made for the drill."""
+    """The number of lanes of a schedule that the drill makes."""
 
     def __init__(self, job: TrainJob) -> None:
         for flag, given in (("--resume", job.resume), ("--follow", job.follow), ("--from", job.from_checkpoint)):
@@ -71,7 +87,7 @@ class Drill(RunObserver):
         self.steps = StepTimes()
 
     def on_event(self, trainer: int, event: TrainerEvent) -> None:
-        """Note a step, or an evaluation."""
+        """Record the end of a step or of an evaluation."""
         if isinstance(event, StepEnded):
             self.steps.note(event.report, event.at)
         elif isinstance(event, EvaluationEnded):
@@ -79,14 +95,25 @@ class Drill(RunObserver):
 
     @abstractmethod
     def begin(self, schedule: Schedule) -> None:
-        """Choose what happens, and when; training begins next. Raises SettingError."""
+        """Choose what happens during the training, and when. Training begins right after.
+
+        Raises:
+            SettingError: the drill's settings do not fit the schedule.
+        """
 
     def release(self) -> None:
-        """Training is over, however it ended: leave nothing stopped or waiting."""
+        """Clean up after training, however it ended.
+
+        No process stays stopped, and no thread keeps waiting.
+        """
 
     @abstractmethod
     def figures(self, ending: Ending) -> dict[str, Any]:
-        """Return what the summary's "drill" says. Raises TrainerError where training ended before there was anything to see."""
+        """Return the figures for "drill" in the summary.
+
+        Raises:
+            TrainerError: training ended before there was anything to measure.
+        """
 
     @abstractmethod
     def picture(self, figures: Mapping[str, Any]) -> Picture:
@@ -94,36 +121,52 @@ class Drill(RunObserver):
 
     @abstractmethod
     def lines(self, figures: Mapping[str, Any]) -> list[str]:
-        """Return the figures as lines for the user."""
+        """Return the figures as lines for the terminal."""
 
     def not_done(self, ending: Ending) -> str | None:
-        """Return what should have happened and did not, with the reason; None where everything did."""
+        """Return what should have happened and did not, with the reason.
+
+        Returns None if everything happened.
+        """
         return None
 
 
 class FaultDrill(Drill):
     """A drill with one fault: a signal to one of `count` store shards or trainers.
 
-    at: the step of the fault; number: the shard or trainer; if None, they are drawn from the job's seed. stop: SIGSTOP instead of SIGKILL.
+    Args:
+        at: the step of the fault. If None, it is drawn from the job's seed.
+        number: the shard or the trainer that gets the signal. If None, it is drawn likewise.
+        count: how many shards or trainers there are.
+        stop: whether the signal is SIGSTOP; otherwise it is SIGKILL.
     """
 
     kind: ClassVar[str]
-    """Whether `number` is that of a "shard" or a "trainer"."""
+    """What `number` counts: "shard" or "trainer"."""
     title: ClassVar[str]
-    """Of the picture, for str.format with the figures; done: "killed" or "stopped"."""
+    """The picture's title, for str.format with the figures and `done`, "killed" or "stopped"."""
     words: ClassVar[Mapping[str, str]]
-    """The picture's word for each moment that may follow the fault."""
+    """The picture's label for each moment that may follow the fault."""
     spans: ClassVar[Sequence[tuple[str, str]]]
-    """What the picture shades: from one moment to another, or to the end where that did not happen."""
+    """The areas that the picture shades, each from one moment to another.
+
+    If the second moment did not happen, the area reaches to the end of training.
+    """
     shares: ClassVar[Mapping[str, tuple[str, str]]]
-    """What throughput_NAME is measured over, as `spans`, and given as a share of the normal one."""
+    """The span over which each throughput_NAME is measured, in the form of `spans`.
+
+    The figure is the share of the normal throughput.
+    """
     over: ClassVar[str]
-    """The moment until which the longest gap between steps is looked for, from the fault on."""
+    """The moment until which the longest gap between steps is searched, from the fault on."""
     normal_again: ClassVar[bool]
-    """Whether the steps after `over` are normal ones. Those before the fault are, without the first tenth of them."""
+    """Whether steps after `over` count as normal, besides those before the fault.
+
+    The first tenth of the time before the fault is left out.
+    """
 
     step: int
-    """After or in which the fault is injected; as `number`, once the training begins."""
+    """The step after or in which the fault is injected. Set by `begin`, as `number` is."""
     number: int
 
     def __init__(self, job: TrainJob, at: int | None, number: int | None, count: int, stop: bool) -> None:
@@ -139,17 +182,26 @@ class FaultDrill(Drill):
     @property
     @abstractmethod
     def followed(self) -> Moments:
-        """When each of `words` happened."""
+        """When each event of `words` happened."""
 
     @abstractmethod
     def measured(self, timeline: Timeline, struck_at_seconds: float, ending: Ending) -> dict[str, Any]:
-        """Return the figures after the fault's own, with those of `account`. struck_at_seconds: of the fault, since training began."""
+        """Return the figures that come after the fault's own, with those of `account`.
+
+        Args:
+            struck_at_seconds: when the fault was injected, in seconds since training began.
+        """
 
     def begin(self, schedule: Schedule) -> None:
-        """Choose the fault: as it was given, else drawn from the job's seed."""
+        """Choose the fault from the drill's settings, or draw it from the job's seed.
+
+        Raises:
+            SettingError: the step is not one of the schedule.
+        """
         chance = random.Random(self.job.seed)
         first, end = schedule.header.first_step, schedule.header.end_step
-        # Late enough to see what is normal, and early enough to see what follows.
+        # In the second quarter of the schedule, so that there are normal steps before the fault,
+        # and steps after it that show its effect.
         step = first + chance.randrange((end - first) // 4, (end - first) // 2 + 1)
         if self._at is not None:
             step = self._at
@@ -161,11 +213,11 @@ class FaultDrill(Drill):
 
     @property
     def moments(self) -> Moments:
-        """When the fault was injected, and what followed."""
+        """When the fault was injected, and when the events after it happened."""
         return {"injected": self.injected, **self.followed}
 
     def figures(self, ending: Ending) -> dict[str, Any]:
-        """What the fault did to the training."""
+        """Return the fault and its effect on the training."""
         if self.injected is None:
             raise TrainerError(f"drill: training stopped {after_step(ending.step)}, before the fault was to be injected")
         timeline = self.steps.timeline
@@ -178,7 +230,10 @@ class FaultDrill(Drill):
 
     @classmethod
     def account(cls, timeline: Timeline, moments: Moments) -> dict[str, float | None]:
-        """Return what a fault meant, in figures; None for what there is no measure of."""
+        """Measure the effect of a fault.
+
+        A figure that cannot be measured is None.
+        """
         injected = moments["injected"]
         assert injected is not None
         over = moments[cls.over] or timeline.end
@@ -200,7 +255,7 @@ class FaultDrill(Drill):
         )
 
     def picture(self, figures: Mapping[str, Any]) -> Picture:
-        """The fault, and what followed."""
+        """Return the fault and the events after it."""
         done = "killed" if self.signal_number == signal.SIGKILL else "stopped"
         gap, median = (milliseconds(figures[name]) for name in ("longest_gap_seconds", "median_step_seconds"))
         title = f"{self.title.format(done=done, **figures)}: longest gap {gap}, median step {median}"
@@ -211,22 +266,36 @@ class FaultDrill(Drill):
 
 
 def _span(moments: Moments, between: tuple[str, str], end: float) -> tuple[float, float] | None:
-    """The span from one moment to another, or to the end where that did not happen; None where it did not begin."""
+    """Return the span from one moment to another, or None if the first did not happen.
+
+    If the second moment did not happen, the span reaches to `end`.
+    """
     since, until = (moments.get(name) for name in between)
     return None if since is None else (since, until or end)
 
 
 def finite(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures with None in place of nan."""
+    """Return the figures with None in place of NaN and infinities."""
     return {name: None if isinstance(value, float) and not np.isfinite(value) else value for name, value in figures.items()}
 
 
 def run(drill: Drill, check: bool, make: bool, start_process: StartProcess = ChildProcess) -> dict[str, Any]:
-    """Train while the drill happens; returns the run's summary with the drill's figures in "drill".
+    """Train while the drill happens.
 
-    check: train again, undisturbed, and compare the digests. make: make a schedule of synthetic clicks if there is none. Raises SettingError for what
-    cannot be drilled, TrainerError where the model is not the undisturbed one or something did not happen, what training raises, and
-    KeyboardInterrupt where a signal stopped it.
+    Args:
+        check: whether to train again without the fault, and compare the digests.
+        make: whether to make a schedule of synthetic clicks if there is none.
+        start_process: starts the processes of the training.
+
+    Returns:
+        The run's summary, with the drill's figures in "drill".
+
+    Raises:
+        SettingError: the job cannot be drilled.
+        TrainerError: the model differs from that of an undisturbed run, or something did not
+            happen.
+        KeyboardInterrupt: a signal stopped the training.
+        Other errors: those that training raises.
     """
     place = Path(drill.job.run)
     check_free(place, drill.job.overwrite)
@@ -258,7 +327,7 @@ def run(drill: Drill, check: bool, make: bool, start_process: StartProcess = Chi
 
 
 def text(drill: Drill, summary: Mapping[str, Any]) -> str:
-    """Return what `run` found, for a person."""
+    """Return the result of `run` for the terminal."""
     figures = summary["drill"]
     lines = drill.lines(figures)
     if "digest_undisturbed" in figures:
@@ -276,12 +345,13 @@ def _make_schedule(job: TrainJob, lanes: int) -> None:
 
 
 def _undisturbed(job: TrainJob, start_process: StartProcess) -> str:
-    """The digest of the same training with nothing done to it."""
+    """Train the same job without the fault, and return the digest."""
     sys.stderr.write("drill: training again, undisturbed\n")
     with tempfile.TemporaryDirectory(prefix="foreload-") as folder:
         plain = replace(job, run=str(Path(folder) / "run"), namespace=None, overwrite=False, digest=True)
         if job.store.local is None:
-            # Nothing of it is left on servers that are not its own, and the model is the same with any store.
+            # The second training must leave nothing on servers that belong to the user. The model
+            # is the same with any store, so it trains on a local server.
             plain = replace(plain, store=Servers.parse("--store", "local:1"), parity=None, spare=None)
         ending = train(plain, None, start_process)
         assert ending is not None
@@ -291,23 +361,26 @@ def _undisturbed(job: TrainJob, start_process: StartProcess) -> str:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """A time for a person; - where there is none."""
+    """Format a time in seconds as milliseconds; "-" for None."""
     return "-" if seconds is None else f"{1000 * seconds:,.1f} ms"
 
 
 def percent(share: float | None) -> str:
-    """A share for a person; - where there is none."""
+    """Format a share as a percentage; "-" for None."""
     return "-" if share is None else f"{share:.1%}"
 
 
 def after(figures: Mapping[str, Any], name: str) -> str:
-    """How long after the fault something happened, for a person."""
+    """Format how long after the fault an event happened, or "never"."""
     seconds = figures[f"seconds_until_{name}"]
     return "never" if seconds is None else f"after {seconds:.3f} s"
 
 
 def plot(path: Path, timeline: Timeline, picture: Picture) -> str | None:
-    """Draw throughput over time with a drill's moments and spans; returns the file, None where there is nothing to draw with."""
+    """Draw throughput over time, with a drill's moments and spans.
+
+    Returns the path of the file, or None if matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:

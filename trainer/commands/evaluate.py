@@ -1,4 +1,7 @@
-"""`foreload evaluate`: log loss, AUC and normalised entropy of a run's model, or a checkpoint's, on the evaluation steps of a schedule."""
+"""`foreload evaluate`: compute the metrics of a model on the evaluation steps of a schedule.
+
+The metrics are log loss, AUC and normalised entropy. The model is that of a run or a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,13 @@ from foreload.trainer.step.program import EvaluationPass
 
 @dataclass(frozen=True, slots=True)
 class EvaluationStep:
-    """An evaluation step: its number, its lanes' parts, and per lane what row sits in each slot of its list, ROW [U]."""
+    """An evaluation step.
+
+    Attributes:
+        number: the step's number among the evaluation steps.
+        lanes: the event of each lane.
+        rows: per lane, the row of each slot in the lane's list of used slots, ROW [U].
+    """
 
     number: int
     lanes: tuple[LaneEvent, ...]
@@ -39,7 +48,12 @@ class EvaluationStep:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """A slice of evaluation step `step`, and what the model gives for it: float32 [b] or [b, labels]."""
+    """A slice of an evaluation step, and the model's outputs for it.
+
+    Attributes:
+        step: the number of the evaluation step.
+        outputs: float32 [b] or [b, labels].
+    """
 
     step: int
     slice: LaneEvent
@@ -47,11 +61,21 @@ class Evaluated:
 
 
 def run(path: str, store: str | None, schedule: str | None, accept_model: bool = False) -> dict[str, Any]:
-    """Evaluate the model of a run or a checkpoint on its own schedule, or on another one of the same features: the first evaluation
-    set's metrics, those of each set that has a name, and by feature the values that the model has never seen. accept_model: also with other code of
-    the model than it was trained with.
+    """Evaluate the model of a run or a checkpoint.
 
-    Raises RunError where that has nothing to evaluate, LossNotFinite where the model gives NaN or infinities.
+    Args:
+        path: the folder of the run or the checkpoint.
+        store: the URLs of the run's servers. If None, the run's own.
+        schedule: a schedule with the same features. If None, the model's own schedule.
+        accept_model: whether the model's code may differ from the code that it was trained with.
+
+    Returns:
+        The metrics of the first evaluation set, those of each named set in "sets", and in
+        "unknown", by feature, the values that the model has never seen.
+
+    Raises:
+        RunError: the schedule has no evaluation steps.
+        LossNotFinite: the model gives NaN or infinities.
     """
     with open_model(path, store, accept_model=accept_model) as model:
         used = model.schedule if schedule is None else check_fitting(model, Schedule(schedule))
@@ -67,8 +91,14 @@ def run(path: str, store: str | None, schedule: str | None, accept_model: bool =
 
 
 def evaluated(model: SavedModel, schedule: Schedule, unknown: UnknownValues | None = None) -> Iterator[Evaluated]:
-    """Every slice of the evaluation after a schedule's last epoch, with the model's outputs; unknown: is given all lookups. Raises RunError and
-    LossNotFinite.
+    """Evaluate the model on every slice of the evaluation after a schedule's last epoch.
+
+    Args:
+        unknown: counts the lookups of all slices, and those of untrained rows.
+
+    Raises:
+        RunError: the schedule has no evaluation steps.
+        LossNotFinite: the model gives NaN or infinities.
     """
     numerics.set_up(model.job.threads, cpu_capability=model.job.cpu_capability)
     wanted = _distinct_rows(schedule)
@@ -85,7 +115,11 @@ def evaluated(model: SavedModel, schedule: Schedule, unknown: UnknownValues | No
 
 
 def last_pass(schedule: Schedule) -> Iterator[EvaluationStep]:
-    """The evaluation steps after the last epoch."""
+    """Yield the evaluation steps after the last epoch.
+
+    Raises:
+        RunError: the schedule has no evaluation steps.
+    """
     segments = last_evaluation(schedule)
     if not segments:
         raise RunError(f"schedule {schedule.path}: has no evaluation steps; prepare one with --eval-source or --eval-fraction")
@@ -97,13 +131,16 @@ def last_pass(schedule: Schedule) -> Iterator[EvaluationStep]:
 
 
 def _distinct_rows(schedule: Schedule) -> np.ndarray:
-    """All rows that the pass uses, by (table, id): ROW [n]."""
+    """Return the distinct rows that the pass uses, sorted by (table, id): ROW [n]."""
     of_steps = [np.unique(np.concatenate(step.rows)) for step in last_pass(schedule)]
     return np.unique(np.concatenate(of_steps))
 
 
 def _weights(model: SavedModel, wanted: np.ndarray) -> tuple[Tensor, np.ndarray]:
-    """The rows' weights, float32 [n, W of the widest]: as the model has them where trained, else initial; and which are, bool [n]."""
+    """Return the rows' weights, float32 [n, W of the widest], and which are trained, bool [n].
+
+    The weights of a row that was never trained are its initial ones.
+    """
     weights = np.zeros((len(wanted), max(layout.width for layout in model.layouts)), np.float32)
     reader, trained = model.row_source(), np.zeros(len(wanted), bool)
     for table, layout in enumerate(model.layouts):
@@ -115,7 +152,11 @@ def _weights(model: SavedModel, wanted: np.ndarray) -> tuple[Tensor, np.ndarray]
 def _outputs(
     dense_part: DenseForward, step: EvaluationStep, wanted: np.ndarray, weights: Tensor
 ) -> Iterator[tuple[int, np.ndarray, Tensor]]:
-    """Of each slice that has samples: lane, places of its rows in wanted, int64 [local rows], and outputs, float32 [b] or [b, labels]."""
+    """Yield the lane, the used rows and the outputs of each slice that has samples.
+
+    The used rows are indices into `wanted`, int64 [local rows]; the outputs are float32 [b] or [b,
+    labels].
+    """
     places = tuple(np.searchsorted(wanted, rows) for rows in step.rows)
     for lane, moves in enumerate(step.lanes):
         if not len(moves.labels):

@@ -1,6 +1,8 @@
-"""`foreload export`: every trained row as Parquet, one file a table, and the dense part as safetensors; or an increment, with the rows that changed.
+"""`foreload export`: write a model's rows as Parquet and its dense part as safetensors.
 
-Ids of a vocabulary stand beside their values; encoding.json says how values become ids.
+There is one Parquet file for each table. A full export has every trained row; an increment has the
+rows that changed since its predecessor. Rows of a vocabulary table have their value beside the id;
+encoding.json describes how values become ids.
 """
 
 from __future__ import annotations
@@ -65,7 +67,15 @@ _IN_THE_MODEL = ("model", "model_options", "dim")
 
 @dataclass(frozen=True, slots=True)
 class Predecessor:
-    """What an increment goes on from: a step, and where more is known of it, the manifest of an export that it would be (but for its files)."""
+    """The model that an increment follows.
+
+    Attributes:
+        step: the step of the model.
+        state: the state of the model. If None, only the step is known.
+        about: the manifest of the model's export, or the one that an export of it would have,
+            without its files. If None, only the step is known.
+        where: the path of the checkpoint or the export, for messages.
+    """
 
     step: int
     state: str | None = None
@@ -74,7 +84,11 @@ class Predecessor:
 
 
 def best_of(path: str) -> str:
-    """The checkpoint of a run, or in a folder of checkpoints, that had the best evaluation. Raises CheckpointError where none is noted."""
+    """Return the checkpoint with the best evaluation, of a run or in a folder of checkpoints.
+
+    Raises:
+        CheckpointError: no best checkpoint is recorded.
+    """
     folder = place(path)
     if not isinstance(folder, Path) or not (folder / RUN).exists():
         return str(best_checkpoint(folder))
@@ -87,12 +101,22 @@ def best_of(path: str) -> str:
 def run(
     path: str, store: str | None, out: str, since: str | None = None, schedule: str | None = None, accept_model: bool = False
 ) -> About:
-    """Write the folder `out`, whole or not at all; returns what stands in its export.json.
+    """Write the folder `out`, whole or not at all.
 
-    path: of a run, or of a checkpoint. since: a step, a checkpoint or an export: write the increment that goes on from there. schedule: where that of
-    a checkpoint is now, which is needed where there are vocabularies. accept_model: also where the model's code is not what it was trained with.
+    Args:
+        path: the folder of a run, or of a checkpoint.
+        store: the URLs of the run's servers. If None, the run's own.
+        since: a step, a checkpoint or an export. If given, the export is the increment that follows
+            it.
+        schedule: the folder where a checkpoint's schedule is now. It is needed if there are
+            vocabularies.
+        accept_model: whether the model's code may differ from the code that it was trained with.
 
-    Raises ExportError if `out` exists, or cannot be written.
+    Returns:
+        The contents of the export's export.json.
+
+    Raises:
+        ExportError: `out` exists or cannot be written, or `since` does not fit.
     """
     target = check_new(out)
     before = None if since is None else predecessor(since)
@@ -115,9 +139,14 @@ def run(
 
 
 def _module(model: SavedModel, code_may_miss: bool) -> nn.Module | None:
-    """The model's module. Raises ModelError where its code is not what it was trained with.
+    """Return the model's module.
 
-    code_may_miss: instead, warn on stderr and return None; a checkpoint is exported even if its model's code is missing or has changed.
+    Args:
+        code_may_miss: if the model's code is missing or has changed, warn on stderr and return
+            None. A checkpoint is exported even then.
+
+    Raises:
+        ModelError: the model's code differs from the code that it was trained with.
     """
     try:
         return dense_module(model)
@@ -129,13 +158,21 @@ def _module(model: SavedModel, code_may_miss: bool) -> nn.Module | None:
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """What the state of a module has beside its parameters."""
+    """Return the entries of a module's state that are not parameters."""
     parameters = dict(module.named_parameters())
     return {name: value.clone().contiguous() for name, value in weights_of(module).items() if name not in parameters}
 
 
 def predecessor(since: str) -> Predecessor:
-    """What --since names: the number of a step, or the folder of a checkpoint or of an export. Raises ExportError and CheckpointError."""
+    """Return the predecessor that --since names.
+
+    Args:
+        since: the number of a step, or the folder of a checkpoint or of an export.
+
+    Raises:
+        ExportError: `since` is none of these, or the export cannot be used.
+        CheckpointError: the checkpoint cannot be used.
+    """
     if since.isdecimal():
         return Predecessor(int(since))
     if names_checkpoint(since):
@@ -167,19 +204,25 @@ def _check_since(model: SavedModel, before: Predecessor, contents: Contents) -> 
 
 
 def dense_files(model: SavedModel) -> dict[str, bytes]:
-    """The files of a model's dense part, by name."""
+    """Return the files of a model's dense part, by name."""
     dense = model.dense()
     return {MODEL: save_arrays(to_serve(*dense)), DENSE_STATE: save_arrays(beside_served(*dense))}
 
 
 def state_with(contents: Contents, dense: dict[str, bytes]) -> str:
-    """The state of a model, as its exports have it. contents: see `contents_of`; dense: see `dense_files`."""
+    """Return the state of a model, as its exports record it.
+
+    Args:
+        contents: from `contents_of`.
+        dense: from `dense_files`.
+    """
     return state_of(contents, *(hashlib.sha256(dense[name]).hexdigest() for name in (MODEL, DENSE_STATE)))
 
 
 def contents_of(model: SavedModel) -> Contents:
-    """What a manifest says of the model, whatever of it is exported: with no rows yet."""
-    job = model.job.to_dict() | model.manifest.job  # settings that an older run does not know are at their defaults
+    """Return the manifest of an export of the model, before any rows are written."""
+    # A run of an older version lacks the settings that were added since. They have their defaults.
+    job = model.job.to_dict() | model.manifest.job
     return {
         "step": model.step,
         "seed": model.job.seed,
@@ -224,7 +267,7 @@ def _write(model: SavedModel, folder: Path, contents: Contents, before: Predeces
 
 
 def _encoding(features: FeatureSpec) -> dict[str, Any]:
-    """How raw values become ids."""
+    """Describe how raw values become ids, for encoding.json."""
     entries = [
         {
             "name": one.name, "column": one.column, "table": features.tables[one.table].name, "encoding": one.encoding,

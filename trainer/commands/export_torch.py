@@ -1,4 +1,7 @@
-"""`foreload export --format torch`: a model that can be served, in a folder that needs neither foreload nor the model's class."""
+"""`foreload export --format torch`: write a model that can be called.
+
+The folder needs neither foreload nor the model's class.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,20 @@ from foreload.trainer.serving.torch_folder import TorchOptions, write_folder
 def run(
     path: str, store: str | None, out: str, options: TorchOptions, schedule: str | None = None, accept_model: bool = False
 ) -> dict[str, Any]:
-    """Write the folder `out`, whole or not at all; returns what stands in its features.json.
+    """Write the folder `out`, whole or not at all.
 
-    path: of a run, or of a checkpoint. schedule: where that of a checkpoint is now. accept_model: also where the model's code is not what it was
-    trained with. Raises SettingError, and ExportError if `out` exists, cannot be
-    written, or the model's forward cannot be traced.
+    Args:
+        path: the folder of a run, or of a checkpoint.
+        store: the URLs of the run's servers. If None, the run's own.
+        schedule: the folder where a checkpoint's schedule is now.
+        accept_model: whether the model's code may differ from the code that it was trained with.
+
+    Returns:
+        The contents of the folder's features.json.
+
+    Raises:
+        SettingError: the options do not go together.
+        ExportError: `out` exists or cannot be written, or the model's forward cannot be traced.
     """
     target, options = check_new(out), _checked(options)
     with open_model(path, store, schedule, accept_model) as model:
@@ -32,7 +44,12 @@ def run(
 
 
 def _checked(options: TorchOptions) -> TorchOptions:
-    """The options, if they go together; without the password of the server. Raises SettingError and ExportError."""
+    """Check that the options go together, and return them without the server's password.
+
+    Raises:
+        SettingError: the options do not go together.
+        ExportError: ONNX is asked for and cannot be written.
+    """
     if options.most_rows is not None and options.most_rows < 0:
         raise SettingError(f"--most-rows: must be at least 0; got {options.most_rows}")
     if options.onnx:

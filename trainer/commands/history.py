@@ -1,4 +1,4 @@
-"""`foreload history`: the profiles that runs left."""
+"""`foreload history`: list the profiles that runs left."""
 
 from __future__ import annotations
 
@@ -14,12 +14,19 @@ _HEAD = (
     *("ended", "model", "dim", "batch", "lanes", "slots", "trainers", "store", "steps", "ms a step"),
     *("compute", "exchange", "waiting", "peak MiB"),
 )
-_SHOWN = 40  # profiles that are shown, the newest; --json has all
+# The text shows this many profiles, the newest; --json has all.
+_SHOWN = 40
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileEntry:
-    """A profile, in means over its steps. settings, machine, processes: as run/history has them."""
+    """A profile of a run, as means over its steps.
+
+    Attributes:
+        ended: when the run ended, in UTC and ISO 8601.
+        settings: as in `trainer.run.history`, like `machine` and `processes`.
+        mean: the mean of each column of the step reports, by name.
+    """
 
     ended: str
     settings: dict[str, Any]
@@ -29,7 +36,7 @@ class ProfileEntry:
 
     @classmethod
     def of(cls, profile: Profile) -> ProfileEntry:
-        """A profile that was read."""
+        """Return the entry of a profile."""
         ended = datetime.fromtimestamp(profile.ended, UTC).isoformat(timespec="seconds")
         mean = {name: profile.mean(name) for name in COLUMNS}
         return cls(ended, dict(profile.settings), dict(profile.machine), [dict(one) for one in profile.processes], mean)
@@ -37,13 +44,17 @@ class ProfileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """The profiles of a history, the oldest first."""
+    """The profiles of a history, the oldest first.
+
+    Attributes:
+        history: the path of the history.
+    """
 
     history: str
     profiles: list[ProfileEntry]
 
     def text(self) -> str:
-        """For a person."""
+        """Return a table of the newest profiles."""
         if not self.profiles:
             return (
                 f"{self.history}: no profile yet; every `foreload train` leaves one at its end, unless it is given --history off"
@@ -55,7 +66,7 @@ class Listed:
 
 
 def _row(one: ProfileEntry) -> tuple[str, ...]:
-    """As _HEAD says."""
+    """Return a profile's cells, in the order of _HEAD."""
     settings = one.settings
     parity = f" {settings['k']}+{settings['r']}" if settings["r"] else ""
     peak = max((process["peak_bytes"] for process in one.processes if process["kind"] == "trainer"), default=0)
@@ -67,13 +78,23 @@ def _row(one: ProfileEntry) -> tuple[str, ...]:
 
 
 def run(given: str | None) -> Listed:
-    """The profiles of a history, of the default one where none is given. Raises HistoryError."""
+    """Read the profiles of a history.
+
+    Args:
+        given: the path of the history. If None, the default one.
+
+    Raises:
+        HistoryError: the history cannot be read.
+    """
     path = history_path(given)
     return Listed(str(path), [] if path is None else [ProfileEntry.of(profile) for profile in read(path)])
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows of words as lines, in columns: the first to the left, the others to the right."""
+    """Format rows of words as lines in columns.
+
+    The first column is aligned to the left, the others to the right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

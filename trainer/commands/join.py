@@ -1,4 +1,4 @@
-"""`foreload join`: one more trainer of a job, on another host than its coordinator's."""
+"""`foreload join`: add a trainer to a job whose coordinator runs on another host."""
 
 from __future__ import annotations
 
@@ -22,10 +22,23 @@ def run(
     wait: float,
     start_process: StartProcess,
 ) -> None:
-    """Offer a trainer to the coordinator at "HOST:PORT", and run it to its end. wait: seconds for that to be there; the rest as the flags say, and
-    `start_process`, which starts the trainer.
+    """Offer a trainer to the coordinator, and run it to its end.
 
-    Raises SettingError, RunError, TrainerError, PeerLost; KeyboardInterrupt where it was stopped before it was given anything to train.
+    Args:
+        coordinator: the address of the coordinator, "HOST:PORT".
+        token_file: the file with the job's token. If None, the token is read from the environment.
+        schedule: the folder of the schedule on this host. If None, the coordinator's path.
+        address: the address at which other trainers reach this host.
+        store: the URLs of the job's store shards, as this host reaches them.
+        wait: how many seconds to wait for the coordinator to appear.
+        start_process: starts the trainer's process.
+
+    Raises:
+        SettingError: a setting is missing or malformed.
+        RunError: the coordinator refuses this host.
+        PeerLost: the coordinator cannot be reached, or was lost.
+        TrainerError: the trainer failed, or the coordinator stopped it.
+        KeyboardInterrupt: a signal stopped the command before the trainer was started.
     """
     place = Place.parse("HOST:PORT", coordinator)
     token = given_token(token_file)

@@ -1,4 +1,7 @@
-"""`foreload lookup`: rows of a run's model, or a checkpoint's, by raw value, encoded as the schedule says, or by id."""
+"""`foreload lookup`: print rows of a model by raw value or by id.
+
+The model is that of a run or a checkpoint. Raw values are encoded as its schedule specifies.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,12 @@ from foreload.trainer.saved.saved_model import SavedModel, encoder_of
 
 @dataclass(frozen=True, slots=True)
 class ValueRow:
-    """The row of a raw value, or of an id."""
+    """The row of a raw value or an id.
+
+    Attributes:
+        value: the value or id, as the user gave it.
+        trained: whether the row was trained. Otherwise `vector` is its initial value.
+    """
 
     value: str
     id: int
@@ -26,7 +34,7 @@ class ValueRow:
 
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """Rows of a table, after a step."""
+    """Rows of a table after a step."""
 
     table: str
     step: int
@@ -35,7 +43,14 @@ class TableRows:
 
 @dataclass(frozen=True, slots=True)
 class FoundRows:
-    """Rows in the order asked for: ids int64 [n], weights float32 [n, W], trained bool [n] (else the initial value); step: the last one trained."""
+    """Rows of a table, in the order in which the user asked for them.
+
+    Attributes:
+        ids: int64 [n].
+        weights: float32 [n, W].
+        trained: bool [n]. The weights of a row that was not trained are its initial ones.
+        step: the last step that was trained.
+    """
 
     ids: np.ndarray
     weights: np.ndarray
@@ -43,12 +58,17 @@ class FoundRows:
     step: int
 
     def as_json(self, table: str, values: Sequence[str]) -> TableRows:
-        """As JSON has them. table: of which they are; values: by which they were asked for."""
+        """Return the rows in the form that `--json` writes.
+
+        Args:
+            table: the table of the rows.
+            values: the values or ids that the user gave.
+        """
         columns = zip(values, self.ids.tolist(), self.trained.tolist(), self.weights.tolist(), strict=True)
         return TableRows(table, self.step, [ValueRow(*row) for row in columns])
 
     def text(self, values: Sequence[str]) -> str:
-        """For a person, a line each."""
+        """Return a line for each row."""
         columns = zip(values, self.ids.tolist(), self.trained.tolist(), self.weights, strict=True)
         return "\n".join(
             f"{value!r}  id {row_id}  {'trained' if trained else 'initial'}  {' '.join(map(str, vector))}"
@@ -64,9 +84,17 @@ def run(
     ids: Sequence[int] | None = None,
     schedule: str | None = None,
 ) -> FoundRows:
-    """The rows of a table for raw values (None or "" where missing), or for ids, if these are given. Raises SettingError for what is neither.
+    """Return the rows of a table for raw values, or for ids if these are given.
 
-    path: of a run, or of a checkpoint; schedule: where the schedule of a checkpoint is now.
+    Args:
+        path: the folder of a run, or of a checkpoint.
+        store: the URLs of the run's servers. If None, the run's own.
+        values: raw values. None and "" stand for a missing value.
+        ids: ids; if given, `values` is ignored.
+        schedule: the folder where a checkpoint's schedule is now.
+
+    Raises:
+        SettingError: there is no such table, or a value or an id is malformed.
     """
     with open_model(path, store, schedule) as model:
         names = [one.name for one in model.features.tables]
@@ -89,7 +117,12 @@ def _ids_of(model: SavedModel, table: int, values: Sequence[str | int | None]) -
 
 
 def _text(value: object) -> str | None:
-    """A raw value as text, a whole number in decimal; None where it is missing. Raises SettingError."""
+    """Return a raw value as text, a whole number in decimal, or None if it is missing.
+
+    Raises:
+        SettingError: the value is a number that is not whole.
+    """
+    # NaN, which differs from itself, also stands for a missing value.
     if value is None or value != value:
         return None
     if isinstance(value, Real) and not isinstance(value, Integral):

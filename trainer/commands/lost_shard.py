@@ -1,4 +1,4 @@
-"""`foreload drill lost-shard`: a training during which a store shard is killed or stopped."""
+"""`foreload drill lost-shard`: kill or stop a store shard during training."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ from foreload.trainer.run.timeline import Timeline
 if TYPE_CHECKING:
     from foreload.trainer.cluster.ending import Ending
 
-MOST_DOWN_SECONDS = 20.0  # a run that is over waits for a server no longer than 30
+# A run waits at its end for a server for at most 30 s, so the drill brings the server back earlier.
+MOST_DOWN_SECONDS = 20.0
 
 
 class LostShard(FaultDrill):
-    """The server of a store shard is killed, or stopped and later continued, after a step.
+    """A drill that kills the server of a store shard after a step, or stops and later continues it.
 
-    down_seconds: how long it stays away; if None, a second, or when it is stopped, one more than it may be silent. at, shard and stop: as FaultDrill
-    has at, number and stop.
+    Args:
+        at: as in FaultDrill, like `stop`.
+        shard: the number of the shard. If None, it is drawn from the job's seed.
+        down_seconds: how long the server stays away. If None, one second; if the server is stopped,
+            one second longer than a server may be silent.
     """
 
     kind = "shard"
@@ -64,18 +68,20 @@ class LostShard(FaultDrill):
             raise SettingError(f"--down: must be 0 to {MOST_DOWN_SECONDS:g} seconds; got {down_seconds:g}")
         self._down = down_seconds
         self._return = threading.Timer(down_seconds, self._come_back)
+        # A server that is only stopped needs no start. A killed one must not be started again
+        # before it was away for long enough.
         self._may_start = stop
         self._snapshots: dict[int, ShardSnapshot] = {}
-        """The last snapshot of each trainer."""
+        """The last snapshot of each trainer, by the trainer's number."""
         self._since: dict[str, dict[int, float]] = {LOST: {}, REBUILDING: {}, OK: {}}
-        """By state: since when each trainer has had the shard in it."""
+        """By state and trainer: when the trainer last saw the shard enter the state."""
 
     def fault(self) -> Fault:
-        """A signal for the server of a shard."""
+        """Return a signal for the server of the shard."""
         return Fault(self.step, self.number, self.signal_number)
 
     def on_event(self, trainer: int, event: TrainerEvent) -> None:
-        """Note what becomes of the shard; once the fault is injected, see to its return."""
+        """Record the shard's state changes, and start the timer of its return with the fault."""
         super().on_event(trainer, event)
         match event:
             case FaultInjected(at=at):
@@ -88,7 +94,10 @@ class LostShard(FaultDrill):
                     self._since[changed.state][trainer] = at
 
     def may_start(self, shard: int) -> bool:
-        """Not before the server was down for long enough."""
+        """Return whether a dead server may be started.
+
+        The drill's own server may be, once its time away is over.
+        """
         return shard != self.number or self._may_start
 
     def _come_back(self) -> None:
@@ -96,7 +105,7 @@ class LostShard(FaultDrill):
         self.release()
 
     def release(self) -> None:
-        """Whatever happened, no server stays stopped."""
+        """Continue the server if it is stopped, whatever happened before."""
         self._return.cancel()
         local = LocalStores.find(Path(self.job.run) / STORES) if self.signal_number == signal.SIGSTOP else None
         pid = local.pids[self.number] if local is not None else None
@@ -105,7 +114,11 @@ class LostShard(FaultDrill):
 
     @property
     def followed(self) -> Moments:
-        """Lost and back when they were so for the first trainer, whole when it is for every trainer that had lost it."""
+        """When the shard was lost, when it was back, and when it was whole again.
+
+        It is lost and back when the first trainer sees it so. It is whole when every trainer that
+        had lost it sees it whole.
+        """
         lost, back, whole = self._since[LOST], self._since[REBUILDING], self._since[OK]
         return {
             "lost": min(lost.values(), default=None),
@@ -114,7 +127,7 @@ class LostShard(FaultDrill):
         }
 
     def measured(self, timeline: Timeline, struck_at_seconds: float, ending: Ending) -> dict[str, Any]:
-        """With how long the server was away, and how much was rebuilt."""
+        """Return the effect of the fault, the server's time away, and the rows rebuilt."""
         return {
             "down_seconds": self._down,
             "struck_at_seconds": struck_at_seconds,
@@ -123,7 +136,7 @@ class LostShard(FaultDrill):
         }
 
     def lines(self, figures: Mapping[str, Any]) -> list[str]:
-        """The fault, how the shard came back, and what the training felt of that."""
+        """Return lines on the fault, the shard's return and the effect on the training."""
         fault = f"{figures['signal']} after step {figures['step']}, {figures['struck_at_seconds']:.2f} s into the training"
         return [
             f"store shard {figures['shard']}: {fault}; its server was away for {figures['down_seconds']:g} s",

@@ -1,4 +1,4 @@
-"""`foreload drill lost-trainer`: a training during which a trainer is killed or stopped."""
+"""`foreload drill lost-trainer`: kill or stop a trainer during training."""
 
 from __future__ import annotations
 
@@ -22,11 +22,16 @@ if TYPE_CHECKING:
     from foreload.trainer.cluster.ending import Ending
 
 POINT = "dense part applied"
-"""Where a step is applied everywhere, and committed nowhere."""
+"""The point of the fault: the step is applied, and not committed."""
 
 
 class LostTrainer(FaultDrill):
-    """A trainer is killed, or stopped for good, in a step. at, trainer and stop: as FaultDrill has at, number and stop."""
+    """A drill that kills a trainer in a step, or stops it for good.
+
+    Args:
+        at: as in FaultDrill, like `stop`.
+        trainer: the number of the trainer. If None, it is drawn from the job's seed.
+    """
 
     kind = "trainer"
     title = "Trainer {trainer} {done} in step {step}"
@@ -34,7 +39,8 @@ class LostTrainer(FaultDrill):
     spans = (("injected", "taken_over"), ("taken_over", "whole"))
     shares: ClassVar = {"after": ("taken_over", "end")}
     over = "taken_over"
-    normal_again = False  # after the fault, one trainer less does the same work
+    # After the fault, one trainer fewer does the same work.
+    normal_again = False
 
     def __init__(self, job: TrainJob, at: int | None = None, trainer: int | None = None, stop: bool = False) -> None:
         if job.replicas_held < 2:
@@ -46,23 +52,23 @@ class LostTrainer(FaultDrill):
         if trainer is not None and not 0 <= trainer < job.trainers:
             raise SettingError(f"--trainer: must be one of {job.trainers}, 0 to {job.trainers - 1}; got {trainer}")
         self._lost_in = -1
-        """The term of the loss, once it was seen."""
+        """The term of the loss; -1 until the fault is injected."""
         self._left: dict[int, float] = {}
-        """By term: when the first trainer left it."""
+        """When the first trainer left each term."""
         self._ready: dict[int, float] = {}
-        """By term: when the last trainer that reported so was ready for it."""
+        """When the last trainer so far was ready for each term."""
         self._copies: dict[int, CopiesTold] = {}
-        """The last report of each trainer."""
+        """The last report of each trainer on the replicas that it holds."""
         self._had: set[tuple[int, int]] = set()
-        """(trainer, lane) of the copies before the loss."""
+        """(trainer, lane) of the replicas that existed before the loss."""
         self._whole: float | None = None
 
     def fault(self) -> TrainerFault:
-        """A signal that a trainer sends itself."""
+        """Return a signal that a trainer sends to itself."""
         return TrainerFault(self.number, POINT, self.step, self.signal_number)
 
     def on_event(self, trainer: int, event: TrainerEvent) -> None:
-        """Note the terms that follow, and how copies are."""
+        """Record the terms after the fault, and the state of the replicas."""
         super().on_event(trainer, event)
         match event:
             case FaultInjected(at=at):
@@ -86,8 +92,13 @@ class LostTrainer(FaultDrill):
 
     @property
     def followed(self) -> Moments:
-        """Noticed by the first of the others; taken over when all could go on; whole when every lane had all its copies again."""
-        # A later term may be one in which another trainer joins.
+        """The moments of the loss, of the takeover, and of the replicas' completion.
+
+        The loss is noticed when the first of the other trainers leaves the term. The lanes are
+        taken over when all trainers are ready for the next term. The replicas are whole when every
+        lane has all its replicas again.
+        """
+        # The first term after the loss is the takeover. In a later one another trainer may join.
         following = min((term for term in self._ready if term > self._lost_in), default=None)
         return {
             "noticed": self._left.get(self._lost_in),
@@ -96,7 +107,7 @@ class LostTrainer(FaultDrill):
         }
 
     def measured(self, timeline: Timeline, struck_at_seconds: float, ending: Ending) -> dict[str, Any]:
-        """With which lanes others took over, and how much was sent for that."""
+        """Return the effect of the fault, the lanes taken over, and the bytes that it took."""
         schedule = Schedule(self.job.schedule)
         slot = slot_bytes(columns_of(self.job, schedule)[0], with_base=False)
         events = list(read_events(Path(self.job.run)))
@@ -114,12 +125,12 @@ class LostTrainer(FaultDrill):
         }
 
     def _slots_seeded(self) -> int:
-        """Slots of the copies that exist since the loss."""
+        """Return the number of slots of the replicas that were made after the loss."""
         copies = {(trainer, lane): copy for trainer, report in self._copies.items() for lane, copy in report.copies.items()}
         return sum(copy.slots for place, copy in copies.items() if place[0] != self.number and place not in self._had)
 
     def lines(self, figures: Mapping[str, Any]) -> list[str]:
-        """The fault, how the others went on, and what the training felt of that."""
+        """Return lines on the fault, the takeover and the effect on the training."""
         taken = "; ".join(
             f"lane {', '.join(map(str, one['lanes']))} by trainer {one['to_trainer']}" for one in figures["taken_over"]
         )

@@ -1,4 +1,8 @@
-"""`foreload stores add`, `remove` and `move`: a run's rows move to other store shards, beside its training or at rest."""
+"""`foreload stores add`, `remove` and `move`: migrate a run's rows to other store shards.
+
+If the run trains, its trainers migrate the rows during training. If it is stopped, this command
+does. A change is done in the steps of `run.shard_change`.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +31,21 @@ from foreload.trainer.saved.migration import NewServers, check_whole
 from foreload.trainer.saved.owned_at_rest import PATIENCE, owned_at_rest
 from foreload.trainer.saved.run_rows import own_rows
 
-_ASK_TIMEOUT = timedelta(minutes=1)  # the launcher looks at the new servers first
+# The launcher checks the new servers before it answers.
+_ASK_TIMEOUT = timedelta(minutes=1)
 REBUILT_BY_RESUME = "foreload train --resume, with a server there, rebuilds it"
-_SHARES = 1000  # that the progress bar has
+_SHARES = 1000  # units of the progress bar
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Rows move, or have. joining, leaving: numbers of shards; moved: the share that has."""
+    """A migration that has begun or is complete.
+
+    Attributes:
+        joining: the numbers of the shards that are added.
+        leaving: the numbers of the shards that are removed.
+        moved: the share of rows that have moved, 0 to 1.
+    """
 
     run: str
     joining: tuple[int, ...]
@@ -42,7 +53,7 @@ class Moves:
     moved: float
 
     def text(self) -> str:
-        """For a person."""
+        """Describe the migration for the terminal."""
         joins, leaves = (", ".join(map(str, which)) for which in (self.joining, self.leaving))
         said = [f"shard {joins} joins"] * bool(joins) + [f"shard {leaves} leaves"] * bool(leaves)
         through = "all rows have moved" if self.moved == 1.0 else "rows move; foreload stores status tells how far that is"
@@ -50,11 +61,20 @@ class Moves:
 
 
 def run(path: str, store: str | None, change: ShardChange, folder_moved: bool = False) -> Moves:
-    """Have shards added, or one removed or moved.
+    """Add store shards, or remove or move one.
 
-    Where the run trains, rows move while it does, and this returns as they begin to; else when all have moved. store: URLs with passwords of the
-    servers that the run has. folder_moved: the user says that the run's folder was. Raises RunError and CacheError; what is broken off goes on with
-    the same call, or with --resume.
+    If the run trains, the call returns when the migration begins. If it is stopped, the call
+    returns when all rows have moved. After a crash, the same call or --resume continues the
+    migration.
+
+    Args:
+        path: the folder of the run.
+        store: the URLs, with passwords, of the run's present servers. If None, the run's own.
+        folder_moved: whether the user states that the run's folder was moved.
+
+    Raises:
+        RunError: the change cannot be made, or another one is under way.
+        CacheError: a server failed.
     """
     asked_run = Run.open(path)
     answer = ask(asked_run.path, AskMove(change.change, change.shard, change.urls), _ASK_TIMEOUT)
@@ -68,7 +88,7 @@ def run(path: str, store: str | None, change: ShardChange, folder_moved: bool = 
 
 
 def _move_at_rest(moved: Run, store: str | None, change: ShardChange, folder_moved: bool) -> Placement:
-    """Move the rows of a run that does not train; returns the placement by which they did."""
+    """Migrate the rows of a stopped run. Returns the placement by which they moved."""
     status = _status_of(moved)
     with servers_at_rest(moved, status, store) as servers:
         servers.changed = True
@@ -76,7 +96,7 @@ def _move_at_rest(moved: Run, store: str | None, change: ShardChange, folder_mov
             own_rows(moved, opened, folder_moved)
             servers.of_the_stop = True
         driver = _Driver(moved, status, servers)
-        # What an earlier call did not come to.
+        # An earlier call may have crashed before these steps.
         driver.go_on(Step.LEAVE, Step.NAME)
         if not moved.placement.migrating:
             driver.ask(change)
@@ -86,14 +106,19 @@ def _move_at_rest(moved: Run, store: str | None, change: ShardChange, folder_mov
                 "command, or --resume, goes on with that"
             )
         driver.go_on(Step.NAME, Step.PLACE, Step.MOVE)
-    # What local stores save goes with either placement until then.
+    # Local stores save their rows as the block above is left. What they save fits the migrating
+    # placement and the settled one, which is published only now.
     before = moved.placement
     driver.go_on(*Step)
     return before
 
 
 class _Driver:
-    """Does the steps of a change of store shards (`shard_change`) of a run that does not train. servers: of its shards, which run."""
+    """Does the steps of a change of store shards (`run.shard_change`) of a stopped run.
+
+    Args:
+        servers: the running servers of the run's shards.
+    """
 
     def __init__(self, moved: Run, status: Status, servers: ServersAtRest) -> None:
         self._run, self._status, self._urls = moved, status, servers.urls
@@ -105,14 +130,14 @@ class _Driver:
         self._program, self._migrated = ShardProgram.found(manifest, moved.placement), False
 
     def ask(self, change: ShardChange) -> None:
-        """Make ready what a change takes; `go_on` begins it."""
+        """Prepare the servers for a change. `go_on` then begins the change."""
         placement = change.placement_after(self._run.placement, self._urls)
         self._urls = self._new.made_ready(change.urls, placement, self._urls)
         self._named = plain(self._urls)
         self._program = self._program.ask(placement)
 
     def go_on(self, *steps: Step) -> None:
-        """Do what is next, as long as that is one of these steps."""
+        """Do the next steps, as long as each is one of `steps`."""
         while (step := self._program.next_step(self._migrated, unused=True)) is not None and step in steps:
             program, placement = self._program, self._program.placement
             if step is Step.NAME:
@@ -136,7 +161,11 @@ class _Driver:
                 self._program = program.leave(self._new.leave(program.leaving))
 
     def _publish(self) -> Placement:
-        """Publish the program's placement. Whatever of a move comes to pass, local stores save what goes with that."""
+        """Publish the program's placement.
+
+        The placement of the local stores' last save is deleted: their next save fits the published
+        one, however far the migration comes.
+        """
         self._run.write_placement(self._program.placement)
         self._run.forget_saved_placement()
         return self._program.placement
@@ -157,7 +186,11 @@ class _Driver:
 
 
 def _status_of(moved: Run) -> Status:
-    """The status of a run whose rows can move. Raises RunError for one that has none, or lacks shards."""
+    """Return the status of a run whose rows can move.
+
+    Raises:
+        RunError: the run never stopped cleanly, or lacks shards.
+    """
     status = moved.saved_status()
     if status.step < moved.manifest.stages[0].first_step:
         raise RunError(
@@ -168,5 +201,10 @@ def _status_of(moved: Run) -> Status:
 
 
 def _opened(moved: Run, status: Status, urls: Sequence[str]) -> AbstractContextManager[Store]:
-    """The servers of a run, with all of its rows. Raises RunError and CacheError where one lacks any: it is made whole first."""
+    """Open the servers of a run, which must have all of its rows.
+
+    Raises:
+        RunError: a server lacks rows of the run, and must be made whole first.
+        CacheError: a server failed.
+    """
     return opened_rows(moved, status, urls, moved.manifest.training_job.store_silence)

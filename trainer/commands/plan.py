@@ -1,4 +1,8 @@
-"""`foreload plan`: predict what a schedule takes with other trainers, store shards and slots, and choose; as text, JSON and a picture."""
+"""`foreload plan`: predict what a schedule takes, and choose a configuration.
+
+A configuration is a number of trainers, store shards and slots. The plan is written as text, JSON
+and a picture.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +36,20 @@ from foreload.trainer.resources.step_model import CONFIDENCE, Setup, StepModel, 
 from foreload.trainer.run import history
 
 DECIDED = ("store", "trainers", "parity", "run", "schedule")
-"""Settings of `foreload train` that a plan is about."""
-_SLOT_COUNTS = 3  # besides the schedule's own and the fewest
+"""The settings of `foreload train` that a plan decides or sets itself."""
+# The slot counts between the fewest and the most that are tried besides the schedule's own.
+_SLOT_COUNTS = 3
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What there is to be shared out: cores, memory_bytes, and how many store shards there may be."""
+    """The resources that a job may use.
+
+    Attributes:
+        stores: the most store shards.
+    """
 
     cores: int
     memory_bytes: int
@@ -49,8 +58,15 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is asked. given: settings of `foreload train`, by their names; words: the same, and the schedule, as on the command line; gb_price: of a
-    GB hour, in core hours.
+    """What to plan.
+
+    Attributes:
+        given: settings of `foreload train`, by name.
+        words: the schedule and the same settings, as words of the command line.
+        deadline: the most time for all steps, in seconds.
+        budget: the highest cost, in core hours.
+        history: the path of the history of profiles. If None, the default one.
+        gb_price: the price of a GB hour, in core hours.
     """
 
     schedule: str
@@ -65,14 +81,23 @@ class PlanRequest:
 
 @dataclass(slots=True)
 class _Known:
-    """What profiles say of jobs like this one; probed: those that were made for it."""
+    """The profiles of jobs like the planned one.
+
+    Attributes:
+        profiles: all of them.
+        probed: the configurations that were run for this plan, in words.
+    """
 
     profiles: list[history.Profile] = field(default_factory=list)
     probed: list[str] = field(default_factory=list)
 
 
 def request_of(schedule: str, given: Mapping[str, Any], job_file: str | None, pool: Pool, **further: Any) -> PlanRequest:
-    """A request from what the command line gives. Raises SettingError."""
+    """Make a request from the settings of the command line.
+
+    Raises:
+        SettingError: a setting or the job file is malformed.
+    """
     known = settings_of(TrainJob)
     in_file = {} if job_file is None else read_job_file(job_file, "train", TrainJob, ["json"])
     in_file.pop("json", None)
@@ -85,11 +110,23 @@ def request_of(schedule: str, given: Mapping[str, Any], job_file: str | None, po
 
 
 def run(request: PlanRequest, tell: Tell) -> dict[str, Any]:
-    """Plan; gives what `--json` writes. tell: called with each message for the user. Raises SettingError, ScheduleError, PlanError."""
+    """Make a plan.
+
+    Args:
+        tell: called with each message for the user.
+
+    Returns:
+        The plan, in the form that `--json` writes.
+
+    Raises:
+        SettingError: a setting is malformed.
+        ScheduleError: the schedule cannot be read.
+        PlanError: no configuration fits the pool, or nothing is known of the time of a step.
+    """
     schedule = Schedule(request.schedule)
     job = TrainJob.of({**request.given, "schedule": request.schedule, "run": "plan", "store": "local:5"})
     numerics.set_environment(job.cpu_capability, job.threads)
-    # torch reads the environment as it is imported.
+    # This import loads torch, which reads the environment that was just set.
     from foreload.trainer.assembly.assembly import DenseModel
 
     model = DenseModel.build(replace(job, device="cpu"), schedule)
@@ -107,7 +144,8 @@ def run(request: PlanRequest, tell: Tell) -> dict[str, Any]:
             total, low, high = (
                 float(ms @ steps) * step_model.tail / 1000 for ms in (predicted.total, predicted.low, predicted.high)
             )
-            # Trainers keep their cores; what is not done by their steps' threads is done on others.
+            # Each trainer keeps its cores busy. The work that the threads of its steps do not do
+            # runs on other cores.
             further = np.maximum(predicted.processor - predicted.thread / setup.share, 0.0)
             busy = setup.trainers * setup.threads + float(further @ steps) / max(float(predicted.total @ steps), 1e-9)
             choices.append(Choice(
@@ -162,7 +200,10 @@ def _result(
 
 
 def commands(one: Choice, request: PlanRequest, schedule: Schedule) -> list[str]:
-    """The command lines that come to a choice: `prepare` where it has other slots than the schedule, and `train`."""
+    """Return the command lines that give a choice.
+
+    There is a `prepare` line if the choice has other slots than the schedule, and a `train` line.
+    """
     train = list(request.words)
     lines = []
     if one.slots != max(schedule.slots):
@@ -178,7 +219,10 @@ def commands(one: Choice, request: PlanRequest, schedule: Schedule) -> list[str]
 
 
 def _prepare_line(schedule: Schedule, slots: int, out: str) -> str:
-    """How the schedule was prepared, with other slots, and to another folder; paths lead there from the working directory."""
+    """Return the command line that prepares the schedule with other slots, to the folder `out`.
+
+    Paths in it are relative to the working directory, or absolute.
+    """
     try:
         provenance = parse_json((schedule.path / PROVENANCE).read_bytes())
         options, folder = provenance["options"], provenance["folder"]
@@ -207,7 +251,7 @@ def _prepare_line(schedule: Schedule, slots: int, out: str) -> str:
 
 
 def _from_here(path: str, folder: str) -> str:
-    """A path that starts from `folder`, as it is given in the working directory."""
+    """Return a path that is relative to `folder` as a path for the working directory."""
     here = os.getcwd()
     if folder == here or os.path.isabs(path) or "://" in path:
         return path
@@ -216,7 +260,10 @@ def _from_here(path: str, folder: str) -> str:
 
 
 def _source_from_here(source: str, folder: str) -> str:
-    """An --eval-source, NAME=SOURCE or a source alone, as it is given in the working directory."""
+    """Return an --eval-source for the working directory.
+
+    The source is a path that is relative to `folder`, or NAME=PATH.
+    """
     named = re.fullmatch(rf"({SET_NAME}=)(.+)", source, re.DOTALL)
     if named is None or os.path.exists(os.path.join(folder, source)):
         return _from_here(source, folder)
@@ -224,7 +271,14 @@ def _source_from_here(source: str, folder: str) -> str:
 
 
 def _setups(job: TrainJob, settings: Mapping[str, Any], pool: Pool) -> list[Setup]:
-    """What may be chosen: trainers that have a core each, every number of shards, with the parity that was given, or with and without it."""
+    """Return the configurations to choose from.
+
+    Every trainer has its own cores. Every number of shards is tried, with the parity of the job or,
+    if none was given, with and without parity.
+
+    Raises:
+        PlanError: the pool has too few store shards for the parity.
+    """
     most = max(min(settings["lanes"], pool.cores // job.threads), 1)
     setups = []
     for trainers in range(1, most + 1):
@@ -254,7 +308,14 @@ def _setups(job: TrainJob, settings: Mapping[str, Any], pool: Pool) -> list[Setu
 
 
 def _known(request: PlanRequest, settings: Mapping[str, Any], setups: Sequence[Setup], tell: Tell) -> _Known:
-    """Profiles of jobs like this one on a machine like this; where some kind of choice has none, a moment of it is run. Raises TrainerError."""
+    """Return the profiles of jobs like this one, on a machine like this one.
+
+    A kind of configuration that has no profile is run for a moment.
+
+    Raises:
+        TrainerError: such a short run failed.
+        PlanError: the schedule is too short for a profile.
+    """
     from foreload.trainer.commands.plan_probe import Probe, probe
 
     path, here = history.history_path(request.history), machine()
@@ -288,7 +349,11 @@ def _known(request: PlanRequest, settings: Mapping[str, Any], setups: Sequence[S
 
 
 def _tells(profile: history.Profile, settings: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """Whether a profile is of a job and a machine like these, with nothing on the way that other steps do not have."""
+    """Return whether a profile can be used to predict this job on this machine.
+
+    The profile must be of a like job on a like machine, and of undisturbed training: one term, the
+    same servers throughout, no trainers on other hosts, no checkpoints.
+    """
     return (
         alike(profile.settings, settings)
         and all(profile.machine.get(name) == here[name] for name in ("cpu", "cores"))
@@ -301,19 +366,27 @@ def _tells(profile: history.Profile, settings: Mapping[str, Any], here: Mapping[
 
 
 def _corners(setups: Sequence[Setup]) -> list[Setup]:
-    """The fewest and the most trainers, and 2 of more: the fewest shards; with parity the fewest for one trainer, and the most for the most."""
+    """Return the configurations of which a profile is needed: with 1, 2 and the most trainers.
+
+    For each, the fewest shards. With parity, the most shards for the most trainers.
+    """
     trainers = sorted({one.trainers for one in setups})
     corners = []
     for number in sorted({trainers[0], trainers[-1], min(2, trainers[-1])}):
         for r in sorted({one.r for one in setups}):
             of_it = [one for one in setups if one.trainers == number and one.r == r]
-            # That several shards cost something shows with parity, too.
+            # With parity, the most trainers get the most shards. This shows what several shards
+            # cost.
             corners.append(of_it[-1] if r and number == trainers[-1] else of_it[0])
     return corners
 
 
 def _by_slots(schedule: Schedule, tell: Tell) -> list[StepCounts]:
-    """The schedule's counts, and those for other numbers of slots: from the fewest to as many as there are rows."""
+    """Return the schedule's step counts, and those for other numbers of slots.
+
+    The numbers range from the fewest possible to one slot for each row. If memory is short, only
+    the schedule's own counts are returned.
+    """
     stated = step_counts(schedule)
     needed = BYTES_OF_USE * schedule.manifest["counts"]["rows_used"]
     if needed > available_bytes() / 2:
@@ -326,16 +399,28 @@ def _by_slots(schedule: Schedule, tell: Tell) -> list[StepCounts]:
 
 
 def slot_counts(accesses: Sequence[LaneUses], own: int) -> list[int]:
-    """Numbers of slots to look at, in order: the schedule's own, the fewest that any step allows, all rows of a lane, and some between."""
+    """Return the numbers of slots to try, in ascending order.
+
+    These are the schedule's own, the fewest that every step allows, all rows of a lane, and some
+    between.
+
+    Args:
+        accesses: the row uses of each lane.
+        own: the schedule's own number of slots.
+    """
     least, most = max(one.least_slots for one in accesses), max(len(one.new) for one in accesses)
     between = np.geomspace(max(least, 1), max(most, 1), _SLOT_COUNTS + 2).round().astype(int).tolist()
-    # Two digits, rounded up, are enough, and easier to read.
+    # The numbers are rounded up to two digits, which is exact enough and easier to read.
     rounded = [int(-(-slots // (step := 10 ** max(len(str(slots)) - 2, 0))) * step) for slots in between[1:-1]]
     return sorted({own, least, most, *(slots for slots in rounded if least < slots < most)})
 
 
 def check_writable(path: str | None) -> None:
-    """Raise PlanError where a picture cannot be drawn, or written there."""
+    """Check that a picture can be drawn and written to `path`.
+
+    Raises:
+        PlanError: matplotlib is not installed, or the file cannot be written.
+    """
     if path is None:
         return
     try:
@@ -349,11 +434,11 @@ def check_writable(path: str | None) -> None:
         raise PlanError(f"--plot: cannot write {path}: {folder} is no folder that can be written to; give another place")
 
 
-_ROWS = 14  # of the front that are shown; --json has all
+_ROWS = 14  # choices of the front in the text; --json has all
 
 
 def text(plan: dict[str, Any]) -> str:
-    """For a person."""
+    """Return the plan for the terminal."""
     settings, pool, choice = plan["settings"], plan["pool"], plan["choice"]
     profiles = f"{plan['profiles']} profile{'s' if plan['profiles'] != 1 else ''}"
     if plan["probed"]:
@@ -399,7 +484,11 @@ def _words(one: dict[str, Any]) -> str:
 
 
 def draw(plan: dict[str, Any], path: str) -> None:
-    """All choices by time and cost, the front and the one that is meant. Raises PlanError where it cannot be written."""
+    """Draw all choices by time and cost, with the front and the chosen one.
+
+    Raises:
+        PlanError: the file cannot be written.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

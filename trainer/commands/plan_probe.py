@@ -1,6 +1,7 @@
-"""Short runs of a schedule, for where the history has nothing like it: a few seconds of steps each, in a folder that is gone afterwards.
+"""Short runs of a schedule, for configurations that the history has no profile of.
 
-Where `foreload plan` is killed, its short run ends as well, by a clean stop, and the next plan removes the folder.
+Each run trains a few seconds, in a folder that is deleted afterwards. If `foreload plan` is killed,
+its short run stops cleanly, and the next plan deletes the folder.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from foreload.trainer.errors import RunError, TrainerError
 from foreload.trainer.run.directory import locked
 from foreload.trainer.run.history import Profile, read
 
-STEPS = 60  # of a short run, where they fit its time
-LEAST_SECONDS, MOST_SECONDS = 2.0, 12.0  # of its steps
-_DEADLINE_SECONDS = 300.0  # from its start to its first step, and from its end to that of its process
+STEPS = 60  # steps of a short run, if they take less than MOST_SECONDS
+LEAST_SECONDS, MOST_SECONDS = 2.0, 12.0  # seconds of training in a short run
+# The limit from a run's start to its first step, and from the stop signal to the process's end.
+_DEADLINE_SECONDS = 300.0
 _PAUSE_SECONDS = 0.1
-_PREFIX = "foreload-plan-"  # of folders' names
+_PREFIX = "foreload-plan-"  # prefix of the folders' names
 _PR_SET_PDEATHSIG = 1
 _LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A configuration to be run for a moment."""
+    """A configuration to run for a moment."""
 
     trainers: int
     shards: int
@@ -46,9 +48,13 @@ class Probe:
 
 
 def probe(one: Probe, settings: Sequence[str], tell: Callable[[str], None]) -> Profile:
-    """Train some steps, stop cleanly, and give the profile. settings: the schedule and what of the model is given, as words of `foreload train`.
+    """Train some steps, stop cleanly, and return the run's profile.
 
-    Raises TrainerError where the run fails.
+    Args:
+        settings: the schedule and the settings of the model, as words of `foreload train`.
+
+    Raises:
+        TrainerError: the run failed.
     """
     tell(f"runs a moment of it: {one}")
     with _folder() as (folder, lock):
@@ -56,7 +62,8 @@ def probe(one: Probe, settings: Sequence[str], tell: Callable[[str], None]) -> P
         command = command_of("foreload.trainer.cli", "train", *settings, "--run", str(run), "--history", str(history))
         command += ["--store", f"local:{one.shards}", "--trainers", str(one.trainers), "--parity", one.parity]
         with open(folder / "said", "w+b") as said:
-            # It has the lock as well, for as long as it uses the folder.
+            # The process inherits the lock, so that the folder is not deleted while the process
+            # uses it.
             process = subprocess.Popen(
                 command, stdout=said, stderr=said, start_new_session=True, pass_fds=(lock,),
                 preexec_fn=_end_with_parent,  # noqa: PLW1509 - one system call, which takes no lock
@@ -76,7 +83,10 @@ def probe(one: Probe, settings: Sequence[str], tell: Callable[[str], None]) -> P
 
 @contextmanager
 def _folder() -> Iterator[tuple[Path, int]]:
-    """A folder for as long as it is entered, and the descriptor by which it is locked; those that killed processes have left are removed."""
+    """Make a folder, locked and deleted at exit; yield it with the descriptor of the lock.
+
+    Folders that killed processes left behind are deleted first.
+    """
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError, RunError), locked(left):
             shutil.rmtree(left)
@@ -86,10 +96,13 @@ def _folder() -> Iterator[tuple[Path, int]]:
 
 
 def _end_with_parent() -> None:
-    """Between fork and exec: have this process asked to stop, as by a user, when its parent is gone. On Linux; elsewhere it runs to its end.
+    """Between fork and exec: have the kernel send SIGHUP to this process when its parent dies.
 
-    A parent that is killed ends thread by thread, and its child is handed from one to the next, with the signal each time: SIGHUP counts once. It is
-    heeded also where the parent is under nohup.
+    The signal asks for a clean stop. This works on Linux; elsewhere the process runs to its end.
+
+    A parent that is killed ends thread by thread, and its child is handed from one thread to the
+    next, with the signal each time. The run counts SIGHUP only once. The default handler is
+    restored, so that the run heeds the signal even if the parent runs under nohup.
     """
     if _LIBRARY is not None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -97,7 +110,10 @@ def _end_with_parent() -> None:
 
 
 def _stop_after_steps(process: subprocess.Popen[bytes], metrics: Path) -> None:
-    """Ask for a clean stop once there are enough steps; returns when the process has ended or its time is over."""
+    """Ask for a clean stop once there are enough steps.
+
+    Returns when the process has ended, or its time is over.
+    """
     begun, first, asked = time.monotonic(), 0.0, False
     while process.poll() is None:
         now = time.monotonic()
@@ -113,7 +129,10 @@ def _stop_after_steps(process: subprocess.Popen[bytes], metrics: Path) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Have nothing of it left: it is the leader of a session of its own, in which its trainers and servers are."""
+    """End the process and what it started.
+
+    The process leads a session of its own, to which its trainers and servers belong.
+    """
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:

@@ -1,4 +1,7 @@
-"""`foreload predict`: what a run's model says of raw records, encoded as the schedule says that it was trained on."""
+"""`foreload predict`: score raw records with a model.
+
+The records are encoded as the schedule specifies on which the model was trained.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +39,25 @@ from foreload.trainer.saved.unknown_values import UnknownValues
 from foreload.trainer.serving.standalone import probabilities
 
 FORMATS = ("criteo", "csv", "tsv", "parquet")
-_READ_SAMPLES = 1 << 14  # whose rows are read from the store at once
-_LINE_SECONDS = 10.0  # between two lines of progress where stderr is not a terminal
-_SHOWN = 3  # malformed records that are named
+_READ_SAMPLES = 1 << 14  # samples whose rows are read from the store together
+# If stderr is no terminal, a line of progress is written this often.
+_LINE_SECONDS = 10.0
+_SHOWN = 3  # malformed records that a message names
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What is to be predicted: files or globs; their format, by default that of the schedule, or what their names say.
+    """The records to score.
 
-    steps_of: a schedule whose evaluation samples the records are, in order: they are cut into its steps and slices, so that the outputs are
-    those of `evaluate`, bit for bit. Otherwise they are cut as they come, at the run's batch size.
+    With `steps_of`, the records are cut into the evaluation steps and slices of a schedule, so that
+    the outputs equal those of `evaluate` bit for bit. Otherwise they are cut in their order into
+    batches of the run's size.
+
+    Attributes:
+        sources: files or globs.
+        format: one of FORMATS. If None, the schedule's format, or the one that the files' names
+            indicate.
+        steps_of: the folder of a schedule whose evaluation samples the records are, in order.
     """
 
     sources: tuple[str, ...]
@@ -54,15 +65,19 @@ class Records:
     steps_of: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises SettingError for a URL."""
+        """Check the values. Raises SettingError, for a URL among others."""
         texts("FILE", self.sources)
         local("--steps-of", self.steps_of or "")
 
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """What a model says of records: batches, float32 [n] or, of several labels, [n, labels]; columns: what they are called in a file; unknown: of
-    the records of the batches taken, values that the model has never seen.
+    """The scores of records.
+
+    Attributes:
+        columns: the names of the score columns in a file.
+        batches: float32 [n], or [n, labels] if there are several labels.
+        unknown: counts the values that the model has never seen, in the batches taken so far.
     """
 
     columns: tuple[str, ...]
@@ -79,13 +94,22 @@ def run(
     logits: bool = False,
     accept_model: bool = False,
 ) -> Iterator[Predictions]:
-    """Of the well-formed records, in their order: of clicks the probability, or with `logits` the logit, of numbers the number; memory is bounded by
-    a batch.
+    """Score the well-formed records, in their order.
 
-    path: of a run, or of a checkpoint; schedule: where the schedule of a checkpoint is now; accept_model: also with other code of the model than it
-    was trained with.
-    Records that are malformed are left out, as many as --max-rejects of the schedule allows; stderr reports that, and the progress. Raises
-    RecordError where there are more, SourceError, and RunError where they are not the evaluation's of `steps_of`.
+    For a click label, the score is a probability, or a logit with `logits`. For a number label, it
+    is the number. Memory is bounded by a batch. Malformed records are left out, at most as many as
+    the schedule's --max-rejects allows; their number and the progress are written to stderr.
+
+    Args:
+        path: the folder of a run, or of a checkpoint.
+        store: the URLs of the run's servers. If None, the run's own.
+        schedule: the folder where a checkpoint's schedule is now.
+        accept_model: whether the model's code may differ from the code that it was trained with.
+
+    Raises:
+        RecordError: too many records are malformed, or an output is not finite.
+        SourceError: a file cannot be read.
+        RunError: the records are not the evaluation samples of `steps_of`.
     """
     with open_model(path, store, schedule, accept_model) as model:
         numerics.set_up(model.job.threads, cpu_capability=model.job.cpu_capability)
@@ -114,7 +138,14 @@ def _outputs(model: SavedModel, records: Records, unknown: UnknownValues) -> Ite
 
 
 def _check_finite(outputs: np.ndarray, labels: Sequence[Label], before: int) -> None:
-    """Raise RecordError where an output is no number that a score could be. before: well-formed records before these."""
+    """Check that all outputs are finite.
+
+    Args:
+        before: the number of well-formed records before these.
+
+    Raises:
+        RecordError: an output is NaN or infinite.
+    """
     by_label = outputs.reshape(len(outputs), -1)
     wrong = np.argwhere(~np.isfinite(by_label))
     if len(wrong):
@@ -127,8 +158,13 @@ def _check_finite(outputs: np.ndarray, labels: Sequence[Label], before: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A step of `size` samples. slices: the places among these of each lane's, int64 [b]; dense: of an evaluation step, the slices' dense values,
-    float32 [b, n], by which its records are known; else None.
+    """How to cut a step out of the samples.
+
+    Attributes:
+        size: the number of samples in the step.
+        slices: per lane, the indices of its samples in the step, int64 [b].
+        dense: for an evaluation step, the dense values of each slice, float32 [b, n], which
+            identify its records; otherwise None.
     """
 
     size: int
@@ -137,24 +173,29 @@ class _Cut:
 
 
 def _in_order(batch: int, lanes: int) -> Iterator[_Cut]:
-    """Steps of as many samples as training's, without end, cut into slices of equal size as they come."""
+    """Yield steps of the training batch size without end, each cut into equal slices in order."""
     bounds = [batch * lane // lanes for lane in range(lanes + 1)]
     while True:
         yield _Cut(batch, tuple(np.arange(start, end) for start, end in pairwise(bounds)))
 
 
 def _evaluated(schedule: Schedule) -> Iterator[_Cut]:
-    """The steps of a schedule's evaluation after its last epoch."""
+    """Yield the steps of the evaluation after a schedule's last epoch."""
     for step in last_pass(schedule):
         numbers = [np.asarray(lane.numbers) for lane in step.lanes]
-        # Steps go through the samples in order, whatever their numbers begin with.
+        # Steps take the samples in order. Only the order of the numbers matters, not where they
+        # begin.
         order = np.sort(np.concatenate(numbers))
         places = tuple(np.searchsorted(order, lane) for lane in numbers)
         yield _Cut(len(order), places, tuple(lane.dense for lane in step.lanes))
 
 
 def _cut(samples: Iterator[Samples], cuts: Iterator[_Cut], records: Records) -> Iterator[tuple[Samples, _Cut]]:
-    """The samples of each step; the last of steps in order may be smaller. Raises RunError where they are not those of an evaluation."""
+    """Cut the samples into steps. If they are cut in order, the last step may be smaller.
+
+    Raises:
+        RunError: the samples are not the evaluation samples of `steps_of`.
+    """
     held: list[Samples] = []
     exact = records.steps_of is not None
 
@@ -209,18 +250,20 @@ def _predicted(model: SavedModel, steps: Iterator[tuple[Samples, _Cut]], unknown
 
 
 def _lookup_tables(samples: Samples, tables: np.ndarray) -> np.ndarray:
-    """The table of each lookup: int64 [lookups]."""
+    """Return the table of each lookup, int64 [lookups]."""
     if samples.offsets is None:
         return np.tile(tables, len(samples))
     return np.repeat(np.tile(tables, len(samples)), np.diff(samples.offsets))
 
 
 _Known = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]
-"""Per table the ids known, int64 [n] ascending, their weights, float32 [n, W], and whether they were trained, bool [n]."""
+"""Rows that were read: per table the ids, int64 [n] ascending, the weights, float32 [n, W], and
+whether the rows were trained, bool [n].
+"""
 
 
 def _rows(reader: RowSource, count: int, group: Sequence[Samples], tables: np.ndarray) -> _Known:
-    """The rows that the samples of a group use, of `count` tables."""
+    """Read the rows that the samples of a group use, in tables 0 to `count` - 1."""
     of_lookup = np.concatenate([_lookup_tables(samples, tables) for samples in group])
     ids = np.concatenate([samples.ids for samples in group])
     known = {}
@@ -231,7 +274,7 @@ def _rows(reader: RowSource, count: int, group: Sequence[Samples], tables: np.nd
 
 
 def _is_trained(samples: Samples, tables: np.ndarray, known: _Known) -> np.ndarray:
-    """Whether the row of each lookup was trained: bool [lookups]."""
+    """Return whether the row of each lookup was trained, bool [lookups]."""
     of_lookup, trained = _lookup_tables(samples, tables), np.empty(len(samples.ids), bool)
     for table, (ids, _, of_ids) in known.items():
         here = np.flatnonzero(of_lookup == table)
@@ -240,7 +283,10 @@ def _is_trained(samples: Samples, tables: np.ndarray, known: _Known) -> np.ndarr
 
 
 def _local(samples: Samples, tables: np.ndarray, known: _Known) -> tuple[np.ndarray, np.ndarray]:
-    """The lookups of a slice as places among its distinct rows, int32 [lookups], and these rows, float32 [U, W of the widest table]."""
+    """Return the distinct rows of a slice, and the lookups as indices into them.
+
+    The indices are int32 [lookups], the rows float32 [U, W of the widest table].
+    """
     of_lookup = _lookup_tables(samples, tables)
     index = np.empty(len(samples.ids), np.int32)
     rows, first = [], 0
@@ -256,11 +302,17 @@ def _local(samples: Samples, tables: np.ndarray, known: _Known) -> tuple[np.ndar
     return index, np.concatenate(rows)
 
 
-# -- Raw records ------------------------------------------------------------------------------------------------------------------
+# -- Raw records -----------------------------------------------------------------------------------
 
 
 def _samples(model: SavedModel, records: Records) -> Iterator[Samples]:
-    """The well-formed records, encoded, in pieces. Raises SourceError and RecordError."""
+    """Read and encode the well-formed records, in pieces.
+
+    Raises:
+        SettingError: the format is none of FORMATS.
+        SourceError: a file cannot be read.
+        RecordError: too many records are malformed.
+    """
     schedule = model.schedule
     spec, encoder = encoder_of(model)
     kind = records.format or _format(schedule, records.sources)
@@ -273,7 +325,8 @@ def _samples(model: SavedModel, records: Records) -> Iterator[Samples]:
         spec = replace(spec, text=replace(FeatureSpec.criteo().text, missing=spec.text.missing))
     if kind != "parquet" and spec.text.columns:
         spec = replace(spec, text=replace(spec.text, columns=_columns(records.sources, spec.text, labelled)))
-    source_kind: Format = "parquet" if kind == "parquet" else "csv"  # criteo's are text files whose columns are known
+    # Criteo files are text files whose columns are known.
+    source_kind: Format = "parquet" if kind == "parquet" else "csv"
     allowed, rejected = schedule.made_with("max_rejects") or 0, 0
     first: list[str] = []
     for split in plan_splits(Source(source_kind, records.sources), spec):
@@ -291,7 +344,11 @@ def _samples(model: SavedModel, records: Records) -> Iterator[Samples]:
 
 
 def _columns(sources: Sequence[str], text: TextFormat, spec: FeatureSpec) -> tuple[str, ...]:
-    """The columns of files without a header line: those of text or, where they have so many fewer, all but labels, weights, groups in turn."""
+    """Return the columns of text files that have no header line.
+
+    The files may lack the columns of labels, weights and groups, in this order. The number of
+    fields in the first line decides which of them are missing.
+    """
     path = match_files(sources)[0].path
     fields = len(first_row(path, replace(text, delimiter=text.delimiter or delimiter_of(path))))
     labels = {label.column for label in spec.labels}
@@ -312,17 +369,24 @@ def _format(schedule: Schedule, sources: Sequence[str]) -> str:
     raise SourceError(f"{', '.join(sources)}: the name does not say the format; give --format, one of {', '.join(FORMATS)}")
 
 
-# -- Scores -----------------------------------------------------------------------------------------------------------------------
+# -- Scores ----------------------------------------------------------------------------------------
 
 
 def _scores(outputs: np.ndarray, labels: Sequence[Label]) -> np.ndarray:
-    """The probabilities of clicks; numbers as they are. float32 [n] or [n, labels]."""
+    """Return the scores of outputs, float32 [n] or [n, labels].
+
+    Outputs for clicks become probabilities; outputs for numbers stay as they are.
+    """
     clicks = np.array([label.kind == "click" for label in labels])
     return np.where(clicks if len(labels) > 1 else clicks[0], probabilities(outputs), outputs)
 
 
 def check_out(out: str) -> None:
-    """Raise SettingError where scores cannot be written there."""
+    """Check that scores can be written to `out`.
+
+    Raises:
+        SettingError: `out` does not end in .csv or .parquet, or its folder does not exist.
+    """
     if Path(local("--out", out)).suffix not in (".csv", ".parquet"):
         raise SettingError(f"--out: must end in .csv or .parquet; got {out!r}")
     if not Path(out).absolute().parent.is_dir():
@@ -331,7 +395,13 @@ def check_out(out: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A file with so many predictions; unknown: by feature, "values", and how many are "unknown" to the model."""
+    """A file of scores that was written.
+
+    Attributes:
+        records: the number of scored records.
+        unknown: by feature, the number of "values", and how many of them are "unknown" to the
+            model.
+    """
 
     out: str
     records: int
@@ -339,7 +409,7 @@ class Written:
 
 
 def write(out: str, predictions: Predictions) -> Written:
-    """Write them as CSV or Parquet, whole or not at all."""
+    """Write scores as CSV or Parquet, whole or not at all."""
     check_out(out)
     names = predictions.columns
     schema, count = pa.schema([pa.field(name, pa.float32(), nullable=False) for name in names]), 0

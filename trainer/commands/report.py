@@ -1,4 +1,4 @@
-"""`foreload report`: a page to look at, of a run, of two runs beside each other, or of a schedule."""
+"""`foreload report`: write a page about a run, two runs side by side, or a schedule."""
 
 from __future__ import annotations
 
@@ -10,5 +10,8 @@ from foreload.trainer.pages.report import report
 
 
 def run(places: Sequence[str], out: str | None) -> Path:
-    """Write the page; returns where it is. places, out, and what is raised: as `report` has them."""
+    """Write the page, and return its path.
+
+    The arguments and the errors are those of `trainer.pages.report.report`.
+    """
     return report(list(places), out, lambda run_folder: status.run(run_folder).state)

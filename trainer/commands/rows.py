@@ -1,4 +1,7 @@
-"""`foreload stores list`, `foreload stores delete` and `foreload delete`: what runs have rows on servers, and the end of those."""
+"""`foreload stores list`, `foreload stores delete` and `foreload delete`.
+
+They list the runs that have rows on servers, and delete such rows.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,17 @@ from foreload.trainer.saved.run_rows import Overrule, Server, check_not_training
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a namespace has on a server. run: the id that the run's manifest.json has; shard, shards, run: None where its note is gone; rows: with
-    parity rows; bytes: None where the server does not report it.
+    """What a namespace has on a server.
+
+    If the run's note on the server was lost, `shard`, `shards` and `run` are None.
+
+    Attributes:
+        shard: the number of the server's shard in the run.
+        shards: the number of the run's shards.
+        run: the run's id, as in its manifest.json.
+        lanes: the number of lanes.
+        rows: the number of rows, parity rows included.
+        bytes: their memory. If None, the server does not report it.
     """
 
     namespace: str
@@ -32,32 +44,36 @@ class Held:
 
     @classmethod
     def of(cls, holding: Holding) -> Held:
-        """What a client found."""
+        """Return what the client found, as a Held."""
         note = holding.note
         shard, shards, run = (None, None, None) if note is None else (note.shard, note.shards, note.identity.get("run"))
         return cls(holding.namespace, shard, shards, run, holding.lanes, holding.rows, holding.bytes)
 
     @property
     def owner(self) -> str:
-        """Whose it is, in words."""
+        """The run and the shard that own the rows, in words."""
         return f"shard {self.shard} of {self.shards} of run {self.run}" if self.run else "of no run, its note is gone"
 
     def text(self) -> str:
-        """How much it is."""
+        """Return the numbers of rows, lanes and bytes, in words."""
         size = "" if self.bytes is None else f", {self.bytes / 2**20:,.1f} MiB"
         return f"{self.rows:,} rows, with parity rows, of {self.lanes} lanes{size}"
 
 
 @dataclass(frozen=True, slots=True)
 class ServerRows:
-    """What namespaces have rows on a server; why: where it cannot be reached."""
+    """The namespaces that have rows on a server.
+
+    Attributes:
+        why: the reason why the server cannot be reached; None if it can.
+    """
 
     url: str
     namespaces: list[Held]
     why: str | None
 
     def text(self) -> str:
-        """A line for each namespace, or one."""
+        """Return a line for each namespace, or one line if there is none."""
         if self.why or not self.namespaces:
             return f"{self.url}  {f'down  {self.why}' if self.why else 'no run has rows here'}"
         return "\n".join(f"{self.url}  namespace {one.namespace}, {one.owner}: {one.text()}" for one in self.namespaces)
@@ -65,18 +81,25 @@ class ServerRows:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """What servers have."""
+    """The rows that servers have."""
 
     servers: list[ServerRows]
 
     def text(self) -> str:
-        """For a person."""
+        """Return the lines of all servers."""
         return "\n".join(server.text() for server in self.servers)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardDeleted:
-    """What was deleted on a server; why: it cannot be reached. Both None: another run has taken the namespace there."""
+    """The rows that were deleted on a server.
+
+    If both `deleted` and `why` are None, another run has taken the namespace there.
+
+    Attributes:
+        deleted: what was deleted.
+        why: the reason why the server could not be reached.
+    """
 
     url: str
     deleted: Held | None
@@ -84,11 +107,11 @@ class ShardDeleted:
 
     @classmethod
     def of(cls, server: Server) -> ShardDeleted:
-        """What a server had, which is deleted."""
+        """Return what the server had before it was deleted."""
         return cls(str(server.url), None if server.held is None else Held.of(server.held), server.why)
 
     def text(self, namespace: str) -> str:
-        """As a line."""
+        """Return the result as one line."""
         if self.why:
             return f"left  {self.url}: {self.why}; later: foreload stores delete {self.url} {namespace}"
         if self.deleted is None:
@@ -100,20 +123,25 @@ class ShardDeleted:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceDeleted:
-    """What was deleted of a namespace."""
+    """The rows of a namespace that were deleted."""
 
     namespace: str
     shards: list[ShardDeleted]
 
     def text(self) -> str:
-        """For a person."""
+        """Return a line for each server."""
         return "\n".join(shard.text(self.namespace) for shard in self.shards)
 
 
 @dataclass(frozen=True, slots=True)
 class RunDeleted:
-    """What was deleted of a run. shards: of every server that it uses or used; kept: the files in its folder that are not the run's; forced: what
-    `force` overruled, in words, else None.
+    """A run that was deleted.
+
+    Attributes:
+        shards: the result for every server that the run uses or used.
+        local_stores: how many local store shards were deleted. If None, the run had none.
+        kept: files that stay in the run's folder because they are not the run's.
+        forced: what --force overruled, in words; None if nothing.
     """
 
     run: str
@@ -124,7 +152,7 @@ class RunDeleted:
     forced: str | None
 
     def text(self) -> str:
-        """For a person."""
+        """Return the result for the terminal."""
         lines = [f"forced  {self.forced}"] if self.forced else []
         lines += [shard.text(self.namespace) for shard in self.shards]
         if self.local_stores:
@@ -134,7 +162,11 @@ class RunDeleted:
 
 
 def listed(urls: str) -> Listed:
-    """What namespaces have rows on servers. Raises StoreError."""
+    """List the namespaces that have rows on servers.
+
+    Raises:
+        StoreError: a server refuses.
+    """
     with reached(parse_urls(urls)) as servers:
         return Listed([_listed(server) for server in servers])
 
@@ -146,7 +178,15 @@ def _listed(server: Server) -> ServerRows:
 
 
 def deleted(urls: str, namespace: str, force: bool = False) -> NamespaceDeleted:
-    """Remove a namespace from servers, whatever run it is of. force: even under a run that trains on this host. Raises RunError, StoreError."""
+    """Delete a namespace from servers, whichever run it belongs to.
+
+    Args:
+        force: whether to delete it even if its run trains on this host.
+
+    Raises:
+        RunError: the namespace's run trains on this host.
+        StoreError: a server refuses.
+    """
     check_name(namespace)
     with reached(parse_urls(urls)) as servers:
         for server in servers if not force else ():
@@ -162,9 +202,14 @@ def _delete(server: Server, namespace: str, store: Store) -> None:
 
 
 def run(path: str, urls: str | None, overrule: Overrule) -> RunDeleted:
-    """Delete a run. urls: those of its servers with passwords; by default the run's.
+    """Delete a run: its rows, its local servers and its folder.
 
-    Raises RunError for a run that trains, and for a folder that does not own the rows; StoreError where a server refuses.
+    Args:
+        urls: the URLs of its servers, with passwords. If None, the run's own.
+
+    Raises:
+        RunError: the run trains, or its folder does not own the rows.
+        StoreError: a server refuses.
     """
     deleted_run = Run.open(path)
     if training_status(deleted_run.path) is not None:

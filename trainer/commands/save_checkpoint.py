@@ -41,19 +41,25 @@ from foreload.trainer.run.directory import Run
 from foreload.trainer.saved.stopped_run import StoppedRun, open_stopped
 from foreload.trainer.storage import AnyFolder, place
 
-_PAUSE_SECONDS = 0.2  # between two looks how far it is
+_PAUSE_SECONDS = 0.2  # between two polls of the progress
 
 
 def save_while_training(run: Run, to: str | None, folder: AnyFolder) -> Checkpoint:
-    """Have a checkpoint saved, in a folder of checkpoints or that of the run, and return it when it is there.
+    """Have a run that trains save a checkpoint, and return it when it is saved.
 
-    folder: where that is. Raises CheckpointError and RunError.
+    Args:
+        to: the folder of checkpoints, as the user gave it. If None, the run's own.
+        folder: the same folder, resolved.
+
+    Raises:
+        CheckpointError: the checkpoint was not saved, or the folder cannot be read.
+        MessageError: the run's answer is malformed.
     """
     before = {checkpoint.sha256 for checkpoint in of_run(folder, run.manifest)}
     try:
         answer = _asked_for(run.path, to)
     except RunError as error:
-        # It has the request, and does what it asks for when it goes on.
+        # The run has received the request. It saves the checkpoint when it responds again.
         raise CheckpointError(
             f"{error} If it goes on, it still saves the checkpoint: `foreload checkpoint list {folder}` shows it then"
         ) from error
@@ -70,7 +76,13 @@ def save_while_training(run: Run, to: str | None, folder: AnyFolder) -> Checkpoi
 
 
 def _asked_for(run: Path, to: str | None) -> CheckpointProgress | Refused | None:
-    """What the run says in the end of a checkpoint that it is asked for; None if its training ended meanwhile. Raises RunError if it is silent."""
+    """Ask a run for a checkpoint, and return the final answer.
+
+    Returns None if training ended meanwhile.
+
+    Raises:
+        RunError: the run does not answer.
+    """
     begun = ask(run, AskCheckpoint(None if to is None else str(place(to).absolute())))
     while isinstance(begun, CheckpointBegun):
         answer = ask(run, AskCheckpointed(begun.checkpoint))
@@ -91,10 +103,24 @@ def saved(
     failures_a_day: float = FAILURES_A_DAY,
     every: int | None = None,
 ) -> Saved:
-    """Save a checkpoint of a run into a folder of checkpoints, that of the run by default.
+    """Save a checkpoint of a run into a folder of checkpoints.
 
-    base: the name of the one there of which it is to be an increment; None: as the policy says. keep: how many stay; None: all. every: with policy
-    planned, how many steps lie between those to come. Raises CheckpointError, RunError, SettingError and CacheError.
+    Args:
+        path: the folder of the run.
+        store: the URLs of the run's servers. If None, the run's own.
+        to: the folder of checkpoints. If None, the run's own.
+        policy: decides whether the checkpoint is an increment, and of which base.
+        bits: the bits of a weight.
+        base: the name of the base in that folder. If None, the policy decides.
+        keep: how many checkpoints stay in the folder. If None, all.
+        failures_a_day: the expected number of failures a day, from which "auto" derives the bits.
+        every: with policy "planned", the number of steps between the checkpoints to come.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be saved.
+        RunError: the run cannot be opened.
+        SettingError: the settings do not go together.
+        CacheError: a server failed.
     """
     if (policy == "planned") != (every is not None):
         raise SettingError("--every: goes with --policy planned, and that with it: give both, or neither")
@@ -131,7 +157,11 @@ def saved(
 
 
 def _plan(saved: StoppedRun, every: int) -> Plan:
-    """The checkpoints to come, up to the end of the run's schedule, where its last one is."""
+    """Return the checkpoints to come, the last one at the end of the run's schedule.
+
+    Raises:
+        CheckpointError: the run's schedule no longer exists.
+    """
     if (saved.schedule.path / POSITION).exists():
         raise CheckpointError(
             f"--policy: planned needs the steps of schedule {saved.manifest.stages[-1].path}, which is not there any more; give another policy"
@@ -147,7 +177,11 @@ def _increment_of(path: AnyFolder, saved: StoppedRun, bits: int) -> Increment:
 
 
 def compacted(path: str, to: str) -> Saved:
-    """Make a checkpoint that needs no other, in a folder of checkpoints. Raises CheckpointError."""
+    """Make a checkpoint with all rows of a checkpoint and its bases, in the folder `to`.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the new one cannot be saved.
+    """
     checkpoint = Checkpoint.open(path)
     check_absent(place(to), checkpoint.contents.step)
     with progress_bar(checkpoint.total_bytes, "B") as bar:

@@ -1,4 +1,7 @@
-"""`foreload scale`: another number of trainers for a run that trains, asked for on its control socket, and waited for."""
+"""`foreload scale`: change the number of trainers of a run while it trains.
+
+The command sends its request to the run's control socket, and waits until the change is done.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,22 @@ from pathlib import Path
 from foreload.trainer.cluster.messages.control import AskScale, AskScaled, Refused, ScaleProgress, ask
 from foreload.trainer.errors import RunError
 
-_PAUSE = timedelta(milliseconds=200)  # between two looks how far it is
+_PAUSE = timedelta(milliseconds=200)  # between two polls of the progress
 
 
 def run(folder: str | Path, trainers: int, wait: bool, tell: Callable[[str], None]) -> None:
-    """Have the run train with so many trainers. tell: gets a line when it begins, and whenever it is further. Raises RunError and MessageError."""
+    """Change the number of trainers of a run that trains.
+
+    Args:
+        folder: the folder of the run.
+        wait: whether to wait until the change is done.
+        tell: called with a line when the change begins, and at each progress.
+
+    Raises:
+        RunError: the run does not train, refuses, ends before the change is done, or the change
+            fails.
+        MessageError: the run's answer is malformed.
+    """
     begun = ask(Path(folder), AskScale(trainers))
     if begun is None:
         raise RunError(f"run {folder}: is not being trained; go on with it by `foreload train --resume --trainers {trainers}`")
@@ -42,7 +56,7 @@ def run(folder: str | Path, trainers: int, wait: bool, tell: Callable[[str], Non
 
 
 def _text(progress: ScaleProgress) -> str:
-    """What is under way, in words."""
+    """Describe the progress; "" if there is nothing to report."""
     if progress.starting:
         return f"{progress.starting} starting"
     if progress.lanes_to_move:

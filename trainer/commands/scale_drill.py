@@ -1,4 +1,4 @@
-"""`foreload drill scale`: a training with more and fewer trainers one after the other."""
+"""`foreload drill scale`: train with more and fewer trainers in turn."""
 
 from __future__ import annotations
 
@@ -24,12 +24,23 @@ from foreload.trainer.run.timeline import Timeline
 if TYPE_CHECKING:
     from foreload.trainer.cluster.ending import Ending
 
-_PAUSE = timedelta(milliseconds=50)  # between two looks how far a change is
+_PAUSE = timedelta(milliseconds=50)  # between two polls of a change's progress
 
 
 @dataclass(slots=True)
 class Change:
-    """One change of the number of trainers. step: after which it is asked for; asked, done: when, None: not yet; failed: why not."""
+    """A change of the number of trainers.
+
+    Times are seconds of time.monotonic(), and None until the event happens.
+
+    Attributes:
+        before: the number of trainers before the change.
+        after: the number of trainers after the change.
+        step: the step after which the drill asks for the change.
+        asked: when the drill asked for the change.
+        done: when the change was done.
+        failed: why the change failed.
+    """
 
     before: int
     after: int
@@ -40,9 +51,13 @@ class Change:
 
 
 class ScaleDrill(Drill):
-    """Each change is asked for when its step has ended and the one before is done.
+    """A drill that changes the number of trainers.
 
-    numbers: of trainers, one after the other, the first from the beginning: "1,2,1".
+    It asks for each change when the change's step has ended and the change before is done. One
+    thread asks for all changes.
+
+    Args:
+        numbers: the numbers of trainers in turn, from the start of training on, such as "1,2,1".
     """
 
     synthetic_lanes = 4
@@ -63,7 +78,7 @@ class ScaleDrill(Drill):
         self._thread = threading.Thread(target=self._ask_all, name="scaler", daemon=True)
 
     def begin(self, schedule: Schedule) -> None:
-        """Spread the changes over the schedule, and wait for their steps in a thread."""
+        """Spread the changes over the schedule, and start the thread that asks for them."""
         header, numbers = schedule.header, self._numbers
         if max(numbers) > header.lanes:
             raise SettingError(
@@ -76,7 +91,7 @@ class ScaleDrill(Drill):
         self._thread.start()
 
     def on_event(self, trainer: int, event: TrainerEvent) -> None:
-        """Note a step, after which a change may be due."""
+        """Record a step, after which a change may be due."""
         super().on_event(trainer, event)
         if isinstance(event, StepEnded):
             with self._stepped:
@@ -84,7 +99,7 @@ class ScaleDrill(Drill):
                 self._stepped.notify_all()
 
     def release(self) -> None:
-        """No further change is asked for."""
+        """Ask for no further change, and wait for the thread."""
         with self._stepped:
             self._over = True
             self._stepped.notify_all()
@@ -103,7 +118,7 @@ class ScaleDrill(Drill):
             change.done = time.monotonic()
 
     def _failure(self, change: Change) -> str | None:
-        """Ask for a change and wait for it; why it did not come to that, None if it did."""
+        """Ask for a change and wait for it. Returns the reason if it failed, None if it is done."""
         run = Path(self.job.run)
         begun = ask(run, AskScale(change.after))
         if begun is None or isinstance(begun, Refused):
@@ -117,7 +132,7 @@ class ScaleDrill(Drill):
             time.sleep(_PAUSE.total_seconds())
 
     def not_done(self, ending: Ending) -> str | None:
-        """The first change that did not come about."""
+        """Return the first change that was not done, with the reason, or None."""
         for change in self._changes:
             if change.done is None:
                 why = change.failed or f"training stopped {after_step(ending.step)}, before it was to begin"
@@ -125,11 +140,11 @@ class ScaleDrill(Drill):
         return None
 
     def figures(self, ending: Ending) -> dict[str, Any]:
-        """What each change meant."""
+        """Return the effect of each change."""
         return account_changes(self.steps.timeline, self._changes)
 
     def picture(self, figures: Mapping[str, Any]) -> Picture:
-        """When each change was asked for, and how long it took."""
+        """Return when each change was asked for, and how long it took."""
         asked = [
             (f"{change.before} -> {change.after} trainers", change.asked) for change in self._changes if change.asked is not None
         ]
@@ -139,7 +154,7 @@ class ScaleDrill(Drill):
         return Picture(f"Trainers {numbers}: longest gap {milliseconds(max(gaps, default=None))}", asked, spans)
 
     def lines(self, figures: Mapping[str, Any]) -> list[str]:
-        """A line for each number of trainers."""
+        """Return a line for each number of trainers."""
         lines = []
         for entry in figures["changes"]:
             rate = "-" if entry["samples_per_second"] is None else f"{entry['samples_per_second']:,.0f} samples a second"
@@ -155,10 +170,13 @@ class ScaleDrill(Drill):
 
 
 def account_changes(timeline: Timeline, changes: Sequence[Change]) -> dict[str, Any]:
-    """What each change meant, in figures; None for what there is no measure of.
+    """Measure the effect of each change. A figure that cannot be measured is None.
 
-    longest_gap_seconds is that between two steps from the asking until all was done, starting of processes included, while which training goes on;
-    samples_per_second: of the time after it, until the next was asked for; the first entry is of the time before any.
+    The first entry is for the time before any change. Each other entry is for a change that was
+    done. `longest_gap_seconds` is the longest gap between two steps from the request until the
+    change is done; that includes the start of processes, during which training goes on.
+    `samples_per_second` and `median_step_seconds` are for the time after the change, until the next
+    request.
     """
     begin, end = timeline.begin, timeline.end
     done = [change for change in changes if change.asked is not None and change.done is not None]

@@ -1,4 +1,7 @@
-"""`foreload scrub`: reads every stripe of a run, checks its parity, and repairs what the rest of a stripe determines."""
+"""`foreload scrub`: check every stripe of a run against its parity, and repair rows.
+
+A row is repaired if the rest of its stripe determines it.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +45,20 @@ from foreload.trainer.saved.stopped_run import open_stopped
 
 POLL = timedelta(milliseconds=300)
 
-_NAMED = 20  # stripes that are named to a person
+_NAMED = 20  # stripes of each kind that the text names
 
 _Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """A stripe that did not agree: its ordinals, the shards that have what is wrong, and what that is."""
+    """A stripe whose rows and parity did not match.
+
+    Attributes:
+        ordinals: the first and the last ordinal.
+        shards: the shards with the wrong rows.
+        what: the mismatch, in words.
+    """
 
     lane: int
     table: str
@@ -58,7 +67,7 @@ class Stripe:
     what: str
 
     def text(self) -> str:
-        """As a line."""
+        """Return the stripe as one line."""
         first, last = self.ordinals
         shards = ", ".join(map(str, self.shards))
         return f"lane {self.lane}, table {self.table}, ordinals {first} to {last}, shards {shards}: {self.what}"
@@ -66,7 +75,14 @@ class Stripe:
 
 @dataclass(frozen=True, slots=True)
 class Scrubbed:
-    """What was read, and what did not agree."""
+    """The result of a scrub.
+
+    Attributes:
+        stripes: the number of stripes read; likewise `rows` and `parity_rows`.
+        repaired: the first of the `stripes_repaired` repaired stripes.
+        damaged: the first of the `stripes_damaged` stripes that cannot be repaired.
+        lost_shards: the shards that were not checked because they are lost.
+    """
 
     stripes: int
     rows: int
@@ -78,7 +94,7 @@ class Scrubbed:
     lost_shards: tuple[int, ...]
 
     def text(self) -> str:
-        """For a person."""
+        """Return the result for the terminal."""
         lines = [
             f"{self.stripes:,} stripes, {self.rows:,} rows and {self.parity_rows:,} parity rows checked: "
             f"{self.stripes_repaired:,} stripes repaired, {self.stripes_damaged:,} damaged"
@@ -94,9 +110,19 @@ class Scrubbed:
 
 
 def run(path: str, store: str | None, moved: bool = False) -> Scrubbed:
-    """Scrub a run. The write-back batch that a broken-off one died in is finished from its log first.
+    """Scrub a run.
 
-    moved: the user says that the run's folder was. Raises RunError and CacheError.
+    If the run trains, its trainers scrub their lanes. If it crashed, the write-back batches during
+    which it crashed are completed from the log first.
+
+    Args:
+        path: the folder of the run.
+        store: the URLs of the run's servers. If None, the run's own.
+        moved: whether the user states that the run's folder was moved.
+
+    Raises:
+        RunError: the run has no parity, or no rows, or its rows cannot be checked.
+        CacheError: a server failed.
     """
     scrubbed_run = Run.open(path)
     if not scrubbed_run.placement.r:
@@ -108,7 +134,8 @@ def run(path: str, store: str | None, moved: bool = False) -> Scrubbed:
     if status is None:
         raise RunError(f"run {path}: never began to train, so it has no rows")
     local = LocalStores.find(scrubbed_run.path / STORES)
-    # Where its local servers are gone, what they saved at the last clean stop is what is left.
+    # If the local servers of a crashed run ended too, only the rows of the last clean stop are
+    # left, and the run is opened as a stopped one.
     if status.state == "training" and (scrubbed_run.manifest.local_stores is None or (local is not None and any(local.pids))):
         with locked(scrubbed_run.path), _broken_off(scrubbed_run, store, moved) as (stored, schedule):
             return _scrub(stored, schedule, None, [None] * scrubbed_run.manifest.lanes)
@@ -118,7 +145,10 @@ def run(path: str, store: str | None, moved: bool = False) -> Scrubbed:
 
 @contextlib.contextmanager
 def _broken_off(scrubbed_run: Run, urls: str | None, moved: bool) -> Iterator[tuple[StoredRows, Schedule]]:
-    """The rows of a run whose trainers died, every lane's last batch finished."""
+    """Yield the rows and the schedule of a run whose trainers crashed.
+
+    The last batch of every lane is completed first.
+    """
     manifest, schedule = scrubbed_run.manifest, schedule_of(scrubbed_run)
     silence, spared = manifest.training_job.store_silence, scrubbed_run.placement.r
     with Store.connect(asked(servers_of(scrubbed_run, urls)), silence, spared) as store, log_of(scrubbed_run) as log:
@@ -149,7 +179,11 @@ def _scrub(stored: StoredRows, schedule: Schedule, step: int | None, last_batche
 
 
 def _beside_training(scrubbed_run: Run, training: RunStatus) -> Scrubbed:
-    """Have the trainers scrub their lanes, and wait for it. training: as it was when the scrub began."""
+    """Have the trainers scrub their lanes, and wait for the result.
+
+    Args:
+        training: the status of the run when the scrub began.
+    """
     schedule = schedule_of(scrubbed_run)
     (scrubbed_run.path / SCRUB).mkdir(exist_ok=True)
     directory = Path(tempfile.mkdtemp(dir=scrubbed_run.path / SCRUB))
@@ -166,7 +200,7 @@ def _beside_training(scrubbed_run: Run, training: RunStatus) -> Scrubbed:
     finally:
         shutil.rmtree(directory)
         with contextlib.suppress(OSError):
-            # Another scrub may have files there.
+            # The folder is not empty if another scrub is running.
             directory.parent.rmdir()
     total = Findings()
     for part in progress.trainers:
@@ -175,7 +209,11 @@ def _beside_training(scrubbed_run: Run, training: RunStatus) -> Scrubbed:
 
 
 def _asked(scrubbed_run: Run, request: Asks[_Answer]) -> _Answer:
-    """What a run that trains answers. Raises RunError where it does not, or no more."""
+    """Return the answer of a run that trains.
+
+    Raises:
+        RunError: the run does not answer, refuses, or no longer trains.
+    """
     answer = ask(scrubbed_run.path, request)
     if answer is None:
         raise RunError(

@@ -1,4 +1,8 @@
-"""`foreload status`: how far a run is, and, while it trains, who has which lanes and copies of them, and whether a loss is survived now."""
+"""`foreload status`: report how far a run is.
+
+If the run trains, the report also shows which trainer has which lanes and replicas, and whether the
+run would survive the loss of a trainer now.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +16,32 @@ from foreload.trainer.run.directory import Run
 
 @dataclass(frozen=True, slots=True)
 class TrainerLanes:
-    """The lanes that a trainer has. pid: None where it runs on another host, or under a scheduler."""
+    """The lanes that a trainer hosts.
+
+    Attributes:
+        pid: the process of the trainer. If None, the trainer runs on another host or under a
+            scheduler.
+    """
 
     trainer: int
     pid: int | None
     lanes: tuple[int, ...]
 
     def text(self) -> str:
-        """As a line."""
+        """Return the trainer as one line."""
         process = "of another host or scheduler" if self.pid is None else f"process {self.pid}"
         return f"trainer {self.trainer}  {process}  {_lanes(self.lanes)}"
 
 
 @dataclass(frozen=True, slots=True)
 class SeededReplica:
-    """A copy of a lane: how many of its slots are there."""
+    """A replica of a lane, and how much of it has been seeded.
+
+    Attributes:
+        trainer: the trainer that holds the replica.
+        slots: the number of slots that have been seeded.
+        of: the number of slots in total; 0 if seeding has not begun.
+    """
 
     trainer: int
     slots: int
@@ -34,7 +49,7 @@ class SeededReplica:
     complete: bool
 
     def text(self) -> str:
-        """In words."""
+        """Describe the replica."""
         if self.complete:
             return f"trainer {self.trainer}"
         return f"trainer {self.trainer} ({f'{self.slots:,} of {self.of:,} slots seeded' if self.of else 'not seeded yet'})"
@@ -42,22 +57,29 @@ class SeededReplica:
 
 @dataclass(frozen=True, slots=True)
 class LaneHolders:
-    """Who has a lane, and who has copies of it."""
+    """The trainer that hosts a lane, and the replicas of the lane."""
 
     lane: int
     trainer: int
     copies: tuple[SeededReplica, ...]
 
     def text(self) -> str:
-        """As a line."""
+        """Return the lane as one line."""
         return f"lane {self.lane}  trainer {self.trainer}  copies: {', '.join(copy.text() for copy in self.copies) or 'none'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """state: starting, training, broken off, kept, stopped, ended or never trained; step: the last one of all trainers, None before any.
+    """How far a run is.
 
-    Of a run that trains, else empty, or None: trainers; lanes; shards: how many are in which state; survives: whether any one trainer can be lost.
+    The fields from `survives` on are for a run that trains; otherwise they are None or empty.
+
+    Attributes:
+        state: "starting", "training", "broken off" (the run crashed), "kept", "stopped", "ended" or
+            "never trained".
+        step: the last step that all trainers have finished. If None, no step has been trained.
+        survives: whether the run would survive the loss of any one trainer now.
+        shards: the number of store shards in each state.
     """
 
     run: str
@@ -70,7 +92,7 @@ class Status:
     shards: dict[str, int] = field(default_factory=dict)
 
     def text(self) -> str:
-        """For a person."""
+        """Return the report for the terminal."""
         after = "" if self.step is None else f" after step {self.step}"
         lines = [f"run {self.run}: {self.state}{after}, term {self.term}"]
         lines += [trainer.text() for trainer in self.trainers] + [lane.text() for lane in self.lanes]
@@ -83,7 +105,12 @@ class Status:
 
 
 def run(path: str) -> Status:
-    """Ask the run, or its folder where it does not train. Raises RunError and MessageError."""
+    """Get the status from the run if it trains, otherwise from its folder.
+
+    Raises:
+        RunError: there is no run at `path`, or the run does not answer.
+        MessageError: the run's answer is malformed.
+    """
     asked = Run.open(path)
     training = training_status(asked.path)
     if training is not None:

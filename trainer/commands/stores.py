@@ -1,4 +1,7 @@
-"""`foreload stores status`: the store shards of a run, whether it trains, is saved or was broken off, and what they will need."""
+"""`foreload stores status`: report on the store shards of a run, and forecast what they will need.
+
+The run may train, be stopped, or have crashed.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +38,20 @@ from foreload.trainer.saved.model_rows import given_ordinals
 
 Counted = Literal["rows", "parity_rows", "row_bytes"]
 COUNTED: tuple[Counted, ...] = get_args(Counted)
-"""What is counted of each shard."""
+"""The counts in the report on each shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """A run's code, "K+R" or off. state: ok: as many losses as the code covers would do no harm; rebuilding; degraded: fewer; lost: rows are gone;
-    None without parity.
+    """A run's erasure code, and whether its rows are protected.
+
+    Attributes:
+        code: "K+R" or "off".
+        state: None without parity; otherwise one of:
+            "ok": as many losses as the code covers would do no harm.
+            "rebuilding": all shards have a server, and at least one is being rebuilt.
+            "degraded": shards are down, lost or lack rows, and the code covers that.
+            "lost": so many shards are affected that the code does not cover it.
     """
 
     code: str
@@ -50,14 +60,20 @@ class Parity:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Rows move to other shards. moved: which share has, None where that is not known; joining, leaving: shards' numbers."""
+    """A migration of rows to other shards.
+
+    Attributes:
+        moved: the share of rows that have moved, 0 to 1. If None, it is not known.
+        joining: the numbers of the shards that are added.
+        leaving: the numbers of the shards that are removed.
+    """
 
     moved: float | None
     joining: list[int]
     leaving: list[int]
 
     def text(self) -> str:
-        """As a line."""
+        """Return the migration as one line."""
         joins, leaves = (", ".join(map(str, which)) for which in (self.joining, self.leaving))
         said = [f"to shard {joins}"] * bool(joins) + [f"from shard {leaves}, which leaves"] * bool(leaves)
         return f"rows move {', '.join(said)}: {'not all have moved yet' if self.moved is None else f'{self.moved:.0%} moved'}"
@@ -65,7 +81,12 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class ShardForecast:
-    """What a shard's server will use, and may."""
+    """The memory that a shard's server will use at the end of the schedule.
+
+    Attributes:
+        memory_bytes: what the server will use.
+        limit_bytes: what the server may use. If None, it has no limit.
+    """
 
     shard: int
     memory_bytes: int
@@ -74,8 +95,12 @@ class ShardForecast:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Rows and memory of all shards at the end of the schedule. overhead_measured: whether that is of what is there; full: servers that will be
-    before.
+    """The rows and the memory of all shards at the end of the schedule.
+
+    Attributes:
+        overhead_bytes_a_row: what the servers use for a row beyond the row's own bytes.
+        overhead_measured: whether the overhead was measured on rows that the servers hold now.
+        full: the servers that will be full before the end.
     """
 
     rows: int
@@ -88,7 +113,7 @@ class Forecast:
     full: list[Shortage]
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return the forecast as lines for the terminal."""
         measured = ", measured" if self.overhead_measured else ""
         return [
             f"at the end of the schedule: {self.rows:,} rows and {self.parity_rows:,} parity rows, {self.memory_bytes / 2**20:,.1f} MiB in all "
@@ -99,9 +124,14 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class StoresStatus:
-    """The store shards of a run; one that is down is reported, not raised. What is not known now is None or left out.
+    """The store shards of a run. A server that does not answer is reported as down.
 
-    lag, loads: of a run that trains; forecast: None while it is not known.
+    Attributes:
+        state: the state of the run.
+        move: the migration under way. If None, there is none.
+        lag: the rows on their way to the store. If None, the run does not train, or did not answer.
+        loads: the loads of the shards, for a run that trains; otherwise empty.
+        forecast: if None, the schedule or the model of the run cannot be read.
     """
 
     run: str
@@ -115,7 +145,7 @@ class StoresStatus:
     forecast: Forecast | None
 
     def text(self) -> str:
-        """For a person."""
+        """Return the report for the terminal."""
         code = f"parity {self.parity.code} {self.parity.state or ''}".rstrip()
         lines = [f"run {self.run}: {self.state}, namespace {self.namespace}, {code}"]
         lines += [] if self.move is None else [self.move.text()]
@@ -128,7 +158,7 @@ class StoresStatus:
 
 
 def _line(shard: ShardReport) -> str:
-    """The line on a shard, for a person."""
+    """Return the line on a shard for the terminal."""
     counted = {name: shard.get(name) for name in (*COUNTED, "memory_bytes", "saved_bytes")}
     facts = [f"{count:,} {name.replace('_', ' ')}" for name, count in counted.items() if count is not None]
     if "rebuilt" in shard:
@@ -137,11 +167,21 @@ def _line(shard: ShardReport) -> str:
 
 
 def run(path: str, store: str | None) -> StoresStatus:
-    """Ask every shard. Raises RunError and MessageError."""
+    """Ask every shard of a run.
+
+    Args:
+        path: the folder of the run.
+        store: the URLs of the run's servers. If None, the run's own.
+
+    Raises:
+        RunError: there is no run at `path`, or it does not answer.
+        MessageError: the run's answer is malformed.
+    """
     asked_run = Run.open(path)
     manifest, status, placement = asked_run.manifest, asked_run.status, asked_run.placement
     training = training_status(asked_run.path)
-    # What the status says is of the beginning while a run trains.
+    # While a run trains, the status in its folder is that of the call's start, so it says nothing
+    # about the rows now.
     shards = _shards(
         asked_run, store, status if training is None else None, {} if training is None else training.shards.changes_since(None)
     )
@@ -156,14 +196,18 @@ def run(path: str, store: str | None) -> StoresStatus:
         if counted:
             lag = Lag(*(sum(getattr(part.lag, name) for part in counted) for name in Lag.__slots__))
             before = manifest.stages[0].first_step - 1 if status is None else status.step
-            if not placement.r:  # of what is written nobody keeps account, but servers have nothing else
+            # Without parity no trainer counts the rows that were written. The servers hold nothing
+            # else, so their numbers of entries are the counts.
+            if not placement.r:
                 _tell(shards, "rows", _entries(shards, placement.shard_count))
                 _tell(shards, "row_bytes", None)
-            if not placement.migrating:  # until then shards have what they will not have
+            # During a migration, shards hold rows that they will not keep.
+            if not placement.migrating:
                 loads = shard_loads.reports(together(part.loads for part in counted), training.step - before)
     elif placement.migrating:
+        # The counts depend on how far each lane has migrated, which only the servers know.
         for name in COUNTED:
-            _tell(shards, name, None)  # how far each lane is, the servers know
+            _tell(shards, name, None)
     elif plan is not None and status is not None and status.state != "training":
         schedule, rows = plan
         held = _arithmetic(placement, given_ordinals(schedule, status.step), len(rows))
@@ -172,7 +216,7 @@ def run(path: str, store: str | None) -> StoresStatus:
         _tell(shards, "row_bytes", held.row_bytes(rows))
     if plan is not None:
         schedule, rows = plan
-        # At its end all have moved.
+        # A migration that is under way will be complete by the end of the schedule.
         forecast = _forecast(asked_run, placement.completed(), schedule, rows, shards)
     return StoresStatus(
         path,
@@ -188,9 +232,14 @@ def run(path: str, store: str | None) -> StoresStatus:
 
 
 def _move(placement: Placement, snapshot: ShardSnapshot | None) -> Move | None:
-    """How far rows are that move. snapshot: as the trainers of a run that trains report it."""
+    """Return the progress of the migration under way, or None if there is none.
+
+    Args:
+        snapshot: the shards as the trainers of a run that trains report them.
+    """
     if not placement.migrating:
         return None
+    # If the trainers' snapshot is of an older placement, no row has moved yet.
     moved = (
         None if snapshot is None or not snapshot.shards else snapshot.migrated if snapshot.version == placement.version else 0.0
     )
@@ -198,7 +247,10 @@ def _move(placement: Placement, snapshot: ShardSnapshot | None) -> Move | None:
 
 
 def _plan(run: Run) -> tuple[Schedule, list[RowLayout]] | None:
-    """The run's schedule, or what it keeps of that, and how its rows look; None where that is not known yet, or the model cannot be loaded."""
+    """Return the run's schedule, or what the run keeps of it, and the layout of its rows.
+
+    Returns None if the schedule is not known yet, or the model cannot be loaded.
+    """
     if not run.manifest.stages:
         return None
     try:
@@ -209,7 +261,11 @@ def _plan(run: Run) -> tuple[Schedule, list[RowLayout]] | None:
 
 
 def _arithmetic(placement: Placement, ordinals: np.ndarray, tables: int) -> RowCounts:
-    """What every shard holds when all ordinals given (int64 [lanes, tables]) were written."""
+    """Count what every shard holds when all ordinals are written.
+
+    Args:
+        ordinals: the number of ordinals, int64 [lanes, tables].
+    """
     counts_by_shard = RowCounts.none(tables, placement.shard_count)
     for lane, given in enumerate(ordinals):
         counts_by_shard += row_counts(placement, lane, given)
@@ -217,14 +273,18 @@ def _arithmetic(placement: Placement, ordinals: np.ndarray, tables: int) -> RowC
 
 
 def _tell(shards: list[ShardReport], name: Counted, values: np.ndarray | None) -> None:
-    """Set an entry of every shard to its value, int [shards]; to None where values is, or the shard does not hold all of its rows."""
+    """Set a count in the report on every shard.
+
+    The count is None if `values` (int [shards]) is None, or if the shard does not hold all of its
+    rows.
+    """
     for report in shards:
         there = values is not None and report["state"] not in ("down", "lost", "degraded")
         report[name] = int(values[report["shard"]]) if there and values is not None else None
 
 
 def _entries(shards: list[ShardReport], count: int) -> np.ndarray:
-    """How many rows each server says that it has: int64 [shards], by number."""
+    """Return the number of rows that each server reports, int64 [shards]."""
     entries = np.zeros(count, np.int64)
     for report in shards:
         entries[report["shard"]] = report.get("entries", 0)
@@ -232,7 +292,7 @@ def _entries(shards: list[ShardReport], count: int) -> np.ndarray:
 
 
 def _parity_state(placement: Placement, shards: list[ShardReport]) -> str | None:
-    """See Parity."""
+    """Return the state for `Parity`."""
     if not placement.r:
         return None
     gone = sum(report["state"] in ("down", "lost", "degraded") for report in shards)
@@ -243,7 +303,10 @@ def _parity_state(placement: Placement, shards: list[ShardReport]) -> str | None
 
 
 def _forecast(run: Run, placement: Placement, schedule: Schedule, rows: list[RowLayout], shards: list[ShardReport]) -> Forecast:
-    """What will be at the end; what a row takes is that of what is there, if any server reports it."""
+    """Forecast the rows and the memory at the end of the schedule.
+
+    If a server reports the memory of the rows that it holds, the forecast uses its memory a row.
+    """
     ordinals = given_ordinals(schedule, None)
     at_end, counts = _arithmetic(placement, ordinals, len(rows)), counts_of(placement, ordinals, rows)
     servers = [server_seen(report, counts[:, report["shard"]], sizes_of(rows)) for report in shards]
@@ -268,7 +331,10 @@ def _forecast(run: Run, placement: Placement, schedule: Schedule, rows: list[Row
 
 
 def _shortages(run: Run, placement: Placement, rows: list[RowLayout], servers: list[ShardServer]) -> list[Shortage]:
-    """Which servers will be full, and when; none where the schedule is not there any more, or the run is at its end."""
+    """Return the servers that will be full, and when.
+
+    Returns none if the schedule no longer exists, or the run is at its end.
+    """
     with contextlib.suppress(ScheduleError):
         schedule, status = Schedule(run.manifest.stages[-1].path), run.status
         step = schedule.header.first_step - 1 if status is None else status.step
@@ -280,7 +346,12 @@ def _shortages(run: Run, placement: Placement, rows: list[RowLayout], servers: l
 
 
 def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapping[int, ShardStatus]) -> list[ShardReport]:
-    """What each server says of itself, and trainers say of it. status: of a run that does not train; seen: shards that are not ok for trainers."""
+    """Combine what each server reports of itself with what the trainers report of it.
+
+    Args:
+        status: the status of a run that does not train.
+        seen: the shards that are not ok for the trainers of a run that trains.
+    """
     manifest = asked_run.manifest
     lost = status.lost if status else []
     expected = None
@@ -300,10 +371,10 @@ def _shards(asked_run: Run, store: str | None, status: Status | None, seen: Mapp
         urls = servers_of(asked_run, store)
         shards = ask_servers({shard: urls[shard] for shard in live if urls[shard]}, manifest.namespace, manifest.lanes)
     for report in shards:
-        # The servers may be up: what they hold is not all that they should.
+        # A server that is up may still lack rows of a shard that the run had lost.
         if report["shard"] in lost and report["state"] in ("up", "at rest"):
             report["state"] = "degraded"
-        # One that rows are to move to may have none yet.
+        # A server that rows migrate to may have no rows yet, so its markers are not checked.
         foreign = report.pop("foreign", None)
         whole = expected is None or report["shard"] in asked_run.placement.joining or report.get("markers") == expected
         whole = whole and foreign is None

@@ -1,4 +1,4 @@
-"""`foreload train`, and what a program calls to train."""
+"""`foreload train`, and the functions that programs call to train."""
 
 from __future__ import annotations
 
@@ -27,11 +27,15 @@ if TYPE_CHECKING:
     from foreload.trainer.cluster.ending import Ending
     from foreload.trainer.cluster.messages.faults import RunObserver
 
-_GOING_ON = ("accept_numerics", "accept_model", "folder_moved")  # settings for a run that goes on
+# Settings that apply only to a run that is resumed.
+_GOING_ON = ("accept_numerics", "accept_model", "folder_moved")
 
 
 def train(job: TrainJob, observer: RunObserver | None = None, start_process: StartProcess = ChildProcess) -> Ending | None:
-    """`foreload.trainer.cluster.launcher.train` under the environment that the job asks for: torch, which reads it, is imported only then."""
+    """Call `trainer.cluster.launcher.train` in the environment that the job asks for.
+
+    torch reads that environment when it is imported, so it is imported only afterwards.
+    """
     numerics.set_environment(job.cpu_capability, job.threads)
     with heeded_afterwards():
         from foreload.trainer.cluster import launcher
@@ -39,7 +43,7 @@ def train(job: TrainJob, observer: RunObserver | None = None, start_process: Sta
         report = _report_of(job)
     ending = launcher.train(job, observer, start_process, report)
     if ending is not None and job.digest and ending.no_digest is None and "digest" not in ending.summary:
-        # It had ended before, when nobody asked for that.
+        # The run had ended in an earlier call that did not ask for the digest.
         from foreload.trainer.commands import digest
 
         try:
@@ -50,7 +54,7 @@ def train(job: TrainJob, observer: RunObserver | None = None, start_process: Sta
 
 
 def _report_of(job: TrainJob) -> Callable[[Path], None]:
-    """What is to be done with the folder of a run that has come to rest."""
+    """Return the function that leaves a report in the folder of a run that has stopped."""
     if job.no_report:
         return lambda run: None
     from foreload.trainer.pages.report import leave_report
@@ -59,11 +63,15 @@ def _report_of(job: TrainJob) -> Callable[[Path], None]:
 
 
 def is_permanent(error: ForeloadError, run: str) -> bool:
-    """Whether the call of a run that ended with an error would do so again, however often: such is the error, and not what this machine or
-    its servers are like just now; or the run came to rest twice in a row after the same step, for the same reason.
+    """Return whether a call that failed with an error would fail again if it were repeated.
+
+    It would if the error is permanent, and not caused by the present state of this machine or the
+    servers. It would also if the run stopped twice in a row after the same step, for the same
+    reason.
     """
     if error.permanent and not isinstance(error.__cause__, OSError | RuntimeError | CacheError):
         return True
+    # The events show a repetition if the last three are an end, a begin and an end of a call.
     events = [event for event in read_events(Path(run)) if event.get("kind") in (CallBegan.kind, CallEnded.kind)][-3:]
     if [event["kind"] for event in events] != [CallEnded.kind, CallBegan.kind, CallEnded.kind]:
         return False
@@ -73,7 +81,12 @@ def is_permanent(error: ForeloadError, run: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A run that was made of a checkpoint."""
+    """A run that was made from a checkpoint.
+
+    Attributes:
+        state: the state of the run.
+        rows: the number of rows in the checkpoint's model.
+    """
 
     run: str
     checkpoint: str
@@ -82,7 +95,7 @@ class Restored:
     rows: int
 
     def text(self) -> str:
-        """For a person."""
+        """Describe the run, and say how to resume it."""
         return (
             f"run {self.run}: {self.state} {after_step(self.step)}, {self.rows:,} rows; go on with: "
             f"foreload train SCHEDULE --run {self.run} --resume"
@@ -90,9 +103,17 @@ class Restored:
 
 
 def restored(path: str, given: Mapping[str, Any]) -> Restored:
-    """Make a run of a checkpoint, which rests. given: settings of `train`, by their names.
+    """Make a stopped run from a checkpoint.
 
-    Raises SettingError, RunError, CheckpointError, CacheError.
+    Args:
+        path: the folder of the checkpoint.
+        given: settings of `train`, by name.
+
+    Raises:
+        SettingError: a setting is malformed, or does not fit the checkpoint.
+        RunError: the run cannot be made.
+        CheckpointError: the checkpoint cannot be used.
+        CacheError: a server failed.
     """
     values, _ = call_values({**given, "from_checkpoint": path}, None)
     job = TrainJob.of(values)
@@ -107,11 +128,24 @@ def restored(path: str, given: Mapping[str, Any]) -> Restored:
 
 
 def call_values(given: Mapping[str, Any], job_file: str | Path | None) -> tuple[dict[str, Any], Any]:
-    """The settings of a call of `foreload train`, by their names, for TrainJob.of: what its caller gives, else what the table [train] of the job
-    file says, if there is one, else, with `resume` or `from_checkpoint`, what the run was started with; with --resume=auto `as_it_stands` says which.
+    """Return the settings of a call of `foreload train`, by name, for TrainJob.of.
 
-    Also where the job file wants the summary, which is no setting of the training; None where it says nothing. Raises SettingError, RunError and
-    CheckpointError.
+    A setting is taken from the caller; else from the table [train] of the job file, if there is
+    one; else, with `resume` or `from_checkpoint`, from the run or the checkpoint. With
+    --resume=auto, `as_it_stands` decides later which of these applies.
+
+    Args:
+        given: the caller's settings, by name.
+        job_file: the path of the job file.
+
+    Returns:
+        The settings, and where the job file wants the summary, which is no setting of the training;
+        None if the file does not say.
+
+    Raises:
+        SettingError: a setting is malformed.
+        RunError: the run to resume cannot be opened.
+        CheckpointError: the checkpoint cannot be opened.
     """
     in_file = {} if job_file is None else read_job_file(job_file, "train", TrainJob, ["json"])
     summary = in_file.pop("json", None)
@@ -120,8 +154,14 @@ def call_values(given: Mapping[str, Any], job_file: str | Path | None) -> tuple[
 
 
 def as_it_stands(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a call; with --resume=auto as the run's folder has it now: of its start, or of going on with it. Raises SettingError, RunError,
-    CheckpointError.
+    """Return the settings of a call, with --resume=auto resolved.
+
+    The state of the run's folder now decides whether the call starts the run or resumes it.
+
+    Raises:
+        SettingError: a setting is missing, or does not go with --resume=auto.
+        RunError: the run to resume cannot be opened.
+        CheckpointError: the checkpoint cannot be opened.
     """
     if values.get("resume") != AUTO:
         return dict(values)
@@ -139,9 +179,10 @@ def as_it_stands(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _completed(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings with what they leave out, where a run or a checkpoint remembers it."""
+    """Fill in the settings that the run or the checkpoint remembers."""
     if values.get("resume") and values.get("from_checkpoint"):
-        return values  # TrainJob says that these do not go together
+        # TrainJob raises the error that these two do not go together.
+        return values
     if values.get("resume"):
         if not values.get("run"):
             raise SettingError("--run: is missing; give the run that --resume goes on with")
@@ -151,14 +192,15 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
         checkpoint = named_or_newest(values["from_checkpoint"])
         values["from_checkpoint"] = str(checkpoint.place)
         before = _remembered(checkpoint.contents.run)
-        # Where it was trained says nothing of where it is to be.
+        # Settings that describe where the checkpoint was trained do not apply to where it is
+        # trained next.
         elsewhere = set(names_by_resume(TrainJob, "free")) - {"schedule", "model_folder", "stop_early"}
         return {name: value for name, value in before.items() if name not in elsewhere} | values
     return values
 
 
 def _remembered(manifest: Manifest) -> dict[str, Any]:
-    """The settings with which a run goes on where nothing else is said."""
-    # Runs of earlier versions remember an address, which is each call's own by now.
+    """Return the settings with which a run is resumed unless the caller gives others."""
+    # Runs of earlier versions remember an address, which now belongs to each call.
     own = {name for name, setting in settings_of(TrainJob).items() if not setting.stated}
     return {name: value for name, value in manifest.job.items() if name not in own} | {"schedule": manifest.stages[-1].path}

@@ -1,1 +1,4 @@
-"""Pages to look at: a run, two runs beside each other, a schedule. Each is one HTML file with nothing from elsewhere, and no script."""
+"""Pages about a run, two runs side by side, or a schedule.
+
+Each page is one HTML file that loads nothing from elsewhere and has no script.
+"""

@@ -1,4 +1,7 @@
-"""HTML as text: whatever is no `Html` is escaped. And how numbers are written for a person."""
+"""HTML as text, and numbers formatted for a page.
+
+Text that is not `Html` is escaped.
+"""
 
 from __future__ import annotations
 
@@ -66,11 +69,16 @@ class Html(str):
 
 
 Child: TypeAlias = str | Sequence["str | None"] | None
-"""What stands in an element: text, which is escaped unless it is Html; several; None for nothing."""
+"""The content of an element: text, which is escaped unless it is Html; several contents; or None."""
 
 
 def tag(name: str, *children: Child, **attributes: str | float | None) -> Html:
-    """An element. attributes: `class_` stands for class; underscores for dashes elsewhere; those that are None are left out."""
+    """Return an element.
+
+    Args:
+        attributes: the element's attributes. `class_` stands for class, and other underscores for
+            dashes. Attributes that are None are left out.
+    """
     words = [
         f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
         for key, value in attributes.items()
@@ -80,7 +88,7 @@ def tag(name: str, *children: Child, **attributes: str | float | None) -> Html:
 
 
 def joined(children: Iterable[Child]) -> Html:
-    """Elements and texts one after the other."""
+    """Return elements and texts, one after the other."""
     written = []
     for child in children:
         if isinstance(child, str):
@@ -91,7 +99,8 @@ def joined(children: Iterable[Child]) -> Html:
 
 
 def page(title: str, *children: Child) -> str:
-    """A whole file: its style is in it, and nothing is asked of elsewhere."""
+    """Return a whole file. It contains its style, and loads nothing from elsewhere."""
+    # The policy makes the browser refuse whatever would be loaded from elsewhere, and every script.
     policy = Html("<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">")
     head = tag(
         "head",
@@ -104,12 +113,17 @@ def page(title: str, *children: Child) -> str:
 
 
 def section(title: str, *children: Child) -> Html:
-    """A part of a page under a heading."""
+    """Return a part of a page under a heading."""
     return tag("section", tag("h2", title), *children)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[int] = (), differing: Sequence[int] = ()) -> Html:
-    """words: places of columns that are no numbers, besides the first; differing: places of rows that stand out."""
+    """Return a table.
+
+    Args:
+        words: the indices of text columns, besides the first. Other columns are numbers.
+        differing: the indices of rows to highlight.
+    """
     kinds = ["word" if place in words else None for place in range(len(head))]
     cells = [tag("th", text, class_=kind, scope="col") for text, kind in zip(head, kinds, strict=True)]
     body = [
@@ -124,18 +138,30 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[in
 
 
 def table_of(rows: Sequence[Mapping[str, str]], words: Sequence[str] = ()) -> Html:
-    """A table of rows by their columns, which all have alike; of one row at least. words: columns that are no numbers, besides the first."""
+    """Return a table of rows that are given by column.
+
+    There is at least one row, and all rows have the same columns.
+
+    Args:
+        words: the names of text columns, besides the first. Other columns are numbers.
+    """
     places = [place for place, name in enumerate(rows[0]) if name in words]
     return table(list(rows[0]), [list(row.values()) for row in rows], words=places)
 
 
 def missing(why: str) -> Html:
-    """What stands in the place of something that is not known."""
+    """Return a paragraph in place of something that is not known."""
     return tag("p", why, class_="missing")
 
 
 def tile(name: str, values: Sequence[str], more: str = "", colours: bool = False) -> Html:
-    """A headline figure, of one run or of several."""
+    """Return a headline figure of one run, or of several.
+
+    Args:
+        values: the figure of each run.
+        more: a note below the figure.
+        colours: whether each value has its run's colour.
+    """
     shown = [
         tag("b", value, style=f"color:var(--c{place})" if colours else None, class_="figure")
         for place, value in enumerate(values)
@@ -144,12 +170,12 @@ def tile(name: str, values: Sequence[str], more: str = "", colours: bool = False
 
 
 def count(value: float | None) -> str:
-    """A whole number, with commas; a dash where there is none."""
+    """Format a whole number with commas; "-" for None and NaN."""
     return fixed(value, 0)
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """So many significant digits, with commas; a dash where there is none."""
+    """Format a number to `digits` significant digits, with commas; "-" for None and NaN."""
     if value is None or not math.isfinite(value):
         return "-"
     if not value:
@@ -159,19 +185,19 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def share(value: float | None) -> str:
-    """Per cent."""
+    """Format a share as a percentage; "-" for None and NaN."""
     if value is None or not math.isfinite(value):
         return "-"
     return f"{100 * value:.{2 if abs(value) < 0.1 else 1}f} %"
 
 
 def fixed(value: float | None, places: int) -> str:
-    """So many decimal places; a dash where there is none."""
+    """Format a number to `places` decimal places, with commas; "-" for None and NaN."""
     return "-" if value is None or not math.isfinite(value) else f"{value:,.{places}f}"
 
 
 def short(value: float) -> str:
-    """For an axis: 1.2k, 3M."""
+    """Format a number for an axis, such as 1.2k or 3M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"
@@ -179,7 +205,7 @@ def short(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, minutes or hours."""
+    """Format seconds as seconds, minutes or hours."""
     if seconds < 120:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,4 +1,8 @@
-"""Plots as inline SVG that is stretched to its place, with axes in HTML, so that text is as large on a phone as on a wide screen."""
+"""Plots as inline SVG, with axes in HTML.
+
+The SVG is stretched to the space that it has. Text is HTML, so that it is as large on a phone as on
+a wide screen.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,27 @@ import numpy as np
 
 from foreload.trainer.pages.markup import Child, Html, number, share, short, table, tag
 
-_SIZE = 1000.0  # of a plot, both ways, in its own units
+_SIZE = 1000.0  # width and height of a plot, in its own units
 _TICKS = 5
 _LEAST_RANGE = 1e-9
-_CUT = 3.0  # x the value that few are above: what is beyond is cut, where it may be
-_FEW = 95.0  # per cent that are below
+# If a plot may be cut, values above _CUT times the _FEW-th percentile are cut off.
+_CUT = 3.0
+_FEW = 95.0
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line of a plot: x, y float64 [n]; low, high: of the band around it. colour: one of c0 to c4. style: line, dash, dots or area.
+    """A line of a plot.
 
     An area stands on the areas before it.
+
+    Attributes:
+        x: float64 [n].
+        y: float64 [n].
+        colour: one of c0 to c4.
+        style: "line", "dash", "dots" or "area".
+        low: the lower end of the band around the line, float64 [n].
+        high: the upper end of the band, float64 [n].
     """
 
     name: str
@@ -35,7 +48,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A moment on the x axis. colour: one of bad, mid, good."""
+    """A moment on the x axis.
+
+    Attributes:
+        colour: one of bad, mid and good.
+    """
 
     x: float
     name: str
@@ -44,8 +61,17 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """What a plot says. unit, x_unit: of its axes; read: how to read it. from_zero, x_from_zero: the axis begins at 0; log_x: it is
-    logarithmic. cut: the y axis ends before single values that are far above all others, and `read` says so.
+    """The content of a plot.
+
+    Attributes:
+        unit: the unit of the y axis.
+        read: how to read the plot.
+        x_unit: the unit of the x axis.
+        from_zero: whether the y axis begins at 0.
+        log_x: whether the x axis is logarithmic.
+        x_from_zero: whether the x axis begins at 0.
+        cut: whether the y axis may end below single values that are far above all others. The plot
+            then says so.
     """
 
     title: str
@@ -60,7 +86,7 @@ class Plot:
     cut: bool = False
 
     def html(self) -> Html:
-        """The plot, its key, how to read it, and its figures as a table."""
+        """Return the plot with its key, how to read it, and its figures as a table."""
         xs, ys = self._scales()
         most = max((float(np.nanmax(one)) for one in self._values() if np.isfinite(one).any()), default=0.0)
         beyond = f" What is above the top is cut off; the highest is {number(most, 3)}." if most > ys.high else ""
@@ -94,12 +120,12 @@ class Plot:
         return _Scale.of(places, self.log_x, self.x_from_zero, 0.0), _Scale.of(values, False, self.from_zero, 0.06)
 
     def _values(self) -> list[np.ndarray]:
-        """What the y axis has to reach."""
+        """Return the values that the y axis has to reach."""
         tops = [series.y + base for series, base in self._stacked()]
         return [*tops, *(band for series in self.series for band in (series.low, series.high) if band is not None)]
 
     def _stacked(self) -> list[tuple[Series, np.ndarray]]:
-        """Each series, and what it stands on."""
+        """Return each series with the values that it stands on."""
         under: np.ndarray | None = None
         placed = []
         for series in self.series:
@@ -117,7 +143,7 @@ class Plot:
         return key([*entries, *named])
 
     def _hover(self, xs: _Scale, ys: _Scale) -> list[Html]:
-        """Strips over the first series; each shows the figures there while a pointer is on it."""
+        """Return strips over the first series. A strip shows its figures to a pointer on it."""
         x = self.series[0].x
         if len(x) < 2:
             return []
@@ -155,7 +181,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """From values to places 0 to 1000."""
+    """A scale from values to places between 0 and 1000."""
 
     low: float
     high: float
@@ -164,7 +190,11 @@ class _Scale:
 
     @classmethod
     def of(cls, values: Sequence[np.ndarray], log: bool, from_zero: bool, margin: float) -> _Scale:
-        """Over all finite values; margin: the part of the range that stays free at each end of one that is not logarithmic."""
+        """Return the scale of all finite values.
+
+        Args:
+            margin: the share of the range that stays free at each end of a linear scale.
+        """
         every = np.concatenate([np.empty(0), *values])
         every = every[np.isfinite(every) & ((every > 0) | (not log))]
         low, high = (float(every.min()), float(every.max())) if len(every) else (0.0, 1.0)
@@ -180,14 +210,14 @@ class _Scale:
         return cls(low, high, False, _nice(low, high))
 
     def place(self, value: float) -> float:
-        """Where a value stands."""
+        """Return the place of a value."""
         if not self.log:
             return _SIZE * (min(value, self.high) - self.low) / (self.high - self.low)
         return _SIZE * math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
 
 
 def _nice(low: float, high: float) -> tuple[float, ...]:
-    """Round values between two, about _TICKS of them."""
+    """Return about _TICKS round values between two values."""
     raw = (high - low) / _TICKS
     size = 10.0 ** math.floor(math.log10(raw))
     stride = next(factor * size for factor in (1, 2, 2.5, 5, 10) if factor * size >= raw * 0.999)
@@ -196,13 +226,13 @@ def _nice(low: float, high: float) -> tuple[float, ...]:
 
 
 def _nearest(x: np.ndarray, value: float) -> int:
-    """The place in ascending values of the one that is nearest."""
+    """Return the index of the nearest of ascending values."""
     after = min(int(np.searchsorted(x, value)), len(x) - 1)
     return after - 1 if after and abs(x[after - 1] - value) <= abs(x[after] - value) else after
 
 
 def _path(x: np.ndarray, y: np.ndarray, xs: _Scale, ys: _Scale) -> str:
-    """A line through all points that are finite, broken where one is not."""
+    """Return a line through all finite points, interrupted at the others."""
     drawn, begun = [], False
     for right, up in zip(x.tolist(), y.tolist(), strict=True):
         if not math.isfinite(up):
@@ -214,7 +244,7 @@ def _path(x: np.ndarray, y: np.ndarray, xs: _Scale, ys: _Scale) -> str:
 
 
 def _between(x: np.ndarray, low: np.ndarray, high: np.ndarray, xs: _Scale, ys: _Scale) -> str:
-    """What lies between two lines, of points where both are finite."""
+    """Return the area between two lines, over the points where both are finite."""
     kept = np.isfinite(low) & np.isfinite(high)
     if kept.sum() < 2:
         return ""
@@ -237,7 +267,8 @@ def _shapes(series: Series, base: np.ndarray, xs: _Scale, ys: _Scale) -> list[Ht
                 f"M{xs.place(x):.1f} {_SIZE - ys.place(low):.1f}V{_SIZE - ys.place(high):.1f}" for x, low, high in ends
             )
             shapes.append(tag("path", d=bars, class_="line", stroke=colour))
-        # A line without length, whose round ends are a dot of one size however the plot is stretched.
+        # Each dot is a line without length. Its round ends keep their shape when the plot is
+        # stretched.
         shapes.append(tag("path", d="".join(f"M{x:.1f} {y:.1f}h.01" for x, y in finite), class_="dots", stroke=colour))
         return shapes
     kind = "line dash" if series.style == "dash" else "line"
@@ -249,18 +280,22 @@ def _css(colour: str) -> str:
 
 
 def _figure(title: str, unit: str, read: str, *body: Child, figures: Html | None = None) -> Html:
-    """A plot under its title, with how to read it, and its figures as a table."""
+    """Return a plot under its title, with how to read it, and its figures as a table."""
     caption = tag("figcaption", title, " ", tag("span", f"({unit})"))
     return tag("figure", caption, *body, tag("p", read, class_="read"), figures)
 
 
 def key(entries: Iterable[tuple[str, str]]) -> Html:
-    """What colours stand for: (colour, name)."""
+    """Return the meaning of colours, given as (colour, name)."""
     return tag("ul", [tag("li", tag("i", style=f"background:{_css(colour)}"), name) for colour, name in entries], class_="key")
 
 
 def bars(title: str, unit: str, read: str, rows: Sequence[tuple[str, str, float, str]]) -> Html:
-    """Bars beside names. rows: name, colour, value, and the figure in words."""
+    """Return bars beside names.
+
+    Args:
+        rows: the name, the colour, the value, and the figure in words.
+    """
     most = max((value for _, _, value, _ in rows), default=0) or 1.0
     drawn: list[Html] = []
     for name, colour, value, figure in rows:
@@ -270,18 +305,27 @@ def bars(title: str, unit: str, read: str, rows: Sequence[tuple[str, str, float,
 
 
 def bars_of(title: str, unit: str, read: str, colour: str, values: Mapping[str, int], most: int | None = None) -> Html:
-    """Bars of one colour, each with its part of the sum of all. values: by name; most: how many are drawn, the first ones."""
+    """Return bars of one colour, each with its share of the sum of all.
+
+    Args:
+        values: the values by name.
+        most: how many bars are drawn, from the first on. If None, all.
+    """
     rows = [(name, colour, value, of_total(value, sum(values.values()))) for name, value in values.items()]
     return bars(title, unit, read, rows[:most])
 
 
 def of_total(value: int, total: int) -> str:
-    """A number, and which part of another one it is."""
+    """Format a number and its share of a total."""
     return f"{value:,} · {share(value / total if total else None)}"
 
 
 def whole(title: str, unit: str, read: str, parts: Sequence[tuple[str, str, float, str]]) -> Html:
-    """One bar cut into its parts: name, colour, value, and the figure in words."""
+    """Return one bar that is cut into its parts.
+
+    Args:
+        parts: the name, the colour, the value, and the figure in words.
+    """
     total = sum(value for _, _, value, _ in parts) or 1.0
     cut = [tag("i", style=_width(value, total, colour), title=f"{name}: {figure}") for name, colour, value, figure in parts]
     named = key((colour, f"{name} {figure}") for name, colour, _, figure in parts)
@@ -295,7 +339,12 @@ def _width(value: float, whole: float, colour: str) -> str:
 def spans(
     title: str, unit: str, read: str, rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]]], end: float
 ) -> Html:
-    """What was so from when to when. rows: name, and its spans: from, to, colour, what they are; end: of the axis, which begins at 0."""
+    """Return a row for each name, with the spans of time during which something was so.
+
+    Args:
+        rows: a name and its spans; a span is its begin, end, colour and meaning.
+        end: the end of the axis, which begins at 0.
+    """
     end = max(end, _LEAST_RANGE)
     drawn: list[Html] = []
     for name, parts in rows:

@@ -1,4 +1,4 @@
-"""`foreload report`, and what every run leaves at its end: a page in a file."""
+"""`foreload report`, and the page that every run leaves at its end."""
 
 from __future__ import annotations
 
@@ -20,10 +20,18 @@ from foreload.trainer.run.directory import MANIFEST, REPORT
 
 
 def report(places: list[str], out: str | None, state_of: Callable[[str], str]) -> Path:
-    """Write the page of a run, of two runs beside each other, or of a schedule; returns where.
+    """Write the page of a run, of two runs side by side, or of a schedule, and return its path.
 
-    places: their folders; out: the file, by default report.html in the run, or in this folder NAME-report.html of a schedule, NAME-NAME-report.html
-    of two runs. state_of: gives the state of a run in a word. Raises SettingError, RunError, ScheduleError.
+    Args:
+        places: the folders of the runs or the schedule.
+        out: the file to write. If None, report.html in the folder of one run. For a schedule,
+            NAME-report.html, and for two runs, NAME-NAME-report.html, in the working directory.
+        state_of: returns the state of a run in a word.
+
+    Raises:
+        SettingError: the folders do not go together, or the file cannot be written.
+        RunError: a folder has no run.
+        ScheduleError: the schedule is damaged.
     """
     folders = [Path(place) for place in places]
     schedules = [folder for folder in folders if not (folder / MANIFEST).exists() and _is_schedule(folder)]
@@ -51,7 +59,10 @@ def report(places: list[str], out: str | None, state_of: Callable[[str], str]) -
 
 
 def leave_report(run: Path) -> None:
-    """Write the page of a run that has come to rest into its folder. Where that cannot be, it says so in a line: no training fails for it."""
+    """Write the page of a run that has stopped into its folder.
+
+    If that fails, a line on stderr says why. No training fails because of its page.
+    """
     try:
         write_atomically(run / REPORT, run_page([read_run(run, most_uses=USES_AT_ONCE)]).encode())
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Of a run's page: the cache, and slots and memory."""
+"""Parts of a run's page: the cache, and slots and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foreload.trainer.pages.run_metrics import lines, named
 
 
 def cache(runs: Sequence[RunFigures]) -> list[Html]:
-    """Arrivals on the way, and beside the minimum and LRU."""
+    """Return the arrivals over the steps, and beside the minimum and those of an LRU cache."""
     several = len(runs) > 1
     if several:
         drawn = lines(runs, "arrivals", lambda steps: [steps.mean("rows_arrived")], dashed=True)
@@ -29,7 +29,7 @@ def cache(runs: Sequence[RunFigures]) -> list[Html]:
 
 
 def _arrivals(run: RunFigures) -> Html:
-    """Arrivals over the steps: those that are new, those that are fetched, and an LRU cache's."""
+    """Plot the arrivals over the steps: new rows, fetched rows, and those of an LRU cache."""
     steps = run.steps
     fetched = steps.mean("rows_fetched")
     drawn = [
@@ -46,7 +46,12 @@ def _arrivals(run: RunFigures) -> Html:
 
 
 def _in_points(counts: CacheCounts, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Mean LRU arrivals of the steps first .. last of each point; nan beyond the schedule."""
+    """Return the mean LRU arrivals of a step in each point; NaN beyond the schedule.
+
+    Args:
+        first: the first step of each point.
+        last: the last step of each point.
+    """
     assert counts.lru_steps is not None
     before = np.concatenate([[0], np.cumsum(counts.lru_steps)])
     begin, end = (first - counts.first_step).astype(int), (last - counts.first_step).astype(int) + 1
@@ -79,7 +84,7 @@ def _compared(run: RunFigures, several: bool) -> Html:
 
 
 def memory(runs: Sequence[RunFigures]) -> list[Html]:
-    """Slots, what a step needs of them, and what that takes."""
+    """Return the rows that a step uses beside the slots, and the memory of lanes and trainers."""
     plots, drawn = [], list[Series]()
     for run, used in zip(runs, lines(runs, "rows a step uses", lambda steps: [steps.mean("rows_used")]), strict=True):
         if not len(run.steps.steps):
@@ -135,5 +140,5 @@ def _memory_rows(run: RunFigures) -> dict[str, str]:
 
 
 def _ends(values: Sequence[int]) -> list[int]:
-    """The least and the most, or the one that all are."""
+    """Return the least and the most of the values, or the one value if all are equal."""
     return sorted({min(values), max(values)})

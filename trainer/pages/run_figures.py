@@ -1,4 +1,7 @@
-"""All that a page shows of a run, read from its folder, and from its schedule where that is still there."""
+"""All figures that a page shows of a run.
+
+They are read from the run's folder, and from its schedule if that still exists.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,23 @@ from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.saved.kept import schedule_of
 
 USES_AT_ONCE = 10_000_000
-"""Rows used, over all steps, up to which the end of a run counts what an LRU cache would do: some 0.1 us each."""
+"""The most rows used, over all steps, for which the end of a run counts an LRU cache's arrivals.
+
+Counting takes about 0.1 us for each.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCounts:
-    """Arrivals over a whole schedule: as it is planned; the fewest that its slots allow, None where that is not known; of an LRU cache of the same
-    slots, None for `why`. lru_steps: of each step, int64 [steps], from first_step on.
+    """The arrivals of a whole schedule.
+
+    Attributes:
+        planned: the arrivals of the schedule as it is planned.
+        rows_used: the rows used, over all steps.
+        fewest: the fewest arrivals that the schedule's slots allow. If None, they are not known.
+        lru: the arrivals of an LRU cache with the same slots. If None, `why` says why they are not
+            known.
+        lru_steps: the LRU arrivals of each step, int64 [steps], from `first_step` on.
     """
 
     planned: int
@@ -44,7 +57,14 @@ class CacheCounts:
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """A run. state: in a word; summary: of its last call, None before its end; schedule: what is left of its last one, None where nothing is."""
+    """The figures of a run.
+
+    Attributes:
+        state: the state of the run, in a word.
+        summary: the summary of its last call. If None, the call has not ended.
+        schedule: its last schedule, or what the run keeps of it. If None, neither exists.
+        cache: the arrivals of its last schedule. If None, they cannot be counted.
+    """
 
     name: str
     state: str
@@ -57,14 +77,21 @@ class RunFigures:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """As metrics.jsonl has them."""
+        """The evaluations, as metrics.jsonl has them."""
         return self.steps.evaluations
 
 
 def read_run(path: Path | str, state: str | None = None, most_uses: int | None = None) -> RunFigures:
-    """Read a run, which may be training, and is not changed. state: in a word, where that is known better than by its status.
+    """Read the figures of a run, which may be training. The run is not changed.
 
-    most_uses: rows used up to which arrivals are counted; by default as many as half of the memory allows. Raises RunError, OSError.
+    Args:
+        state: the state of the run in a word. If None, the status in the run's folder says it.
+        most_uses: the most rows used for which arrivals are counted. If None, memory alone limits
+            it: counting may take half of what is free.
+
+    Raises:
+        RunError: there is no run at `path`.
+        OSError: a file cannot be read.
     """
     run = Run.open(path)
     manifest, status = run.manifest, run.status
@@ -98,7 +125,10 @@ def _schedule(run: Run) -> Schedule | None:
 
 
 def cache_counts(manifest: Manifest, most_uses: int | None) -> CacheCounts | None:
-    """Of the schedule that a run trained on last; None where that is not there any more, or not complete."""
+    """Return the arrivals of the schedule that a run trained on last.
+
+    Returns None if the schedule no longer exists, was prepared again, or is not complete.
+    """
     stage = manifest.stages[-1]
     try:
         schedule = Schedule(stage.path)
@@ -112,7 +142,11 @@ def cache_counts(manifest: Manifest, most_uses: int | None) -> CacheCounts | Non
 
 
 def countable(schedule: Schedule, most_uses: int | None) -> str:
-    """Why the uses of a schedule's rows are not counted; "" where they can be. most_uses: as `read_run` has it."""
+    """Return why the uses of a schedule's rows cannot be counted, or "" if they can.
+
+    Args:
+        most_uses: as in `read_run`.
+    """
     uses = schedule.manifest["counts"]["rows_used"]
     if most_uses is not None and uses > most_uses:
         return f"{uses:,} rows used are many to count at the end of a run: `foreload report` does it"
@@ -122,7 +156,11 @@ def countable(schedule: Schedule, most_uses: int | None) -> str:
 
 
 def schedule_counts(schedule: Schedule, most_uses: int | None) -> CacheCounts:
-    """Of a complete schedule. Raises ScheduleError where it is damaged."""
+    """Return the arrivals of a complete schedule.
+
+    Raises:
+        ScheduleError: the schedule is damaged.
+    """
     counts, exact = schedule.manifest["counts"], bool(schedule.manifest["lookahead"]["exact"])
     planned, used = int(counts["arrivals"]), int(counts["rows_used"])
     if why := countable(schedule, most_uses):

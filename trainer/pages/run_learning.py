@@ -1,4 +1,4 @@
-"""Of a run's page: losses and metrics, throughput, where step time goes, calibration."""
+"""Parts of a run's page: losses and metrics, throughput, step time, and calibration."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _PARTS = (
     ("ms_waiting", "waiting for rows", "c1"),
     ("rest", "the rest", "c4"),
 )
-_MOST_MARKS = 200  # that are drawn, the last ones
+_MOST_MARKS = 200  # marks of a run that are drawn, the last ones
 
 
 def learning(runs: Sequence[RunFigures]) -> list[Html]:
-    """Losses and metrics."""
+    """Return the losses and the metrics."""
     several = len(runs) > 1
     drawn, losses = [], set()
     of_training = lines(runs, "training loss", lambda steps: (steps.loss, steps.loss_low, steps.loss_high), dashed=True)
@@ -61,7 +61,7 @@ def learning(runs: Sequence[RunFigures]) -> list[Html]:
 
 
 def throughput(runs: Sequence[RunFigures]) -> list[Html]:
-    """Samples a second, with what befell the run."""
+    """Return samples a second over the steps, with the events of the run as marks."""
     drawn = lines(runs, "samples a second", lambda steps: (steps.rate, steps.rate_low, steps.rate_high))
     read = "Higher is faster, by the time of the steps alone, without start and evaluation; the band has the slowest and the fastest step."
     marks = [mark for run in runs for mark in run.story.marks[-_MOST_MARKS:]]
@@ -71,7 +71,7 @@ def throughput(runs: Sequence[RunFigures]) -> list[Html]:
 
 
 def step_time(runs: Sequence[RunFigures]) -> list[Html]:
-    """Where it goes, in all and over the steps."""
+    """Return the parts of the step time, on average and over the steps."""
     several, drawn = len(runs) > 1, []
     for run in runs:
         steps = run.steps
@@ -94,7 +94,10 @@ def step_time(runs: Sequence[RunFigures]) -> list[Html]:
 
 
 def _part(run: RunFigures, name: str) -> np.ndarray:
-    """Milliseconds a step, in each point; what no clock is at is the rest."""
+    """Return a part of the step time in each point, in milliseconds a step.
+
+    The rest is the time that no other part measures.
+    """
     if name != "rest":
         return run.steps.mean(name)
     known = sum((run.steps.mean(part) for part, _, _ in _PARTS if part != "rest"), np.zeros(len(run.steps.steps)))
@@ -102,7 +105,10 @@ def _part(run: RunFigures, name: str) -> np.ndarray:
 
 
 def calibration(runs: Sequence[RunFigures]) -> list[Html]:
-    """Predicted against observed, of the last evaluation, of the first set; of labels of clicks."""
+    """Return predicted against observed clicks, for each label of clicks.
+
+    The figures are of the last evaluation of the first evaluation set.
+    """
     parts: list[Html] = []
     for name in label_names(runs):
         of_runs = [None if last is None else labels_of(last).get(name) for last in map(last_of_first_set, runs)]
@@ -112,7 +118,11 @@ def calibration(runs: Sequence[RunFigures]) -> list[Html]:
 
 
 def _calibration_of(runs: Sequence[RunFigures], name: str, of_runs: Sequence[Mapping[str, Any] | None]) -> list[Html]:
-    """Of a label ("": the only one), as each run's last evaluation has it."""
+    """Return the calibration of a label, from the metrics of each run's last evaluation.
+
+    Args:
+        name: the label; "" if it is the only one.
+    """
     several = len(runs) > 1
     drawn, words = [], []
     most = 0.0
@@ -127,6 +137,8 @@ def _calibration_of(runs: Sequence[RunFigures], name: str, of_runs: Sequence[Map
             words.append(missing(f"{run.name}: not known, since {why}."))
             continue
         samples, predicted, clicked = bins.T
+        # Two standard errors of the share p of n samples. p (1 - p) is taken as at least 1 / n, as for
+        # about one click, so that a bin without clicks has a bar too.
         error = 2 * np.sqrt(np.maximum(clicked * (1 - clicked), 1 / samples) / samples)
         most = max(most, float(predicted.max()), float(clicked.max()))
         low = np.maximum(clicked - error, 0)

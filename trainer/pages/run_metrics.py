@@ -1,4 +1,7 @@
-"""Of a run's page: a line for each run, and the metrics of its evaluations, by label, as tiles, plots and a table."""
+"""Parts of a run's page: lines over the steps, and the metrics of evaluations.
+
+The metrics are shown as tiles, plots and a table.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from foreload.trainer.pages.plots import Plot, Series
 from foreload.trainer.pages.run_figures import RunFigures
 from foreload.trainer.pages.step_figures import MOST_POINTS, StepFigures
 
-_COLOURS = 5  # of lines (`plots.Series`)
-_MOST_EVALUATIONS = 100  # that the table lists, the last ones
+_COLOURS = 5  # colours of lines (`plots.Series`)
+_MOST_EVALUATIONS = 100  # evaluations in the table, the last ones
 _AUC, _RMSE, _GROUPED = ("AUC", "auc", 4), ("RMSE", "rmse", 5), ("grouped AUC", "grouped_auc", 4)
 _CLICKS = (("log loss", "log_loss", 5), _AUC, ("normalised entropy", "normalized_entropy", 4))
 _NUMBERS = (_RMSE, ("MAE", "mae", 5))
@@ -28,16 +31,20 @@ _NOTES = {
 
 
 def named(run: RunFigures, what: str, several: bool) -> str:
-    """What a line shows, and of which run where there are several."""
+    """Return the name of a line, with its run if there are several."""
     return f"{run.name}: {what}" if several else what
 
 
 def lines(
     runs: Sequence[RunFigures], what: str, read: Callable[[StepFigures], Sequence[np.ndarray]], dashed: bool = False
 ) -> list[Series]:
-    """A line over the steps for each run, in the run's colour. read: its values, and the lowest and highest where it has a band.
+    """Return a line over the steps for each run, in the run's colour.
 
-    dashed: that of the second run is, so that what two runs have in common is seen as both.
+    Args:
+        what: the name of the line.
+        read: returns the values, and the lowest and the highest if the line has a band.
+        dashed: whether the second run's line is dashed, so that both lines show where they
+            coincide.
     """
     return [
         Series(
@@ -49,28 +56,28 @@ def lines(
 
 
 def labels_of(evaluation: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """The metrics of each label by its name, "" where there is one."""
+    """Return the metrics of each label by its name, "" if there is only one."""
     labels: Mapping[str, Mapping[str, Any]] = evaluation.get("labels") or {"": evaluation}
     return labels
 
 
 def label_names(runs: Sequence[RunFigures]) -> list[str]:
-    """Of the labels that the runs' evaluations have, in order; "" where there is one."""
+    """Return the names of the labels in the runs' evaluations; "" if there is only one."""
     return list(dict.fromkeys(name for run in runs for one in run.evaluations for name in labels_of(one))) or [""]
 
 
 def set_names(runs: Sequence[RunFigures]) -> list[str]:
-    """Of the evaluation sets that the runs have, in order; "" alone where they have no names."""
+    """Return the names of the runs' evaluation sets; "" if they have no names."""
     return list(dict.fromkeys(_set(one) for run in runs for one in run.evaluations)) or [""]
 
 
 def of_set(run: RunFigures, name: str) -> list[dict[str, Any]]:
-    """A run's evaluations of a set."""
+    """Return a run's evaluations of a set."""
     return [one for one in run.evaluations if _set(one) == name]
 
 
 def last_of_first_set(run: RunFigures) -> dict[str, Any] | None:
-    """The last evaluation of the first set of those logged last; None without any."""
+    """Return the last evaluation of the first set, or None if there is no evaluation."""
     return next((one for one in run.evaluations if one["step"] == run.evaluations[-1]["step"]), None)
 
 
@@ -79,36 +86,39 @@ def _set(evaluation: Mapping[str, Any]) -> str:
 
 
 def of_label(what: str, name: str) -> str:
-    """What it is, and of which label where there are several."""
+    """Return a title, with its label if there are several."""
     return f"{what} of {name}" if name else what
 
 
 def ratio(metrics: Mapping[str, Any]) -> float | None:
-    """What is predicted over what is observed, of a label; None where neither is logged."""
+    """Return the ratio of predicted to observed of a label, or None if it is not logged."""
     if "predicted_over_observed" in metrics or not metrics.get("calibration"):
         return metrics.get("predicted_over_observed")
-    # Runs of an earlier version log no more than the bins.
+    # Runs of earlier versions log only the bins of the calibration.
     clicked = sum(samples * share_of for samples, _, share_of in metrics["calibration"])
     return sum(samples * predicted for samples, predicted, _ in metrics["calibration"]) / clicked if clicked else None
 
 
 def trained_loss(evaluation: Mapping[str, Any]) -> tuple[str, float | None]:
-    """What is trained, in words, and its mean."""
+    """Return the name of the loss that is trained, and its mean."""
     return ("loss", evaluation["loss"]) if "loss" in evaluation else ("log loss", evaluation["log_loss"])
 
 
 def in_set(what: str, name: str) -> str:
-    """What it is, and of which evaluation set where they have names."""
+    """Return a title, with its evaluation set if sets have names."""
     return f"{what}, {name}" if name else what
 
 
 def line_colour(place: int) -> str:
-    """Of a line, by its place among those of a plot."""
+    """Return the colour of a line, given its index in the plot."""
     return f"c{place % _COLOURS}"
 
 
 def loss_points(run: RunFigures, name: str) -> tuple[str, np.ndarray, np.ndarray]:
-    """What is trained, in words, and its mean in evaluations of a set: steps and values, float64 [n]."""
+    """Return the loss in a run's evaluations of a set.
+
+    Returns the name of the loss, the steps and the values, float64 [n].
+    """
     drawn = _spread(of_set(run, name))
     values = [trained_loss(one) for one in drawn]
     steps = np.array([float(one["step"]) for one in drawn])
@@ -116,7 +126,10 @@ def loss_points(run: RunFigures, name: str) -> tuple[str, np.ndarray, np.ndarray
 
 
 def metric_plots(runs: Sequence[RunFigures]) -> list[Html]:
-    """AUC of clicks and RMSE of numbers over the steps, where there is more than one evaluation."""
+    """Plot AUC of clicks and RMSE of numbers over the steps.
+
+    A metric with a single evaluation is not plotted.
+    """
     plots = []
     for name in label_names(runs):
         areas: list[Series] = []
@@ -139,7 +152,10 @@ def metric_plots(runs: Sequence[RunFigures]) -> list[Html]:
 
 
 def metric_table(runs: Sequence[RunFigures]) -> Html | None:
-    """The last evaluations, a row for each, set and label; None without any."""
+    """Return the last evaluations as a table, or None if there are none.
+
+    There is a row for each evaluation, set and label.
+    """
     names, several = label_names(runs), len(runs) > 1
     shown = [
         (run, one, name, metrics)
@@ -172,7 +188,11 @@ def metric_table(runs: Sequence[RunFigures]) -> Html | None:
 
 
 def metric_tiles(runs: Sequence[RunFigures]) -> list[tuple[str, list[str], str]]:
-    """Title, a value for each run, and what it is: all metrics of one label, or the foremost of each of several; of the first evaluation set."""
+    """Return the headline metrics: a title, a value for each run, and a note.
+
+    If there is one label, these are all of its metrics. If there are several, they are the most
+    important one of each. All are of the first evaluation set.
+    """
     last = [last_of_first_set(run) for run in runs]
     names, tiles = label_names(runs), []
     of_sets = "".join(f" of {name}" for name in dict.fromkeys(_set(one) for one in last if one is not None) if name)
@@ -188,7 +208,7 @@ def metric_tiles(runs: Sequence[RunFigures]) -> list[tuple[str, list[str], str]]
 
 
 def _is_number(metrics: Mapping[str, Any]) -> bool:
-    """Whether these are the metrics of a label of numbers."""
+    """Return whether these are the metrics of a label of numbers."""
     return "rmse" in metrics
 
 
@@ -201,6 +221,6 @@ def _number(value: float | None) -> float:
 
 
 def _spread(evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most MOST_POINTS of them, evenly, the first and the last among them."""
+    """Return at most MOST_POINTS evenly spaced evaluations, the first and the last included."""
     places = np.unique(np.linspace(0, len(evaluations) - 1, min(len(evaluations), MOST_POINTS)).round().astype(int))
     return [evaluations[place] for place in places]

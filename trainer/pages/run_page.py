@@ -1,4 +1,4 @@
-"""The page of a run, or of two beside each other: `run_page` puts its sections together."""
+"""The page of a run, or of two side by side, made of its sections."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SECTIONS: Sequence[tuple[str, Callable[[Sequence[RunFigures]], list[Html]], boo
     ("Calibration", run_learning.calibration, False),
     ("Settings", run_settings.settings, False),
 )
-"""Title, contents, and whether there are none before the first step."""
+"""Title, contents, and whether the section is empty before the first step."""
 
 
 def run_page(runs: Sequence[RunFigures]) -> str:
-    """HTML of one run, or of several on the same axes."""
+    """Return the HTML of one run, or of several on the same axes."""
     names = " beside ".join(run.name for run in runs)
     colours = key((f"c{place}", run.name) for place, run in enumerate(runs)) if len(runs) > 1 else None
     trained = any(len(run.steps.steps) for run in runs)
@@ -42,7 +42,7 @@ def run_page(runs: Sequence[RunFigures]) -> str:
 
 
 def _summary(run: RunFigures) -> Html:
-    """A sentence of what it is."""
+    """Return a sentence that describes a run."""
     job, stage, story = run.manifest.job, run.manifest.stages[-1], run.story
     last = run.steps.last
     after = f" after step {int(last[-1]):,}" if len(last) else ""
@@ -82,7 +82,7 @@ _TILES: Sequence[tuple[str, Callable[[RunFigures], str], str]] = (
         "store shards + trainers",
     ),
 )
-"""Headline figures, beside the metrics: name, value, and what it is."""
+"""Headline figures besides the metrics: name, value, and a note."""
 
 
 def _tiles(runs: Sequence[RunFigures]) -> Html:

@@ -1,4 +1,4 @@
-"""Of a run's page: its settings."""
+"""Part of a run's page: its settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _OF_SCHEDULE = (
 
 
 def settings(runs: Sequence[RunFigures]) -> list[Html]:
-    """Of the job, the schedule and the numerics; of two runs, those in which they differ first."""
+    """Return the settings of the job, the schedule and the numerics.
+
+    For two runs, the settings in which they differ come first.
+    """
     columns = [_of_run(run) for run in runs]
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
@@ -49,7 +52,7 @@ def _of_run(run: RunFigures) -> dict[str, str]:
 
 
 def _value(value: Any) -> str:
-    """As text; "" for what was not said."""
+    """Format a value; "" for one that was not given."""
     if value is None or value == {} or value == "":
         return ""
     if isinstance(value, bool):

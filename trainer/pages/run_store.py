@@ -1,4 +1,4 @@
-"""Of a run's page: store shards and trainers over time."""
+"""Part of a run's page: store shards and trainers over time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foreload.trainer.pages.run_metrics import named
 
 
 def store(runs: Sequence[RunFigures]) -> list[Html]:
-    """Who was there when, what befell them, and how long shards took to answer."""
+    """Return when each shard and trainer took part, the events, and shards' response times."""
     return [part for run in runs for part in _of_run(run, len(runs) > 1)]
 
 

@@ -1,4 +1,7 @@
-"""What befell a run, by events.jsonl, over the time in which it trained: calls one after the other, without the pauses between them."""
+"""The events of a run, from events.jsonl, over the time during which it trained.
+
+The calls of the run follow one another on that time axis, without the pauses between them.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from foreload.trainer.errors import after_step
 from foreload.trainer.pages.plots import Mark
 
 Span = tuple[float, float, str, str]
-"""From and to, in seconds of training; colour; what it was."""
+"""Begin and end, in seconds of training; colour; meaning."""
 
-MOST_EVENTS = 200  # that a page lists
+MOST_EVENTS = 200  # events that a page lists
 _KINDS = {
     "shard-lost": ("bad", "store shard lost"),
     "shard-rebuilt": ("good", "store shard whole again"),
@@ -29,7 +32,14 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class StoryEvent:
-    """An event for a person. seconds: of training before it."""
+    """An event in the list on the page.
+
+    Attributes:
+        seconds: the seconds of training before the event.
+        time: when the event happened, in UTC.
+        step: the step after which it happened.
+        what: the event, in words.
+    """
 
     seconds: float
     time: str
@@ -40,9 +50,18 @@ class StoryEvent:
 
 @dataclass(slots=True)
 class Story:
-    """What befell a run. seconds: of all its calls, start and evaluation included; began, ended: ISO 8601, "" where not known.
+    """The events of a run.
 
-    shards, trainers: by number, their spans. marks: by step.
+    Attributes:
+        seconds: the length of all calls, start and evaluation included.
+        began: when the first call began, in ISO 8601; "" if not known.
+        ended: when the last call ended, in ISO 8601; "" if not known.
+        calls: the number of calls.
+        shards: the spans of each shard, by number.
+        trainers: the spans of each trainer, by number.
+        marks: losses and migrations, by step.
+        events: the first events, at most MOST_EVENTS.
+        event_count: the number of all events.
     """
 
     seconds: float = 0.0
@@ -56,25 +75,33 @@ class Story:
     event_count: int = 0
 
     def happened(self, kind: str) -> int:
-        """How many marks there are of a kind of event."""
+        """Return the number of marks for a kind of event."""
         name = _KINDS[kind][1]
         return sum(mark.name.startswith(name) for mark in self.marks)
 
 
 class _Teller:
-    """Puts the story together, event after event. latest: until when a call that has no end is known to have trained."""
+    """Makes the story from the events, one at a time.
+
+    Args:
+        shards: the numbers of the store shards that the run began with.
+    """
 
     def __init__(self, shards: Iterable[int]) -> None:
         self.story = Story()
         self._shard_states = dict.fromkeys(shards, ("ok", 0.0))
         self._lost: set[int] = set()  # shards that are not whole
-        self._members: dict[int, float] = {}  # trainer -> since when
+        self._members: dict[int, float] = {}  # trainer -> when it joined, in seconds of training
         self._call_began: datetime | None = None
         self._last: datetime | None = None
-        self._before = 0.0  # seconds of the calls before
+        self._before = 0.0  # seconds of the earlier calls
 
     def tell(self, event: Mapping[str, Any]) -> None:
-        """One more. Raises ValueError, KeyError, TypeError for what is no event."""
+        """Add the next event.
+
+        Raises:
+            ValueError: the event is malformed; likewise KeyError and TypeError.
+        """
         time, kind = datetime.fromisoformat(event["time"]), str(event["kind"])
         if kind == "call-began":
             self._end_call()
@@ -83,7 +110,7 @@ class _Teller:
             self.story.began = self.story.began or event["time"]
         self._last = time
         now, step = self._now(time), int(event["step"])
-        # Each trainer reports a loss.
+        # Every trainer reports the loss of a shard. Only the first report counts as an event.
         again = kind == "shard-lost" and int(event["shard"]) in self._lost
         self._states(kind, event, now)
         if again:
@@ -100,7 +127,12 @@ class _Teller:
             self._end_call()
 
     def end(self, latest: float | None) -> Story:
-        """End the last call; return the story."""
+        """End the last call, and return the story.
+
+        Args:
+            latest: when the run is known to have trained last, in seconds since 1970, for a call
+                whose end is not logged.
+        """
         if self._call_began is not None and latest is not None:
             self._last = max(self._last or self._call_began, datetime.fromtimestamp(latest, UTC))
         self._end_call()
@@ -122,11 +154,11 @@ class _Teller:
         self._call_began = None
 
     def _states(self, kind: str, event: Mapping[str, Any], now: float) -> None:
-        """Who is what from now on."""
+        """Update the states of shards and trainers after an event."""
         if kind == "shard-lost":
             shard = int(event["shard"])
             self._lost.add(shard)
-            # A server that was started again at once is there before trainers report that it is gone.
+            # A server that was restarted at once is rebuilding before the trainers report its loss.
             if self._shard_states.get(shard, ("ok", 0.0))[0] == "ok":
                 self._shard_now(shard, "lost", now)
         elif kind == "shard-replaced":
@@ -163,20 +195,26 @@ class _Teller:
 
 
 def story_of(events: Iterable[Mapping[str, Any]], shards: Iterable[int], latest: float | None) -> Story:
-    """From a run's events, in order. shards: numbers of the store shards that it began with; latest: seconds since 1970 up to which it is known to
-    have trained, for a call whose end is not logged.
+    """Return the story of a run.
+
+    Args:
+        events: the run's events, in order. Malformed ones are left out.
+        shards: the numbers of the store shards that the run began with.
+        latest: when the run is known to have trained last, in seconds since 1970, for a call whose
+            end is not logged.
     """
     teller = _Teller(shards)
     for event in events:
         try:
             teller.tell(event)
         except (ValueError, KeyError, TypeError):
-            continue  # of a later version, or damaged
+            # The event is damaged, or a later version wrote it.
+            continue
     return teller.end(latest)
 
 
 def _what(event: Mapping[str, Any]) -> str:
-    """An event in a few words: its kind, and its fields."""
+    """Return an event in a few words: its kind and its fields."""
     kind = str(event["kind"])
     if kind.startswith("shard-"):
         url = f", {event['url']}" if event.get("url") else ""

@@ -1,4 +1,4 @@
-"""All that a page shows of a schedule, counted from its files."""
+"""All figures that a page shows of a schedule, counted from its files."""
 
 from __future__ import annotations
 
@@ -15,16 +15,26 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.walk import walk
 from foreload.trainer.pages.step_figures import MOST_POINTS
 
-_SLOT_CHOICES = 9  # of which arrivals are counted
-_NEAR = 0.15  # of which logarithms of two numbers of slots differ that are as good as one
-_MOST_USES = 60_000_000  # rows used, over lanes, that are counted for other slots: some 0.1 us for each of these, and each choice
+_SLOT_CHOICES = 9  # numbers of slots for which arrivals are counted
+# Two numbers of slots whose logarithms differ by less than this count as one.
+_NEAR = 0.15
+# The most rows used, over lanes, for which arrivals with other slots are counted. Each takes about
+# 0.1 us for each number of slots.
+_MOST_USES = 60_000_000
 
 
 @dataclass(slots=True)
 class OverSteps:
-    """Of each point of as many consecutive training steps: its middle; means of a step's rows used and of arrivals, and rows alive, most of them.
+    """Figures over the training steps, in points of equally many consecutive steps.
 
-    A row is alive from its first use to its last: with slots for all of these, no row is ever fetched again.
+    A row is alive from its first use to its last. With slots for all rows that are alive, no row is
+    ever fetched again.
+
+    Attributes:
+        middle: the middle step of each point.
+        used: the mean number of rows that a step uses.
+        arrived: the mean number of arrivals of a step.
+        alive: the most rows alive in a step.
     """
 
     middle: np.ndarray
@@ -35,7 +45,13 @@ class OverSteps:
 
 @dataclass(slots=True)
 class ByFrequency:
-    """Rows by how many steps use them: from (1, 2, 4, ..), how many rows, and how often these are used in all."""
+    """Rows in groups by how many steps use them.
+
+    Attributes:
+        least: the fewest uses of a row in each group: 1, 2, 4 and so on.
+        rows: the number of rows in each group.
+        uses: the number of uses of these rows.
+    """
 
     least: np.ndarray
     rows: np.ndarray
@@ -44,7 +60,14 @@ class ByFrequency:
 
 @dataclass(slots=True)
 class BySlots:
-    """Arrivals with other slots, of so many lanes together: slots a lane, int64 [n], the fewest arrivals, and those of an LRU cache."""
+    """Arrivals with other numbers of slots.
+
+    Attributes:
+        lanes: how many lanes the arrivals are counted in.
+        slots: slots a lane, int64 [n].
+        fewest: the fewest possible arrivals, int64 [n].
+        lru: the arrivals of an LRU cache, int64 [n].
+    """
 
     lanes: int
     slots: np.ndarray
@@ -54,7 +77,13 @@ class BySlots:
 
 @dataclass(frozen=True, slots=True)
 class TableShare:
-    """What a table has: rows ever used in training, how often these are used in all, and arrivals."""
+    """The figures of a table.
+
+    Attributes:
+        rows: the rows that are ever used in training.
+        uses: the uses of these rows, over all steps.
+        arrivals: the arrivals of these rows.
+    """
 
     name: str
     rows: int
@@ -64,7 +93,13 @@ class TableShare:
 
 @dataclass(slots=True)
 class ScheduleFigures:
-    """A complete schedule. why: why it is not counted, where tables, over_steps, by_frequency and by_slots are None."""
+    """The figures of a complete schedule.
+
+    Attributes:
+        bytes: the size of the schedule's files.
+        why: the reason if the rows are not counted; `tables`, `over_steps`, `by_frequency` and
+            `by_slots` are then None.
+    """
 
     name: str
     header: Any
@@ -78,7 +113,13 @@ class ScheduleFigures:
 
 
 def read_schedule(path: Path | str) -> ScheduleFigures:
-    """Count what a page shows; lane after lane, 16 bytes for each row used in one. Raises ScheduleError."""
+    """Count the figures of a page, one lane after the other.
+
+    Counting takes 16 bytes for each row used in a lane.
+
+    Raises:
+        ScheduleError: the schedule is damaged.
+    """
     schedule = Schedule(path)
     header, counts = schedule.header, schedule.manifest["counts"]
     files = sum(item.stat().st_size for item in schedule.path.iterdir() if item.is_file())
@@ -102,7 +143,7 @@ def read_schedule(path: Path | str) -> ScheduleFigures:
 
 
 class _Lanes:
-    """Adds up the counts of lanes."""
+    """Adds up the figures of all lanes."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule, header = schedule, schedule.header
@@ -116,7 +157,11 @@ class _Lanes:
         self._counted_lanes = 0
 
     def add(self, lane: int) -> None:
-        """One more. Raises ScheduleError."""
+        """Add a lane.
+
+        Raises:
+            ScheduleError: the schedule is damaged.
+        """
         uses = lane_uses(self._schedule, lane)
         self._used += np.diff(uses.starts)
         self._add_arrivals(lane)
@@ -124,6 +169,8 @@ class _Lanes:
         first, last = np.full(len(uses.new), self._steps, np.int64), np.zeros(len(uses.new), np.int64)
         np.minimum.at(first, uses.rows, step_of)
         np.maximum.at(last, uses.rows, step_of)
+        # A row adds 1 at the step of its first use, and takes it away behind the step of its last.
+        # The running sum is the number of rows alive.
         self._alive += np.bincount(first, minlength=self._steps + 1)[: self._steps + 1]
         self._alive -= np.bincount(last + 1, minlength=self._steps + 1)[: self._steps + 1]
         often = np.bincount(uses.rows, minlength=len(uses.new))
@@ -136,14 +183,18 @@ class _Lanes:
         self._count_slots(lane, uses)
 
     def _add_arrivals(self, lane: int) -> None:
-        """Arrivals as they are planned, by step and by table."""
+        """Add a lane's planned arrivals, by step and by table."""
         for moves in walk(self._schedule, lane):
             first, (_, arrived, _, _) = moves.first - self._schedule.header.first_step, moves.counts()
             self._arrived[first : first + len(arrived)] += arrived
             self._of_tables[2] += np.bincount(moves.values("arrival_table"), minlength=self._of_tables.shape[1])
 
     def _count_slots(self, lane: int, uses: LaneUses) -> None:
-        """Arrivals with other slots, of as many lanes as may be; slots are the same in each, of those that the largest steps of all need."""
+        """Count a lane's arrivals with other numbers of slots, as long as _MOST_USES allows.
+
+        The numbers are the same for all lanes. The smallest is what the largest step of any lane
+        needs.
+        """
         manifest = self._schedule.manifest
         of_lanes = manifest["counts"]["rows_used"] // self._schedule.header.lanes
         if lane and (lane + 1) * of_lanes > _MOST_USES:
@@ -158,7 +209,11 @@ class _Lanes:
         self._counted_lanes += 1
 
     def _choices(self, least: int, given: int) -> np.ndarray:
-        """Numbers of slots from the fewest to as many as any lane has rows, and those of the schedule, which stand for ones near them: int64 [n]."""
+        """Return the numbers of slots to count for, int64 [n].
+
+        They range from the fewest to as many as any lane has rows. The schedule's own number
+        replaces those near it.
+        """
         of_lanes = np.zeros(self._schedule.header.lanes, np.int64)
         for batch in self._schedule.rows():
             of_lanes += np.bincount(batch["lane"], minlength=len(of_lanes))
@@ -168,12 +223,12 @@ class _Lanes:
         return np.unique([spread[0], *inner, max(given, least), spread[-1]])
 
     def tables(self) -> list[TableShare]:
-        """In the order of the schedule."""
+        """Return the figures of the tables, in the schedule's order."""
         names = [table.name for table in self._schedule.header.features.tables]
         return [TableShare(name, *map(int, values)) for name, values in zip(names, self._of_tables.T, strict=True)]
 
     def over_steps(self) -> OverSteps:
-        """In at most MOST_POINTS points."""
+        """Return the figures over the steps, in at most MOST_POINTS points."""
         stride = -(-self._steps // MOST_POINTS)
         starts = np.arange(0, self._steps, stride)
         sizes = np.diff(starts, append=self._steps)
@@ -183,11 +238,11 @@ class _Lanes:
         return OverSteps(first + starts + (sizes - 1) / 2, means[0], means[1], alive.astype(np.float64))
 
     def by_frequency(self) -> ByFrequency:
-        """Up to the most frequent rows."""
+        """Return the groups, up to that of the most frequent rows."""
         last = int(np.flatnonzero(self._frequency[0])[-1]) + 1
         return ByFrequency(2 ** np.arange(last), *self._frequency[:, :last])
 
     def by_slots(self) -> BySlots:
-        """Of the lanes that were counted."""
+        """Return the arrivals of the lanes that were counted."""
         assert self._slots is not None
         return BySlots(self._counted_lanes, self._slots, *self._counted)

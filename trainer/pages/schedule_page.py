@@ -1,4 +1,8 @@
-"""The page of a schedule: rows by frequency, the working set over time, arrivals against slots, tables' shares."""
+"""The page of a schedule.
+
+It shows rows by frequency, the working set over time, arrivals against slots, and the tables'
+shares.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,11 @@ from foreload.trainer.pages.markup import Html, count, missing, page, section, s
 from foreload.trainer.pages.plots import Plot, Series, bars_of
 from foreload.trainer.pages.schedule_figures import ScheduleFigures
 
-_MOST_TABLES = 30  # that are drawn, those with most rows
+_MOST_TABLES = 30  # tables that are drawn, those with most rows
 
 
 def schedule_page(figures: ScheduleFigures) -> str:
-    """HTML of a schedule."""
+    """Return the HTML of a schedule."""
     return page(
         f"{figures.name} · foreload",
         tag("header", tag("h1", f"Schedule {figures.name}"), tag("p", _summary(figures), class_="quiet")),

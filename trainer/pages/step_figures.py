@@ -1,4 +1,7 @@
-"""What metrics.jsonl has, in a bounded number of points, whatever the number of steps: read twice, never held."""
+"""The contents of metrics.jsonl in a bounded number of points, however many steps it has.
+
+The file is read twice, line by line, and never held in memory.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,26 @@ from foreload.trainer.compute.reports import COLUMNS, values_of
 
 MOST_POINTS = 150
 _STEP = b'{"kind": "step", "step": '
-_CHUNK = 1 << 14  # steps that are looked at together
+_CHUNK = 1 << 14  # steps that are processed together
 
 
 @dataclass(slots=True)
 class StepFigures:
-    """Steps in points of as many consecutive ones each, float64 [points], and evaluations and checkpoints as they are logged.
+    """Steps in points of equally many consecutive ones, and evaluations as they are logged.
 
-    first, last: numbers of a point's first and last step; steps: how many it has; sums: COLUMNS, added up; loss: mean over its samples, with the
-    lowest and the highest of a step; rate_low, rate_high: samples a second, of a step. Of steps that were trained again, since the run went back,
-    what was logged last counts.
+    If steps were trained again after a rollback, the last log of each step counts. Arrays are
+    float64 [points].
+
+    Attributes:
+        first: the first step of each point.
+        last: the last step of each point.
+        steps: the number of steps in each point.
+        sums: COLUMNS, added up over each point.
+        loss: the mean loss over a point's samples.
+        loss_low: the lowest loss of a step.
+        loss_high: the highest loss of a step.
+        rate_low: the lowest samples a second of a step.
+        rate_high: the highest samples a second of a step.
     """
 
     first: np.ndarray
@@ -41,33 +54,40 @@ class StepFigures:
 
     @property
     def middle(self) -> np.ndarray:
-        """Where a point stands among the steps."""
+        """The middle step of each point."""
         return (self.first + self.last) / 2
 
     def total(self, column: str) -> float:
-        """Of all steps."""
+        """Return the sum of a column over all steps."""
         return float(self.sums[column].sum())
 
     def mean(self, column: str) -> np.ndarray:
-        """Of a step, in each point."""
+        """Return the mean of a column over the steps of each point."""
         return self.sums[column] / np.maximum(self.steps, 1)
 
     @property
     def rate(self) -> np.ndarray:
-        """Samples a second of each point."""
+        """Samples a second in each point."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return 1000 * self.sums["samples"] / self.sums["ms"]
 
     @property
     def hit_rate(self) -> np.ndarray:
-        """1 - arrivals / rows used, of each point."""
+        """1 - arrivals / rows used, in each point."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return 1 - self.sums["rows_arrived"] / self.sums["rows_used"]
 
 
 @dataclass(slots=True)
 class _Stretch:
-    """Steps that follow one another in the file: numbers of the first and the last, bytes where their lines begin and end, how many they are."""
+    """Consecutive steps that follow one another in the file.
+
+    Attributes:
+        first: the number of the first step.
+        last: the number of the last step.
+        begin: the offset of the first line, in bytes.
+        end: the offset behind the last line, in bytes.
+    """
 
     first: int
     last: int
@@ -76,7 +96,13 @@ class _Stretch:
 
 
 def read_steps(path: Path, most_points: int = MOST_POINTS) -> StepFigures:
-    """Of a run, which may be training; without a file, of no step. A line that is not whole is left out. Raises OSError."""
+    """Read the steps of a run, which may be training.
+
+    If there is no file, there are no steps. A line that is not complete is left out.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     try:
         with open(path, "rb") as file:
             stretches, evaluations = _survey(file)
@@ -89,19 +115,25 @@ def read_steps(path: Path, most_points: int = MOST_POINTS) -> StepFigures:
 
 
 def _survey(file: IO[bytes]) -> tuple[list[_Stretch], list[dict[str, Any]]]:
-    """Where the steps stand that count: of those logged twice, since a run went back, the last. And the evaluations, likewise."""
+    """Find the steps that count, and the evaluations.
+
+    If a run went back, steps are logged again, and the last log of a step counts. The same holds
+    for evaluations.
+    """
     stretches: list[_Stretch] = []
     evaluations: dict[tuple[int, str], dict[str, Any]] = {}
     at = 0
     for line in file:
         begin, at = at, at + len(line)
+        # The line is still being written, or its writer was killed.
         if not line.endswith(b"\n"):
-            break  # still being written, or what a writer was killed in
+            break
         if not line.startswith(_STEP):
             with suppress(ValueError, KeyError, TypeError, RecursionError):
                 record = json.loads(line)
                 if record["kind"] == "evaluation":
-                    evaluations[record["step"], record.get("set", "")] = record  # of a step and a set, the last that is logged
+                    # The last record of a step and a set replaces earlier ones.
+                    evaluations[record["step"], record.get("set", "")] = record
             continue
         try:
             step = int(line[len(_STEP) : line.index(b",", len(_STEP))])
@@ -110,6 +142,7 @@ def _survey(file: IO[bytes]) -> tuple[list[_Stretch], list[dict[str, Any]]]:
         if stretches and step == stretches[-1].last + 1:
             stretches[-1].last, stretches[-1].end = step, at
             continue
+        # The run went back to before this step. What was logged from this step on was discarded.
         while stretches and stretches[-1].first >= step:
             stretches.pop()
         if stretches and stretches[-1].last >= step:
@@ -120,7 +153,7 @@ def _survey(file: IO[bytes]) -> tuple[list[_Stretch], list[dict[str, Any]]]:
 
 
 def _chunks(file: IO[bytes], stretches: list[_Stretch]) -> Iterator[np.ndarray]:
-    """Steps: number, loss and COLUMNS, float64 [n, columns], in chunks."""
+    """Yield the number, the loss and COLUMNS of the steps, float64 [n, columns]."""
     rows: list[tuple[float, ...]] = []
     for stretch in stretches:
         file.seek(stretch.begin)
@@ -144,7 +177,7 @@ def _chunks(file: IO[bytes], stretches: list[_Stretch]) -> Iterator[np.ndarray]:
 
 
 def _points(chunks: Iterator[np.ndarray], stride: int) -> StepFigures:
-    """Points of `stride` steps each, the last of fewer."""
+    """Return points of `stride` steps each. The last point may have fewer."""
     kept: list[np.ndarray] = []
     rest = np.empty((0, 2 + len(COLUMNS)))
     for chunk in chunks:
@@ -161,7 +194,11 @@ def _points(chunks: Iterator[np.ndarray], stride: int) -> StepFigures:
 
 
 def _point(steps: np.ndarray) -> np.ndarray:
-    """first, last, steps, loss, its lowest and highest, the lowest and the highest rate, then COLUMNS added up."""
+    """Combine steps into a point.
+
+    The result is first, last, steps, loss, its lowest and highest, the lowest and the highest rate,
+    and the sums of COLUMNS.
+    """
     number, loss = steps[:, 0], steps[:, 1]
     samples, ms = steps[:, 2 + COLUMNS.index("samples")], steps[:, 2 + COLUMNS.index("ms")]
     finite = np.isfinite(loss)

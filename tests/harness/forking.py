@@ -332,7 +332,7 @@ def _import(request: Message) -> None:
         commands = (
             ("pipelines.prepare",)
             if request.values["arguments"][0] == "prepare"
-            else ("trainer.cli", "trainer.cluster.launcher", "trainer.cluster.coordinator.run_requests")
+            else ("trainer.cli", "trainer.cluster.launcher", "trainer.cluster.coordinator.coordinator")
         )
         for name in commands:
             importlib.import_module(f"foreload.{name}")

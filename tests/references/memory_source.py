@@ -24,7 +24,7 @@ def read_split(split: Split, spec: FeatureSpec) -> Iterator[Piece]:
 
 @dataclass(frozen=True)
 class MemorySource:
-    """An OrderedSource (pipelines/samples/piece_order) of samples in memory, in chunks of `chunk` samples. shuffle_seed: None: no shuffle."""
+    """An OrderedSource (pipelines/samples/pieces) of samples in memory, in chunks of `chunk` samples. shuffle_seed: None: no shuffle."""
 
     train: Samples
     held_out: Samples

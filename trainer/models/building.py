@@ -65,7 +65,6 @@ def parse_value(name: str, value: object, like: object) -> Any:
 
     Args:
         name: the name of the setting, for errors.
-        value: the value.
         like: a value of the wanted type, such as the default.
 
     Raises:

@@ -45,7 +45,6 @@ def _trial(
 
     Args:
         module: the module, in either mode.
-        spec: its inputs and labels.
         samples: the number of samples. Their values are a function of this number.
         dense_shift: a number added to the dense values.
         step: the step for a forward that takes it.
@@ -131,8 +130,6 @@ def doubts(name: str, module: nn.Module, spec: ModelSpec) -> list[str]:
 
     Args:
         name: the name of the model, as `--model` has it.
-        module: the module.
-        spec: its inputs and labels.
     """
     lines = []
     if labels := probable_probabilities(module, spec):
@@ -226,7 +223,6 @@ def _check_values(module: nn.Module, before: Mapping[str, Tensor]) -> None:
     """Raise ModelError if forward changed a parameter or buffer.
 
     Args:
-        module: the module.
         before: copies of the earlier values, by name.
     """
     after = dict(_values(module))

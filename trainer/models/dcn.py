@@ -28,7 +28,6 @@ class DCN(nn.Module):
     """Cross layers and an MLP on the same inputs.
 
     Args:
-        spec: the inputs.
         layers: the number of cross layers.
         rank: the rank of their matrices. 0 means full matrices.
         deep: the sizes of the MLP's layers.

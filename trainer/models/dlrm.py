@@ -249,7 +249,7 @@ def _backward(low, vectors, gradient, low_gradient, vectors_gradient):  # type: 
 
 
 class PairwiseDots(torch.autograd.Function):
-    """Map low [b, D] and vectors [b, F, D] to [b, D + pairs].
+    """Maps low [b, D] and vectors [b, F, D] to [b, D + pairs].
 
     The result is low, then the dot products of all pairs of low and the vectors. low is [b, 0] if
     there are no dense values. Otherwise it is vector 0. Pair (i, j < i) is product i*(i-1)/2 + j.

@@ -265,7 +265,6 @@ class Arguments:
         """Call the module for a slice of samples.
 
         Args:
-            module: the module.
             dense: float32 [b, n].
             step: the number of training steps done before.
         """

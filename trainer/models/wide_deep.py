@@ -25,7 +25,6 @@ class WideDeep(nn.Module):
     Each row has one further weight, `linear`, for the linear model.
 
     Args:
-        spec: the inputs.
         deep: the sizes of the MLP's hidden layers.
         dropout: the dropout probability between the hidden layers.
     """

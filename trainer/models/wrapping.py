@@ -334,6 +334,8 @@ def _calls(wrapped: Wrapped, arguments: Arguments, rows: WrappedRows) -> list[tu
     """
     sizes = {size for parameter in wrapped.parameters() for size in parameter.shape}
     samples = next((count for count in _SAMPLES if count not in sizes), _SAMPLES[-1])
+    # If a parameter has the same size as the batch, a tensor with two such dimensions need not pair
+    # samples.
     mixes = getattr(wrapped.module, "mixes_samples", False) or samples in sizes
     rows.calls = []
     try:

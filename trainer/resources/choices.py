@@ -75,7 +75,6 @@ def front(choices: Sequence[Choice], gb_price: float) -> list[Choice]:
     """Return the choices that no other choice beats in both time and cost, the fastest first.
 
     Args:
-        choices: the choices.
         gb_price: the price of a GB hour, in core hours.
     """
     best: list[Choice] = []

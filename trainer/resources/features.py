@@ -126,7 +126,6 @@ def with_slots(counts: StepCounts, accesses: Sequence[LaneUses], slots: int) -> 
     """Return the counts for another number of slots per lane.
 
     Args:
-        counts: the counts of the schedule.
         accesses: the accesses of each lane.
         slots: the number of slots of a lane.
 

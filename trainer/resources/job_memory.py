@@ -127,7 +127,6 @@ class TrainerMemory:
 
         Args:
             load: the load of a lane.
-            setup: the configuration.
             snapshots: whether checkpoints are saved during training.
         """
         lanes = -(-setup.lanes // setup.trainers)
@@ -192,8 +191,6 @@ class JobMemory:
         """Read the properties of a complete schedule.
 
         Args:
-            schedule: the schedule.
-            layouts: the layouts of the tables' rows.
             profiles: profiles of similar jobs.
             snapshots: whether checkpoints are to be saved during training.
             averaged: whether the dense part has a moving average.

@@ -126,7 +126,7 @@ class Load:
     """The work of steps, float64 [n]: means per step, for all trainers together.
 
     Attributes:
-        samples: samples.
+        samples: the number of samples.
         used: rows used.
         arrived: rows that arrived in slots.
         fetched: rows fetched from the store.
@@ -424,8 +424,6 @@ def loads_of(
     """Return the work of a schedule's steps, and the number of steps that each entry stands for.
 
     Args:
-        counts: the counts of the schedule.
-        setup: the configuration.
         weights: floats per row, as in StepCounts.trainers_bytes.
         state: floats of optimizer state per row.
         dense: the number of dense parameters.

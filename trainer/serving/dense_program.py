@@ -85,7 +85,6 @@ def trace(model: BlockModel, dense_width: int, name: str) -> torch.export.Export
     """Trace a model in evaluation mode, for any number of samples.
 
     Args:
-        model: the model.
         dense_width: the number of dense values.
         name: the name of the model, for errors.
 
@@ -114,7 +113,6 @@ def write_program(program: torch.export.ExportedProgram, path: Path, model: Bloc
     Args:
         program: the program of the model.
         path: the file to write.
-        model: the model.
         dense_width: the number of dense values.
         name: the name of the model, for errors.
 
@@ -152,7 +150,6 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, model: BlockMo
     Args:
         program: the program of the model.
         path: the file to write.
-        model: the model.
         dense_width: the number of dense values.
         name: the name of the model, for errors.
 
@@ -199,7 +196,7 @@ def _try_onnx(path: Path, model: BlockModel, dense_width: int, name: str) -> Non
                 )
     except ExportError:
         raise
-    except Exception as error:  # it has its own, of no common class
+    except Exception as error:  # the exceptions of onnxruntime have no common class
         raise ExportError(
             f"--onnx: onnxruntime {onnxruntime.__version__} cannot run on the CPU what was written of {name}: {_reason(error)}; use operations in "
             "float32, or leave it out"

@@ -46,8 +46,6 @@ def apply_to_folder(export: Export, folder: Path, keep: int) -> tuple[int, list[
     export of its predecessor's step and state.
 
     Args:
-        export: the export.
-        folder: the folder.
         keep: the number of previous versions to keep, as step-N in the folder FOLDER.kept next to
             it.
 
@@ -195,6 +193,7 @@ def _latest(among: list[ExportRows]) -> ExportRows:
     If several pieces have a row, that of the last piece is used.
     """
     ids = np.concatenate([rows.ids for rows in among])
+    # The sort is stable, so of equal ids the one of the last piece comes last.
     order = np.argsort(ids, kind="stable")
     last = np.append(ids[order][1:] != ids[order][:-1], True)
     chosen = order[last]

@@ -182,7 +182,6 @@ class TableWriter:
 
     Args:
         path: the file to write.
-        layout: the layout of the rows.
         has_values: whether rows have the values of a vocabulary.
     """
 
@@ -482,7 +481,6 @@ def check_same_model(name: str, manifest: Contents, other: OfModel, tables: Sequ
 
     Args:
         name: the name of the manifest's export, for errors.
-        manifest: the manifest.
         other: the manifest of the export at `where`.
         tables: the tables of the export at `where`.
         where: the place of that export, for errors.

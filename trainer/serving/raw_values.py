@@ -123,6 +123,7 @@ class Rule:
             values: float64 [n]. None of them was given as a text.
         """
         for number in self._numbers:
+            # A whole number that float64 cannot represent exactly is equal to none of the values.
             if number != number.to_integral_value() or Decimal(float(number)) == number:
                 values = np.where(values == float(number), np.nan, values)
         return values
@@ -291,10 +292,12 @@ class Encoder:
         texts, offsets = [text for bag in bags for text in bag], np.cumsum(counts) - counts
         table_rows = self._about["tables"][feature["table"]]["table_rows"]
         if feature["encoding"] == "hash":
+            # Id 0 is the missing value, so hashes give ids 1 to table_rows - 1.
             ids = (hash64(texts) % _U64(table_rows - 1)).astype(np.int64) + 1
             ids[np.fromiter(map(len, texts), np.int64, len(texts)) == 0] = 0
         elif feature["encoding"] == "vocabulary":
             known = self._vocabularies[feature["table"]]
+            # Id 0 is the missing value, and id 1 is all values outside the vocabulary.
             ids = np.fromiter((known.get(text, 1) if text else 0 for text in texts), np.int64, len(texts))
         else:
             whole = _each(bags, feature["column"], first, lambda bag: [_id(text, table_rows) for text in bag], values)
@@ -315,7 +318,6 @@ def _each(
     """Convert each value.
 
     Args:
-        values: the values.
         column: their column, for errors.
         first: the number of the first record, for errors.
         convert: converts one value.

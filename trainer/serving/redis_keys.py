@@ -171,9 +171,6 @@ def apply_to_redis(export: Export, url: str, keys: Keys, keep: int) -> tuple[int
     the same export continues.
 
     Args:
-        export: the export.
-        url: the URL of the server.
-        keys: the keys of the model.
         keep: the number of previous versions that remain readable.
 
     Returns:
@@ -264,6 +261,8 @@ class _Application:
             raise ExportError(
                 f"{export.what}, and at {self._where} applying that of step {broken_off['step']} was broken off; apply that one again first"
             )
+        # An interrupted call has already written some of the new rows, so only the first call can
+        # count them.
         if version is not None and broken_off is None:
             self._check_rows(version)
         commands: list[list[bytes | str]] = []
@@ -331,6 +330,7 @@ class _Application:
 
     def _committed(self, commands: Iterable[Sequence[bytes | str]]) -> None:
         answers = self._ask(["MULTI"], *commands, ["EXEC"])
+        # EXEC returns None if a watched key has changed.
         if answers[-1] is None:
             raise self._another()
 
@@ -395,7 +395,6 @@ class ServedRows:
     version at any time: see `read`.
 
     Args:
-        url: the URL of the server.
         key: the template of the keys, as `foreload apply --key` has it.
         step: the step of a kept version. If None, the newest version.
 

@@ -69,6 +69,7 @@ class ParquetRows:
             The weights, float32 [n, W], and whether each row was trained, bool [n].
         """
         weights, found = np.zeros((len(ids), self._width), np.float32), np.zeros(len(ids), bool)
+        # The group of an id is the first one whose last id is not smaller.
         groups = np.searchsorted(self._last, ids)
         for group in np.unique(groups[groups < len(self._last)]):
             known, rows = self._group(int(group))
@@ -177,6 +178,7 @@ class Table(nn.Module):
                 f"table {self.name}: ids must be in 0 .. {self.table_rows - 1}; got {values.min()} .. {values.max()}"
             )
         places = np.searchsorted(self.known, values)
+        # If all rows are trained and in memory, the bag looks them up directly.
         if places.max(initial=-1) < len(self.known) and (self.known[places] == values).all() and self._reader is None:
             self.untrained = np.empty(0, np.int64)
             return self.bag(torch.from_numpy(places), offsets)

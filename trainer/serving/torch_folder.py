@@ -78,7 +78,6 @@ def write_folder(model: SavedModel, folder: Path, of_model: Mapping[str, Any], o
     """Write the files of the folder, and features.json last.
 
     Args:
-        model: the model.
         folder: an empty folder.
         of_model: "step", "state", "seed", "model" and "inexact" of the model.
         options: the contents of the folder.

@@ -1,1 +1,1 @@
-"""The models: those that come with the project, and what is asked of any."""
+"""The built-in models, and the requirements that every model must meet."""

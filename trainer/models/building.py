@@ -1,4 +1,7 @@
-"""Finding a model by name or import path, building it from its options, and checking that it can be trained exactly."""
+"""Find a model by name or import path, build it, and check that it can be trained exactly.
+
+The model is built from its options.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,17 @@ from foreload.trainer.models.wrapping import check_weights, has_weights
 
 
 def load_model(name: str, folder: str = "") -> ModelBuilder:
-    """The class of a model, or the function that builds it: a name in MODELS, package.module:Class, or file.py:Class.
+    """Return the class of a model, or the function that builds it.
 
-    A module is looked for on Python's path, then in `folder`, where one is given, and in the working directory; a file in these two folders alone.
-    Raises ModelError.
+    A module is looked up on Python's path, then in `folder`, then in the working directory. A file
+    is looked up only in these two folders.
+
+    Args:
+        name: a name in MODELS, package.module:Class, or file.py:Class.
+        folder: the folder to search. If "", only the working directory is searched.
+
+    Raises:
+        ModelError: there is no such model, or it is not a model.
     """
     path = MODELS.get(name, name)
     module_name, _, class_name = path.partition(":")
@@ -42,14 +52,23 @@ def load_model(name: str, folder: str = "") -> ModelBuilder:
         raise ModelError(
             f"model: {name} must be a subclass of torch.nn.Module, or a function that builds one from a ModelSpec{remedy}"
         )
-    further_columns(model)  # refused here if they are declared wrongly
+    # This raises an error if the columns are declared wrongly.
+    further_columns(model)
     return model
 
 
 def parse_value(name: str, value: object, like: object) -> Any:
-    """A value from a flag (a string) or a job file, as the type of `like`: bool, int, float, a tuple of floats, else as it is.
+    """Convert a value from a flag (a string) or a job file to the type of `like`.
 
-    name: of the setting, for errors. Raises ModelError.
+    The types are bool, int, float, and tuples of floats. For any other `like` the value is returned
+    unchanged.
+
+    Args:
+        name: the name of the setting, for errors.
+        like: a value of the wanted type, such as the default.
+
+    Raises:
+        ModelError: the value cannot be converted.
     """
     try:
         if isinstance(like, bool) and isinstance(value, str):
@@ -74,7 +93,12 @@ def parse_value(name: str, value: object, like: object) -> Any:
 
 
 def parse_options(model: ModelBuilder, options: Mapping[str, object]) -> dict[str, Any]:
-    """Options for a model's constructor, with the types of its defaults. Raises ModelError, with the known options if one is unknown."""
+    """Convert the options for a model's constructor to the types of its defaults.
+
+    Raises:
+        ModelError: an option is unknown, missing or not valid. For an unknown option the error
+            lists the known ones.
+    """
     parameters = list(inspect.signature(model).parameters.values())[1:]
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     known = {p.name: p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
@@ -99,15 +123,21 @@ def build_model(
     twice: bool = False,
     drop_weights: bool = False,
 ) -> nn.Module:
-    """Build a module on the CPU as docs/definitions.md says (a function of the seed), and check it. Raises ModelError.
+    """Build a module on the CPU as a function of the seed (docs/definitions.md), and check it.
 
     Args:
-        model: its class, or the function that builds it.
-        spec: the description of the data that it gets.
-        options: for its constructor, as strings or values.
-        seed: of the generators that the constructor may draw from; the caller's are as before afterwards.
-        twice: whether to build it a second time, and to refuse it where the two differ, as is done before anything is trained.
-        drop_weights: whether weights that tables were given before they were wrapped may be lost; else that is refused, too, if it is built twice.
+        model: the class of the model, or the function that builds it.
+        spec: the description of the data, for the constructor.
+        options: the constructor's options, as strings or values.
+        seed: the seed of the generators that the constructor may draw from. The caller's states of
+            these are restored.
+        twice: whether to build the module a second time, and to refuse it if the two differ. This
+            is done before anything is trained.
+        drop_weights: whether weights that tables had before they were wrapped may be lost. If False
+            and `twice` is True, such weights are refused.
+
+    Raises:
+        ModelError: the module cannot be built, or cannot be trained exactly.
     """
     arguments = parse_options(model, options)
     with seeded(seed):
@@ -128,21 +158,29 @@ def build_model(
 
 
 def _built(model: ModelBuilder, spec: ModelSpec, arguments: Mapping[str, Any]) -> nn.Module:
-    """What a model's builder makes, with one thread. Raises ModelError."""
+    """Build a model with one thread.
+
+    Raises:
+        ModelError: the builder failed, or its result does not fit the data.
+    """
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         return _of_features(model, model(spec, **arguments), spec)
     except ModelError:
         raise
-    except Exception as error:  # a user's model may raise anything
+    except Exception as error:  # a user's module may raise anything
         raise ModelError(f"{model.__name__}: cannot be built: {type(error).__name__}: {error}{raised_at(error)}") from error
     finally:
         torch.set_num_threads(threads)
 
 
 def _of_features(model: ModelBuilder, module: nn.Module, spec: ModelSpec) -> nn.Module:
-    """What a model's builder made, its layers of features connected, where they fit the data. Raises ModelError."""
+    """Check the result of a model's builder, and connect its feature layers.
+
+    Raises:
+        ModelError: the result is not a module, or does not fit the data.
+    """
     if not isinstance(module, nn.Module):
         raise ModelError(f"{model.__name__}: must return a torch.nn.Module; got {type(module).__name__}")
     if further_columns(type(module)) != further_columns(model):

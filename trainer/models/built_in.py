@@ -1,4 +1,7 @@
-"""The models that come with the project, known without torch: where their classes are, and what columns their rows have."""
+"""The models that come with the project: their classes, and the further columns of their rows.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,16 @@ _FURTHER_COLUMNS: Mapping[str, Mapping[str, int]] = {"wide_deep": LINEAR, "deepf
 
 
 def further_columns_of(model: str, folder: str) -> tuple[tuple[str, int], ...]:
-    """The columns per row of a model besides the embedding: (name, columns) in order. model, folder: as `load_model` takes them.
+    """Return the columns per row of a model besides the embedding: (name, columns) in order.
 
-    A class of the user's own declares them, so it is imported. Raises ModelError.
+    A user's own class declares them, so it is imported.
+
+    Args:
+        model: the model, as `load_model` takes it.
+        folder: the folder to search, as `load_model` takes it.
+
+    Raises:
+        ModelError: the class cannot be imported, or its declaration is not valid.
     """
     if model in MODELS:
         return tuple(_FURTHER_COLUMNS.get(model, {}).items())

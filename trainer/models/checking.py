@@ -1,4 +1,7 @@
-"""Trying a model on synthetic samples: whether its training is a function of its parameters, the slice, the step and the seed alone."""
+"""Try a model on synthetic samples.
+
+Checks that its training is a function only of its parameters, the slice, the step and the seed.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +29,29 @@ from foreload.trainer.models.inference import TILE, modes_kept
 from foreload.trainer.models.layers import takes_step
 from foreload.trainer.models.spec import Embeddings, ModelSpec, further_columns
 
-_FEW, _OTHERS = 3, 2  # synthetic samples that a model is tried on, and others between them
-_SEVERAL = 5  # with which it is tried what they do to each other
-_MANY = 64  # with so many, an input that is used shows in the gradient of at least one
-_LATER = 10_000  # a training step at which what is annealed may count that does not at step 0
+# The numbers of synthetic samples: _FEW for most trials, and _OTHERS for the calls between them.
+_FEW, _OTHERS = 3, 2
+_SEVERAL = 5  # samples in the check that samples do not affect each other
+# With so many samples, an input that the model uses shows in the gradient of at least one of them.
+_MANY = 64
+# A training step at which an annealed part may matter that does not matter at step 0.
+_LATER = 10_000
 
 
 def _trial(
     module: nn.Module, spec: ModelSpec, samples: int, dense_shift: float = 0.0, step: int = 0
 ) -> tuple[Tensor, Tensor | None]:
-    """Run forward on synthetic samples, and backward in training mode, which leaves gradients behind.
+    """Run forward on synthetic samples, and in training mode also backward, which leaves gradients.
 
     Args:
-        samples: how many; they follow from this number.
-        dense_shift: added to the dense values.
-        step: what a forward that takes the step is given.
+        module: the module, in either mode.
+        samples: the number of samples. Their values are a function of this number.
+        dense_shift: a number added to the dense values.
+        step: the step for a forward that takes it.
 
     Returns:
-        The outputs, and the embedding block's gradient, None in evaluation mode or where the outputs do not depend on it.
+        The outputs, and the gradient of the embedding block. The gradient is None in evaluation
+        mode, and if the outputs do not depend on the block.
     """
     seed_torch(samples)
     parts = _parts(module, spec)
@@ -61,7 +69,7 @@ _Parts = list[tuple[tuple[str, int], ...]]
 
 
 def _parts(module: nn.Module, spec: ModelSpec) -> _Parts:
-    """Per feature the (name, columns) of its rows' parts."""
+    """Return per feature the (name, columns) of the parts of its rows."""
     further = further_columns(type(module))
     return [(("weights", dimension), *further) for _, dimension, _ in spec.features]
 
@@ -77,7 +85,13 @@ def _outputs(module: nn.Module, spec: ModelSpec, dense: Tensor, block: Tensor, s
 
 
 def _check_apart(module: nn.Module, spec: ModelSpec, step: int = 0) -> None:
-    """Refuse a module whose outputs depend on other samples than their own. Raises ModelError, and what forward raises."""
+    """Refuse a module whose outputs depend on other samples.
+
+    Exceptions of forward pass through.
+
+    Raises:
+        ModelError: an output depends on other samples.
+    """
 
     def forward(dense: Tensor, block: Tensor) -> Tensor:
         seed_torch(_SEVERAL)
@@ -90,10 +104,11 @@ def _check_apart(module: nn.Module, spec: ModelSpec, step: int = 0) -> None:
 
 
 def equal_samples_tie(module: nn.Module, spec: ModelSpec) -> bool:
-    """Whether, in evaluation mode, samples of a tile have the same outputs, to the bit, wherever in it they stand.
+    """Return whether a sample has the same output, to the bit, at every place in a tile.
 
-    True of a model that mixes samples, which gets no tiles, and of one whose forward fails, which is reported elsewhere. Modes are as before
-    afterwards.
+    The check runs in evaluation mode. Returns True for a model that mixes samples, because such a
+    model gets no tiles, and for one whose forward fails, which is reported elsewhere. The modes are
+    restored afterwards.
     """
     parts = _parts(module, spec)
     try:
@@ -104,14 +119,17 @@ def equal_samples_tie(module: nn.Module, spec: ModelSpec) -> bool:
             order = torch.randperm(TILE)
             outputs = _outputs(module, spec, dense, block, 0)
             return mixes_samples(module) or torch.equal(_outputs(module, spec, dense[order], block[order], 0), outputs[order])
-    except Exception:  # a user's model may raise anything
+    except Exception:  # a user's module may raise anything
         return True
 
 
 def doubts(name: str, module: nn.Module, spec: ModelSpec) -> list[str]:
-    """What of a model is probably not meant, each in a line. The module is not to be used afterwards: its parameters have been replaced.
+    """Return the properties of a model that are probably not intended, one line each.
 
-    name: what it is called where models are named.
+    The module must not be used afterwards, because its parameters have been replaced.
+
+    Args:
+        name: the name of the model, as `--model` has it.
     """
     lines = []
     if labels := probable_probabilities(module, spec):
@@ -126,10 +144,11 @@ def doubts(name: str, module: nn.Module, spec: ModelSpec) -> list[str]:
 
 
 def probable_probabilities(module: nn.Module, spec: ModelSpec) -> list[str]:
-    """The labels of clicks whose outputs are probably probabilities: they lie between 0 and 1 for all of several batches, with the parameters as they
-    are and with random ones, of which some outputs are rounded to 0 or 1.
+    """Return the labels of clicks whose outputs are probably probabilities.
 
-    The module is not to be used afterwards: its parameters have been replaced.
+    Their outputs lie between 0 and 1 in several batches, both with the current and with random
+    parameters. With random parameters some outputs may be rounded to 0 or 1. The module must not be
+    used afterwards, because its parameters have been replaced.
     """
     clicks = [place for place, kind in enumerate(spec.label_kinds) if kind == "click"]
     module.eval()
@@ -141,7 +160,7 @@ def probable_probabilities(module: nn.Module, spec: ModelSpec) -> list[str]:
                 outputs = torch.cat(
                     [_trial(module, spec, _MANY + batch, step=_LATER)[0].reshape(_MANY + batch, -1) for batch in range(3)]
                 )
-            except Exception:  # a user's module may raise anything where its parameters are not those that it began with
+            except Exception:  # a user's module may raise anything with other parameters
                 break
             within = ((outputs >= 0) & (outputs <= 1)).all(0) & ((outputs > 0) & (outputs < 1)).any(0)
             clicks = [place for place in clicks if within[place]]
@@ -149,7 +168,7 @@ def probable_probabilities(module: nn.Module, spec: ModelSpec) -> list[str]:
 
 
 def _randomise(module: nn.Module) -> None:
-    """Replace the parameters by random ones, the same each time."""
+    """Replace the parameters with random ones, the same in each call."""
     seed_torch(0)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -157,9 +176,14 @@ def _randomise(module: nn.Module) -> None:
 
 
 def check_apart_later(module: nn.Module, spec: ModelSpec) -> None:
-    """The same with random parameters, at a later step: the initial ones may be such that it does not show. Raises ModelError.
+    """Refuse a module whose outputs depend on other samples after training.
 
-    The module is not to be used afterwards: its parameters have been replaced.
+    This is tried with random parameters at a later step, because the initial parameters may hide
+    such a dependence. The module must not be used afterwards, because its parameters have been
+    replaced.
+
+    Raises:
+        ModelError: an output depends on other samples.
     """
     with torch.random.fork_rng(devices=[]):
         _randomise(module)
@@ -167,17 +191,17 @@ def check_apart_later(module: nn.Module, spec: ModelSpec) -> None:
             _check_apart(module, spec, _LATER)
         except ModelError:
             raise
-        except Exception:  # a user's module may raise anything where its parameters are not those that it began with
+        except Exception:  # a user's module may raise anything with other parameters
             return
 
 
 def _checked_trial(module: nn.Module, spec: ModelSpec, samples: int, step: int = 0) -> tuple[Tensor, Tensor | None]:
-    """Return what `_trial` does; whatever the user's module raises becomes a ModelError."""
+    """Do the same as `_trial`, but raise ModelError for any exception of the user's module."""
     try:
         return _trial(module, spec, samples, step=step)
     except ModelError:
         raise
-    except Exception as error:  # a user's model may raise anything
+    except Exception as error:  # a user's module may raise anything
         mode = "" if module.training else " in evaluation mode"
         raise ModelError(
             f"{model_name(module)}: forward failed{mode} on {samples} made-up sample{'s' * (samples > 1)}: {type(error).__name__}: "
@@ -187,7 +211,7 @@ def _checked_trial(module: nn.Module, spec: ModelSpec, samples: int, step: int =
 
 
 def _values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of a module, by name."""
+    """Return the parameters and buffers of a module, by name."""
     return chain(module.named_parameters(), module.named_buffers())
 
 
@@ -196,7 +220,11 @@ def _copied(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_values(module: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Raise ModelError if parameters and buffers are not those of `before`, name to copy."""
+    """Raise ModelError if forward changed a parameter or buffer.
+
+    Args:
+        before: copies of the earlier values, by name.
+    """
     after = dict(_values(module))
     changed = first_difference(before, after)
     if changed is None:
@@ -213,7 +241,10 @@ def _check_values(module: nn.Module, before: Mapping[str, Tensor]) -> None:
 
 
 def first_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str | None:
-    """Return the first name that only one of them has, or whose values differ; None where there is none. NaN is equal to itself."""
+    """Return the first name whose values differ, or None.
+
+    A name that only one mapping has counts as different. NaN is equal to itself.
+    """
     for name in dict.fromkeys((*other, *one)):
         if name not in one or name not in other or not _same(one[name], other[name]):
             return name
@@ -227,9 +258,13 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def check_uses(module: nn.Module, spec: ModelSpec) -> None:
-    """Raise ModelError where forward fails on many synthetic samples, or the outputs do not depend on a feature or the dense values.
+    """Check that forward works on many synthetic samples and that the outputs depend on all inputs.
 
-    The module is not to be used afterwards (see `ignored_inputs`).
+    The module must not be used afterwards (see `ignored_inputs`).
+
+    Raises:
+        ModelError: forward failed, the outputs ignore a feature or the dense values, or an output
+            depends on other samples.
     """
     _checked_trial(module, spec, _MANY)
     if ignored := ignored_inputs(module, spec):
@@ -240,11 +275,12 @@ def check_uses(module: nn.Module, spec: ModelSpec) -> None:
 
 
 def ignored_inputs(module: nn.Module, spec: ModelSpec) -> list[str]:
-    """The features whose embeddings get no gradient, and "dense values" where the logits do not depend on them.
+    """Return the inputs that the outputs do not depend on.
 
-    The module is not to be used afterwards: its parameters may have been replaced, and it holds gradients.
-
-    Initial parameters, or an early step, may be such that a gradient is zero, so what has none is tried again with random ones at a later step.
+    These are the features whose embeddings get no gradient, and "dense values" if no output depends
+    on them. With the initial parameters, or at an early step, a gradient may happen to be zero. So
+    inputs without a gradient are tried again with random parameters at a later step. The module
+    must not be used afterwards: its parameters may have been replaced, and it holds gradients.
     """
     with torch.random.fork_rng(devices=[]):
         ignored = _ignored(module, spec, step=0)
@@ -256,12 +292,15 @@ def ignored_inputs(module: nn.Module, spec: ModelSpec) -> list[str]:
 
 
 def _ignored(module: nn.Module, spec: ModelSpec, step: int) -> list[str]:
-    """`ignored_inputs` with the parameters as they are; nothing where forward fails."""
+    """Return the ignored inputs with the current parameters.
+
+    The list is empty if forward fails.
+    """
     module.train()
     try:
         logits, gradient = _trial(module, spec, _MANY, step=step)
         others, _ = _trial(module, spec, _MANY, dense_shift=1.0, step=step) if spec.dense_width else (torch.empty(0), None)
-    except Exception:  # a user's model may raise anything where its parameters are not those that it began with
+    except Exception:  # a user's module may raise anything with other parameters
         return []
     used = gradient.ne(0).any(2).any(0).tolist() if gradient is not None else [False] * len(spec.names)
     ignored = [name for name, is_used in zip(spec.names, used, strict=True) if not is_used]
@@ -269,7 +308,13 @@ def _ignored(module: nn.Module, spec: ModelSpec, step: int) -> list[str]:
 
 
 def check_model(module: nn.Module, spec: ModelSpec) -> None:
-    """Refuse a module whose training would not be a function of its parameters, the slice, the step and the seed. Raises ModelError."""
+    """Check that a module can be trained exactly.
+
+    Its training must be a function of its parameters, the slice, the step and the seed.
+
+    Raises:
+        ModelError: the module is not supported.
+    """
     name = model_name(module)
     if not spec.features:
         raise ModelError(f"{name}: there are no features to look up; the feature file must name at least one")
@@ -282,7 +327,7 @@ def check_model(module: nn.Module, spec: ModelSpec) -> None:
     before, drawn = _copied(module), states_beside_torch()
     module.train()
     first, of_block = _checked_trial(module, spec, _FEW)
-    # Before a single sample is tried, of which BatchNorm has no variance.
+    # This check comes before the trial with a single sample, for which BatchNorm has no variance.
     _check_values(module, before)
     if not first.isfinite().all():
         outputs = "logits" if spec.label_kinds == ("click",) else "outputs"
@@ -315,10 +360,14 @@ def check_model(module: nn.Module, spec: ModelSpec) -> None:
 
 
 def _check_memory(module: nn.Module, spec: ModelSpec) -> None:
-    """Refuse a module whose forward depends on what it was called with before. Raises ModelError.
+    """Refuse a module whose forward depends on earlier calls.
 
-    The same samples are given three times under one seed, and others in between. What a first call makes (a mask, a cache) is there behind the
-    second; what then still changes is no function of the samples.
+    Forward is given the same samples three times under one seed, and other samples in between. The
+    first call may create state that stays the same, such as a mask or a cache. State that still
+    changes after the second call is not a function of the samples.
+
+    Raises:
+        ModelError: the state or the outputs change between calls.
     """
     name, mode = model_name(module), "" if module.training else " in evaluation mode"
     outputs, states = [], []
@@ -340,11 +389,16 @@ def _check_memory(module: nn.Module, spec: ModelSpec) -> None:
 
 
 def check_built_alike(module: nn.Module, again: nn.Module, spec: ModelSpec) -> None:
-    """Refuse a constructor whose two modules, built under one seed, differ. Raises ModelError.
+    """Refuse a constructor whose two modules, built under one seed, differ.
 
     Args:
-        module: that has been tried by `check_model`.
-        again: that was never called. It is given other samples first, so what a forward keeps of the first ones shows in its outputs.
+        module: a module that `check_model` has tried.
+        again: a module that was never called. Forward is first given other samples, so that state
+            it keeps from the first samples shows in its outputs.
+        spec: the inputs and labels of the model.
+
+    Raises:
+        ModelError: the parameters, buffers or outputs differ.
     """
     name = model_name(module)
     sources = "draw random numbers from torch, numpy.random or random, which --seed seeds, and take nothing from the time, the process or the system"

@@ -1,4 +1,4 @@
-"""DCN-v2: cross layers beside an MLP (Wang et al. 2021, arXiv:2008.13535)."""
+"""DCN-v2: cross layers in parallel with an MLP (Wang et al. 2021, arXiv:2008.13535)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,21 @@ from foreload.trainer.models.spec import (
 
 
 def _cross(width: int, rank: int) -> nn.Module:
-    """A cross layer's map: a full matrix with rank 0, else the product of two thin ones."""
+    """Return a cross layer's map: a full matrix for rank 0, else a product of two thin ones."""
     if rank == 0:
         return nn.Linear(width, width)
     return nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, width))
 
 
 class DCN(nn.Module):
-    """Options: layers, the number of cross layers; rank of their matrices (0: full); deep, sizes of the MLP's layers; dropout between them."""
+    """Cross layers and an MLP on the same inputs.
+
+    Args:
+        layers: the number of cross layers.
+        rank: the rank of their matrices. 0 means full matrices.
+        deep: the sizes of the MLP's layers.
+        dropout: the dropout probability between the layers of the MLP.
+    """
 
     def __init__(
         self, spec: ModelSpec, *, layers: int = 2, rank: int = 0, deep: str | Sequence[int] = "128-64", dropout: float = 0.0
@@ -44,7 +51,12 @@ class DCN(nn.Module):
         self.last = nn.Linear(width + (hidden[-1] if hidden else 0), 1)
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
-        """dense [b, n]; embeddings: per feature [b, D]. Returns logits [b]."""
+        """Return the logits [b].
+
+        Args:
+            dense: float32 [b, n].
+            embeddings: per feature [b, D].
+        """
         first = torch.cat([dense, flattened(embeddings, self.spec)], 1)
         crossed = first
         for layer in self.cross:

@@ -1,4 +1,7 @@
-"""DeepFM: a factorization machine and an MLP on the same embeddings (Guo et al. 2017, arXiv:1703.04247)."""
+"""DeepFM: a factorization machine and an MLP on the same embeddings.
+
+Guo et al. 2017, arXiv:1703.04247.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,15 @@ from foreload.trainer.models.spec import (
 
 
 class DeepFM(nn.Module):
-    """Options: deep, sizes of the MLP's hidden layers; dropout between them. Rows have one further weight, `linear`, of first order."""
+    """A factorization machine and an MLP on the same embeddings.
+
+    Each row has one further weight, `linear`, of first order.
+
+    Args:
+        spec: the inputs. All features must have the same dimension.
+        deep: the sizes of the MLP's hidden layers.
+        dropout: the dropout probability between the hidden layers.
+    """
 
     further_columns: ClassVar[dict[str, int]] = LINEAR
 
@@ -35,7 +46,12 @@ class DeepFM(nn.Module):
         self.deep = mlp(inputs, (*hidden, 1), last_relu=False, dropout=fraction("deepfm: dropout", dropout))
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
-        """dense [b, n]; embeddings: per feature [b, D] and "<feature>.linear" [b, 1]. Returns logits [b]."""
+        """Return the logits [b].
+
+        Args:
+            dense: float32 [b, n].
+            embeddings: per feature [b, D], and "<feature>.linear" [b, 1].
+        """
         vectors = stacked(embeddings, self.spec)
         # The sum over pairs of dot products: (|sum v|^2 - sum |v|^2) / 2.
         second = 0.5 * (vectors.sum(1).square() - vectors.square().sum(1)).sum(1)

@@ -1,4 +1,8 @@
-"""Diagnose a model on synthetic samples: what is wrong with it and where, what it keeps beside its parameters, and whether samples mix."""
+"""Diagnose a model on synthetic samples.
+
+Finds faults and their place in the model, state that it keeps besides its parameters, and outputs
+that depend on other samples.
+"""
 
 from __future__ import annotations
 
@@ -39,19 +43,30 @@ _SHAPES = (
     "Transpose",
     "Clamp",
 )
-"""Operations, as autograd names them, that leave probabilities probabilities."""
+"""Operations, as autograd names them, that turn probabilities into probabilities."""
 
 _JOINS = ("Stack", "Cat")
-"""Those that put columns beside each other."""
+"""Operations that put columns side by side."""
 
 
+# The folders of torch and foreload. A frame in one of them is not code of the user.
 _PACKAGES = tuple(
     os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, os.path.dirname(os.path.dirname(__file__)))
 )
 
 
 def check_outputs(name: str, outputs: object, spec: ModelSpec, samples: int) -> None:
-    """Raise ModelError where forward returned for so many samples what is none, or probabilities. name: of the model."""
+    """Check that the outputs of forward have the right shape and dtype, and are logits.
+
+    Args:
+        name: the name of the model, for errors.
+        outputs: the result of forward.
+        spec: the inputs and labels of the model.
+        samples: the number of samples that forward was given.
+
+    Raises:
+        ModelError: forward returned something else, or probabilities.
+    """
     shape, clicks = spec.output_shape(samples), [kind == "click" for kind in spec.label_kinds]
     what = ("logits" if clicks[0] else "the predicted number") if len(clicks) == 1 else "an output for each label"
     if not isinstance(outputs, Tensor) or outputs.shape != shape or outputs.dtype != torch.float32:
@@ -68,7 +83,14 @@ def check_outputs(name: str, outputs: object, spec: ModelSpec, samples: int) -> 
 
 
 def ends_in_sigmoid(outputs: Tensor, clicks: Sequence[bool]) -> int | None:
-    """The first column of outputs [b] or [b, labels] that a sigmoid made, so that it has probabilities, though it is that of clicks; else None."""
+    """Return the first column of clicks whose outputs are the result of a sigmoid, else None.
+
+    Such outputs are probabilities, where logits are expected.
+
+    Args:
+        outputs: [b] or [b, labels], with their autograd graph.
+        clicks: whether each label is one of clicks.
+    """
     return _sigmoid_column(outputs.grad_fn, clicks)
 
 
@@ -84,12 +106,17 @@ def _sigmoid_column(node: Any, clicks: Sequence[bool]) -> int | None:
 
 
 def _operation(node: Any) -> str:
-    """An operation, as autograd names it."""
+    """Return the name that autograd gives an operation."""
     return str(node.name().rstrip("0123456789").removesuffix("Backward"))
 
 
 def first_not_finite(module: nn.Module, forward: Callable[[], object]) -> str:
-    """The layer of a module that first gives what is NaN or infinite when `forward` calls it, in words."""
+    """Return a description of the first layer whose output is NaN or infinite.
+
+    Args:
+        module: the module to observe.
+        forward: runs the module.
+    """
     places: list[str] = []
 
     def note(path: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -109,7 +136,13 @@ def first_not_finite(module: nn.Module, forward: Callable[[], object]) -> str:
 
 
 def not_finite_gradient(module: nn.Module, names: tuple[str, ...], of_block: Tensor | None) -> str | None:
-    """A parameter, or the feature, whose gradient is NaN or infinite after a backward. of_block: the gradient of the embedding block, [b, F, W]."""
+    """Return a parameter or feature whose gradient is NaN or infinite after a backward, or None.
+
+    Args:
+        module: the module, which holds the gradients of its parameters.
+        names: the names of the features.
+        of_block: the gradient of the embedding block, [b, F, W].
+    """
     for path, parameter in module.named_parameters():
         if parameter.grad is not None and not parameter.grad.to_dense().isfinite().all():
             return f"parameter {path}"
@@ -119,7 +152,10 @@ def not_finite_gradient(module: nn.Module, names: tuple[str, ...], of_block: Ten
 
 
 def raised_at(error: BaseException) -> str:
-    """Where a user's code raised an error, as " (model.py, line 7)"; empty where it is not known."""
+    """Return where the user's code raised an error, as " (model.py, line 7)".
+
+    Empty if no frame of the user's code is known.
+    """
     own = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not os.path.abspath(frame.filename).startswith(_PACKAGES)
     ]
@@ -137,16 +173,21 @@ def _tensors(output: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-_MOST_VALUES = 50_000  # values that are looked at; the search goes breadth first, so those of deeper levels are left out
-_MOST_BYTES = 1 << 30  # of tensors and arrays that are read
-_MOST_TEXT = 60  # characters of a value that are shown
+# The most values that a search visits. It goes breadth first, so it leaves out those of deeper
+# levels.
+_MOST_VALUES = 50_000
+_MOST_BYTES = 1 << 30  # the most bytes of tensors and arrays that a search reads
+_MOST_TEXT = 60  # characters of a value in a message
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, np.generic, torch.dtype, torch.device, itertools.count)
 _NOT_THEIRS = ("torch", "numpy", "foreload", "builtins")
-"""Packages whose objects have no state of a user's model, but for those that are named here."""
+"""Packages whose objects are not searched for state.
+
+The types that this module names itself, such as tensors and generators, are exceptions.
+"""
 
 
 def checksum(value: Tensor | np.ndarray) -> str:
-    """Return 16 hexadecimal digits that stand for the bits of a tensor or an array, its shape and its dtype."""
+    """Return 16 hexadecimal digits that identify the bits, shape and dtype of a tensor or array."""
     digest = hashlib.sha256(f"{value.dtype} {list(value.shape)}\n".encode())
     if isinstance(value, Tensor):
         dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
@@ -157,11 +198,13 @@ def checksum(value: Tensor | np.ndarray) -> str:
 
 
 def hidden_state(root: object) -> dict[str, str]:
-    """Return what a module or a function keeps, by the path of each attribute, as text that is equal where the values are.
+    """Return the state that a module or function keeps, as text by the path of each attribute.
 
-    Parameters and buffers of a module's layers are left out. Attributes are followed through layers, lists, dicts, sets, tensors, arrays,
-    generators of random numbers, closures and a user's own objects; of a user's layers the attributes of their classes, and the global
-    variables that their methods name, are among them. What has no readable state (a file, a lock, an iterator) is left out.
+    Texts are equal if the values are equal. Parameters and buffers of a module's layers are left
+    out. The search follows attributes through layers, lists, dicts, sets, tensors, arrays, random
+    number generators, closures and a user's own objects. For a user's layers it includes the
+    attributes of their classes, and the global variables that their methods name. Objects without
+    readable state (a file, a lock, an iterator) are left out.
     """
     return _Search(root).values
 
@@ -169,14 +212,17 @@ def hidden_state(root: object) -> dict[str, str]:
 class _Search:
     def __init__(self, root: object) -> None:
         self.values: dict[str, str] = {}
-        # Objects that were visited, which stay alive: the address of one that is gone may be another one's.
+        # The objects visited. They are kept alive, because another object could get the address of
+        # one that was freed.
         self._seen: dict[int, object] = {}
-        # The layers whose parameters and buffers are the model's own, and not only an attribute's.
+        # The model's own layers. Parameters and buffers of other layers, which only an attribute
+        # refers to, are state.
         self._layers = {id(layer) for layer in root.modules()} if isinstance(root, nn.Module) else set()
         self._bytes_left = _MOST_BYTES
         self._waiting: deque[tuple[str, Any]] = deque([("", root)])
         while self._waiting and len(self._seen) + len(self.values) < _MOST_VALUES:
-            # A user's object may raise whatever it likes when it is looked at; the search goes on without it.
+            # A user's object may raise any exception when it is inspected. The search continues
+            # without it.
             with contextlib.suppress(Exception):
                 self._visit(*self._waiting.popleft())
 
@@ -202,7 +248,7 @@ class _Search:
             self.values[path] = f"{value.dtype} {list(value.shape)} {shown}"
 
     def _parts(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """What an object consists of, each part with its path."""
+        """Yield the parts of an object, each with its path."""
         if isinstance(value, nn.Module):
             yield from self._of_layer(path, value)
         elif isinstance(value, Mapping):
@@ -226,7 +272,8 @@ class _Search:
 
     def _of_layer(self, path: str, layer: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, item in list(vars(layer).items()):
-            # Parameters and buffers are compared by name elsewhere; hooks are followed like any other attribute.
+            # Parameters and buffers of the model are compared by name elsewhere. Hooks are followed
+            # like any other attribute.
             if name != "_modules" and not (id(layer) in self._layers and name in ("_parameters", "_buffers")):
                 yield _joined(path, name), item
         yield from ((_joined(path, name), child) for name, child in layer._modules.items() if child is not None)
@@ -237,7 +284,7 @@ class _Search:
 
 
 def _is_theirs(kind: type) -> bool:
-    """Whether a class is not of Python, torch, NumPy or foreload."""
+    """Return whether a class is from outside Python, torch, NumPy and foreload."""
     return kind.__module__.partition(".")[0] not in _NOT_THEIRS
 
 
@@ -246,7 +293,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _fields(value: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes of an object, those of __slots__ included."""
+    """Yield the attributes of an object, including those of __slots__."""
     yield from list(getattr(value, "__dict__", {}).items())
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -256,7 +303,7 @@ def _fields(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
-    """The attributes of a user's class, and the variables of its module that its methods name."""
+    """Yield the attributes of a user's class, and the module variables that its methods name."""
     for name, item in list(vars(kind).items()):
         if isinstance(item, types.FunctionType):
             yield from _of_function(item)
@@ -265,9 +312,13 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function keeps between its calls: variables around it, attributes, and global variables that hold data."""
+    """Yield the state that a function keeps between its calls.
+
+    The state is the variables of its closure, its attributes, and the global variables that hold
+    data.
+    """
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        # A variable that has no value yet raises.
+        # Reading a variable that has no value yet raises ValueError.
         with contextlib.suppress(ValueError):
             yield name, cell.cell_contents
     yield from list(vars(function).items())
@@ -277,7 +328,10 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _is_data(value: object) -> bool:
-    """Whether a value of a class or of a module holds data, rather than being a function, a class or a library's object."""
+    """Return whether a value of a class or module is data.
+
+    Functions, classes and objects of libraries are not.
+    """
     if isinstance(value, _PLAIN):
         return value is not None
     kinds = (Tensor, np.ndarray, list, tuple, deque, Mapping, Set)
@@ -285,7 +339,7 @@ def _is_data(value: object) -> bool:
 
 
 def _generator_state(value: object) -> bytes | None:
-    """The state of a generator of random numbers; None for anything else."""
+    """Return the state of a random number generator, or None for any other value."""
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, np.random.Generator):
@@ -296,7 +350,7 @@ def _generator_state(value: object) -> bytes | None:
 
 
 def first_change(before: Mapping[str, str], after: Mapping[str, str]) -> str | None:
-    """Describe the first attribute whose value differs, as "n: 2, then 4"; None where all are equal."""
+    """Return the first attribute that differs, as "n: 2, then 4", or None if all are equal."""
     for path in dict.fromkeys((*before, *after)):
         one, other = (state.get(path, "missing") for state in (before, after))
         if one != other:
@@ -305,28 +359,38 @@ def first_change(before: Mapping[str, str], after: Mapping[str, str]) -> str | N
 
 
 Forward = Callable[[Tensor, Tensor], Tensor]
-"""Outputs [b], or [b, labels], of dense values [b, n] and a block [b, F, W], under one seed whatever their values are."""
+"""Maps dense values [b, n] and a block [b, F, W] to outputs, [b] or [b, labels].
 
-_NEAR = 1e-3  # an output to that of the same sample elsewhere, relative to 1 + its size; sums may run in another order there
+The seed is the same in every call, whatever the values are.
+"""
+
+# The tolerance between the outputs of one sample at two places, relative to 1 + the absolute value
+# of the output. The order of sums may depend on the place.
+_NEAR = 1e-3
 
 
 def mixes_samples(module: nn.Module) -> bool:
-    """Whether the class of a model, or of a part of it, declares `mixes_samples = True`."""
+    """Return whether the class of a model, or of a part of it, declares `mixes_samples = True`."""
     return any(getattr(part, "mixes_samples", False) is True for part in module.modules())
 
 
 def check_apart(name: str, module: nn.Module, forward: Forward, dense: Tensor, block: Tensor) -> None:
-    """Refuse a module whose outputs depend on other samples than their own, unless it declares that. Raises ModelError.
+    """Refuse a module whose outputs depend on other samples, unless it declares that.
 
-    Exact: of two batches of one shape, with the same sample at one place and others everywhere else, its output has the same bits, in training and
-    in evaluation mode. Nearly, in evaluation mode: the same sample at another place, and alone. Modes are as before afterwards.
+    The first check is exact. Two batches of one shape have the same sample at one place and
+    different samples everywhere else. The output of the common sample must have the same bits, in
+    training and in evaluation mode. The second check has a tolerance and runs in evaluation mode:
+    the same sample at another place, and alone. The modes are restored afterwards.
 
     Args:
-        name: of the model, for errors.
-        module: that `forward` runs.
-        forward: runs it on samples of this shape, and on one.
+        name: the name of the model, for errors.
+        module: the module that `forward` runs.
+        forward: runs the module on samples of this shape, and on a single sample.
         dense: float32 [b, n].
-        block: float32 [b, F, W]; b is at least 2.
+        block: float32 [b, F, W]. b is at least 2.
+
+    Raises:
+        ModelError: an output depends on other samples.
     """
     if mixes_samples(module):
         return
@@ -335,7 +399,8 @@ def check_apart(name: str, module: nn.Module, forward: Forward, dense: Tensor, b
             module.train(training)
             outputs = forward(dense, block)
             if not torch.equal(forward(dense, block).nan_to_num(), outputs.nan_to_num()):
-                continue  # it keeps a state, which is another fault, and shows elsewhere
+                # The module keeps state. That is another fault, which another check reports.
+                continue
             _check_bits(name, training, forward, dense, block, outputs)
             if not training:
                 _check_place(name, forward, dense, block, outputs)
@@ -343,7 +408,8 @@ def check_apart(name: str, module: nn.Module, forward: Forward, dense: Tensor, b
 
 def _check_bits(name: str, training: bool, forward: Forward, dense: Tensor, block: Tensor, outputs: Tensor) -> None:
     samples = len(block)
-    # Values of the same kind as those given: dense ones may be anything that a module counts on; rows of tables are learned, and may be any numbers.
+    # The values are of the same kind as the given ones. A module may rely on properties of the
+    # dense values, so these only change places. Rows are learned and may have any values.
     generator = torch.Generator().manual_seed(samples)
     noise = torch.randn(block.shape, generator=generator).to(block.device) * (block.std() + 0.1)
     other_dense, other_block = dense.roll(1, 0), block.roll(1, 0) + noise

@@ -1,9 +1,13 @@
-"""DLRM (Naumov et al. 2019, arXiv:1906.00091): dense values and embeddings, the dot products of all pairs, and two MLPs.
+"""DLRM (Naumov et al. 2019, arXiv:1906.00091).
 
-A sample's vectors are the bottom MLP's output (`low`; none without dense values) and its embeddings. Compiled sums run over k, the column, ascending,
-in fused multiply-add; MKL's products have the same bits where it follows AVX2,STRICT, which it does not on AMD, in 2.5 x the time (measured).
-Products of fewer than SMALL multiplications are left to torch, whose own loop for them runs over k ascending too, without fused multiply-add. So the
-bits are those of docs/definitions.md on every processor, and which of the two runs depends on the shapes alone.
+A bottom MLP on the dense values, the dot products of all pairs of vectors, and a top MLP.
+
+The vectors of a sample are its embeddings and, if there are dense values, the bottom MLP's output
+(`low`). The compiled kernels sum over k, the column, in ascending order, with fused multiply-add.
+MKL's products have the same bits where MKL follows AVX2,STRICT, but take 2.5 x the time (measured).
+On AMD, MKL does not follow it. Products of fewer than SMALL multiplications are left to torch. Its
+own loop for them also runs over k in ascending order, without fused multiply-add. So the bits are
+those of docs/definitions.md on every processor, and the shapes alone decide which of the two runs.
 """
 
 from __future__ import annotations
@@ -32,11 +36,11 @@ from foreload.trainer.models.spec import (
 _FLOAT = ir.FloatType()
 _EIGHT = ir.VectorType(_FLOAT, 8)
 
-SMALL = 400  # as in torch, whose products of fewer multiplications do not go to MKL
-_ROWS, _COLUMNS = (
-    4,
-    16,
-)  # of a block of products: eight vectors of running sums, enough to hide how long one fused multiply-add takes
+# The limit is torch's: it does not pass products of fewer multiplications to MKL.
+SMALL = 400
+# The size of a block of products. Its running sums fill eight vectors, which is enough to hide the
+# latency of a fused multiply-add.
+_ROWS, _COLUMNS = 4, 16
 
 
 @intrinsic
@@ -52,10 +56,19 @@ def _block(
     out: Any,
     place: Any,
 ) -> Any:
-    """out[r, c] = sum over k < count of a[r, k] * b[k, c], r < 4, c < 16, k ascending from 0, in fused multiply-add.
+    """Compute a block of products: out[r, c] = sum over k < count of a[r, k] * b[k, c].
 
-    Arrays are contiguous float32 and counted flat: a_place, b_place and place are where a[0, 0], b[0, 0] and out[0, 0] stand, the strides lead from a
-    row to the next; out is [4, 16].
+    r < 4 and c < 16. The sum starts at 0 and runs over k in ascending order, with fused
+    multiply-add.
+
+    Args:
+        a: contiguous float32, indexed flat, as are b and out.
+        a_place: the flat index of a[0, 0].
+        a_stride: the distance between two rows of a.
+        b_place: the flat index of b[0, 0].
+        b_stride: the distance between two rows of b.
+        out: the result, [4, 16].
+        place: the flat index of out[0, 0].
     """
     whole = types.int64
     signature = types.void(a, whole, whole, b, whole, whole, whole, out, whole)
@@ -70,7 +83,8 @@ def _block(
         def number(value: int) -> Any:
             return ir.Constant(ir.IntType(64), value)
 
-        def eight(data: Any, at: Any) -> Any:  # a pointer to eight values
+        def eight(data: Any, at: Any) -> Any:
+            # Returns a pointer to eight values.
             return builder.bitcast(builder.gep(data, [at]), ir.PointerType(_EIGHT))
 
         nothing = ir.Constant(_EIGHT, ir.Undefined)
@@ -81,6 +95,8 @@ def _block(
         ]
         for s in (s for row in sums for s in row):
             builder.store(ir.Constant(_EIGHT, [0.0] * 8), s)
+        # For each k: load row k of b, broadcast a[r, k], and add their product to the sums of row
+        # r.
         with cgutils.for_range(builder, count) as loop:
             at = builder.add(b_place, builder.mul(loop.index, b_stride))
             values = [builder.load(eight(b, builder.add(at, number(c))), align=4) for c in range(0, _COLUMNS, 8)]
@@ -102,7 +118,11 @@ def _block(
 
 @intrinsic
 def _transpose(typing_context: Any, source: Any, place: Any, stride: Any, target: Any, to: Any, to_stride: Any) -> Any:
-    """target[c, r] = source[r, c] for r, c < 8: contiguous float32 arrays, counted flat from their places."""
+    """Transpose 8 x 8 values: target[c, r] = source[r, c] for r, c < 8.
+
+    Both arrays are contiguous float32 and indexed flat, from `place` in the source and `to` in the
+    target.
+    """
     whole = types.int64
     signature = types.void(source, whole, whole, target, whole, whole)
 
@@ -116,7 +136,8 @@ def _transpose(typing_context: Any, source: Any, place: Any, stride: Any, target
         rows = [builder.load(row(source, arguments[1], arguments[2], r), align=4) for r in range(8)]
         kind = ir.VectorType(ir.IntType(32), 8)
         low, high = (ir.Constant(kind, [k for j in range(4) for k in (start + j, 8 + start + j)]) for start in (0, 4))
-        for _ in range(3):  # the values of rows r and r + 4 in turn, three times over, transpose
+        # Interleaving the values of rows r and r + 4 three times transposes the tile.
+        for _ in range(3):
             rows = [builder.shuffle_vector(rows[r], rows[r + 4], half) for r in range(4) for half in (low, high)]
         for r in range(8):
             builder.store(rows[r], row(target, arguments[4], arguments[5], r), align=4)
@@ -127,13 +148,16 @@ def _transpose(typing_context: Any, source: Any, place: Any, stride: Any, target
 
 @nb.njit(nogil=True, cache=True)
 def _padded(count, block):  # type: ignore[no-untyped-def]
-    """count rounded up to a multiple of block."""
+    """Return count rounded up to a multiple of block."""
     return -(-count // block) * block
 
 
 @nb.njit(nogil=True, cache=True)
 def _collect(low, vectors, s, own):  # type: ignore[no-untyped-def]
-    """Copy the vectors of sample s into the first rows of own, low first; what own has beyond them stays."""
+    """Copy the vectors of sample s into the first rows of own, low first.
+
+    The other values of own are left unchanged.
+    """
     stride = np.uint64(own.shape[1])
     flat = own.reshape(-1)
     for c in range(low.shape[1]):
@@ -147,13 +171,15 @@ def _collect(low, vectors, s, own):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _forward(low, vectors, out, width):  # type: ignore[no-untyped-def]
-    """out: [b * width + 16] for [b, width], width = L + pairs: low [b, L], then the dot products; L is 0 where there is none.
+    """Fill out with [b, width]: low [b, L], then the dot products of all pairs.
 
-    Rows of products are written 16 values at a time, each over what the one before wrote beyond its end; hence the 16 at the end.
+    width is L + pairs. L is 0 if there are no dense values. out has b * width + 16 values: a row of
+    products is written 16 values at a time, and the next row overwrites the values beyond its end.
     """
     samples, count, columns = vectors.shape
     n = count + (1 if low.shape[1] else 0)
     stride, padded = _padded(n, _COLUMNS), _padded(columns, 8)
+    # The padding of `own` is never written, so it stays zero for all samples.
     own = np.zeros((stride, padded), np.float32)
     turned = np.zeros((padded, stride), np.float32)
     dots = np.empty((stride // _COLUMNS, _ROWS, _COLUMNS), np.float32)
@@ -168,6 +194,8 @@ def _forward(low, vectors, out, width):  # type: ignore[no-untyped-def]
             out[np.uint64(place + c)] = low[s, c]
         place += low.shape[1]
         for i in range(0, n, _ROWS):
+            # Row i + r has the products with vectors 0 to i + r - 1, so the last row of the block
+            # needs columns 0 to i + 2.
             for chunk in range((i + _ROWS - 2) // _COLUMNS + 1):
                 _block(own, i * padded, padded, turned, chunk * _COLUMNS, stride, columns, dots, chunk * size)
             for r in range(min(_ROWS, n - i)):
@@ -178,10 +206,12 @@ def _forward(low, vectors, out, width):  # type: ignore[no-untyped-def]
 
 @nb.njit(nogil=True, cache=True)
 def _backward(low, vectors, gradient, low_gradient, vectors_gradient):  # type: ignore[no-untyped-def]
-    """Fill the gradients of low [b, L] and vectors [b, F, D] from that of the output, gradient [b, L + pairs].
+    """Fill the gradients of low and vectors from the gradient of the output.
 
-    Per sample: the pairs' gradients as a symmetric matrix [n, n], zeros on its diagonal, times the vectors [n, D]; low's own share of the output is
-    added behind that.
+    The gradients are low_gradient [b, L], vectors_gradient [b, F, D], and gradient [b, L + pairs].
+    For each sample, the gradients of the pairs form a symmetric matrix [n, n] with a zero diagonal.
+    It is multiplied by the vectors [n, D]. The output also contains low itself, so the gradient of
+    that part is added to low's gradient last.
     """
     samples, count, columns = vectors.shape
     first = 1 if low.shape[1] else 0
@@ -193,6 +223,7 @@ def _backward(low, vectors, gradient, low_gradient, vectors_gradient):  # type: 
     products = np.empty((_ROWS, _COLUMNS), np.float32)
     for s in range(samples):
         _collect(low, vectors, s, own)
+        # Fill both triangles of the symmetric matrix. Its diagonal stays zero.
         place = np.uint64(low.shape[1])
         for i in range(1, n):
             at, mirrored = np.uint64(i * n), np.uint64(i)
@@ -218,9 +249,11 @@ def _backward(low, vectors, gradient, low_gradient, vectors_gradient):  # type: 
 
 
 class PairwiseDots(torch.autograd.Function):
-    """low [b, D] (or [b, 0] for none) and vectors [b, F, D] to [b, D + pairs]: low, then the dot products of all pairs of low and the vectors.
+    """Maps low [b, D] and vectors [b, F, D] to [b, D + pairs].
 
-    Pair (i, j < i) is the (i*(i-1)/2 + j)-th product, low being vector 0 where there is one. float32, contiguous, on the CPU.
+    The result is low, then the dot products of all pairs of low and the vectors. low is [b, 0] if
+    there are no dense values. Otherwise it is vector 0. Pair (i, j < i) is product i*(i-1)/2 + j.
+    Tensors are float32, contiguous, and on the CPU.
     """
 
     @staticmethod
@@ -245,7 +278,8 @@ class PairwiseDots(torch.autograd.Function):
 class TorchPairwiseDots(torch.autograd.Function):
     """The dot products of all pairs of vectors, on any device: [b, n, D] -> [b, n*(n-1)/2].
 
-    Its backward is one product with a symmetric matrix, where autograd would make two products and add column by column.
+    Its backward is one product with a symmetric matrix. Autograd would compute two products and add
+    column by column.
     """
 
     @staticmethod
@@ -258,19 +292,26 @@ class TorchPairwiseDots(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         vectors, places = ctx.saved_tensors
         b, n, _ = vectors.shape
-        # One column more, of zeros, for the diagonal.
+        # The added column of zeros is the source of the diagonal.
         symmetric = torch.nn.functional.pad(gradient, (0, 1)).index_select(1, places).view(b, n, n)
         return torch.bmm(symmetric, vectors), None, None
 
 
 def with_pairwise_dots(low: Tensor, vectors: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
-    """low [b, D] (or [b, 0] for none) and, behind it, the dot products of all pairs of low and vectors [b, F, D]: as PairwiseDots gives them.
+    """Return low, then the dot products of all pairs of low and vectors, as PairwiseDots does.
 
-    n: the vectors, low included. pairs: int64 [n*(n-1)/2], where each pair stands in a flat matrix [n, n]; places: int64 [n*n], which pair stands at
-    each place of it, and on the diagonal n*(n-1)/2, behind the last one.
+    n is the number of vectors, including low.
+
+    Args:
+        low: float32 [b, D], or [b, 0] if there are no dense values.
+        vectors: float32 [b, F, D].
+        pairs: int64 [n*(n-1)/2], the place of each pair in a flat matrix [n, n].
+        places: int64 [n*n], the pair at each place of that matrix. On the diagonal it is n*(n-1)/2,
+            one behind the last pair.
     """
     n = vectors.shape[1] + bool(low.shape[1])
-    # A program that `foreload export --format torch` traces is to run without foreload.
+    # A program that `foreload export --format torch` traces must run without foreload, so it cannot
+    # use the compiled kernels.
     if vectors.device.type == "cpu" and n * n * vectors.shape[2] >= SMALL and not torch.compiler.is_compiling():
         return PairwiseDots.apply(low, vectors)
     if low.shape[1]:
@@ -278,11 +319,15 @@ def with_pairwise_dots(low: Tensor, vectors: Tensor, pairs: Tensor, places: Tens
     return torch.cat([low, TorchPairwiseDots.apply(vectors, pairs, places)], 1)
 
 
-_FEW_PRODUCTS = 3  # of features alone: of three
+# Three features without dense values have three products.
+_FEW_PRODUCTS = 3
 
 
 def little_to_interact(spec: ModelSpec) -> str | None:
-    """What there is to say of data for which DLRM is hardly a model: its top MLP sees dot products of embeddings, and no embedding itself."""
+    """Return a warning if the data give DLRM few dot products to learn from, else None.
+
+    The top MLP of DLRM sees only dot products of embeddings, and no embedding itself.
+    """
     vectors = len(spec.features) + (spec.dense_width > 0)
     products = vectors * (vectors - 1) // 2
     if products > _FEW_PRODUCTS or (spec.dense_width and products > 1):
@@ -295,9 +340,19 @@ def little_to_interact(spec: ModelSpec) -> str | None:
 
 
 class DLRM(nn.Module):
-    """Options: bottom, sizes of the MLP on dense values (the last must be D; default 64-D); top, of that on its output and the dots (ends in 1).
+    """DLRM as a model.
 
-    Buffers, as `with_pairwise_dots` takes them: pairs int64 [n*(n-1)/2], places int64 [n*n], n the features and, if there are dense values, one more.
+    Args:
+        spec: the inputs. All features must have the same dimension D.
+        bottom: the sizes of the MLP on the dense values. The last size must be D. The default is
+            64-D.
+        top: the sizes of the MLP on the output of the bottom MLP and the dot products. The last
+            size must be 1.
+
+    Attributes:
+        pairs: a buffer, int64 [n*(n-1)/2], as `with_pairwise_dots` takes it. n is the number of
+            features, plus one if there are dense values.
+        places: a buffer, int64 [n*n], as `with_pairwise_dots` takes it.
     """
 
     pairs: Tensor
@@ -330,7 +385,12 @@ class DLRM(nn.Module):
         self.top = mlp(len(rows) + (dimension if spec.dense_width else 0), top_sizes, last_relu=False)
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
-        """dense [b, n]; embeddings: per feature [b, D]. Returns logits [b]."""
+        """Return the logits [b].
+
+        Args:
+            dense: float32 [b, n].
+            embeddings: per feature [b, D].
+        """
         vectors = stacked(embeddings, self.spec)
         low = dense[:, :0] if self.bottom is None else self.bottom(dense)
         return self.top(with_pairwise_dots(low, vectors, self.pairs, self.places)).squeeze(1)

@@ -1,4 +1,4 @@
-"""The feature file that goes with a wrapped module."""
+"""Write the feature file of a wrapped module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from foreload.trainer.models.tables import TorchTable
 
 @dataclass(frozen=True, slots=True)
 class WrappedFeature:
-    """A feature of a wrapped module, and its table. column: of the data."""
+    """A feature of a wrapped module.
+
+    Attributes:
+        name: the name of the feature.
+        table: the table that it looks up.
+        column: the name of its column in the data.
+    """
 
     name: str
     table: TorchTable
@@ -24,7 +30,14 @@ class WrappedFeature:
 
 @dataclass(frozen=True, slots=True)
 class FeatureFile:
-    """What a feature file says of a module. title: what it is called; dense: names of the dense values; unused: its tables without a feature."""
+    """The contents of the feature file of a module.
+
+    Attributes:
+        title: the name of the module.
+        features: its features, in order.
+        dense: the names of the dense values.
+        unused: the paths of its tables that have no feature.
+    """
 
     title: str
     features: Sequence[WrappedFeature]
@@ -32,7 +45,16 @@ class FeatureFile:
     unused: Sequence[str]
 
     def write(self, path: Path, labels: Sequence[str], encoding: str) -> None:
-        """Write it. labels: their columns; encoding: of all features. Raises ModelError where it cannot be written, or there is a file."""
+        """Write the file.
+
+        Args:
+            path: the path of the file, which must not exist yet.
+            labels: the columns of the labels.
+            encoding: the encoding of all features.
+
+        Raises:
+            ModelError: an argument is not valid, or the file exists or cannot be written.
+        """
         if encoding not in ENCODINGS:
             raise ModelError(f"encoding: must be one of {', '.join(ENCODINGS)}; got {encoding!r}")
         if not labels or len(set(labels)) < len(labels):
@@ -82,11 +104,12 @@ class FeatureFile:
 
 
 def _size(table: TorchTable, encoding: str) -> Iterator[str]:
-    if encoding != "vocabulary":  # which counts them
+    # `prepare` counts the rows of a vocabulary itself.
+    if encoding != "vocabulary":
         yield f"rows = {table.rows}"
     yield f"dimension = {table.dimension}"
 
 
 def _quoted(text: str) -> str:
-    """As TOML writes a text."""
+    """Return a text as a TOML string."""
     return json.dumps(text, ensure_ascii=False)

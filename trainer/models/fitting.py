@@ -1,4 +1,7 @@
-"""Whether a model with features of its own, by layers or by `wrap`, fits the data."""
+"""Check that a model which names its features fits the data.
+
+Such a model has feature layers, or was made by `wrap`.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,17 @@ from foreload.trainer.models.wrapping import Wrapped
 
 
 def model_name(module: nn.Module) -> str:
-    """What a model is called in messages: by its class, or that of the module that was wrapped."""
+    """Return the name of a model in messages: its class, or the class of the wrapped module."""
     return type(module.module if isinstance(module, Wrapped) else module).__name__
 
 
 def check_fits(module: nn.Module, spec: ModelSpec) -> None:
-    """Raise ModelError where a model takes a feature or dense values that the data do not have, or have otherwise."""
+    """Check that the data have the features and dense values that a model uses, as it uses them.
+
+    Raises:
+        ModelError: a feature is missing or has another dimension or pooling, or the dense values
+            differ.
+    """
     dimensions = {name: dimension for name, dimension, _ in spec.features}
     poolings = dict(zip(spec.names, spec.poolings, strict=False))
     for path, layer in module.named_modules():

@@ -1,4 +1,4 @@
-"""The global random number generators that a user's code may draw from: Python's, NumPy's and torch's."""
+"""The global random number generators that a user's code may use: Python's, NumPy's, torch's."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-# The generator behind numpy.random's functions, which have no other way to it.
+# The generator behind numpy.random's functions. NumPy offers no other access to it.
 _GLOBAL = np.random.mtrand._rand
 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed all three generators while entered. Afterwards they are in the states that they had before.
+    """Seed all three generators within the context, and restore their states afterwards.
 
-    NumPy takes the seed modulo 2**32, since it takes no larger one.
+    NumPy gets the seed modulo 2**32, because it accepts no larger seeds.
     """
     of_python, of_numpy = random.getstate(), _GLOBAL.get_state()
     with torch.random.fork_rng(devices=[]):
@@ -33,7 +33,12 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def seed_torch(seed: int, device: str = "cpu") -> None:
-    """As torch.manual_seed does, which also keeps the stack of its caller for devices that may yet be used: 0.2 ms, and more the deeper that is."""
+    """Seed torch's generators, as torch.manual_seed does.
+
+    For the CPU this seeds the default generator directly. torch.manual_seed also records the
+    caller's stack, for devices that may be used later. That takes 0.2 ms, and more for a deeper
+    stack.
+    """
     if device == "cpu":
         torch.default_generator.manual_seed(seed)
     else:
@@ -41,5 +46,5 @@ def seed_torch(seed: int, device: str = "cpu") -> None:
 
 
 def states_beside_torch() -> dict[str, bytes]:
-    """Return the states of the generators that no training step seeds, by the name of the module that has them."""
+    """Return the states of the generators that no training step seeds, by module name."""
     return {"random": pickle.dumps(random.getstate()), "numpy.random": pickle.dumps(_GLOBAL.get_state())}

@@ -1,4 +1,7 @@
-"""What stands for the ids that a model's forward is called with where there are none: it is only picked from, and given to an embedding."""
+"""Placeholders for the ids that a model's forward is called with.
+
+A trainer has no ids. Forward may only pick from a placeholder and pass it to an embedding.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 Path = tuple[str | int, ...]
-"""An argument of forward, and what was picked from it: ("ids", 3), ("batch", "user")."""
+"""An argument of forward and the indices and keys picked from it: ("ids", 3), ("batch", "user")."""
 
 _SAME = ("long", "int", "to", "contiguous", "clone", "detach", "cpu", "cuda", "squeeze")
 _RESHAPED = ("view", "reshape")
@@ -20,22 +23,28 @@ REMEDY = "ids may only be picked from an argument and given to an embedding (doc
 
 
 def text_of(path: Path) -> str:
-    """A path as it stands in a program: batch["user"], ids[3]."""
+    """Return a path as Python code: batch["user"], ids[3]."""
     picked = (f"[{key}]" if isinstance(key, int) else f'["{key}"]' for key in path[1:])
     return f"{path[0]}{''.join(picked)}"
 
 
 class Ids:
-    """Stands for the ids of b samples, or for several columns of them.
+    """A placeholder for the ids of b samples, in one column or several.
 
-    path: where it is from; columns: their names where it is several, None for ids of one column, [b]. x[k], x[:, k] and x["name"] pick one; shapes,
-    conversions and reshapes to [b] are as those of a tensor. Whatever would need the ids themselves raises TypeError or AttributeError.
+    x[k], x[:, k] and x["name"] pick one column. Shapes, conversions and reshapes to [b] work as for
+    a tensor. Operations that need the values of the ids raise TypeError or AttributeError.
+
+    Attributes:
+        path: the argument of forward, and the indices and keys that lead to these ids.
+        columns: the names of the columns, for ids [b, columns]. If None, the ids are one column,
+            [b].
     """
 
     def __init__(self, path: Path, samples: int, device: torch.device, columns: Sequence[str] | None = None) -> None:
         self.path, self.columns, self.device, self.dtype = path, columns, device, torch.int64
         sizes = (samples,) if columns is None else (samples, len(columns))
-        # While torch.export follows forward, the number of samples is a symbol, of which torch.Size would make a number.
+        # While torch.export traces forward, the number of samples is a symbol, which torch.Size
+        # would turn into a number.
         self.shape = torch.Size(sizes) if type(samples) is int else sizes
 
     def __getitem__(self, key: Any) -> Ids:
@@ -60,21 +69,21 @@ class Ids:
         return self.shape[0] if self.columns is None else len(self.columns)
 
     def unbind(self, dim: int = 0) -> tuple[Ids, ...]:
-        """Its columns."""
+        """Return the columns. `dim` must be 1 or -1."""
         if dim not in (1, -1):
             self._refuse(f"takes unbind({dim}) of")
         return tuple(self)
 
     def size(self, dim: int | None = None) -> Any:
-        """Its shape, or one size of that."""
+        """Return the shape, or its size in one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """1, or 2 where it is several columns."""
+        """Return the number of dimensions: 1 for one column, 2 for several."""
         return len(self.shape)
 
     def stride(self) -> int:
-        """The number of samples, as a KeyedJaggedTensor of TorchRec has it."""
+        """Return the number of samples, as a KeyedJaggedTensor of TorchRec does."""
         return self.shape[0]
 
     def __getattr__(self, name: str) -> Any:
@@ -84,7 +93,7 @@ class Ids:
             return self._reshaped
         if name == "flatten":
             return lambda: self._reshaped(-1)
-        if name.startswith("__"):  # what Python itself looks for
+        if name.startswith("__"):  # a name that Python itself looks up
             raise AttributeError(name)
         raise AttributeError(f"forward takes .{name} of the ids {text_of(self.path)}; {REMEDY}")
 
@@ -106,12 +115,12 @@ class Ids:
             f'dense={{"{argument}": [...]}}'
         )
 
-    # Else equality would be identity, without a word.
+    # Without this, code that hashes ids would silently use their identity.
     __hash__ = None  # type: ignore[assignment]
 
 
 def _within(value: Any) -> Iterator[Any]:
-    """What stands in lists, tuples and mappings, one after the other."""
+    """Yield the values in nested lists, tuples and mappings, one after the other."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):

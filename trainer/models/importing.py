@@ -1,4 +1,4 @@
-"""What a user names by package.module:name or file.py:name."""
+"""Import objects that a user names by package.module:name or file.py:name."""
 
 from __future__ import annotations
 
@@ -17,11 +17,21 @@ from foreload.trainer.models.own_code import extend_path, found_file, search_fol
 
 
 def load_named(setting: str, name: str, path: str, folder: str) -> Any:
-    """What is called `path`, package.module:name or file.py:name.
+    """Import the object called `path`: package.module:name or file.py:name.
 
-    A module is looked for on Python's path, then in `folder`, where one is given, and in the working directory; a file in these two folders alone.
-    It is imported with generators of random numbers that are always seeded alike, so what it draws then is the same in every process.
-    setting, name: what asked for it, and how, for the error. Raises ModelError, and SettingError for a URL.
+    A module is looked up on Python's path, then in `folder`, then in the working directory. A file
+    is looked up only in these two folders. During the import the random number generators always
+    have the same seed, so the values that the module draws are the same in every process.
+
+    Args:
+        setting: the setting that names the object, for errors.
+        name: the name that the user gave, for errors.
+        path: the name of the object.
+        folder: the folder to search. If "", only the working directory is searched.
+
+    Raises:
+        ModelError: the object cannot be imported.
+        SettingError: the path is a URL.
     """
     local(setting, path)
     module_name, _, own_name = path.partition(":")
@@ -37,13 +47,14 @@ def load_named(setting: str, name: str, path: str, folder: str) -> Any:
 
 
 def _imported(name: str, folders: Sequence[str]) -> ModuleType:
-    """A module by its name, or by the path of its file. Raises what its import does."""
+    """Import a module by its name or the path of its file. Errors of the import pass through."""
     if not name.endswith(".py"):
         extend_path(folders)
         return importlib.import_module(name)
     path = found_file(name, folders)
     if path not in sys.modules:
-        # A name that no other module has; what lies beside the file can be imported by it.
+        # The path is a module name that no other module has. The folder of the file joins the path,
+        # so that the file can import its neighbours.
         extend_path([os.path.dirname(path)])
         spec = importlib.util.spec_from_file_location(path, path)
         assert spec is not None

@@ -1,7 +1,8 @@
-"""Run a model so that its outputs are reproducible: in evaluation mode, and in tiles of one fixed size.
+"""Run a model with reproducible outputs: in evaluation mode, and in tiles of a fixed size.
 
-Equal records get equal scores, to the bit, whatever is scored beside them. The order of the sums within a product depends on how many samples it has:
-in slices of different sizes, equal records would get scores that differ in their last bits.
+Equal records get equal scores, to the bit, whatever other records are scored with them. The order
+of the sums within a matrix product depends on the number of samples, so in slices of different
+sizes equal records would get scores that differ in their last bits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from torch import Tensor, nn
 
 @contextlib.contextmanager
 def modes_kept(module: nn.Module) -> Iterator[None]:
-    """Within the context a module's modes may be changed; behind it each part is in the mode that it was in."""
+    """Restore the modes of a module on leaving the context.
+
+    Within the context the modes may be changed. Afterwards each submodule is in the mode in which
+    it was before.
+    """
     modes = [(part, part.training) for part in module.modules()]
     try:
         yield
@@ -25,13 +30,19 @@ def modes_kept(module: nn.Module) -> Iterator[None]:
 
 
 TILE = 256
-"""Samples of a tile."""
+"""The number of samples in a tile."""
 
 
 def in_tiles(forward: Callable[[Tensor, Tensor], Tensor], dense: Tensor, block: Tensor) -> Tensor:
-    """Outputs [b] or [b, L] of samples, at least one, cut in order; the last tile is filled up with copies of its last sample, which are dropped.
+    """Run `forward` on samples tile by tile, and return the outputs, [b] or [b, L].
 
-    forward: gives those of a tile; dense: float32 [b, n]; block: float32 [b, F, W]; both contiguous.
+    Samples keep their order. The last tile is padded with copies of its last sample, and their
+    outputs are dropped. There must be at least one sample.
+
+    Args:
+        forward: returns the outputs of one tile.
+        dense: float32 [b, n], contiguous.
+        block: float32 [b, F, W], contiguous.
     """
     outputs = []
     for first in range(0, len(block), TILE):
@@ -41,6 +52,3 @@ def in_tiles(forward: Callable[[Tensor, Tensor], Tensor], dense: Tensor, block: 
             tile = [torch.cat([given, given[-1:].expand(TILE - samples, *given.shape[1:])]) for given in tile]
         outputs.append(forward(*tile)[:samples])
     return torch.cat(outputs)
-
-
-# The generator behind numpy.random's functions, which have no other way to it.

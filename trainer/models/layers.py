@@ -1,4 +1,7 @@
-"""Layers that stand where nn.Embedding and nn.EmbeddingBag stood in a model, and give a feature's rows of the step; they hold no parameters."""
+"""Layers that replace nn.Embedding and nn.EmbeddingBag in a model.
+
+They have no parameters. Each returns the rows of a feature in the current step.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,27 @@ from torch import Tensor, nn
 from foreload.trainer.errors import ModelError
 
 STEP = "step"
-"""The parameter of a model's forward that gets the number of training steps done before."""
+"""The name of the parameter of forward that gets the number of training steps done before."""
 
 
 class StepRows:
-    """Where the layers of one model take the step's embeddings from: set while the model's forward runs, None otherwise."""
+    """The embeddings of the current step, shared by the layers of one model.
+
+    Attributes:
+        embeddings: the embeddings by feature while the model's forward runs, otherwise None.
+    """
 
     def __init__(self) -> None:
         self.embeddings: Mapping[str, Tensor] | None = None
 
     def of(self, feature: str) -> Tensor:
-        """The feature's embeddings, float32 [b, dimension]: a copy that is contiguous, as torch's layers give one. Raises ModelError."""
+        """Return a feature's embeddings, float32 [b, dimension].
+
+        The result is a contiguous copy, as the result of torch's layers is.
+
+        Raises:
+            ModelError: the model's forward is not running.
+        """
         if self.embeddings is None:
             raise ModelError(
                 f"feature {feature}: its rows are there while the model's forward runs, called with (dense, embeddings); nothing is before or after"
@@ -32,7 +45,12 @@ class StepRows:
 
 
 class Needed(NamedTuple):
-    """A feature that a layer takes. dimension: the columns that the layer must get, None for any; pooling: those that the feature may have."""
+    """A feature that a layer uses.
+
+    Attributes:
+        dimension: the number of columns that the layer needs. If None, any number will do.
+        pooling: the poolings that the feature may have.
+    """
 
     feature: str
     dimension: int | None
@@ -40,7 +58,11 @@ class Needed(NamedTuple):
 
 
 class FeatureLayer(nn.Module):
-    """A layer that gives rows of features. rows: where it takes them from, once it is part of a model."""
+    """A layer that returns the rows of one or more features.
+
+    Attributes:
+        rows: the source of the rows. It is None until the layer is connected to a model.
+    """
 
     rows: StepRows | None
 
@@ -49,7 +71,7 @@ class FeatureLayer(nn.Module):
         self.rows = None
 
     def needed(self) -> Iterator[Needed]:
-        """The features that it takes."""
+        """Yield the features that the layer uses."""
         raise NotImplementedError
 
 
@@ -65,37 +87,49 @@ class _OneFeature(FeatureLayer):
         self.feature = feature
 
     def forward(self) -> Tensor:
-        """The feature's embeddings of this slice, float32 [b, dimension]."""
+        """Return the feature's embeddings of the current slice, float32 [b, dimension]."""
         return (self.rows or StepRows()).of(self.feature)
 
     def needed(self) -> Iterator[Needed]:
         yield Needed(self.feature, None, self.poolings)
 
     def extra_repr(self) -> str:
-        """What print shows of it."""
+        """Return the text that print shows in the parentheses after the class name."""
         return repr(self.feature)
 
 
 class Embedding(_OneFeature):
-    """Stands where nn.Embedding stood: forward, without arguments, gives the row of each sample's value of a feature, float32 [b, dimension].
+    """Replaces nn.Embedding: its forward takes no arguments.
 
-    feature: its name in the feature file; one value a sample.
+    Forward returns the row of each sample's value of a feature, float32 [b, dimension].
+
+    Args:
+        feature: the name of a feature in the feature file that has one value per sample.
     """
 
     poolings = ("single",)
 
 
 class EmbeddingBag(_OneFeature):
-    """Stands where nn.EmbeddingBag stood: forward, without arguments, gives the sum or mean of the rows of each sample's values of a feature.
+    """Replaces nn.EmbeddingBag: its forward takes no arguments.
 
-    feature: its name in the feature file, which says how it is pooled. The result is float32 [b, dimension].
+    Forward returns the sum or mean of the rows of each sample's values of a feature, float32
+    [b, dimension].
+
+    Args:
+        feature: the name of a feature in the feature file. The file specifies how the feature is
+            pooled.
     """
 
     poolings = ("single", "sum", "mean")
 
 
 class _Connection:
-    """The hooks of a model that has layers of features: what it is called with goes to them, and to its forward as far as that takes it."""
+    """The hooks of a model that has feature layers.
+
+    The hook before forward passes the embeddings to the layers, and passes on only the arguments
+    that the model's own forward takes. The hook after forward removes the embeddings.
+    """
 
     def __init__(self, rows: StepRows, arguments: int) -> None:
         self.rows, self.arguments = rows, arguments
@@ -109,9 +143,11 @@ class _Connection:
 
 
 def connect(module: nn.Module) -> nn.Module:
-    """Have the layers of features in a model take their rows from what it is called with, (dense, embeddings); returns the model.
+    """Connect the feature layers of a model to the embeddings that it is called with.
 
-    Its own forward may take both, `dense` alone, or nothing. Layers that a part of it feeds already, as `wrap` does, are left to that.
+    Returns the model, which is then called with (dense, embeddings). Its own forward may take both,
+    only `dense`, or nothing. Layers that already have a source of rows, such as those of `wrap`,
+    are left unchanged.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, FeatureLayer) and layer.rows is None]
     if layers:
@@ -124,7 +160,7 @@ def connect(module: nn.Module) -> nn.Module:
 
 
 def _positional(module: nn.Module) -> int:
-    """How many of (dense, embeddings) the forward of a module takes."""
+    """Return how many of (dense, embeddings) the forward of a module takes."""
     parameters = inspect.signature(module.forward).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return 2
@@ -133,12 +169,18 @@ def _positional(module: nn.Module) -> int:
 
 
 def takes_step(module: nn.Module) -> bool:
-    """Whether the forward of a model has a parameter `step`: an int, the number of training steps done before."""
+    """Return whether the forward of a model has a parameter `step`.
+
+    `step` is an int, the number of training steps done before.
+    """
     return STEP in inspect.signature(module.forward).parameters
 
 
 def check_step(module: nn.Module) -> None:
-    """Raise ModelError where forward needs something behind `step`: others are given by position, `step` by its name."""
+    """Raise ModelError if forward has a required parameter after `step`.
+
+    The other arguments are passed by position, and `step` by name.
+    """
     parameters = inspect.signature(module.forward).parameters
     behind = itertools.dropwhile(lambda parameter: parameter.name != STEP, parameters.values())
     needed = [p.name for p in behind if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty and p.name != STEP]

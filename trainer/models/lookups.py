@@ -1,4 +1,4 @@
-"""What `wrap` puts in the place of a module's embeddings, and what the module's forward is called with."""
+"""The layers that replace a module's embeddings under `wrap`, and the arguments of its forward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from foreload.trainer.models.tables import TorchTable
 
 
 class WrappedRows(StepRows):
-    """The step's rows for a wrapped module. calls: None, or, while its forward is looked at, which layer was given which ids so far."""
+    """The rows of the step for a wrapped module.
+
+    Attributes:
+        calls: the layers that forward has called so far, each with its ids, while `wrap` traces
+            forward. Otherwise None.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +43,11 @@ class _Replaced(FeatureLayer):
         return super().__getattr__(name)
 
     def given(self, ids: object) -> Ids:
-        """What the layer was given, where it is ids; raises TypeError where it is not."""
+        """Return the ids that the layer was given.
+
+        Raises:
+            TypeError: the layer was given something else.
+        """
         if not isinstance(ids, Ids):
             raise TypeError(
                 f'forward gives {type(ids).__name__} to the embedding {self.path}; {REMEDY}; for indices of its own, say keep=["{self.path}"]'
@@ -47,7 +56,11 @@ class _Replaced(FeatureLayer):
 
 
 class Lookup(_Replaced):
-    """Stands for an nn.Embedding or nn.EmbeddingBag. features: by the ids that it is given."""
+    """Replaces an nn.Embedding or nn.EmbeddingBag.
+
+    Attributes:
+        features: the name of the feature for the path of each placeholder that the layer is given.
+    """
 
     def __init__(self, path: str, rows: WrappedRows, table: TorchTable) -> None:
         super().__init__(path, rows)
@@ -55,7 +68,19 @@ class Lookup(_Replaced):
         self.features: dict[Path, str] = {}
 
     def forward(self, input: Any, offsets: Any = None, per_sample_weights: Any = None) -> Tensor:
-        """The rows that the ids stand for, float32 [b, dimension]; a bag's summed or averaged. offsets: nothing that is needed."""
+        """Return the rows of the ids, float32 [b, dimension].
+
+        The rows of a bag are summed or averaged.
+
+        Args:
+            input: the placeholder of the ids.
+            offsets: ignored.
+            per_sample_weights: must be None.
+
+        Raises:
+            TypeError: an argument is not supported.
+            ModelError: the layer was not given these ids when `wrap` traced forward.
+        """
         ids = self.given(input)
         if per_sample_weights is not None:
             raise TypeError(f"forward gives per_sample_weights to the embedding {self.path}; values of a feature have no weights")
@@ -78,30 +103,33 @@ class Lookup(_Replaced):
             yield Needed(feature, self.table.dimension, tuple(dict.fromkeys(("single", self.table.pooling))))
 
     def extra_repr(self) -> str:
-        """What print shows of it."""
+        """Return the text that print shows in the parentheses after the class name."""
         return ", ".join(dict.fromkeys(self.features.values()))
 
 
 class KeyedRows:
-    """What an EmbeddingBagCollection gives, as far as models use TorchRec's KeyedTensor: float32 [b, dimension] by key, in order."""
+    """The result of a Collection: float32 [b, dimension] by key, in order.
+
+    It has the parts of TorchRec's KeyedTensor that models use.
+    """
 
     def __init__(self, embeddings: Mapping[str, Tensor]) -> None:
         self._embeddings = dict(embeddings)
 
     def keys(self) -> list[str]:
-        """The keys."""
+        """Return the keys."""
         return list(self._embeddings)
 
     def values(self) -> Tensor:
-        """All side by side, float32 [b, sum of the dimensions]."""
+        """Return all values side by side, float32 [b, sum of the dimensions]."""
         return torch.cat(list(self._embeddings.values()), 1)
 
     def to_dict(self) -> dict[str, Tensor]:
-        """All by key."""
+        """Return the values by key."""
         return dict(self._embeddings)
 
     def length_per_key(self) -> list[int]:
-        """The dimensions."""
+        """Return the dimension of each value."""
         return [value.shape[1] for value in self._embeddings.values()]
 
     def __getitem__(self, key: str) -> Tensor:
@@ -109,14 +137,22 @@ class KeyedRows:
 
 
 class Collection(_Replaced):
-    """Stands for an EmbeddingBagCollection. keys: of what it gives, each with its feature and table, in order."""
+    """Replaces an EmbeddingBagCollection.
+
+    Attributes:
+        keys: the keys of its result in order, each with its feature and table.
+    """
 
     def __init__(self, path: str, rows: WrappedRows, keys: Sequence[tuple[str, str, TorchTable]]) -> None:
         super().__init__(path, rows)
         self.keys = tuple(keys)
 
     def forward(self, features: Any) -> KeyedRows:
-        """The rows of all its features. features: what stands for a KeyedJaggedTensor, always the same."""
+        """Return the rows of all its features.
+
+        Args:
+            features: the placeholder for a KeyedJaggedTensor, the same in every call.
+        """
         ids = self.given(features)
         if self.wrapped_rows.calls is not None:
             self.wrapped_rows.calls.append((self, ids.path))
@@ -129,9 +165,9 @@ class Collection(_Replaced):
 
 
 def keys_of(tables: Sequence[TorchTable]) -> list[tuple[str, str, TorchTable]]:
-    """Key, feature and table of each feature of a collection.
+    """Return the key, feature and table of each feature of a collection.
 
-    As in TorchRec, the key of a feature that is in several tables has the table's name behind it.
+    As in TorchRec, the key of a feature that several tables have ends in the name of the table.
     """
     names = [name for table in tables for name in table.feature_names]
     keys = []
@@ -144,7 +180,7 @@ def keys_of(tables: Sequence[TorchTable]) -> list[tuple[str, str, TorchTable]]:
 
 
 def replace_layers(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> None:
-    """Put other layers in the place of those of a module, wherever it has them."""
+    """Replace layers of a module, everywhere in the module."""
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if child is not None and child in replaced:
@@ -152,20 +188,33 @@ def replace_layers(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -
 
 
 def feature_name(name: str) -> str:
-    """A name as a feature may have it."""
+    """Return a name that is valid for a feature: dots become underscores."""
     return name.replace(".", "_")
 
 
 DenseValues = str | Sequence[str] | Mapping[str, str | Sequence[str]]
-"""The dense values that an argument of forward holds: one, [b]; several, [b, n], in order; or such by the keys of a dict."""
+"""The dense values of an argument of forward.
+
+One name stands for [b], a sequence of names for [b, n] in order, and a dict for a dict of these.
+"""
 Columns = str | Sequence[str] | Mapping[str, str]
-"""The columns of the data whose ids an argument of forward holds: one; several, in order; or by the keys of a dict."""
+"""The columns of the data whose ids an argument of forward holds.
+
+One name, several names in order, or a dict with the name for each key.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What the forward of a module is called with. dense, columns: what its arguments hold, by their names; step: the argument that gets the
-    training step, None if none does; what is in none of these holds ids.
+    """The arguments with which the forward of a module is called.
+
+    Required arguments that are not named here hold ids.
+
+    Attributes:
+        signature: the signature of forward.
+        dense: the dense values of arguments, by the argument's name.
+        columns: the columns of arguments that hold ids, by the argument's name.
+        step: the argument that gets the training step. If None, no argument gets it.
     """
 
     signature: inspect.Signature
@@ -177,7 +226,12 @@ class Arguments:
     def of(
         cls, module: nn.Module, dense: Mapping[str, DenseValues], columns: Mapping[str, Columns], step: str | None
     ) -> Arguments:
-        """Those of a module. Raises ModelError where one is named that it does not have, or is said to hold two things."""
+        """Return the arguments of a module's forward.
+
+        Raises:
+            ModelError: forward does not have one of the named arguments, or one is named for two
+                purposes.
+        """
         signature = inspect.signature(module.forward)
         if step in (*dense, *columns):
             raise ModelError(f"wrap: argument {step}: must be the step, dense values or ids, and only one of these; name it once")
@@ -193,11 +247,14 @@ class Arguments:
 
     @property
     def dense_names(self) -> tuple[str, ...]:
-        """The dense values, in order."""
+        """The names of the dense values, in order."""
         return tuple(name for _, _, given in self._dense_parts() for name in _listed(given))
 
     def _dense_parts(self) -> Iterator[tuple[str, str | None, str | Sequence[str]]]:
-        """Each argument that holds dense values, the key within it, None where it is none, and what is there."""
+        """Yield each argument that holds dense values, a key within it, and the names there.
+
+        The key is None if the argument is not a dict.
+        """
         for name, given in self.dense.items():
             if isinstance(given, Mapping):
                 yield from ((name, key, of_key) for key, of_key in given.items())
@@ -205,10 +262,15 @@ class Arguments:
                 yield name, None, given
 
     def call(self, module: nn.Module, dense: Tensor, step: int) -> Any:
-        """Call the module for the samples of `dense`, float32 [b, n], in a training step, or after so many."""
+        """Call the module for a slice of samples.
+
+        Args:
+            dense: float32 [b, n].
+            step: the number of training steps done before.
+        """
         values = self._dense(dense)
         bound = self.signature.bind_partial()
-        # In the order of the signature, by which positional arguments are given.
+        # The loop follows the signature, in whose order positional arguments are passed.
         for name, parameter in self.signature.parameters.items():
             if name == self.step:
                 bound.arguments[name] = step
@@ -243,7 +305,7 @@ class Arguments:
         return Ids((name,), samples, device, tuple(given))
 
     def column(self, path: Path) -> str | None:
-        """The column that ids are from, where that is known."""
+        """Return the column of the data that ids come from, or None if it is not known."""
         given, last = self.columns.get(str(path[0])), path[-1]
         if len(path) == 1:
             return given if isinstance(given, str) else str(last)

@@ -1,4 +1,7 @@
-"""Models of several labels: MMoE (Ma et al. 2018, 10.1145/3219819.3220007) and shared bottom (Caruana 1997, 10.1023/A:1007379606734)."""
+"""Models of several labels: MMoE and shared bottom.
+
+MMoE: Ma et al. 2018, 10.1145/3219819.3220007. Shared bottom: Caruana 1997, 10.1023/A:1007379606734.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,37 @@ from foreload.trainer.models.spec import ModelSpec, flattened, fraction, mlp, si
 
 
 class Towers(nn.Module):
-    """A tower for each label, of hidden layers of these sizes and one output. inputs: columns of what each tower gets."""
+    """One tower per label, each with hidden layers and one output.
+
+    Args:
+        inputs: the number of columns that each tower gets.
+        hidden: the sizes of the hidden layers.
+        dropout: the dropout probability between the layers.
+    """
 
     def __init__(self, spec: ModelSpec, inputs: int, hidden: Sequence[int], dropout: float) -> None:
         super().__init__()
         self.of_label = nn.ModuleList(mlp(inputs, (*hidden, 1), last_relu=False, dropout=dropout) for _ in spec.labels)
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        """inputs: per label [b, columns]. Returns outputs [b, labels], or [b] where there is one label."""
+        """Return the outputs [b, labels], or [b] if there is one label.
+
+        Args:
+            inputs: per label [b, columns].
+        """
         outputs = [tower(own) for tower, own in zip(self.of_label, inputs, strict=True)]
         return outputs[0].squeeze(1) if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
 class MMoE(nn.Module):
-    """Options: experts, how many; expert, sizes of each one's layers; tower, of the hidden layers of each label's; dropout between layers of both."""
+    """Experts that a gate per label mixes, and one tower per label.
+
+    Args:
+        experts: the number of experts.
+        expert: the sizes of each expert's layers.
+        tower: the sizes of the hidden layers of each label's tower.
+        dropout: the dropout probability between the layers of experts and towers.
+    """
 
     def __init__(
         self,
@@ -50,16 +70,27 @@ class MMoE(nn.Module):
         self.towers = Towers(spec, widths[-1], own, share)
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
-        """dense [b, n]; embeddings: per feature [b, D]. Returns outputs [b, labels], or [b] where there is one label."""
+        """Return the outputs [b, labels], or [b] if there is one label.
+
+        Args:
+            dense: float32 [b, n].
+            embeddings: per feature [b, D].
+        """
         inputs = torch.cat([dense, flattened(embeddings, self.spec)], 1)
         views = torch.stack([expert(inputs) for expert in self.experts], 1)  # [b, experts, width]
         shares = [gate(inputs).softmax(1) for gate in self.gates]  # per label [b, experts]
-        # By elements: as a batch of matrix products each would be of one row.
+        # Multiply elementwise: in a batch of matrix products, each product would have a single row.
         return self.towers([(share.unsqueeze(2) * views).sum(1) for share in shares])
 
 
 class SharedBottom(nn.Module):
-    """Options: bottom, sizes of the layers that labels share; tower, of the hidden layers of each label's own; dropout between all of them."""
+    """Layers that all labels share, and one tower per label.
+
+    Args:
+        bottom: the sizes of the layers that the labels share.
+        tower: the sizes of the hidden layers of each label's tower.
+        dropout: the dropout probability between all of these layers.
+    """
 
     def __init__(
         self, spec: ModelSpec, *, bottom: str | Sequence[int] = "128-64", tower: str | Sequence[int] = "32", dropout: float = 0.0
@@ -73,6 +104,11 @@ class SharedBottom(nn.Module):
         self.towers = Towers(spec, (width, *shared)[-1], own, share)
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
-        """dense [b, n]; embeddings: per feature [b, D]. Returns outputs [b, labels], or [b] where there is one label."""
+        """Return the outputs [b, labels], or [b] if there is one label.
+
+        Args:
+            dense: float32 [b, n].
+            embeddings: per feature [b, D].
+        """
         shared = self.bottom(torch.cat([dense, flattened(embeddings, self.spec)], 1))
         return self.towers([shared] * len(self.spec.labels))

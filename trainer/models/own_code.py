@@ -1,4 +1,8 @@
-"""The files of a user's model: where they are looked for, the file that names the model, and those of its folder that this one imports."""
+"""Find the files of a user's model.
+
+These are the file that the name of the model refers to, and the files of its folder that it
+imports.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,19 @@ from pathlib import Path, PurePosixPath
 
 
 def search_folders(folder: str) -> list[str]:
-    """Where a user's files are looked for, in order: in `folder`, if it is not "", and in the working directory."""
+    """Return the folders to search for a user's files, in order.
+
+    They are `folder`, if it is not "", and the working directory.
+    """
     return list(dict.fromkeys(os.path.abspath(place) for place in (folder, os.getcwd()) if place))
 
 
 def found_file(name: str, folders: Iterable[str]) -> str:
-    """The path of a file in the first of these folders that has it. Raises FileNotFoundError."""
+    """Return the path of a file in the first of these folders that has it.
+
+    Raises:
+        FileNotFoundError: no folder has the file.
+    """
     path = next((path for folder in folders if os.path.isfile(path := os.path.join(folder, name))), None)
     if path is None:
         raise FileNotFoundError(f"there is no file {name}")
@@ -28,7 +39,7 @@ def found_file(name: str, folders: Iterable[str]) -> str:
 
 
 def extend_path(folders: Iterable[str]) -> None:
-    """Have Python find modules in these folders, too, behind all others."""
+    """Append folders to Python's path, so that Python finds modules there after all others."""
     sys.path.extend(folder for folder in folders if folder not in sys.path)
 
 
@@ -36,14 +47,18 @@ _FOR_PACKAGES = {"site-packages", "dist-packages"}
 
 
 def own_files(names: Iterable[str], folder: str) -> dict[str, Path]:
-    """Return the files of models and losses, by the name that each has in a copy of the user's folder.
+    """Return the files of models and losses, by their names in a copy of the user's folder.
 
-    An import counts wherever it stands in a file, also in a function that was not called yet. One of another folder than those of `names`, of the
-    standard library, or of an installed package does not count; of a model that is itself installed, the modules of its own package do.
+    An import counts wherever it stands in a file, even in a function that has not been called.
+    Imports from folders other than those of `names`, from the standard library and from installed
+    packages do not count. If a model is itself installed, the modules of its own package count.
+    Nothing is imported. Files and modules that are not found are left out.
 
-    names, folder: as `load_named` takes them. Nothing is imported; what is not found is left out.
+    Args:
+        names: the names of the models and losses, as `load_named` takes them.
+        folder: the folder to search, as `load_named` takes it.
     """
-    # Files may have been made a moment ago.
+    # Python's import caches may miss files that were just created.
     importlib.invalidate_caches()
     walk = _Walk()
     for name in names:
@@ -57,11 +72,17 @@ def own_files(names: Iterable[str], folder: str) -> dict[str, Path]:
 
 
 class _Walk:
-    """Follows imports. folders: from which modules count, each with the name of its copy; installed: packages that count wherever they are."""
+    """Follows the imports of a user's files.
+
+    Attributes:
+        found: the files found so far, by their names in the copy.
+    """
 
     def __init__(self) -> None:
         self.found: dict[str, Path] = {}
+        # The folders whose modules count, each with its name in the copy.
         self._folders: dict[str, str] = {}
+        # The installed packages whose modules count.
         self._installed: set[str] = set()
 
     def add_file(self, name: str, places: Iterable[str]) -> None:
@@ -70,7 +91,7 @@ class _Walk:
         except FileNotFoundError:
             return
         extend_path([os.path.dirname(path)])
-        # One that is named by way of another folder has no name within the user's.
+        # A path that is absolute or contains `..` has no name within the user's folder.
         plain = not os.path.isabs(name) and ".." not in Path(name).parts
         copied = PurePosixPath(name if plain else os.path.basename(name))
         self._folders.setdefault(os.path.dirname(path), str(copied.parent))
@@ -86,7 +107,7 @@ class _Walk:
             self._import(name)
 
     def _import(self, name: str) -> None:
-        """Take in a module, with the packages that it is in, if it counts."""
+        """Add a module, and the packages that contain it, if it counts."""
         top = name.partition(".")[0]
         location = _location(_top_level(top))
         if location not in self._folders or top == "foreload" or (_is_installed(location) and top not in self._installed):
@@ -98,7 +119,13 @@ class _Walk:
                 self._follow(str(copied), spec.origin, spec.name if is_package else spec.name.rpartition(".")[0])
 
     def _follow(self, copied: str, path: str, package: str) -> None:
-        """Take in a file, and what it imports. package: by which its relative imports go."""
+        """Add a file and the modules that it imports.
+
+        Args:
+            copied: the name of the file in the copy.
+            path: the path of the file.
+            package: the package that its relative imports refer to.
+        """
         if copied in self.found:
             return
         self.found[copied] = Path(path)
@@ -108,11 +135,15 @@ class _Walk:
 
 
 def _imports(source: bytes, package: str) -> Iterator[str]:
-    """The modules that a file may import, by their full names; among them names of what is no module."""
+    """Yield the full names of the modules that a file may import.
+
+    Some of the names may be attributes of a module, which are not modules.
+    """
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
-        return  # it was not imported yet, and cannot be
+        # The file was never imported, and cannot be.
+        return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -126,7 +157,7 @@ def _imports(source: bytes, package: str) -> Iterator[str]:
 
 
 def _top_level(name: str) -> ModuleSpec | None:
-    """Where Python finds, or has found, a module that is in no package; None where it does not."""
+    """Return the spec of a top-level module, or None if Python does not find it."""
     try:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -134,7 +165,10 @@ def _top_level(name: str) -> ModuleSpec | None:
 
 
 def _specs(name: str) -> Iterator[ModuleSpec]:
-    """Of a module and the packages that it is in, from the outermost on, those that there are. None is imported for that."""
+    """Yield the specs of a module and its packages, from the outermost package inwards.
+
+    Stops at the first that does not exist. Nothing is imported.
+    """
     first, *further = name.split(".")
     spec = _top_level(first)
     while spec is not None:
@@ -145,13 +179,20 @@ def _specs(name: str) -> Iterator[ModuleSpec]:
 
 
 def _inside(name: str, places: Iterable[str]) -> ModuleSpec | None:
-    """Where a module lies, by its full name, in the folders of its package, which need not have been imported; None where it does not."""
+    """Return the spec of a module in the folders of its package, or None if it is not there.
+
+    The package need not have been imported.
+
+    Args:
+        name: the full name of the module.
+        places: the folders of its package.
+    """
     finders = (pkgutil.get_importer(place) for place in places)
     return next((spec for finder in finders if finder is not None and (spec := finder.find_spec(name)) is not None), None)
 
 
 def _location(spec: ModuleSpec | None) -> str | None:
-    """The folder of Python's path in which a module lies that is in no package; None where it lies in none."""
+    """Return the folder on Python's path that contains a top-level module, or None."""
     if spec is None:
         return None
     if spec.submodule_search_locations is not None:
@@ -160,5 +201,5 @@ def _location(spec: ModuleSpec | None) -> str | None:
 
 
 def _is_installed(location: str) -> bool:
-    """Whether a folder is that of installed packages, or of the standard library."""
+    """Return whether a folder belongs to installed packages or to the standard library."""
     return not _FOR_PACKAGES.isdisjoint(Path(location).parts) or Path(location).is_relative_to(sysconfig.get_path("stdlib"))

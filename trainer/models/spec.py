@@ -1,4 +1,4 @@
-"""The description of the data that a model gets, and what its forward receives."""
+"""The description of the data that a model's constructor gets, and the inputs of its forward."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from foreload.trainer.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The inputs of a model: the number of dense values per sample, and per feature (name, dimension D, table), in order.
+    """The inputs and labels of a model.
 
-    dense_names: of the dense values; poolings: of the features, "single", "sum" or "mean"; both in order, and empty where that is not known.
-    labels: what is to be predicted, by name, in the order of the feature file; label_kinds: of each, "click" or "number".
+    Attributes:
+        dense_width: the number of dense values per sample.
+        features: the features in order, each as (name, dimension D, table).
+        dense_names: the names of the dense values, in order. Empty if they are not known.
+        poolings: "single", "sum" or "mean" for each feature, in order. Empty if they are not known.
+        labels: the names of the labels to predict, in the order of the feature file.
+        label_kinds: "click" or "number" for each label.
     """
 
     dense_width: int
@@ -28,29 +33,42 @@ class ModelSpec:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The features' names, in order."""
+        """The names of the features, in order."""
         return tuple(name for name, _, _ in self.features)
 
     @property
     def width(self) -> int:
-        """Columns of all features' embeddings together, without further columns."""
+        """The total number of columns of all embeddings, without further columns."""
         return sum(dimension for _, dimension, _ in self.features)
 
     def output_shape(self, samples: int) -> tuple[int, ...]:
-        """What forward returns for so many samples: [b] where there is one label, else [b, labels]."""
+        """Return the shape of the outputs for a number of samples.
+
+        The shape is [b] if there is one label, else [b, labels].
+        """
         return (samples,) if len(self.labels) == 1 else (samples, len(self.labels))
 
     def one_output(self, model: str) -> None:
-        """Raise ModelError where there are several labels, for a model that has one output. model: its name, for the error."""
+        """Raise ModelError if there are several labels. For models with one output.
+
+        Args:
+            model: the name of the model, for the error.
+        """
         if len(self.labels) > 1:
             raise ModelError(
                 f"{model}: predicts one label; got {len(self.labels)}: {', '.join(self.labels)}; use shared_bottom or mmoe, or a model of your own"
             )
 
     def equal_dimension(self, model: str) -> int:
-        """The one dimension of all features, for a model that multiplies embeddings with each other. Raises ModelError.
+        """Return the dimension of all features, which must be the same.
 
-        model: its name, for the error.
+        For models that multiply embeddings with each other.
+
+        Args:
+            model: the name of the model, for the error.
+
+        Raises:
+            ModelError: the features have different dimensions.
         """
         dimensions = {dimension for _, dimension, _ in self.features}
         if len(dimensions) != 1:
@@ -62,9 +80,12 @@ class ModelSpec:
 
 
 class Embeddings(dict[str, Tensor]):
-    """Per feature its embeddings [b, D], and "<feature>.<column>" for each further column that the model declares.
+    """The embeddings [b, D] by feature, and further columns as "<feature>.<column>".
 
-    They are views of `block`, float32 [b, F, W], whose first D columns are the embeddings; a model may use it instead of the views.
+    The values are views of `block`. A model may use the block instead of the views.
+
+    Attributes:
+        block: float32 [b, F, W]. Its first D columns are the embeddings.
     """
 
     def __init__(self, views: Mapping[str, Tensor], block: Tensor) -> None:
@@ -73,9 +94,15 @@ class Embeddings(dict[str, Tensor]):
 
     @classmethod
     def split(cls, block: Tensor, names: Sequence[str], parts: Sequence[Sequence[tuple[str, int]]]) -> Embeddings:
-        """The views of a block [b, F, W]. names: the features'; parts: per feature the (name, columns) of its rows' parts, the embedding first.
+        """Make the views of a block [b, F, W].
 
-        Unbinding and splitting make one node each in backward, where slicing would make one block of zeros per view.
+        Unbinding and splitting add one node each to the backward graph. Slicing would create one
+        block of zeros per view in backward.
+
+        Args:
+            block: float32 [b, F, W].
+            names: the names of the features.
+            parts: per feature the (name, columns) of the parts of its rows, the embedding first.
         """
         views = {}
         for name, own, entry in zip(names, parts, block.unbind(1), strict=True):
@@ -90,11 +117,17 @@ class Embeddings(dict[str, Tensor]):
 
 
 ModelBuilder = Callable[..., nn.Module]
-"""A model's class, or a function that builds it: called with a ModelSpec and its options."""
+"""A model's class, or a function that builds the model. It gets a ModelSpec and options."""
 
 
 def further_columns(model: ModelBuilder) -> tuple[tuple[str, int], ...]:
-    """The columns per row that a model's class declares besides the embedding: (name, columns) in order. Raises ModelError."""
+    """Return the further columns per row that a model's class declares: (name, columns) in order.
+
+    The columns of the embedding are not included.
+
+    Raises:
+        ModelError: the declaration is not valid.
+    """
     declared = getattr(model, "further_columns", {})
     valid = isinstance(declared, Mapping) and all(
         isinstance(name, str) and name not in ("", "weights") and type(columns) is int and columns > 0
@@ -105,32 +138,41 @@ def further_columns(model: ModelBuilder) -> tuple[tuple[str, int], ...]:
     return tuple(declared.items())
 
 
-# The next three functions give the same bits from Embeddings, with a block, as from a plain dict: either way they end in the same contiguous tensor.
+# The next three functions return the same bits from Embeddings, which have a block, as from a plain
+# dict: both paths produce the same contiguous tensor.
 
 
 def stacked(embeddings: Mapping[str, Tensor], spec: ModelSpec) -> Tensor:
-    """Embeddings of one dimension side by side: contiguous, [b, F, D]."""
+    """Return embeddings of equal dimension side by side: contiguous, [b, F, D]."""
     if isinstance(embeddings, Embeddings):
         block, dimension = embeddings.block, spec.features[0][1]
-        # The whole block as it is, where it is: a part's gradient would be copied into a block of zeros.
+        # Use the whole block where possible. The gradient of a part would be copied into a block of
+        # zeros.
         return block if block.shape[2] == dimension else block.narrow(2, 0, dimension).contiguous()
     return torch.stack([embeddings[name] for name in spec.names], dim=1)
 
 
 def flattened(embeddings: Mapping[str, Tensor], spec: ModelSpec) -> Tensor:
-    """Embeddings of any dimensions end to end: contiguous, [b, spec.width]."""
+    """Return embeddings of any dimensions end to end: contiguous, [b, spec.width]."""
     if isinstance(embeddings, Embeddings) and len({dimension for _, dimension, _ in spec.features}) == 1:
         return stacked(embeddings, spec).flatten(1)
     return torch.cat([embeddings[name] for name in spec.names], dim=1)
 
 
 def single_columns(embeddings: Mapping[str, Tensor], column: str, spec: ModelSpec) -> Tensor:
-    """A further column of width 1 of every feature: contiguous, [b, F]."""
+    """Return a further column of width 1 of every feature: contiguous, [b, F]."""
     return torch.cat([embeddings[f"{name}.{column}"] for name in spec.names], dim=1)
 
 
 def sizes(name: str, value: str | Sequence[int]) -> tuple[int, ...]:
-    """Layer sizes given as "64-32", or as a list of integers; "" is none. name: of the option, for errors. Raises ModelError."""
+    """Parse layer sizes, given as "64-32" or as a list of integers. "" means no layers.
+
+    Args:
+        name: the name of the option, for errors.
+
+    Raises:
+        ModelError: the value is not valid.
+    """
     try:
         parts = [int(part) for part in value.split("-")] if isinstance(value, str) and value else [int(part) for part in value]
     except (TypeError, ValueError):
@@ -141,14 +183,28 @@ def sizes(name: str, value: str | Sequence[int]) -> tuple[int, ...]:
 
 
 def fraction(name: str, value: float) -> float:
-    """A dropout probability, checked to be in [0, 1). name: of the option, for errors. Raises ModelError."""
+    """Return a dropout probability after checking that it is in [0, 1).
+
+    Args:
+        name: the name of the option, for errors.
+
+    Raises:
+        ModelError: the value is out of range.
+    """
     if not 0 <= value < 1:
         raise ModelError(f"{name}: must be at least 0 and below 1; got {value}")
     return value
 
 
 def mlp(inputs: int, widths: Sequence[int], last_relu: bool, dropout: float = 0.0) -> nn.Sequential:
-    """Linear layers of these output widths, with ReLU (and dropout) between them, and after the last too if asked."""
+    """Build linear layers with ReLU between them.
+
+    Args:
+        inputs: the number of input columns.
+        widths: the output width of each layer.
+        last_relu: whether the last layer is followed by ReLU, too.
+        dropout: the probability of the dropout after each ReLU. If 0, there is no dropout.
+    """
     layers: list[nn.Module] = []
     for place, width in enumerate(widths):
         layers.append(nn.Linear(inputs, width))

@@ -1,4 +1,7 @@
-"""The embedding tables of a PyTorch module: those that `wrap` takes over, with the values that they were given, and those that it refuses."""
+"""The embedding tables of a PyTorch module: those that `wrap` accepts, and those that it refuses.
+
+`Drawn` identifies the values that a table had before it was wrapped.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,14 @@ from foreload.trainer.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class TorchTable:
-    """A table of a module. name: what it is to be called; pooling: "single", "sum" or "mean".
+    """A table of a module.
 
-    feature_names: of its features, where the module says so.
+    Attributes:
+        name: the name of the table in foreload.
+        rows: the number of rows.
+        dimension: the number of columns.
+        pooling: "single", "sum" or "mean".
+        feature_names: the names of the table's features, if the module specifies them.
     """
 
     name: str
@@ -28,14 +36,20 @@ class TorchTable:
 
 
 def is_collection(layer: nn.Module) -> bool:
-    """Whether a layer is an EmbeddingBagCollection of TorchRec, or does as one."""
+    """Return whether a layer is an EmbeddingBagCollection of TorchRec, or acts as one."""
     return callable(getattr(layer, "embedding_bag_configs", None))
 
 
 def torch_table(path: str, name: str, layer: nn.Embedding | nn.EmbeddingBag) -> TorchTable:
-    """The table of an nn.Embedding or nn.EmbeddingBag. Raises ModelError where its training would not be what it is in torch, bit for bit aside.
+    """Return the table of an nn.Embedding or nn.EmbeddingBag.
 
-    path: where it is in the module, for the error.
+    Args:
+        path: the path of the layer in the module, for errors.
+        name: the name of the table.
+
+    Raises:
+        ModelError: training the table here would differ from training it in torch by more than the
+            last bits.
     """
     _check_weight(path, layer)
     options: list[tuple[str, Any, Any, str]] = [
@@ -63,7 +77,7 @@ def torch_table(path: str, name: str, layer: nn.Embedding | nn.EmbeddingBag) -> 
 
 
 def _check_weight(path: str, layer: nn.Embedding | nn.EmbeddingBag) -> None:
-    """Raise ModelError unless the layer is torch's own, with a plain table that is trained."""
+    """Raise ModelError unless the layer uses torch's own forward and has a plain, trained table."""
     kind = nn.EmbeddingBag if isinstance(layer, nn.EmbeddingBag) else nn.Embedding
     if type(layer).forward is not kind.forward or layer._forward_hooks or layer._forward_pre_hooks:
         raise ModelError(
@@ -78,9 +92,15 @@ def _check_weight(path: str, layer: nn.Embedding | nn.EmbeddingBag) -> None:
 
 
 def collection_tables(path: str, collection: nn.Module, name_of: Callable[[str, str], str]) -> list[TorchTable]:
-    """The tables of an EmbeddingBagCollection, by what its embedding_bag_configs() say. Raises ModelError.
+    """Return the tables of an EmbeddingBagCollection, as its embedding_bag_configs() describe them.
 
-    name_of: what a table is to be called, from where it is in the module and its name in the collection.
+    Args:
+        path: the path of the collection in the module, for errors.
+        name_of: returns the name of a table, given its path in the module and its name in the
+            collection.
+
+    Raises:
+        ModelError: the collection cannot be wrapped.
     """
     weighted = getattr(collection, "is_weighted", False)
     if weighted() if callable(weighted) else weighted:
@@ -104,19 +124,28 @@ _BLOCK_ROWS = 1 << 16
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Drawn:
-    """Hashes of a table's rows, uint64 [rows], and of its columns, uint64 [D]: 0 of one that has zeros alone."""
+    """Hashes that identify the values of a table.
+
+    Attributes:
+        rows: the hash of each row, uint64 [rows]. The hash of a row of zeros is 0.
+        columns: the hash of each column, uint64 [D]. The hash of a column of zeros is 0.
+    """
 
     rows: np.ndarray
     columns: np.ndarray
 
     @staticmethod
     def of(weights: Tensor) -> Drawn:
-        """Those of a table, [rows, D]: sums of the values' bits, each times an odd number of its place, modulo 2^64."""
+        """Return the hashes of a table [rows, D].
+
+        A hash is the sum of the values' bits, each multiplied by an odd number that belongs to its
+        place, modulo 2^64.
+        """
         count, width = weights.shape
         numbers = np.random.default_rng(0).integers(0, 2**64, max(width, _BLOCK_ROWS), np.uint64) | np.uint64(1)
         rows, columns = np.empty(count, np.uint64), np.zeros(width, np.uint64)
         for first in range(0, count, _BLOCK_ROWS):
-            # Added to 0, so that the sign of zero is lost.
+            # Adding 0 turns -0.0 into 0.0, so that the sign of zero does not change the hash.
             block = weights[first : first + _BLOCK_ROWS].to("cpu", torch.float32) + 0.0
             bits = block.contiguous().numpy().view(np.uint32).astype(np.uint64)
             rows[first : first + len(bits)] = bits @ numbers[:width]
@@ -124,11 +153,11 @@ class Drawn:
         return Drawn(rows, columns)
 
     def is_same(self, other: Drawn | None) -> bool:
-        """Whether another table has the same values."""
+        """Return whether another table has the same values."""
         return other is not None and np.array_equal(self.rows, other.rows) and np.array_equal(self.columns, other.columns)
 
     def same_in(self, other: Drawn | None) -> Drawn:
-        """The hashes of the rows and columns that are the same in another table, and 0 for all others."""
+        """Return the hashes, with 0 for rows and columns that differ in another table."""
         if other is None or self.rows.shape != other.rows.shape or self.columns.shape != other.columns.shape:
             return Drawn(np.zeros_like(self.rows), np.zeros_like(self.columns))
         rows = np.where(self.rows == other.rows, self.rows, np.uint64(0))
@@ -136,12 +165,15 @@ class Drawn:
 
     @property
     def any(self) -> bool:
-        """Whether a row or a column has a hash."""
+        """Whether any row or column has a hash other than 0."""
         return bool(self.rows.any() or self.columns.any())
 
     @property
     def where(self) -> str:
-        """Which part of the table has hashes, as " in 40 of 50 rows"; empty where it is all of it."""
+        """The part of the table that has hashes, as " in 40 of 50 rows".
+
+        Empty if all rows or all columns have hashes.
+        """
         rows, columns = np.count_nonzero(self.rows), np.count_nonzero(self.columns)
         if rows == len(self.rows) or columns == len(self.columns):
             return ""

@@ -1,4 +1,4 @@
-"""Wide & Deep: a linear model of ids and dense values beside an MLP (Cheng et al. 2016, arXiv:1606.07792)."""
+"""Wide & Deep: a linear model in parallel with an MLP (Cheng et al. 2016, arXiv:1606.07792)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from foreload.trainer.models.spec import (
 
 
 class WideDeep(nn.Module):
-    """Options: deep, sizes of the MLP's hidden layers; dropout between them. The wide part has one weight per row, `linear`."""
+    """A linear model of ids and dense values, in parallel with an MLP.
+
+    Each row has one further weight, `linear`, for the linear model.
+
+    Args:
+        deep: the sizes of the MLP's hidden layers.
+        dropout: the dropout probability between the hidden layers.
+    """
 
     further_columns: ClassVar[dict[str, int]] = LINEAR
 
@@ -35,7 +42,12 @@ class WideDeep(nn.Module):
         )
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
-        """dense [b, n]; embeddings: per feature [b, D] and "<feature>.linear" [b, 1]. Returns logits [b]."""
+        """Return the logits [b].
+
+        Args:
+            dense: float32 [b, n].
+            embeddings: per feature [b, D], and "<feature>.linear" [b, 1].
+        """
         logits = self.deep(torch.cat([dense, flattened(embeddings, self.spec)], 1)).squeeze(1)
         logits = logits + single_columns(embeddings, "linear", self.spec).sum(1)
         return logits if self.wide is None else logits + self.wide(dense).squeeze(1)

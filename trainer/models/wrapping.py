@@ -1,4 +1,7 @@
-"""`wrap`: a PyTorch module with embedding tables of its own as a model of foreload, in which its tables are features of the data."""
+"""`wrap`: turn a PyTorch module with its own embedding tables into a foreload model.
+
+The tables of the module become features of the data.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,15 @@ from foreload.trainer.models.lookups import (
 )
 from foreload.trainer.models.tables import Drawn, TorchTable, collection_tables, is_collection, torch_table
 
-_OTHER_SEEDS = 3  # under which a module is built at most, to know what it draws from what it was given
+# The most further seeds under which a module is built, to distinguish weights that its constructor
+# draws from weights that it was given.
+_OTHER_SEEDS = 3
 _SAMPLES = (97, 101, 103, 107, 109, 113)
-"""How many made-up samples forward is looked at with: the first number that is no size of a parameter, so that it marks the samples' dimension."""
+"""Candidates for the number of synthetic samples with which forward is traced.
+
+The first number that is not the size of any parameter is used, so that this size identifies the
+dimension of the samples.
+"""
 
 
 _POOLED = (
@@ -45,11 +54,14 @@ _POOLED = (
 
 
 class _Paired(Exception):
-    """A tensor has two dimensions of samples. The argument is its shape, in words."""
+    """A tensor has two dimensions of samples. The argument is its shape as text."""
 
 
 class _RefusesPairs(TorchDispatchMode):
-    """Raises _Paired where an operation pairs samples with samples. samples: how many there are."""
+    """Raises _Paired when an operation pairs samples with samples.
+
+    A result has a dimension of samples if its size is `samples`.
+    """
 
     def __init__(self, samples: int) -> None:
         super().__init__()
@@ -64,11 +76,16 @@ class _RefusesPairs(TorchDispatchMode):
 
 
 class Wrapped(nn.Module):
-    """A module with tables of its own as a model: forward(dense, embeddings) calls that of the module, its ids being stood for.
+    """A model made of a module that has its own tables.
 
-    module: the one that was wrapped, changed; features: in the order in which forward looks them up; dense_names: the dense values, in order;
-    unused: the module's tables that forward does not use, which are features of nothing; weights: of tables that had values, what
-    these were known by, by path.
+    Its forward(dense, embeddings) calls the forward of the module, with placeholders for the ids.
+
+    Attributes:
+        module: the wrapped module, which `wrap` changed.
+        dense_names: the names of the dense values, in order.
+        features: the features, in the order in which forward looks them up.
+        unused: the paths of the tables that forward does not use. They have no feature.
+        weights: the hashes of the values that tables had before they were wrapped, by path.
     """
 
     def __init__(self, module: nn.Module, arguments: Arguments, rows: WrappedRows, weights: Mapping[str, Drawn]) -> None:
@@ -81,9 +98,16 @@ class Wrapped(nn.Module):
         self._arguments, self._rows = arguments, rows
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor], step: int = 0) -> Any:
-        """What the module returns; where that is [b, 1], as [b]; where it is several of such, as [b, labels].
+        """Return the outputs of the module.
 
-        step: the number of training steps done before, which the module gets if `wrap` was given its name.
+        An output [b, 1] is returned as [b]. Several outputs, each [b] or [b, 1], are returned as
+        one tensor [b, labels].
+
+        Args:
+            dense: float32 [b, n].
+            embeddings: float32 [b, dimension] by feature.
+            step: the number of training steps done before. The module gets it if `wrap` was given
+                the name of an argument for it.
         """
         self._rows.embeddings = embeddings
         try:
@@ -96,17 +120,23 @@ class Wrapped(nn.Module):
         return _as_column(outputs)
 
     def write_features(self, path: str | os.PathLike[str], *, label: str | Sequence[str], encoding: str = "id") -> None:
-        """Write the feature file that goes with the module (docs/features.md), for `foreload prepare`. Raises ModelError where there is a file.
+        """Write the feature file of the module (docs/features.md), for `foreload prepare`.
 
-        label: the column of labels, or the columns of several; encoding: of all features; "id" where the values are the ids that the module was
-        written for.
+        Args:
+            path: the file to write.
+            label: the column of labels, or the columns of several labels.
+            encoding: the encoding of all features. Use "id" if the values are the ids that the
+                module was written for.
+
+        Raises:
+            ModelError: the file already exists or cannot be written, or an argument is not valid.
         """
         described = FeatureFile(type(self.module).__name__, self.features, self.dense_names, self.unused)
         described.write(pathlib.Path(path), (label,) if isinstance(label, str) else tuple(label), encoding)
 
 
 def _as_column(output: Any) -> Any:
-    """An output [b, 1] as [b]; others as they are."""
+    """Return an output [b, 1] as [b], and any other output unchanged."""
     return output.squeeze(1) if isinstance(output, Tensor) and output.dim() == 2 and output.shape[1] == 1 else output
 
 
@@ -120,14 +150,27 @@ def wrap(
     keep: Sequence[str] = (),
     step: str | None = None,
 ) -> Wrapped:
-    """A PyTorch module as a model, of forward(dense, embeddings): its nn.Embedding, nn.EmbeddingBag and EmbeddingBagCollection become features.
+    """Turn a PyTorch module into a model with forward(dense, embeddings).
 
-    module: is changed, and kept as `.module`; the values of its tables are not read, so they may be on the device "meta". dense: the arguments of
-    its forward that hold dense values, each with the names of these (a list: [b, n]; one name: [b]; a dict of such). columns: of those that hold ids,
-    what they are called in the data: one name, a list (for ids[k] and ids[:, k]), or a dict; by default as arguments and keys are called. names: what
-    the table at a path in the module is to be called; by default as the path, with _ for each dot. keep: paths of embeddings that stay as they are,
-    dense parameters, for indices that forward makes itself, such as positions. step: the argument of its forward that gets the number of the
-    training step, an int; by default none does. Raises ModelError (docs/models.md, A module as it is).
+    Its nn.Embedding, nn.EmbeddingBag and EmbeddingBagCollection layers become features. The rules
+    are in docs/models.md, "A module as it is".
+
+    Args:
+        module: the module, which is changed and kept as `.module`. The values of its tables are not
+            used, so the tables may be on the device "meta".
+        dense: the arguments of forward that hold dense values, each with the names of these values:
+            a list for [b, n], one name for [b], or a dict of such.
+        columns: the column names in the data for the arguments that hold ids: one name, a list (for
+            ids[k] and ids[:, k]), or a dict. By default, the names of the arguments and keys.
+        names: the name of the table at a path in the module. By default, the path with _ for each
+            dot.
+        keep: the paths of embeddings that stay dense parameters, for indices that forward computes
+            itself, such as positions.
+        step: the argument of forward that gets the number of the training step, an int. If None, no
+            argument gets it.
+
+    Raises:
+        ModelError: the module cannot be wrapped, or an argument does not fit it.
     """
     arguments = Arguments.of(module, dense or {}, columns or {}, step)
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) or is_collection(module):
@@ -148,7 +191,10 @@ def wrap(
 
 
 def _weights(module: nn.Module, keep: Sequence[str]) -> dict[str, Drawn]:
-    """By path, what the values of each embedding are known by, but of those to keep and those that have none."""
+    """Return the hashes of the values of each embedding, by path.
+
+    Embeddings in `keep`, and embeddings on the device "meta", which have no values, are left out.
+    """
     return {
         path: Drawn.of(layer.weight.detach())
         for path, layer in module.named_modules()
@@ -157,20 +203,27 @@ def _weights(module: nn.Module, keep: Sequence[str]) -> dict[str, Drawn]:
 
 
 def check_weights(module: nn.Module, again: nn.Module, otherwise: Callable[[int], nn.Module]) -> None:
-    """Refuse a module whose tables were given weights before it was wrapped, for rows begin as definitions.md says. Raises ModelError.
+    """Refuse a module whose tables were given weights before it was wrapped.
 
-    What a constructor draws from the generators that --seed seeds is the same under one seed, and differs under others. Anything else was given:
-    what differs under one seed, and a row or a column, other than of zeros, that is the same under all seeds.
+    These weights would be lost, because the initial values of rows are those of
+    docs/definitions.md. Values that a constructor draws from the generators that --seed seeds are
+    the same under one seed and differ between seeds. All other values were given: values that
+    differ under one seed, and rows or columns that are the same under all seeds and are not zeros.
 
     Args:
-        module: to be checked.
-        again: the same, built a second time under the same seed.
-        otherwise: builds it under another seed, the first, second, ... by number.
+        module: the module to check.
+        again: the same module, built a second time under the same seed.
+        otherwise: builds the module under another seed, given the number of that seed: 1, 2, ...
+
+    Raises:
+        ModelError: a table was given weights.
     """
     for part, other in zip(_wrapped(module), _wrapped(again), strict=True):
         for path, drawn in part.weights.items():
             if not drawn.is_same(other.weights.get(path)):
                 raise _given(part, path, "", "not the same when built twice under one seed")
+    # Each further seed removes the rows and columns that it changes. Rows and columns that remain
+    # after all seeds were given.
     suspected = [dict(part.weights) for part in _wrapped(module)]
     for number in range(1, _OTHER_SEEDS + 1):
         others = _wrapped(otherwise(number))
@@ -198,7 +251,7 @@ def _wrapped(module: nn.Module) -> list[Wrapped]:
 
 
 def has_weights(module: nn.Module) -> bool:
-    """Whether tables that were wrapped had values."""
+    """Return whether any wrapped table had values."""
     return any(part.weights for part in _wrapped(module))
 
 
@@ -207,12 +260,12 @@ def _tables(layer: Lookup | Collection) -> list[TorchTable]:
 
 
 def _place(layer: Lookup | Collection, table: TorchTable) -> str:
-    """Where a table is in the module, as `names` has it."""
+    """Return the path of a table in the module, as `names` specifies it."""
     return layer.path if isinstance(layer, Lookup) else f"{layer.path}.{table.name}"
 
 
 def _replace(module: nn.Module, rows: WrappedRows, names: dict[str, str], keep: Sequence[str]) -> list[Lookup | Collection]:
-    """Put layers that give a step's rows in the place of those with tables; returns them."""
+    """Replace layers with tables by layers that return the step's rows. Returns the new layers."""
     given, kept = set(names), set(keep)
 
     def name_of(path: str, name: str) -> str:
@@ -224,8 +277,9 @@ def _replace(module: nn.Module, rows: WrappedRows, names: dict[str, str], keep: 
     layers: list[Lookup | Collection] = []
     for path, layer in module.named_modules():
         if path in kept or any(path.startswith(f"{other.path}.") for other in layers):
+            # The layer stays as it is, or lies within a collection that is replaced as a whole.
             kept.discard(path)
-            continue  # or what a collection has within
+            continue
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             table = torch_table(path, name_of(path, feature_name(path)), layer)
             weights[id(layer.weight)] = path
@@ -244,6 +298,7 @@ def _replace(module: nn.Module, rows: WrappedRows, names: dict[str, str], keep: 
             raise ModelError(f"wrap: {setting}: {type(module).__name__} has no table at {min(left)}; it has {places}")
     _refuse_twice("table", [(table.name, _place(layer, table)) for layer in layers for table in dict.fromkeys(_tables(layer))])
     replace_layers(module, replaced)
+    # A weight that is still a parameter of the module is shared with a layer that keeps it.
     for path, parameter in module.named_parameters():
         if id(parameter) in weights:
             raise ModelError(
@@ -253,7 +308,12 @@ def _replace(module: nn.Module, rows: WrappedRows, names: dict[str, str], keep: 
 
 
 def _refuse_twice(kind: str, named: Sequence[tuple[str, str]]) -> None:
-    """Raise ModelError where two are called alike. named: each name, with where it comes from."""
+    """Raise ModelError if two tables or two features have the same name.
+
+    Args:
+        kind: "table" or "feature", for the error.
+        named: each name with the path of its table in the module.
+    """
     often = Counter(name for name, _ in named)
     for name, count in often.items():
         if count > 1:
@@ -264,9 +324,18 @@ def _refuse_twice(kind: str, named: Sequence[tuple[str, str]]) -> None:
 
 
 def _calls(wrapped: Wrapped, arguments: Arguments, rows: WrappedRows) -> list[tuple[Lookup | Collection, Path]]:
-    """Which layers forward gives which ids, from a forward with made-up samples, in evaluation mode, that leaves everything as it was."""
+    """Return each layer with the ids that forward passes to it.
+
+    Runs forward once in evaluation mode, on synthetic samples. The module and the random number
+    generators are unchanged afterwards.
+
+    Raises:
+        ModelError: forward failed or is not supported.
+    """
     sizes = {size for parameter in wrapped.parameters() for size in parameter.shape}
     samples = next((count for count in _SAMPLES if count not in sizes), _SAMPLES[-1])
+    # If a parameter has the same size as the batch, a tensor with two such dimensions need not pair
+    # samples.
     mixes = getattr(wrapped.module, "mixes_samples", False) or samples in sizes
     rows.calls = []
     try:
@@ -283,7 +352,8 @@ def _calls(wrapped: Wrapped, arguments: Arguments, rows: WrappedRows) -> list[tu
             "a module that is to mix samples says so, by mixes_samples = True in its class"
         ) from error
     except Exception as error:  # a user's module may raise anything
-        # What torch says where forward takes [b, dimension] for the rows of a sequence, [b, length, dimension].
+        # torch raises these types if forward takes [b, dimension] for the rows of a sequence,
+        # [b, length, dimension].
         shapes = isinstance(error, RuntimeError | IndexError | ValueError | AssertionError)
         took_rows = any(isinstance(layer, Lookup) and layer.table.pooling == "single" for layer, _ in rows.calls)
         raise ModelError(
@@ -297,7 +367,13 @@ def _calls(wrapped: Wrapped, arguments: Arguments, rows: WrappedRows) -> list[tu
 def _features(
     wrapped: Wrapped, calls: Sequence[tuple[Lookup | Collection, Path]], arguments: Arguments
 ) -> tuple[WrappedFeature, ...]:
-    """The features that follow from what forward looks up, in order; notes with the layers which they take."""
+    """Return the features that follow from the lookups of forward, in order.
+
+    Records in each layer the feature of each of its arguments.
+
+    Raises:
+        ModelError: two features have the same name, or a collection is given two arguments.
+    """
     features: list[WrappedFeature] = []
     places: list[tuple[str, str]] = []
     for layer, path in calls:
@@ -311,7 +387,8 @@ def _features(
             continue
         column, name = arguments.column(path), layer.table.name
         if sum(other is layer for other, _ in calls) > 1:
-            # Several columns with one table.
+            # Several columns share this table, so the name of the column distinguishes the
+            # features.
             name = feature_name(f"{name}_{column or '_'.join(map(str, path))}")
         layer.features[path] = name
         features.append(WrappedFeature(name, layer.table, column or name))

@@ -1,1 +1,5 @@
-"""What a job will take: what a schedule says of its steps, models of time and memory by profiles of runs, and what is planned with them."""
+"""Predict the resources of a job, and plan with them.
+
+Uses the counts that a schedule states for its steps, and models of time and memory fitted to
+profiles of runs.
+"""

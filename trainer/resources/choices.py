@@ -1,6 +1,7 @@
-"""What may be chosen for a job, what each choice takes and costs, which of them no other beats in both, and which one is meant.
+"""The configurations to choose from for a job, and the choice.
 
-Pure: predictions come in, a choice with its reason goes out.
+Finds the configurations that no other beats in both time and cost, and chooses one, with a reason.
+Pure functions on predictions.
 """
 
 from __future__ import annotations
@@ -9,15 +10,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 GIB = 2**30
-_ALIKE = 1.03  # two predicted times, or costs, this close are one
+_ALIKE = 1.03  # two predicted times or costs within this factor count as equal
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A configuration, and what it is predicted to take over the whole schedule.
+    """A configuration, and its predicted time and resources over the whole schedule.
 
-    parity: off or K+R; slots: of a lane; prepared: whether the schedule at hand has them; seconds, seconds_low, seconds_high: of its steps, with the
-    interval's bounds; ms_step: on average; cores: that it keeps busy; trainer_bytes, store_bytes: memory of one trainer, and of all servers.
+    Attributes:
+        trainers: the number of trainers.
+        shards: the number of store shards.
+        parity: "off" or K+R.
+        copies: the number of trainers that hold each lane.
+        slots: the number of slots of a lane.
+        prepared: whether the given schedule has this number of slots.
+        seconds: the predicted time of the training steps.
+        seconds_low: the lower bound of its interval.
+        seconds_high: the upper bound of its interval.
+        ms_step: the average time of a step, in milliseconds.
+        cores: the number of cores that the job keeps busy.
+        trainer_bytes: the memory of one trainer.
+        store_bytes: the memory of all servers.
     """
 
     trainers: int
@@ -36,26 +49,34 @@ class Choice:
 
     @property
     def memory_bytes(self) -> int:
-        """Of everything."""
+        """The memory of all trainers and servers."""
         return self.trainers * self.trainer_bytes + self.store_bytes
 
     @property
     def core_hours(self) -> float:
-        """Cores kept busy, times hours."""
+        """The busy cores times the hours."""
         return self.cores * self.seconds / 3600
 
     @property
     def gb_hours(self) -> float:
-        """Memory in GiB, times hours."""
+        """The memory in GiB times the hours."""
         return self.memory_bytes / GIB * self.seconds / 3600
 
     def cost(self, gb_price: float) -> float:
-        """In core hours. gb_price: of a GB hour, in core hours."""
+        """Return the cost in core hours.
+
+        Args:
+            gb_price: the price of a GB hour, in core hours.
+        """
         return self.core_hours + gb_price * self.gb_hours
 
 
 def front(choices: Sequence[Choice], gb_price: float) -> list[Choice]:
-    """Those of which none other is both as fast and as cheap, the fastest first."""
+    """Return the choices that no other choice beats in both time and cost, the fastest first.
+
+    Args:
+        gb_price: the price of a GB hour, in core hours.
+    """
     best: list[Choice] = []
     for one in sorted(choices, key=lambda choice: (choice.seconds, choice.cost(gb_price))):
         if not best or one.cost(gb_price) < best[-1].cost(gb_price):
@@ -66,9 +87,18 @@ def front(choices: Sequence[Choice], gb_price: float) -> list[Choice]:
 def choose(
     choices: Sequence[Choice], gb_price: float, deadline: float | None = None, budget: float | None = None
 ) -> tuple[Choice, str]:
-    """The one that is meant, and why. deadline: seconds; budget: core hours; at most one of the two is given. There must be a choice.
+    """Return the best choice, and the reason.
 
-    One for which the schedule is prepared goes before another that is hardly faster or cheaper.
+    With a deadline the best choice is the cheapest one that meets it. With a budget it is the
+    fastest one that stays within it. Otherwise it is the fastest one, or the cheapest of those that
+    are about as fast. A choice for which the schedule is prepared is preferred to one that is
+    hardly faster or cheaper.
+
+    Args:
+        choices: at least one choice.
+        gb_price: the price of a GB hour, in core hours.
+        deadline: the deadline in seconds. At most one of deadline and budget is given.
+        budget: the budget in core hours.
     """
     chosen, reason = _best(choices, gb_price, deadline, budget)
     near = [
@@ -113,7 +143,7 @@ def _cheapest(choices: Sequence[Choice], gb_price: float) -> Choice:
 
 
 def duration(seconds: float) -> str:
-    """A time for a person."""
+    """Return a time as text, in seconds, minutes or hours."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,7 +1,9 @@
-"""What a schedule states of its training steps: samples, lookups, rows used, fetched, written back, and what trainers have to exchange.
+"""The counts that a schedule states for its training steps.
 
-Counts of all steps are read from the offsets of the schedule's files. Who uses whose rows is counted in some steps, evenly spread, and taken in
-proportion to the rows used for the others, since that share hardly changes from step to step.
+These are samples, lookups, rows used, fetched and written back, and the exchange between trainers.
+Counts of all steps are read from the offsets of the schedule's files. The rows that each trainer
+uses of others are counted only in some steps, evenly spread. For other steps they are taken in
+proportion to the rows used, because that share hardly changes from step to step.
 """
 
 from __future__ import annotations
@@ -17,16 +19,19 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.walk import LaneMoves
 from foreload.trainer.job.succession import next_copies
 
-MASKED_STEPS = 64  # in which it is counted who uses whose rows
-_FLOAT = 4
+MASKED_STEPS = 64  # about how many steps are sampled for the rows that trainers use of each other
+_FLOAT = 4  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """What trainers send each other in a step, a row used, all trainers together.
+    """The numbers of rows that trainers send each other, per row used, for all trainers together.
 
-    rows_out: rows sent to a trainer that uses them; rows_back: gradients of rows returned, one a lane that uses the row; replicas: rows whose
-    weights a copy needs beyond what comes anyway, of the one further copy that each lane has.
+    Attributes:
+        rows_out: the rows sent to a trainer that uses them.
+        rows_back: the gradients of rows returned, one for each lane that uses the row.
+        replicas: the rows whose weights a replica needs in addition to the rows that arrive anyway,
+            for one replica per lane.
     """
 
     rows_out: float
@@ -36,9 +41,19 @@ class Exchanged:
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """Of each training step of a schedule, int64 [steps] or [steps, lanes]. slots: of a lane; lanes' rows add up to the step's.
+    """The counts of each training step of a schedule.
 
-    exchanged: of each number of trainers, 1 to lanes. occupied: slots that are taken at the end, all lanes together.
+    Attributes:
+        samples: int64 [steps].
+        lookups: int64 [steps].
+        used: rows used, int64 [steps, lanes], as are the next three. The sum over lanes is the
+            number of the step.
+        arrived: rows that arrived in slots.
+        fetched: arrived rows that were fetched from the store.
+        ended: rows whose residency ended.
+        slots: the number of slots of a lane.
+        occupied: the number of slots occupied at the end, in all lanes together.
+        exchanged: the exchange for each number of trainers, from 1 to the number of lanes.
     """
 
     samples: np.ndarray
@@ -53,26 +68,36 @@ class StepCounts:
 
     @property
     def steps(self) -> int:
-        """Training steps."""
+        """The number of training steps."""
         return len(self.samples)
 
     def trainers_bytes(self, trainers: int, weights: int, state: int, dense: int, copies: int) -> np.ndarray:
-        """Payload that trainers send each other, all of them together, float64 [steps].
+        """Return the payload that all trainers together send each other, in bytes: float64 [steps].
 
-        weights, state: floats of a row and of its optimizer state; dense: dense parameters; copies: trainers that hold a lane, its own included.
+        Args:
+            trainers: the number of trainers.
+            weights: floats per row.
+            state: floats of optimizer state per row.
+            dense: the number of dense parameters.
+            copies: the number of trainers that hold a lane, including its owner.
         """
         if trainers == 1:
             return np.zeros(self.steps)
         lanes, shares = self.used.shape[1], self.exchanged[trainers - 1]
         rows = self.used.sum(axis=1).astype(np.float64)
-        # Every lane's part of the dense gradient goes to those who add it, but for the own chunk; sums come back.
+        # Each lane's part of the dense gradient goes to the trainers that add it, except for the
+        # chunk that its own trainer adds. The sums are then sent back.
         further = dense * (lanes * (trainers - 1) / trainers + (trainers - 1))
         replicas = (copies - 1) * rows * (state + shares.replicas * weights) if copies > 1 else 0.0
         return _FLOAT * (rows * (shares.rows_out + shares.rows_back) * weights + further + replicas)
 
 
 def step_counts(schedule: Schedule) -> StepCounts:
-    """Read them from a complete schedule. Raises ScheduleError."""
+    """Read the counts from a complete schedule.
+
+    Raises:
+        ScheduleError: the schedule cannot be read.
+    """
     lanes = schedule.header.lanes
     lookups: list[np.ndarray] = [np.zeros(0, np.int64)]
     counts: list[np.ndarray] = [np.zeros((4, 0, lanes), np.int64)]
@@ -98,7 +123,15 @@ def step_counts(schedule: Schedule) -> StepCounts:
 
 
 def with_slots(counts: StepCounts, accesses: Sequence[LaneUses], slots: int) -> StepCounts:
-    """The counts with another number of slots in each lane. accesses: of each lane. Raises SlotsError where they do not suffice."""
+    """Return the counts for another number of slots per lane.
+
+    Args:
+        accesses: the accesses of each lane.
+        slots: the number of slots of a lane.
+
+    Raises:
+        SlotsError: the slots do not suffice.
+    """
     lanes = [count_moves(one, slots) for one in accesses]
     return replace(
         counts,
@@ -111,12 +144,18 @@ def with_slots(counts: StepCounts, accesses: Sequence[LaneUses], slots: int) -> 
 
 
 def lane_map(lanes: int, trainers: int) -> np.ndarray:
-    """Of each lane the trainer that hosts it when training begins: blocks that differ by at most one lane. int64 [lanes]."""
+    """Return the trainer that hosts each lane when training begins: int64 [lanes].
+
+    Lanes are assigned in blocks whose sizes differ by at most one lane.
+    """
     return np.arange(lanes) * trainers // lanes
 
 
 def _mask_counts(parts: Sequence[tuple[MappedLists, MappedLists]], row: int) -> list[np.ndarray]:
-    """Of each lane in a step, its rows by users and next users: (users, next users, how many), int64 [3, kinds]."""
+    """Count the rows of each lane in a step by their users and next users.
+
+    Returns per lane (users, next users, count), uint64 [3, kinds].
+    """
     result = []
     for samples, moves in parts:
         users, following = samples.column("users", row).astype(np.uint64), moves.column("next_users", row).astype(np.uint64)

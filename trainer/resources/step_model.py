@@ -1,9 +1,12 @@
-"""A model of step time: processor time and waits, each a sum of terms none of which is negative, fitted to what runs took.
+"""A model of step time, fitted to the profiles of runs.
 
-A step's wall time is the processor time of the thread that runs it, of the trainer that takes most, and what that thread waits: for other trainers,
-for messages, and for a core where there are fewer than what wants to run. What it waits for a core follows from the processor time of all
-(trainers' threads, traffic with the store, servers). So there are three fits: `thread`, `processor` and `waits`. What the schedule states of the
-steps enters as it is; nobody who decides is known here.
+Processor time and waits are sums of non-negative terms. The wall time of a step is the processor
+time of its thread, on the trainer that needs most, plus the time that this thread waits: for other
+trainers, for messages, and for a core if there are fewer cores than runnable threads. The wait for
+a core follows from the processor time of all work (the trainers' threads, the traffic with the
+store, the servers). So there are three fits: `thread`, `processor` and `waits`. The counts that the
+schedule states for its steps enter unchanged. The model does not depend on the code that makes
+decisions with it.
 """
 
 from __future__ import annotations
@@ -21,10 +24,19 @@ _TOLERANCE = 1e-10
 
 
 def non_negative_fit(terms: np.ndarray, values: np.ndarray, shared: float = 0.0) -> np.ndarray:
-    """The coefficients float64 [n], none below 0, for which |terms @ coefficients - values| is least (Lawson and Hanson 1974, chapter 23).
+    """Fit non-negative coefficients by least squares (Lawson and Hanson 1974, chapter 23).
 
-    terms: [m, n]; values: [m]. A term that is 0 throughout gets 0. shared: with more than 0, terms that cannot be told apart share what they explain
-    (ridge regression, of terms scaled to length 1), where else one of them might get all.
+    Minimizes |terms @ coefficients - values|. A term that is 0 throughout gets the coefficient 0.
+
+    Args:
+        terms: [m, n].
+        values: [m].
+        shared: the strength of the ridge regression, for terms scaled to length 1. If above 0,
+            terms that cannot be distinguished share the values that they explain. Otherwise one of
+            them might get all.
+
+    Returns:
+        The coefficients, float64 [n].
     """
     scales = np.linalg.norm(terms, axis=0)
     scales[scales == 0] = 1.0
@@ -40,6 +52,8 @@ def non_negative_fit(terms: np.ndarray, values: np.ndarray, shared: float = 0.0)
         best = int(np.argmax(candidates)) if size else 0
         if not size or candidates[best] <= _TOLERANCE * max(np.abs(values).max(initial=0.0), 1e-300):
             break
+        # Passive terms are those whose coefficients may be above 0. The term with the steepest
+        # descent joins them.
         passive[best] = True
         while True:
             trial = np.zeros(size)
@@ -47,7 +61,8 @@ def non_negative_fit(terms: np.ndarray, values: np.ndarray, shared: float = 0.0)
             below = passive & (trial <= 0)
             if not below.any():
                 break
-            # Towards the unconstrained solution as far as nothing falls below 0; what comes to 0 leaves.
+            # Move towards the unconstrained solution until the first coefficient reaches 0. Terms
+            # that reach 0 are no longer passive.
             ratios = solution[below] / np.maximum(solution[below] - trial[below], 1e-300)
             solution = solution + ratios.min() * (trial - solution)
             passive &= solution > _TOLERANCE
@@ -60,21 +75,33 @@ def non_negative_fit(terms: np.ndarray, values: np.ndarray, shared: float = 0.0)
     return result
 
 
-CONFIDENCE = 0.9  # that what is measured lies within an interval
-WINDOWS = 4  # into which a run's steps are cut, at most
-_WINDOW_STEPS = 8  # of a window, at least
-_FEW = 6  # configurations: with fewer, leaving one out says little
-_UNKNOWN = 0.3  # relative half-width of an interval then, at least
+CONFIDENCE = 0.9  # the probability that a measured value lies within an interval
+WINDOWS = 4  # the most windows into which a run's steps are divided
+_WINDOW_STEPS = 8  # the fewest steps of a window
+# With fewer configurations than _FEW, leave-one-out errors say little. The relative half-width of
+# an interval is then at least _UNKNOWN.
+_FEW = 6
+_UNKNOWN = 0.3
 _MEGA = 1e6
-_SHARED = 0.03  # see non_negative_fit: runs are few, and many of their terms grow together
+# See non_negative_fit. There are few runs, and many of their terms grow together.
+_SHARED = 0.03
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is chosen: trainers, threads of each, copies of a lane (its own included), store shards, k and r; and what is given: lanes, dense
-    parameters, cores.
+    """A configuration, and the given properties of the job and machine.
 
-    local: whether the store's servers share these cores.
+    Attributes:
+        trainers: the number of trainers.
+        threads: the number of threads of each trainer.
+        copies: the number of trainers that hold a lane, including its owner.
+        shards: the number of store shards.
+        k: the number of data rows in a stripe.
+        r: the number of parity rows in a stripe.
+        lanes: the number of lanes.
+        dense: the number of dense parameters.
+        cores: the number of cores.
+        local: whether the store's servers share these cores.
     """
 
     trainers: int
@@ -90,13 +117,22 @@ class Setup:
 
     @property
     def share(self) -> float:
-        """Of a step's work, that of the trainer with most lanes."""
+        """The share of a step's work on the trainer with the most lanes."""
         return -(-self.lanes // self.trainers) / self.lanes
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What steps do, float64 [n], means a step: samples, rows used, arrived, fetched and written back, bytes that trainers send, all together."""
+    """The work of steps, float64 [n]: means per step, for all trainers together.
+
+    Attributes:
+        samples: the number of samples.
+        used: rows used.
+        arrived: rows that arrived in slots.
+        fetched: rows fetched from the store.
+        ended: rows written back.
+        sent: bytes that trainers send each other.
+    """
 
     samples: np.ndarray
     used: np.ndarray
@@ -111,8 +147,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What steps of a run took, in any unit of time, float64 [n] as its load: all of it, of it `thread` by the step's thread; processor: time of the
-    processor, all trainers and servers together.
+    """The measured times of a run's steps, in any unit, float64 [n] like the load.
+
+    Attributes:
+        setup: the configuration of the run.
+        load: the work of the steps.
+        total: the wall time.
+        thread: the part of it that is processor time of the step's thread.
+        processor: the processor time of all trainers and servers together.
     """
 
     setup: Setup
@@ -124,7 +166,15 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of steps, float64 [n]: their time, with bounds between which CONFIDENCE of what is measured lies; thread, processor as in Observation."""
+    """The predicted times of steps, float64 [n].
+
+    Attributes:
+        total: the wall time.
+        low: the lower bound of the interval that contains a share CONFIDENCE of measured times.
+        high: the upper bound of that interval.
+        thread: as in Observation.
+        processor: as in Observation.
+    """
 
     total: np.ndarray
     low: np.ndarray
@@ -177,7 +227,7 @@ def _wait_terms(setup: Setup, load: Load, counts: bool, thread: np.ndarray, proc
     one, work = np.ones(len(load)), processor / setup.cores
     terms = {
         "fixed": one,
-        # All the work on all the cores takes longer than the step's thread does by itself.
+        # The work of all processes on all cores may take longer than the step's thread alone.
         "cores": np.maximum(work - thread, 0.0),
         "work": work,
         "peers": one * (setup.trainers - 1),
@@ -195,9 +245,13 @@ def _wait_terms(setup: Setup, load: Load, counts: bool, thread: np.ndarray, proc
 
 @dataclass
 class StepModel:
-    """A fitted model. observations: what it was fitted to, one a run; counts: whether the schedule's counts are used.
+    """A fitted model.
 
-    coefficients: of each of the three fits, by the names of the terms. tail: what steps take on average, over their median.
+    Attributes:
+        observations: the observations that it was fitted to, one per run.
+        counts: whether the model uses the schedule's counts.
+        tail: the average step time over the median.
+        coefficients: the coefficients of each of the three fits, by the names of the terms.
     """
 
     observations: Sequence[Observation]
@@ -209,14 +263,18 @@ class StepModel:
         self.coefficients = _coefficients(self.observations, self.counts)
 
     def predict(self, setup: Setup, load: Load) -> Prediction:
-        """What steps with this load would take."""
+        """Predict the times of steps with this load."""
         total, thread, processor = _predict(self.coefficients, setup, load, self.counts)
         margin = self.margin
         return Prediction(total, total / (1 + margin), total * (1 + margin), thread, processor)
 
     @cached_property
     def margin(self) -> float:
-        """Relative half-width of the intervals: of each configuration, what the model fitted to all others is off by; the CONFIDENCE quantile."""
+        """The relative half-width of the intervals.
+
+        Each configuration is predicted by a model fitted to all others. The margin is the
+        CONFIDENCE quantile of the errors.
+        """
         groups = self.groups()
         off: list[float] = []
         if len(groups) >= _FEW:
@@ -224,19 +282,22 @@ class StepModel:
                 rest = [one for one in self.observations if one.setup != group]
                 fitted = _coefficients(rest, self.counts)
                 off += [_off(fitted, one, self.counts) for one in self.observations if one.setup == group]
-            # As in conformal prediction: with few of them, the quantile is further out.
+            # As in conformal prediction, a higher quantile is used if there are few errors.
             level = min(CONFIDENCE * (1 + 1 / len(off)), 1.0)
             return float(np.quantile(off, level))
         off = [_off(self.coefficients, one, self.counts) for one in self.observations]
         return max(2 * float(np.quantile(off, CONFIDENCE)), _UNKNOWN) if off else 1.0
 
     def groups(self) -> list[Setup]:
-        """The different setups that it was fitted to."""
+        """Return the different setups that the model was fitted to."""
         return list(dict.fromkeys(one.setup for one in self.observations))
 
     @classmethod
     def of_profiles(cls, profiles: Iterable[Profile]) -> StepModel:
-        """A model of profiles, all of a like job and machine. Those with too few steps are left out."""
+        """Fit a model to profiles of similar jobs on similar machines.
+
+        Profiles with too few steps are left out.
+        """
         tails, observations = [], []
         for profile in profiles:
             observed = observation_of(profile)
@@ -255,7 +316,7 @@ def _coefficients(observations: Sequence[Observation], counts: bool) -> dict[str
     ) -> dict[str, float]:
         rows, values = [], []
         for one in observations:
-            # Relative errors count, and each run as much as any other.
+            # The weights make errors relative, and give each run the same influence.
             weight = 1 / (scale(one) * np.sqrt(len(one.load)))
             rows.append(np.stack(list(terms(one).values()), axis=1) * weight[:, None])
             values.append(target(one) * weight)
@@ -280,7 +341,7 @@ def _coefficients(observations: Sequence[Observation], counts: bool) -> dict[str
 def _predict(
     coefficients: Mapping[str, Mapping[str, float]], setup: Setup, load: Load, counts: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Total, thread and processor."""
+    """Return the total, thread and processor times."""
 
     def of(fit: str, terms: Terms) -> np.ndarray:
         known = coefficients[fit]
@@ -293,19 +354,22 @@ def _predict(
 
 
 def _off(coefficients: Mapping[str, Mapping[str, float]], one: Observation, counts: bool) -> float:
-    """How far a fit is off on average over an observation, relative."""
+    """Return the relative error of a fit, for the average over an observation."""
     total = _predict(coefficients, one.setup, one.load, counts)[0].mean()
     measured = one.total.mean()
     return float(max(total, measured) / max(min(total, measured), 1e-12) - 1)
 
 
 def _warm_up(points: int) -> int:
-    """Steps at the beginning that measure compiling, seeding and filling, not a step."""
+    """Return the number of steps at the beginning to leave out.
+
+    Their times contain compiling, seeding and filling the cache.
+    """
     return min(max(5, points // 10), points // 2)
 
 
 def setup_of(profile: Profile) -> Setup:
-    """The setup of a profile."""
+    """Return the setup of a profile."""
     settings = profile.settings
     names = ("trainers", "threads", "copies", "shards", "k", "r", "lanes")
     given = {name: int(settings[name]) for name in names}
@@ -314,7 +378,10 @@ def setup_of(profile: Profile) -> Setup:
 
 
 def observation_of(profile: Profile) -> Observation | None:
-    """What a profile says of its steps, in milliseconds: medians over up to WINDOWS stretches of them; None where there are too few."""
+    """Return the step times of a profile, in milliseconds, or None if it has too few steps.
+
+    The times are medians over up to WINDOWS windows of steps.
+    """
     first = _warm_up(profile.points)
     windows = min((profile.points - first) // _WINDOW_STEPS, WINDOWS)
     if windows < 1:
@@ -337,9 +404,14 @@ def observation_of(profile: Profile) -> Observation | None:
 
 
 def _store_ms(profile: Profile, load: Load) -> np.ndarray:
-    """Processor time of the servers, by the rows that each window moved; they report only what they used in all."""
+    """Return the processor time of the servers in each window, in milliseconds.
+
+    The servers report only their total, which is divided in proportion to the rows that each window
+    moved.
+    """
     steps, stride = profile.steps, profile.stride
-    # Rows that sit in slots at the end are written once more, and not in a step.
+    # Arrivals stand for all write-backs, because rows that are in slots at the end are also
+    # written, though not in a step.
     moved = stride * float((steps["rows_fetched"] + steps["rows_arrived"]).sum())
     per_row = 1000 * profile.processor_seconds("store") / max(moved, 1.0)
     result: np.ndarray = per_row * (load.fetched + load.ended)
@@ -349,7 +421,17 @@ def _store_ms(profile: Profile, load: Load) -> np.ndarray:
 def loads_of(
     counts: StepCounts, setup: Setup, weights: int, state: int, dense: int, windows: int = 64
 ) -> tuple[Load, np.ndarray]:
-    """What a schedule's steps do, as means over up to `windows` stretches, and how many steps each has (int64). See StepCounts.trainers_bytes."""
+    """Return the work of a schedule's steps, and the number of steps that each entry stands for.
+
+    Args:
+        weights: floats per row, as in StepCounts.trainers_bytes.
+        state: floats of optimizer state per row.
+        dense: the number of dense parameters.
+        windows: the most entries.
+
+    Returns:
+        The load, as means over windows of steps, and the number of steps in each window, int64.
+    """
     parts = np.array_split(np.arange(counts.steps), max(min(windows, counts.steps), 1))
     sent = counts.trainers_bytes(setup.trainers, weights, state, dense, setup.copies)
     of = (counts.samples, *(lanes.sum(axis=1) for lanes in (counts.used, counts.arrived, counts.fetched, counts.ended)), sent)

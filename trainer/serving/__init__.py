@@ -1,1 +1,4 @@
-"""Exports: what leaves training for serving, in full or as increments, and what brings them to where they are served (docs/serving.md)."""
+"""Exports of models for serving (docs/serving.md).
+
+Writes full exports and increments, and applies them to the places where models are served.
+"""

@@ -1,4 +1,7 @@
-"""The dense part of a model as a program that needs neither its class nor foreload: of torch.export, and of ONNX."""
+"""The dense part of a model as a program of torch.export or ONNX.
+
+Such a program needs neither the class of the model nor foreload.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,27 @@ from foreload.trainer.models.generators import seed_torch
 from foreload.trainer.models.layers import takes_step
 from foreload.trainer.serving.plain_files import read_program
 
-_TRACED, _TRIED = 5, (1, 3, 64)  # made-up samples that are traced, and with which what was written is tried
-_NEAR_ONNX = 1e-3  # a logit of another program, on other kernels
-_NEAR = 1e-5  # a logit of the program to that of the module, relative and absolute; other products may be chosen for it
-_MOST_TEXT = 300  # characters of torch's message that are shown
+# The numbers of synthetic samples: for the trace, and for the trials of a written program.
+_TRACED, _TRIED = 5, (1, 3, 64)
+# The tolerance between the logits of the module and of ONNX, which runs on other kernels.
+_NEAR_ONNX = 1e-3
+# The relative and absolute tolerance between the logits of the module and of the program, for which
+# torch may choose other products.
+_NEAR = 1e-5
+_MOST_TEXT = 300  # characters of torch's message in an error
 _ONNX_PACKAGES = ("onnx", "onnxscript")
 
 
 class BlockModel(nn.Module):
-    """A model of (dense [b, n], block [b, F, W]): what each feature is called with is cut out of the block, as in training.
+    """A model of (dense [b, n], block [b, F, W]).
 
-    steps_done: what the model was trained for; a constant of the program where its forward takes the step.
+    It cuts the embeddings of each feature out of the block, as in training.
+
+    Args:
+        module: the model.
+        layout: the layout of the block.
+        steps_done: the number of steps that the model was trained for. It is a constant of the
+            program if forward takes the step.
     """
 
     def __init__(self, module: nn.Module, layout: BlockLayout, steps_done: int) -> None:
@@ -40,13 +53,17 @@ class BlockModel(nn.Module):
         self._given = {"step": steps_done} if takes_step(module) else {}
 
     def forward(self, dense: Tensor, block: Tensor) -> Tensor:
-        """Logits [b], or [b, L] of several labels."""
+        """Return the logits [b], or [b, L] for several labels."""
         logits: Tensor = self.module(dense, self._layout.embeddings(block), **self._given)
         return logits
 
 
 def check_dense(model: BlockModel, dense_width: int, name: str) -> None:
-    """Refuse to export a model whose outputs depend on other samples than their own, with what it has learned. Raises ModelError."""
+    """Refuse to export a model whose outputs depend on other samples, with its trained parameters.
+
+    Raises:
+        ModelError: an output depends on other samples.
+    """
 
     def forward(dense: Tensor, block: Tensor) -> Tensor:
         seed_torch(0)
@@ -58,14 +75,22 @@ def check_dense(model: BlockModel, dense_width: int, name: str) -> None:
 
 
 def check_onnx() -> None:
-    """Raise ExportError where what writes ONNX is not installed."""
+    """Raise ExportError if the packages that write ONNX are not installed."""
     missing = [name for name in _ONNX_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ExportError(f"--onnx: needs {' and '.join(missing)}, which is not installed: pip install 'foreload[onnx]'")
 
 
 def trace(model: BlockModel, dense_width: int, name: str) -> torch.export.ExportedProgram:
-    """The program of a model in evaluation mode, for any number of samples. name: of the model, for errors. Raises ExportError."""
+    """Trace a model in evaluation mode, for any number of samples.
+
+    Args:
+        dense_width: the number of dense values.
+        name: the name of the model, for errors.
+
+    Raises:
+        ExportError: torch.export cannot follow forward.
+    """
     batch = torch.export.Dim("batch")
     try:
         with torch.no_grad(), _quiet():
@@ -77,15 +102,23 @@ def trace(model: BlockModel, dense_width: int, name: str) -> torch.export.Export
             f"--format torch: torch.export cannot follow forward of {name}: {type(error).__name__}: {_reason(error)}; make it operations of "
             "torch on tensors of any number of samples, or give --dense weights, for its parameters alone"
         ) from error
-    # They would be the only thing in the file that is pickled.
+    # Example inputs would be the only pickled part of the file.
     program.example_inputs = None
     return program
 
 
 def write_program(program: torch.export.ExportedProgram, path: Path, model: BlockModel, dense_width: int, name: str) -> None:
-    """Write a program, and try what was written beside the module.
+    """Write a program, and compare the written file with the module.
 
-    Raises ExportError if it gives other logits or cannot be loaded without unpickling, and OSError.
+    Args:
+        program: the program of the model.
+        path: the file to write.
+        dense_width: the number of dense values.
+        name: the name of the model, for errors.
+
+    Raises:
+        ExportError: the program gives other logits, or cannot be loaded without unpickling.
+        OSError: the file cannot be written.
     """
     with _quiet():
         torch.export.save(program, path)
@@ -109,9 +142,21 @@ def write_program(program: torch.export.ExportedProgram, path: Path, model: Bloc
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path, model: BlockModel, dense_width: int, name: str) -> None:
-    """Write a program as ONNX, of inputs dense and block and output logits, for any number of samples; and run it where onnxruntime is installed.
+    """Write a program as ONNX, for any number of samples.
 
-    Raises ExportError, also if onnxruntime cannot run it or gives other logits, and OSError.
+    Its inputs are dense and block, and its output is logits. If onnxruntime is installed, it runs
+    the written file.
+
+    Args:
+        program: the program of the model.
+        path: the file to write.
+        dense_width: the number of dense values.
+        name: the name of the model, for errors.
+
+    Raises:
+        ExportError: the program cannot be written as ONNX, or onnxruntime cannot run it or gives
+            other logits.
+        OSError: the file cannot be written.
     """
     try:
         with _quiet():
@@ -131,15 +176,15 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, model: BlockMo
 
 
 def _try_onnx(path: Path, model: BlockModel, dense_width: int, name: str) -> None:
-    # It would report to its makers, and leave a file in the temporary folder; what is already said of that stays.
+    # Without this, onnxruntime sends telemetry and leaves a file in the temporary folder. A value
+    # that is already set is kept.
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     import onnxruntime
 
     try:
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        wanted_inputs = {
-            given.name for given in session.get_inputs()
-        }  # an input that a model does not use is none of its program
+        # The program lacks the inputs that the model does not use.
+        wanted_inputs = {given.name for given in session.get_inputs()}
         for samples in _TRIED:
             given = dict(zip(("dense", "block"), synthetic_inputs(model, dense_width, samples), strict=True))
             (got,) = session.run(["logits"], {key: value.numpy() for key, value in given.items() if key in wanted_inputs})
@@ -151,7 +196,7 @@ def _try_onnx(path: Path, model: BlockModel, dense_width: int, name: str) -> Non
                 )
     except ExportError:
         raise
-    except Exception as error:  # it has its own, of no common class
+    except Exception as error:  # the exceptions of onnxruntime have no common class
         raise ExportError(
             f"--onnx: onnxruntime {onnxruntime.__version__} cannot run on the CPU what was written of {name}: {_reason(error)}; use operations in "
             "float32, or leave it out"
@@ -159,7 +204,10 @@ def _try_onnx(path: Path, model: BlockModel, dense_width: int, name: str) -> Non
 
 
 def synthetic_inputs(model: BlockModel, dense_width: int, samples: int) -> tuple[Tensor, Tensor]:
-    """Dense values [samples, n] and a block [samples, F, W], which follow from the number of samples."""
+    """Return synthetic dense values [samples, n] and a synthetic block [samples, F, W].
+
+    The values are a function of the number of samples.
+    """
     generator = torch.Generator().manual_seed(samples)
     layout = model._layout
     return (
@@ -169,14 +217,17 @@ def synthetic_inputs(model: BlockModel, dense_width: int, samples: int) -> tuple
 
 
 def _reason(error: Exception) -> str:
-    """What torch says, in one line; what follows behind the first two is how to look further."""
+    """Return the message of an error of torch in one line.
+
+    Only the first two lines are used. The lines after them describe how to debug the error.
+    """
     lines = [line.strip(" -.") for line in str(error).splitlines() if line.strip()]
     return f"{': '.join(lines[:2]):.{_MOST_TEXT}}" or "it says nothing"
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing of what torch's compiler says to those who write it."""
+    """Suppress the warnings and logs of torch's compiler within the context."""
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

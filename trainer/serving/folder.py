@@ -1,4 +1,7 @@
-"""Bringing an export to a folder of Parquet, as a full export writes it: whoever is killed meanwhile leaves the old one or the new one, whole."""
+"""Apply exports to a folder of Parquet files, in the format of a full export.
+
+If the process is killed, the folder holds either the old export or the new one, complete.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +35,25 @@ from foreload.trainer.serving.format import (
     write_about,
 )
 
-_AT_WORKING_FOLDER, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
-_STEP = "step-"  # begins the name of a kept version
+_AT_WORKING_FOLDER, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
+_STEP = "step-"  # the prefix of a kept version's name
 
 
 def apply_to_folder(export: Export, folder: Path, keep: int) -> tuple[int, list[str]]:
-    """Bring an export to a folder: a full one to where there is none, an increment to a full one of the step and state that it goes on from.
+    """Apply an export to a folder.
 
-    keep: how many versions before it stay, in the folder FOLDER.kept beside it, as step-N. Returns how many rows all tables have, and the folders
-    that are kept. Raises ExportError, with nothing changed.
+    A full export is applied if the folder does not exist. An increment is applied to the full
+    export of its predecessor's step and state.
+
+    Args:
+        keep: the number of previous versions to keep, as step-N in the folder FOLDER.kept next to
+            it.
+
+    Returns:
+        The number of rows of all tables, and the folders that are kept.
+
+    Raises:
+        ExportError: the export cannot be applied. Nothing has changed.
     """
     folder = folder.resolve()
     if export.since is not None and not folder.exists():
@@ -51,7 +64,7 @@ def apply_to_folder(export: Export, folder: Path, keep: int) -> tuple[int, list[
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with at_work(lock):
-            # Of a call that was killed.
+            # Remove the folders that a killed call left.
             remove_unfinished(folder.parent, f"{glob.escape(folder.name)}.{'[0-9a-f]' * 16}")
             there = export.since is not None or folder.exists()
             about = _apply_increment(export, folder, keep) if there else _copy_full(export, folder)
@@ -83,6 +96,8 @@ def _apply_increment(export: Export, folder: Path, keep: int) -> About:
     export.verify()
     before.verify()
     _check_exchange(folder)
+    # The exchange comes last. Until then the folder holds the old export, and afterwards the new
+    # one.
     with _made_beside(folder) as temporary:
         about = _write(before, export, temporary)
         if keep:
@@ -93,7 +108,10 @@ def _apply_increment(export: Export, folder: Path, keep: int) -> About:
 
 @contextlib.contextmanager
 def _made_beside(folder: Path) -> Iterator[Path]:
-    """A new folder beside another one, which is removed at the end: what was in the other one, by then."""
+    """Yield a new folder next to another one, and remove it on leaving the context.
+
+    After an exchange the folder that is removed holds the old contents of the other one.
+    """
     temporary = folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.tmp")
     temporary.mkdir()
     try:
@@ -103,7 +121,19 @@ def _made_beside(folder: Path) -> Iterator[Path]:
 
 
 def _write(before: Export, export: Export, folder: Path) -> About:
-    """Write a full export: `before`, with the rows and the dense part of an increment. Returns its manifest. Raises ExportError."""
+    """Write a full export: `before`, updated with the rows and the dense part of an increment.
+
+    Args:
+        before: the full export.
+        export: the increment.
+        folder: the folder to write into.
+
+    Returns:
+        The manifest of the new export.
+
+    Raises:
+        ExportError: the increment does not fit the full export.
+    """
     contents: About = {**export.about, "tables": [{**table} for table in export.about["tables"]]}
     contents.pop("since", None)
     for name in (MODEL, DENSE_STATE, *(name for name in (ENCODING, BUFFERS) if name in export.about["files"])):
@@ -115,6 +145,7 @@ def _write(before: Export, export: Export, folder: Path) -> About:
                 f"{export.path}: the rows of table {layout.name} must have values as those of {before.path} do, or neither"
             )
         entry.pop("whole_rows", None)
+        # A table without changed rows is linked and not written again.
         if not entry["rows"]:
             _link(before.file(before.about["tables"][table]["file"]), folder / entry["file"])
             entry["rows"] = before.about["tables"][table]["rows"]
@@ -128,7 +159,11 @@ def _write(before: Export, export: Export, folder: Path) -> About:
 
 
 def merged(before: Iterator[ExportRows], changes: Iterator[ExportRows]) -> Iterator[ExportRows]:
-    """Rows by ascending id, from two sources of such: where both have one, it is that of the changes. A piece of each is held."""
+    """Merge rows of two sources, by ascending id.
+
+    If both sources have a row, the one of `changes` is used. One batch of each source is in memory
+    at a time.
+    """
     waiting = next(changes, None)
     for rows in before:
         if not len(rows):
@@ -153,8 +188,12 @@ def _part(rows: ExportRows, which: slice) -> ExportRows:
 
 
 def _latest(among: list[ExportRows]) -> ExportRows:
-    """The rows of pieces by ascending id, where one is in several as the last of them has it."""
+    """Return the rows of several pieces by ascending id.
+
+    If several pieces have a row, that of the last piece is used.
+    """
     ids = np.concatenate([rows.ids for rows in among])
+    # The sort is stable, so of equal ids the one of the last piece comes last.
     order = np.argsort(ids, kind="stable")
     last = np.append(ids[order][1:] != ids[order][:-1], True)
     chosen = order[last]
@@ -167,11 +206,15 @@ def _latest(among: list[ExportRows]) -> ExportRows:
     return ExportRows(ids[chosen], weights, state, values)
 
 
-# -- Folders that change places ----------------------------------------------------------------------------------------------------
+# -- The exchange of folders -----------------------------------------------------------------------
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Let two folders change places, at once: nobody ever sees either name without one. Raises OSError."""
+    """Exchange two folders atomically. At every moment both names exist.
+
+    Raises:
+        OSError: the file system cannot exchange folders.
+    """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(other))
@@ -183,7 +226,11 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def _check_exchange(folder: Path) -> None:
-    """Raise ExportError where folders beside this one cannot change places, before anything is done."""
+    """Check, before anything is written, that folders next to this one can be exchanged.
+
+    Raises:
+        ExportError: they cannot.
+    """
     with _made_beside(folder) as one, _made_beside(folder) as other:
         try:
             _exchange(one, other)
@@ -194,14 +241,15 @@ def _check_exchange(folder: Path) -> None:
 
 
 def kept_in(folder: Path) -> Path:
-    """Where the versions before the one in a folder are kept."""
+    """Return the folder in which previous versions of a folder are kept."""
     return folder.with_name(f"{folder.name}.kept")
 
 
 def _keep(export: Export, folder: Path) -> None:
-    """Have an export in a further folder, as links to its files where that can be."""
+    """Put an export into a further folder, with links to its files where possible."""
     if folder.exists():
-        return  # of a call that was killed
+        # A call that was killed left it.
+        return
     folder.parent.mkdir(exist_ok=True)
     with replacing(folder, durable=True) as temporary:
         temporary.mkdir()
@@ -210,7 +258,11 @@ def _keep(export: Export, folder: Path) -> None:
 
 
 def _prune(folder: Path, keep: int) -> list[str]:
-    """Delete the versions that were kept before the last `keep`; returns the paths of these, the newest first."""
+    """Delete the kept versions except for the newest `keep`.
+
+    Returns:
+        The paths of the versions that remain, the newest first.
+    """
     if not kept_in(folder).exists():
         return []
     remove_unfinished(kept_in(folder))
@@ -227,7 +279,8 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except FileNotFoundError:
         raise
-    except OSError:  # a file system without links, or one that has no further ones of a file
+    except OSError:
+        # The file system has no links, or does not allow further links to this file.
         shutil.copyfile(source, target)
         _sync(target)
 

@@ -1,4 +1,7 @@
-"""An export on disk: its manifest, its tables of rows, and which state of which model it is (docs/serving.md, The format)."""
+"""An export on disk: its manifest, its tables, and its state (docs/serving.md, The format).
+
+The state identifies the model and the step that an export is of.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,16 @@ ENCODING: Final = "encoding.json"
 BUFFERS: Final = "buffers.safetensors"
 
 GROUP_ROWS = 1 << 16
-"""Rows of a row group, but for a table's last one: the same however they come, so that equal models are equal files."""
+"""The rows of a row group. Only the last group of a table may have fewer.
+
+The groups do not depend on how the rows arrive, so equal models give equal files.
+"""
 
 Parts = list[tuple[str, Annotated[int, between(1, MOST_COLUMNS)]]]
 
 
 class TableOfModel(TypedDict):
-    """A table of a model, whatever of it is trained."""
+    """The properties of a table that do not depend on the rows trained so far."""
 
     name: str
     table_rows: Natural
@@ -48,7 +54,13 @@ class TableOfModel(TypedDict):
 
 
 class TableEntry(TableOfModel):
-    """A table in the manifest. rows: in its file; whole_rows: of an increment, in the table once it is applied."""
+    """A table in the manifest.
+
+    Attributes:
+        file: the file of its rows.
+        rows: the number of rows in the file.
+        whole_rows: in an increment, the number of rows in the table after the increment is applied.
+    """
 
     file: Name
     rows: Count
@@ -63,14 +75,19 @@ class FileEntry(TypedDict):
 
 
 class Since(TypedDict):
-    """What an increment goes on from; state: None if only the step was named."""
+    """The predecessor of an increment.
+
+    Attributes:
+        step: the step of the predecessor.
+        state: its state. None if the user named only the step.
+    """
 
     step: Count
     state: str | None
 
 
 class OfModel(TypedDict):
-    """Which model it is, after which step, but for its tables."""
+    """The model and the step of an export, without its tables."""
 
     step: Count
     seed: Count
@@ -80,7 +97,7 @@ class OfModel(TypedDict):
 
 
 class Contents(OfModel):
-    """What a manifest says, but for what follows from the files."""
+    """The part of a manifest that does not follow from the files."""
 
     dense: Literal["model.safetensors"]
     dense_optimizer_state: Literal["optimizer.safetensors"]
@@ -100,7 +117,11 @@ class About(Contents):
 
 
 def _check_about(about: About) -> None:
-    """Raise FormError if parts of a manifest do not fit each other, CacheError if its tables cannot be."""
+    """Check that the parts of a manifest fit each other.
+
+    Raises:
+        FormError: they do not.
+    """
     beside = [name for key, name in (("encoding", ENCODING), ("buffers", BUFFERS)) if key in about]
     if sorted([MODEL, DENSE_STATE, *beside, *(table["file"] for table in about["tables"])]) != sorted(about["files"]):
         raise FormError("files: must be those that tables, dense, buffers and encoding name, each once; got others")
@@ -110,7 +131,14 @@ def _check_about(about: About) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ExportRows:
-    """Rows of a table: ids int64 [n] ascending, weights float32 [n, W], state float32 [n, S], and, where a vocabulary has them, values string [n]."""
+    """Rows of a table.
+
+    Attributes:
+        ids: int64 [n], ascending.
+        weights: float32 [n, W].
+        state: the optimizer's state, float32 [n, S].
+        values: the values that the ids stand for, string [n]. If None, the table has no vocabulary.
+    """
 
     ids: np.ndarray
     weights: np.ndarray
@@ -121,7 +149,7 @@ class ExportRows:
         return len(self.ids)
 
     def encoded(self) -> pa.Table:
-        """As they stand in a file."""
+        """Return the rows as an Arrow table with the columns of a file."""
         columns = [pa.array(self.ids)]
         for values in (self.weights, self.state):
             kind = pa.list_(pa.float32(), values.shape[1])
@@ -135,18 +163,27 @@ class ExportRows:
 
 
 def schema_of(width: int, state_width: int, has_values: bool) -> pa.Schema:
-    """The columns of a table's file."""
+    """Return the columns of a table's file."""
     columns = [
         pa.field("id", pa.int64(), nullable=False),
         pa.field("weight", pa.list_(pa.float32(), width)),
         pa.field("state", pa.list_(pa.float32(), state_width)),
     ]
-    # None for the ids of what is missing, and of all values that the vocabulary does not have.
+    # The value is None for the id of missing values, and for the id of all values outside the
+    # vocabulary.
     return pa.schema(columns + ([pa.field("value", pa.string())] if has_values else []))
 
 
 class TableWriter:
-    """Writes the rows of a table, by ascending id over all calls, into a Parquet file whose bytes do not depend on how they were cut."""
+    """Writes the rows of a table into a Parquet file.
+
+    Rows arrive by ascending id over all calls. The bytes of the file do not depend on how the rows
+    are divided into calls.
+
+    Args:
+        path: the file to write.
+        has_values: whether rows have the values of a vocabulary.
+    """
 
     def __init__(self, path: Path, layout: RowLayout, has_values: bool) -> None:
         self.rows = 0
@@ -165,7 +202,11 @@ class TableWriter:
             self._writer.close()
 
     def add(self, rows: ExportRows) -> None:
-        """Write further rows. Raises OSError."""
+        """Write further rows.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         self.rows += len(rows)
         self._held.append(rows.encoded())
         self._held_rows += len(rows)
@@ -181,7 +222,11 @@ class TableWriter:
 
 
 def check_new(out: str) -> Path:
-    """The folder that an export is to make. Raises ExportError where there is something, or nothing can be."""
+    """Return the folder for a new export.
+
+    Raises:
+        ExportError: the folder exists already or cannot be created.
+    """
     target = Path(local("--out", out))
     if target.exists():
         raise ExportError(f"--out: {out} exists already; choose a new folder")
@@ -193,7 +238,13 @@ def check_new(out: str) -> Path:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """An empty folder that becomes the export at the end: it is there whole, or not at all. Raises ExportError where it cannot be written."""
+    """Yield an empty folder that becomes the export on leaving the context.
+
+    The export appears complete or not at all.
+
+    Raises:
+        ExportError: the folder cannot be written.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target, durable=True) as temporary:
@@ -205,31 +256,44 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def canonical(value: object) -> str:
-    """SHA-256 of a JSON value."""
+    """Return the SHA-256 of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def state_of(contents: Contents, dense: str, dense_state: str) -> str:
-    """Which state of which model it is: SHA-256 of step, seed, model, tables and the checksums of the dense part's files.
+    """Return the state of an export, which identifies the model and the step.
 
-    The dense part changes with every step and by every row, so two trainings have no state in common but that of equal models.
+    It is the SHA-256 of the step, the seed, the model, the tables and the checksums of the dense
+    part's files. Each step changes the dense part, and every row affects it. So two trainings have
+    the same state only if their models are equal.
+
+    Args:
+        contents: the manifest.
+        dense: the SHA-256 of the file of the dense part.
+        dense_state: the SHA-256 of the file of its optimizer's state.
     """
     of_the_model = {"step": contents["step"], **same_model(contents), "tables": list(map(same_table, contents["tables"]))}
     return canonical(of_the_model | {"dense": dense, "dense_state": dense_state})
 
 
 def same_model(manifest: OfModel) -> dict[str, object]:
-    """What two states of a model have in common, beside their settings and tables."""
+    """Return the properties that all states of a model share, without settings and tables."""
     return {"seed": manifest["seed"], "model": manifest["model"], "inexact": manifest["inexact"]}
 
 
 def same_table(table: TableOfModel) -> TableOfModel:
-    """What two states of a table have in common."""
+    """Return the properties that all states of a table share."""
     return {"name": table["name"], "table_rows": table["table_rows"], "parts": table["parts"], "optimizer": table["optimizer"]}
 
 
 def file_entries(folder: Path) -> dict[str, FileEntry]:
-    """Size and SHA-256 of every file in a folder, by name; each is on the disk then. Raises OSError."""
+    """Return the size and SHA-256 of every file in a folder, by name.
+
+    Each file is synced to the disk.
+
+    Raises:
+        OSError: a file cannot be read or synced.
+    """
     entries: dict[str, FileEntry] = {}
     for path in sorted(folder.iterdir()):
         with open(path, "rb") as file:
@@ -242,7 +306,17 @@ def file_entries(folder: Path) -> dict[str, FileEntry]:
 
 
 def write_about(folder: Path, contents: Contents) -> About:
-    """Write the manifest of a folder whose other files are there: `contents`, and what follows from the files. Returns it. Raises OSError."""
+    """Write the manifest of a folder, and return it.
+
+    The other files of the folder must be complete.
+
+    Args:
+        folder: the folder of the export.
+        contents: the part of the manifest that does not follow from the files.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
     files = file_entries(folder)
     state = state_of(contents, files[MODEL]["sha256"], files[DENSE_STATE]["sha256"])
     about: About = {**contents, "format": FORMAT, "files": files, "state": state}
@@ -252,14 +326,22 @@ def write_about(folder: Path, contents: Contents) -> About:
 
 @dataclass(frozen=True)
 class Export:
-    """An export: its folder, and what its manifest says. An increment has only the rows that changed after a step, and applies to what is of that."""
+    """An export: its folder and its manifest.
+
+    An increment has only the rows that changed after a step, and is applied to a model of that
+    step.
+    """
 
     path: Path
     about: About
 
     @classmethod
     def open(cls, path: Path | str) -> Export:
-        """The export in a folder. Raises ExportError."""
+        """Open the export in a folder.
+
+        Raises:
+            ExportError: the folder has no export, or its manifest is damaged.
+        """
         path = Path(path)
         try:
             stored = read_sealed(within(path, ABOUT))[0]
@@ -270,7 +352,8 @@ class Export:
             about = of_json(stored, About)
             _check_about(about)
             export = cls(path, about)
-            assert export.layouts is not None  # they are checked as they are made
+            # Making the layouts checks them.
+            assert export.layouts is not None
         except (FileNotFoundError, NotADirectoryError):
             raise ExportError(f"{path}: has no {ABOUT}, so it is no export; give a folder that `foreload export` wrote") from None
         except OSError as error:
@@ -280,7 +363,11 @@ class Export:
         return export
 
     def file(self, name: str) -> Path:
-        """The path of one of its files. Raises ExportError if that is a link out of its folder."""
+        """Return the path of a file of the export.
+
+        Raises:
+            ExportError: the file is a link out of the folder.
+        """
         try:
             return within(self.path, name)
         except FormError as error:
@@ -288,23 +375,26 @@ class Export:
 
     @property
     def step(self) -> int:
-        """The last step trained of the model that it is, or makes."""
+        """The last step trained of the model, for an increment of the model after it is applied."""
         return self.about["step"]
 
     @property
     def state(self) -> str:
-        """See `state_of`."""
+        """The state: see `state_of`."""
         return self.about["state"]
 
     @property
     def since(self) -> tuple[int, str | None] | None:
-        """Of an increment: the step and the state that it goes on from, the latter None where only the step was named. None of a full export."""
+        """The step and state of the predecessor of an increment, or None for a full export.
+
+        The state is None if the user named only the step.
+        """
         since = self.about.get("since")
         return None if since is None else (since["step"], since["state"])
 
     @property
     def what(self) -> str:
-        """What it is, for messages."""
+        """A description of the export, for messages."""
         return (
             f"{self.path} is of step {self.step}"
             if self.since is None
@@ -313,14 +403,18 @@ class Export:
 
     @cached_property
     def layouts(self) -> list[RowLayout]:
-        """Of its tables, in order."""
+        """The layouts of its tables, in order."""
         return [
             RowLayout(number, one["name"], one["table_rows"], tuple(one["parts"]), one["optimizer"])
             for number, one in enumerate(self.about["tables"])
         ]
 
     def verify(self) -> None:
-        """Read every file and compare it with the manifest, and what its tables hold. Raises ExportError that names the first damaged one."""
+        """Compare every file, and the contents of its tables, with the manifest.
+
+        Raises:
+            ExportError: a file is damaged. The error names the first one.
+        """
         for name, entry in self.about["files"].items():
             try:
                 with open(self.file(name), "rb") as file:
@@ -340,11 +434,11 @@ class Export:
                 raise _damaged(self.path, table["file"], f"its rows are not those that {ABOUT} describes")
 
     def has_values(self, table: int) -> bool:
-        """Whether the rows of a table have the values of a vocabulary."""
+        """Return whether the rows of a table have the values of a vocabulary."""
         return "value" in pq.read_schema(self.file(self.about["tables"][table]["file"])).names
 
     def rows(self, table: int) -> Iterator[ExportRows]:
-        """The rows of a table, by id, of files that were verified."""
+        """Yield the rows of a table, by ascending id. The files must have been verified."""
         layout, has_values = self.layouts[table], self.has_values(table)
         columns = ["id", "weight", *(["state"] if layout.state_width else []), *(["value"] if has_values else [])]
         with pq.ParquetFile(self.file(self.about["tables"][table]["file"])) as file:
@@ -356,7 +450,16 @@ class Export:
                 yield ExportRows(batch.column("id").to_numpy(), weights, state, batch.column("value") if has_values else None)
 
     def check_next(self, where: str, step: int, state: str) -> None:
-        """Raise ExportError where this is not the increment that goes on from a step and state, those of what is at `where`."""
+        """Check that this increment goes on from the export at `where`.
+
+        Args:
+            where: the place of that export, for errors.
+            step: its step.
+            state: its state.
+
+        Raises:
+            ExportError: this is not the next increment.
+        """
         if self.since is None:
             raise ExportError(
                 f"{self.what}, and {where} has one of step {step} already; a full export goes where there is none yet"
@@ -374,11 +477,19 @@ class Export:
 
 
 def check_same_model(name: str, manifest: Contents, other: OfModel, tables: Sequence[TableOfModel], where: str) -> None:
-    """Raise ExportError where a manifest is of another model than that of what is at `where`, whose manifest and tables are `other` and `tables`.
+    """Check that a manifest is of the same model as the export at `where`.
 
-    name: what the first is called.
+    Args:
+        name: the name of the manifest's export, for errors.
+        other: the manifest of the export at `where`.
+        tables: the tables of the export at `where`.
+        where: the place of that export, for errors.
+
+    Raises:
+        ExportError: the models differ.
     """
-    # A setting that only one of them knows is of a version in which it had no other value.
+    # A setting that only one of them has comes from another version of foreload. The setting had no
+    # other value in the version that lacks it.
     mine = {key: value for key, value in manifest["settings"].items() if key in other["settings"]} | same_model(manifest)
     there = {**other["settings"], **same_model(other)}
     for key, value in mine.items():
@@ -389,7 +500,17 @@ def check_same_model(name: str, manifest: Contents, other: OfModel, tables: Sequ
 
 
 def check_rows(export: Export, table: int, rows: int, where: str) -> None:
-    """Raise ExportError where a table would have another number of rows, once an increment is applied to what is at `where`, than the model has."""
+    """Check the number of rows of a table after an increment is applied.
+
+    Args:
+        export: the increment.
+        table: the number of the table.
+        rows: the number of rows that the table would have.
+        where: the place of the export that the increment is applied to, for errors.
+
+    Raises:
+        ExportError: the model has another number of rows.
+    """
     entry = export.about["tables"][table]
     if entry["whole_rows"] != rows:
         raise ExportError(

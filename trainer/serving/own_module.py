@@ -1,6 +1,8 @@
-"""The dense part of a model that is served without foreload as a module of the caller's, of which parameters and buffers alone were exported.
+"""The dense part of an exported model as a module of the caller, without foreload.
 
-`foreload export --format torch` joins this file with raw_values.py, plain_files.py, generators.py, tiles.py and standalone.py into model.py.
+Such an export has only the parameters and buffers of the dense part. `foreload export --format
+torch` joins this file with raw_values.py, plain_files.py, generators.py, inference.py and
+standalone.py into model.py.
 """
 
 from __future__ import annotations
@@ -17,11 +19,15 @@ from torch import Tensor, nn
 from foreload.trainer.models.generators import seeded
 from foreload.trainer.serving.plain_files import read_weights, weights_of
 
-_NEAR = 1e-4  # logits of one module on two machines
+# The relative and absolute tolerance between the logits of one module on two machines.
+_NEAR = 1e-4
 
 
 class Views(dict[str, Tensor]):
-    """What a module of foreload is called with beside the dense values: views of the block [b, F, W], by feature, and by feature.column."""
+    """The embeddings that a model's forward takes, as views of the block [b, F, W].
+
+    The keys are the features, and "feature.column" for further columns.
+    """
 
     def __init__(self, block: Tensor, about: Mapping[str, Any]) -> None:
         super().__init__()
@@ -34,7 +40,17 @@ class Views(dict[str, Tensor]):
 
 
 class OwnModule(nn.Module):
-    """The dense part as a module of the caller's, with the parameters and buffers that it had when it was exported."""
+    """The dense part as the caller's module, with the exported parameters and buffers.
+
+    Args:
+        about: the contents of features.json.
+        weights: the file of parameters and buffers.
+        tried: the file of synthetic inputs with the logits that the model gave for them.
+        module: the module, or a class or function that builds it.
+
+    Raises:
+        ValueError: the module has other parameters or buffers, or gives other logits.
+    """
 
     def __init__(
         self, about: Mapping[str, Any], weights: Path, tried: Path, module: nn.Module | Callable[..., nn.Module]
@@ -62,13 +78,13 @@ class OwnModule(nn.Module):
             )
 
     def forward(self, dense: Tensor, block: Tensor) -> Tensor:
-        """Logits [b], or [b, L]."""
+        """Return the logits [b], or [b, L] for several labels."""
         logits: Tensor = self.module(dense, Views(block, self._about), **self._given)
         return logits
 
 
 def _built(about: Mapping[str, Any], builder: Callable[..., nn.Module]) -> nn.Module:
-    """What a builder makes as it did for training."""
+    """Build the module as it was built for training: with one thread, under the same seed."""
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -79,22 +95,25 @@ def _built(about: Mapping[str, Any], builder: Callable[..., nn.Module]) -> nn.Mo
 
 
 class _Spec(SimpleNamespace):
-    """As foreload's ModelSpec. A model that asks for something was given it when it was trained, so nothing is checked again."""
+    """A replacement for foreload's ModelSpec.
+
+    It does not repeat the checks of ModelSpec, because the model passed them when it was trained.
+    """
 
     def one_output(self, model: str) -> None:
-        """There is one label."""
+        """Do nothing: the model passed this check when it was trained."""
 
     def equal_dimension(self, model: str) -> int:
-        """The one dimension of all features."""
+        """Return the common dimension of all features."""
         return int(self.features[0][1])
 
     def output_shape(self, samples: int) -> tuple[int, ...]:
-        """What forward returns for so many samples."""
+        """Return the shape of the outputs for a number of samples."""
         return (samples,) if len(self.labels) == 1 else (samples, len(self.labels))
 
 
 def _spec(about: Mapping[str, Any]) -> _Spec:
-    """What a model's constructor receives about the data, as foreload's ModelSpec has it."""
+    """Return the description of the data for a model's constructor, like foreload's ModelSpec."""
     tables = [about["tables"][feature["table"]] for feature in about["features"]]
     features = tuple(
         (feature["name"], table["parts"][0][1], table["name"]) for feature, table in zip(about["features"], tables, strict=True)

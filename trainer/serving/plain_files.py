@@ -1,6 +1,8 @@
-"""Reading the files of a model that is served without foreload: tensors, a program of torch.export, and texts of records. Nothing is unpickled.
+"""Read the files of a model that is served without foreload.
 
-`foreload export --format torch` joins this file with raw_values.py and standalone.py into model.py.
+These are files of tensors, a program of torch.export, and text files of records. Nothing is
+unpickled. `foreload export --format torch` joins this file with raw_values.py, generators.py,
+inference.py, own_module.py and standalone.py into model.py.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ import numpy as np
 import torch
 from torch import nn
 
-# What dense.pt2 may hold: the graph as JSON, weights and tensor constants with their JSON, inputs that must be empty, and marks of the container.
-# torch.export.load unpickles, or loads as a library, several others.
+# The members that dense.pt2 may have: the graph as JSON, weights and tensor constants with their
+# JSON, sample inputs that must be empty, and markers of the container. torch.export.load unpickles
+# several other members, or loads them as libraries.
 _INPUTS = "data/sample_inputs/model.pt"
 _MEMBERS = re.compile(
     r"models/model\.json|data/weights/(weight_\d+|model_weights_config\.json)|data/constants/(tensor_\d+|model_constants_config\.json)|"
@@ -32,7 +35,10 @@ _MEMBERS = re.compile(
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a file, float32 and int64, mapped: of what is not read nothing is in memory."""
+    """Return the tensors of a file, float32 and int64, mapped into memory.
+
+    Parts that are never read take no memory.
+    """
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -53,7 +59,7 @@ _KINDS = {
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file, of any of these types, in memory."""
+    """Return the tensors of a file, copied into memory. Any type in _KINDS may occur."""
     data = bytearray(path.read_bytes())
     size = int.from_bytes(data[:8], "little")
     tensors = {}
@@ -69,16 +75,20 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and the buffers of a module's state, each once, by name."""
+    """Return the parameters of a module and the buffers of its state, each once, by name."""
     buffers = dict(module.named_buffers())
     state = {name: value for name, value in module.state_dict().items() if name in buffers}
     return {name: value.detach() for name, value in module.named_parameters()} | state
 
 
 def read_program(path: Path) -> nn.Module:
-    """The dense part as torch.export wrote it. Raises ValueError for a file with members that `foreload export` does not write.
+    """Read the dense part as torch.export wrote it.
 
-    torch reads a copy that has the checked members alone, so it cannot find others in the file than were checked.
+    torch reads a copy that has only the checked members, so it cannot find other members in the
+    file.
+
+    Raises:
+        ValueError: the file has members that `foreload export` does not write.
     """
     copied = io.BytesIO()
     with zipfile.ZipFile(path) as archive, zipfile.ZipFile(copied, "w") as copy:
@@ -96,7 +106,13 @@ def read_program(path: Path) -> nn.Module:
 
 
 def _names_others(name: str, data: bytes, members: Mapping[str, bytes]) -> bool:
-    """Whether a list of tensors names something that would be unpickled, or is not a tensor in the file."""
+    """Return whether a list of tensors has an entry that would be unpickled or is not in the file.
+
+    Args:
+        name: the name of the member.
+        data: its contents.
+        members: all members of the file, by name.
+    """
     if not name.endswith("_config.json"):
         return False
     beside = name.rpartition("/")[0]
@@ -106,7 +122,13 @@ def _names_others(name: str, data: bytes, members: Mapping[str, bytes]) -> bool:
 
 @contextlib.contextmanager
 def opened_text(path: str) -> Iterator[io.TextIOWrapper]:
-    """A text file, decompressed as its name says; lines end at line breaks alone. Raises ValueError, also while it is read, where it is none."""
+    """Open a text file, and decompress it if its name ends in .gz or .zst.
+
+    Lines end only at line feeds.
+
+    Raises:
+        ValueError: the file is not a valid text file. This may also be raised while it is read.
+    """
     try:
         opened: Callable[..., Any] = gzip.open if path.endswith(".gz") else open
         if path.endswith(".zst"):
@@ -123,15 +145,24 @@ def opened_text(path: str) -> Iterator[io.TextIOWrapper]:
         raise ValueError(f"{path}: cannot be cut into rows; {error}; check quotes and line breaks") from error
     except (EOFError, OSError, zlib.error) as error:
         if isinstance(error, OSError) and error.filename is not None:
-            raise  # it says which file, as where that is not there
+            # The error names the file itself, for example if it does not exist.
+            raise
         raise ValueError(f"{path}: must be whole, and compressed as its name says; {error}") from error
 
 
 class RowLines:
-    """The lines of a file as csv.reader takes them. Raises ValueError where a value spans more of them than it may, or its quote is never closed.
+    """The lines of a file, for csv.reader.
 
-    most: lines that a value may span; 0: it holds no line breaks. waiting: how many lines the reader has taken for a row
-    that it has not given yet; to be set to 0 with each row.
+    Raises ValueError if a value spans more lines than allowed, or its quote is never closed.
+
+    Args:
+        path: the path of the file, for errors.
+        file: the lines.
+        most: the most lines that a value may span. If 0, values contain no line breaks.
+
+    Attributes:
+        waiting: the number of lines that the reader has taken for a row that it has not returned
+            yet. The caller sets it to 0 after each row.
     """
 
     def __init__(self, path: str, file: Iterator[str], most: int) -> None:
@@ -150,6 +181,7 @@ class RowLines:
             raise StopIteration
         self._number += 1
         self.waiting += 1
-        if not self._most and line.removesuffix("\n").endswith("\r\r"):  # others csv.reader refuses itself
+        # csv.reader itself refuses all other carriage returns within a value.
+        if not self._most and line.removesuffix("\n").endswith("\r\r"):
             raise ValueError(f"{where}: a value holds a carriage return")
         return line

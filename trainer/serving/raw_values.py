@@ -1,6 +1,8 @@
-"""Raw records to ids and dense values, in NumPy alone: docs/definitions.md (Mixing; Encoding; Rows), for a model that is served without foreload.
+"""Convert raw records to ids and dense values, with NumPy alone.
 
-`foreload export --format torch` joins this file with plain_files.py and standalone.py into model.py.
+This is for a model that is served without foreload. The rules are those of docs/definitions.md
+(Mixing, Encoding, Rows). `foreload export --format torch` joins this file with plain_files.py,
+generators.py, inference.py, own_module.py and standalone.py into model.py.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ _WHOLE = re.compile(r"-?\d+", re.ASCII)
 _WHOLE_FLOAT = re.compile(r"(-?)(0|[1-9][0-9]*)[.]0+")
 _DECIMAL = re.compile(r"-?(0|[1-9][0-9]*)([.][0-9]+)?")
 _SPACES = " \t\n\v\f\r"
-_MOST_DIGITS = 4000  # of an id; Python reads no integer of more
+_MOST_DIGITS = 4000  # the most digits of an id; Python refuses to parse longer integers
 _DENSE_RULE = "a dense value must be a finite number within float32"
 _CATEGORICAL_RULE = "a categorical value must be a text or a whole number"
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """The splitmix64 step: uint64 [n] -> uint64 [n]."""
+    """Apply the splitmix64 step: uint64 [n] -> uint64 [n]."""
     x = x + _U64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
@@ -35,8 +37,9 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def hash64(texts: Sequence[bytes]) -> np.ndarray:
-    """The hash of each text: uint64 [n]."""
+    """Return the hash of each text: uint64 [n]."""
     sizes = np.fromiter(map(len, texts), np.uint64, len(texts))
+    # Each text is padded with zeros to whole words of 8 bytes, and mixed word by word.
     words = (sizes.astype(np.int64) + 7) // 8
     data = np.frombuffer(b"".join(text + bytes(-len(text) % 8) for text in texts), "<u8")
     starts, hashes = np.cumsum(words) - words, mix(sizes)
@@ -47,7 +50,16 @@ def hash64(texts: Sequence[bytes]) -> np.ndarray:
 
 
 def initial_rows(seed: int, table: int, ids: np.ndarray, table_rows: int, columns: int, width: int) -> np.ndarray:
-    """What rows (ids int64 [n]) hold before they are trained: float32 [n, width], zeros from `columns` on."""
+    """Return the initial values of rows: float32 [n, width].
+
+    Args:
+        seed: the seed of the training.
+        table: the number of the table.
+        ids: the ids of the rows, int64 [n].
+        table_rows: the number of rows of the table.
+        columns: the number of columns with random values. The other columns are zeros.
+        width: the number of all columns.
+    """
     prefix = mix(mix(np.array([seed & (1 << 64) - 1], np.uint64)) ^ _U64(table))
     h = mix(prefix ^ ids.astype(np.uint64))
     bits = mix(h[:, None] ^ np.arange((columns + 1) // 2, dtype=np.uint64))
@@ -59,11 +71,15 @@ def initial_rows(seed: int, table: int, ids: np.ndarray, table_rows: int, column
 
 
 class Malformed(Exception):
-    """A value that breaks a rule: the rule."""
+    """A value violates a rule. The argument is the rule."""
 
 
 def whole_text(text: str) -> str:
-    """By rule 2: the part before the point of a whole number that is written as a float ("-0" is "0"), any other text as it is."""
+    """Return a text as rule 2 encodes it.
+
+    A whole number written as a float becomes the part before its point, and "-0" becomes "0". Any
+    other text is unchanged.
+    """
     whole = _WHOLE_FLOAT.fullmatch(text)
     if whole is None:
         return text
@@ -71,7 +87,12 @@ def whole_text(text: str) -> str:
 
 
 class Rule:
-    """Rule 1 or 2 of encoding, with the texts that mean a missing value."""
+    """A rule of encoding, with the texts that mean a missing value.
+
+    Args:
+        number: 1 or 2, the number of the rule.
+        missing: the texts that mean a missing value. The empty text always does.
+    """
 
     def __init__(self, number: int, missing: Sequence[str]) -> None:
         self.number, self.missing = number, frozenset(("", *missing))
@@ -79,12 +100,16 @@ class Rule:
         self._numbers = [Decimal(text) for text in missing if number > 1 and _DECIMAL.fullmatch(text)]
 
     def text(self, written: str) -> str:
-        """What a text is encoded as, empty where it is missing."""
+        """Return the text to encode for a given text, empty if the value is missing."""
         whole = written if self.number == 1 else whole_text(written)
         return "" if written in self.missing or whole in self._wholes else whole
 
     def is_missing(self, value: Any) -> bool:
-        """Whether a value that is no text is None, NaN, what data frames have for that, or a number that means it."""
+        """Return whether a value that is not a text is missing.
+
+        None, NaN, the missing values of data frames, and numbers that a missing text denotes are
+        missing.
+        """
         if not isinstance(value, Real | Decimal):
             return value is None or type(value).__name__ in ("NAType", "NaTType")
         if value != value:
@@ -92,15 +117,23 @@ class Rule:
         return any(_equal(number, value) for number in self._numbers)
 
     def nan_where_missing(self, values: np.ndarray) -> np.ndarray:
-        """Numbers, float64 [n], of which none is a text's."""
+        """Replace numbers that mean a missing value with NaN.
+
+        Args:
+            values: float64 [n]. None of them was given as a text.
+        """
         for number in self._numbers:
+            # A whole number that float64 cannot represent exactly is equal to none of the values.
             if number != number.to_integral_value() or Decimal(float(number)) == number:
                 values = np.where(values == float(number), np.nan, values)
         return values
 
 
 def _equal(number: Decimal, value: Any) -> bool:
-    """Whether a value is a number: a whole one, or the nearest of its type to a fraction."""
+    """Return whether a value is equal to a number.
+
+    If the number is a fraction, a float is compared with the nearest value of its own type.
+    """
     if isinstance(value, Decimal):
         return number == value
     if number == number.to_integral_value():
@@ -109,7 +142,11 @@ def _equal(number: Decimal, value: Any) -> bool:
 
 
 def number_of(value: Any, rule: Rule) -> float:
-    """A raw dense value as a float64, NaN where it is missing. Raises Malformed."""
+    """Convert a raw dense value to a float64, NaN if it is missing.
+
+    Raises:
+        Malformed: the value violates a rule.
+    """
     text = _decoded(value)
     if isinstance(text, str):
         if not rule.text(text):
@@ -132,7 +169,11 @@ def number_of(value: Any, rule: Rule) -> float:
 
 
 def text_of(value: Any, rule: Rule) -> bytes:
-    """A raw categorical value as the text that is encoded, empty where it is missing. Raises Malformed."""
+    """Convert a raw categorical value to the text to encode, empty if it is missing.
+
+    Raises:
+        Malformed: the value violates a rule.
+    """
     text = _decoded(value)
     if isinstance(text, str):
         return _encoded(rule.text(text))
@@ -145,7 +186,11 @@ def text_of(value: Any, rule: Rule) -> bytes:
 
 
 def _whole(value: Any) -> int | None:
-    """The integer that a number is; None for a fraction, a float from 2^63 on, or what is no number."""
+    """Return the integer equal to a number, or None if there is none.
+
+    Returns None for a fraction, a float whose absolute value is 2^63 or more, and any value that is
+    not a number.
+    """
     if type(value) is bool:
         return None
     if isinstance(value, Integral):
@@ -157,7 +202,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _decoded(value: Any) -> Any:
-    """Bytes as text, anything else as it is."""
+    """Decode bytes as text, and return any other value unchanged."""
     try:
         return value.decode() if isinstance(value, bytes) else value
     except UnicodeDecodeError:
@@ -172,7 +217,12 @@ def _encoded(text: str) -> bytes:
 
 
 class Encoder:
-    """Raw records to what the model takes, by features.json. vocabularies: by place of the table, the id of each text."""
+    """Converts raw records to the inputs of the model, as features.json specifies.
+
+    Args:
+        about: the contents of features.json.
+        vocabularies: the id of each text, by the number of the table.
+    """
 
     def __init__(self, about: Mapping[str, Any], vocabularies: Mapping[int, Mapping[bytes, int]]) -> None:
         self._about, self._vocabularies = about, vocabularies
@@ -186,9 +236,18 @@ class Encoder:
     def encode(
         self, columns: Mapping[str, Sequence[Any]], first: int = 0
     ) -> tuple[np.ndarray, dict[str, tuple[np.ndarray, np.ndarray]]]:
-        """Dense values float32 [b, n], and per feature ids int64 [lookups] and offsets int64 [b], where each record's begin.
+        """Encode records.
 
-        columns: raw values by column; first: the number of the first record. Raises ValueError where a value is malformed.
+        Args:
+            columns: the raw values by column.
+            first: the number of the first record, for errors.
+
+        Returns:
+            The dense values, float32 [b, n], and per feature ids int64 [lookups] and offsets int64
+            [b]. An offset is the place where the ids of a record begin.
+
+        Raises:
+            ValueError: a value is malformed.
         """
         count = len(next(iter(columns.values())))
         dense: np.ndarray = np.empty((count, len(self._about["dense"])), np.float32)
@@ -212,7 +271,8 @@ class Encoder:
                 if not (np.abs(numbers) > _LARGEST).any():
                     return self._rule.nan_where_missing(numbers)
             except OverflowError:
-                pass  # said below
+                # The conversion value by value, below, raises the error that names the record.
+                pass
         return np.array(_each(values, column, first, lambda value: number_of(value, self._rule)), np.float64)
 
     def _lookups(self, values: Sequence[Any], feature: Mapping[str, Any], first: int) -> tuple[np.ndarray, np.ndarray]:
@@ -232,10 +292,12 @@ class Encoder:
         texts, offsets = [text for bag in bags for text in bag], np.cumsum(counts) - counts
         table_rows = self._about["tables"][feature["table"]]["table_rows"]
         if feature["encoding"] == "hash":
+            # Id 0 is the missing value, so hashes give ids 1 to table_rows - 1.
             ids = (hash64(texts) % _U64(table_rows - 1)).astype(np.int64) + 1
             ids[np.fromiter(map(len, texts), np.int64, len(texts)) == 0] = 0
         elif feature["encoding"] == "vocabulary":
             known = self._vocabularies[feature["table"]]
+            # Id 0 is the missing value, and id 1 is all values outside the vocabulary.
             ids = np.fromiter((known.get(text, 1) if text else 0 for text in texts), np.int64, len(texts))
         else:
             whole = _each(bags, feature["column"], first, lambda bag: [_id(text, table_rows) for text in bag], values)
@@ -253,7 +315,17 @@ def _id(text: bytes, table_rows: int) -> int:
 def _each(
     values: Sequence[Any], column: str, first: int, convert: Callable[[Any], Any], shown: Sequence[Any] | None = None
 ) -> list[Any]:
-    """What each value converts to. Raises ValueError with record, column, rule and value. shown: the values for that, if others."""
+    """Convert each value.
+
+    Args:
+        column: their column, for errors.
+        first: the number of the first record, for errors.
+        convert: converts one value.
+        shown: the values to show in errors. If None, `values`.
+
+    Raises:
+        ValueError: a value is malformed. The error names record, column, rule and value.
+    """
     converted: list[Any] = []
     try:
         for value in values:
@@ -266,7 +338,10 @@ def _each(
 
 
 def _transformed(values: np.ndarray, entry: Mapping[str, Any]) -> np.ndarray:
-    """float64 [n], NaN where missing -> what the model gets, to be rounded to float32."""
+    """Apply the transform of a dense column, and replace NaN with 0.
+
+    float64 [n] -> float64 [n]. The caller rounds the result to float32.
+    """
     if entry["transform"] == "log":
         values = np.log1p(np.maximum(values, 0.0))
     elif entry["transform"] == "standard":
@@ -275,7 +350,15 @@ def _transformed(values: np.ndarray, entry: Mapping[str, Any]) -> np.ndarray:
 
 
 def columns_of(records: Any, names: Sequence[str]) -> dict[str, Sequence[Any]]:
-    """The columns with these names of a list of dicts, a dict of columns, a table of Arrow, or a data frame. Raises ValueError."""
+    """Return the columns with these names from records.
+
+    Args:
+        records: a list of dicts, a dict of columns, an Arrow table, or a data frame.
+        names: the names of the columns.
+
+    Raises:
+        ValueError: a column is missing, or the columns differ in length.
+    """
     if isinstance(records, Mapping) or hasattr(records, "columns"):
         there = records if isinstance(records, Mapping) else getattr(records, "column_names", None) or list(records.columns)
         for name in names:

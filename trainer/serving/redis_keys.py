@@ -1,7 +1,9 @@
-"""Bringing an export to a Redis server, under keys that its user names, and reading it there (docs/serving.md, In Redis).
+"""Apply exports to a Redis server, and read the rows there (docs/serving.md, In Redis).
 
-The value of a row has its versions one after the other, the newest first, so that a reader of an old version goes on while a new one is written. The
-version key says which ones there are. It is written last, in one transaction with the dense part: with that all rows are new at once.
+The user names the keys. The value of a row has its versions one after the other, the newest first,
+so that readers of an old version continue while a new one is written. The version key lists the
+readable versions. It is written last, in one transaction with the dense part, so that all new rows
+become visible at once.
 """
 
 from __future__ import annotations
@@ -39,20 +41,24 @@ from foreload.trainer.serving.format import (
 
 FORMAT = 1
 _STEP_BYTES = 8
-_ROWS = 1 << 11  # that go in a transaction
-_REPLY_ROWS = 1 << 8  # that come in a reply
+_ROWS = 1 << 11  # rows per transaction
+_REPLY_ROWS = 1 << 8  # rows per reply
 _TIMEOUT = timedelta(seconds=30)
 _PLACES = re.compile(r"\{(\w*)\}")
 
 
 class ServedTable(TableOfModel):
-    """A table in the version key."""
+    """A table in the version key.
+
+    Attributes:
+        rows: the number of rows of the table.
+    """
 
     rows: Count
 
 
 class Version(OfModel):
-    """The version key (docs/serving.md, In Redis)."""
+    """The contents of the version key (docs/serving.md, In Redis)."""
 
     format: int
     state: str
@@ -62,7 +68,13 @@ class Version(OfModel):
 
 
 class Applying(TypedDict):
-    """The key that says what is being applied, and by which call."""
+    """The contents of the key that marks an export as being applied.
+
+    Attributes:
+        step: the step of the export.
+        state: the state of the export.
+        token: identifies the call that applies it.
+    """
 
     step: Count
     state: str
@@ -74,9 +86,13 @@ _Decoded = TypeVar("_Decoded", Version, Applying)
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What keys are called: a template with {table}, and {id} for a string a row; without {id} a table is a hash whose fields are the ids.
+    """The names of the keys of a served model.
 
-    Raises SettingError where two rows might have one key.
+    The template contains {table}. If it contains {id}, each row is a string. Otherwise each table
+    is a hash whose fields are the ids.
+
+    Raises:
+        SettingError: the template is not valid, for example if two rows might have the same key.
     """
 
     template: str
@@ -95,15 +111,18 @@ class Keys:
 
     @property
     def hashes(self) -> bool:
-        """Whether a table is a hash."""
+        """Whether each table is a hash."""
         return "{id}" not in self.template
 
     def table(self, name: str) -> str:
-        """The template with a table's name: of a hash, its key."""
+        """Return the template with the name of a table. For a hash this is its key."""
         return self.template.replace("{table}", name)
 
     def beside(self, what: str) -> bytes:
-        """A key of what belongs to no row, named with what stands before the first brace."""
+        """Return a key for data that belongs to no row.
+
+        It begins with the part of the template before the first brace.
+        """
         return f"{self.template.partition('{')[0]}~{what}".encode()
 
     @property
@@ -113,15 +132,19 @@ class Keys:
 
     @property
     def applying(self) -> bytes:
-        """The key that says what is being applied."""
+        """The key that marks an export as being applied."""
         return self.beside("applying")
 
     def dense(self, step: int) -> bytes:
-        """The dense part of a version."""
+        """Return the key of the dense part of a version."""
         return self.beside(f"dense:{step}")
 
     def reading(self, name: str, ids: Sequence[int]) -> list[list[bytes | str]]:
-        """The commands that get rows, each some of them: a reply is decoded again from its beginning whenever more of it has come."""
+        """Return the commands that read rows, in order.
+
+        Each command reads only some rows, because a reply is decoded again from its beginning
+        whenever more of it arrives.
+        """
         pieces = [ids[first : first + _REPLY_ROWS] for first in range(0, len(ids), _REPLY_ROWS)]
         if self.hashes:
             return [["HMGET", self.table(name), *map(str, piece)] for piece in pieces]
@@ -129,7 +152,7 @@ class Keys:
         return [["MGET", *(f"{before}{row}{after}" for row in piece)] for piece in pieces]
 
     def writing(self, name: str, ids: Iterable[int], values: Iterable[bytes]) -> list[bytes | str]:
-        """The command that sets rows."""
+        """Return the command that writes rows."""
         if self.hashes:
             return [
                 "HSET",
@@ -141,10 +164,21 @@ class Keys:
 
 
 def apply_to_redis(export: Export, url: str, keys: Keys, keep: int) -> tuple[int, list[int]]:
-    """Bring an export to a server: a full one to where there is none under these keys, an increment to where what it goes on from is.
+    """Apply an export to a server.
 
-    keep: how many versions before it can still be read. Returns how many rows all tables have, and the steps that are kept. Raises ExportError with
-    nothing changed for readers, and StoreError. Whoever is killed leaves the version before for readers, and goes on where it is called again.
+    A full export is applied if there is nothing under these keys. An increment is applied to its
+    predecessor. If the call is killed, readers still see the previous version, and a second call of
+    the same export continues.
+
+    Args:
+        keep: the number of previous versions that remain readable.
+
+    Returns:
+        The number of rows of all tables, and the steps that are kept.
+
+    Raises:
+        ExportError: the export cannot be applied. Nothing has changed for readers.
+        StoreError: the server failed.
     """
     export.verify()
     try:
@@ -157,7 +191,11 @@ def apply_to_redis(export: Export, url: str, keys: Keys, keep: int) -> tuple[int
 
 
 class _Application:
-    """One call. A token of its own stands in the key `applying`, and every write is a transaction that fails where another call has put its there."""
+    """One call of `apply_to_redis`.
+
+    The key `applying` holds a token of the call. Every write is a transaction that fails if another
+    call has replaced the token.
+    """
 
     def __init__(self, store: Store, export: Export, keys: Keys, keep: int) -> None:
         self._store, self._export, self._keys, self._keep = store, export, keys, keep
@@ -169,6 +207,8 @@ class _Application:
         before = None if version is None else version["step"]
         kept = [] if version is None else version["kept"]
         readable = kept if before is None else [before, *kept]
+        # Readers ignore the new versions of rows until the transaction below changes the version
+        # key.
         for table, layout in enumerate(self._export.layouts):
             for rows in self._export.rows(table):
                 for first in range(0, len(rows), _ROWS):
@@ -201,7 +241,11 @@ class _Application:
         }
 
     def _begin(self) -> Version | None:
-        """Check that the export is the next one, and say that it is applied; returns the version that is there, as readers see it from now on."""
+        """Check that the export is the next one, and mark it as being applied.
+
+        Returns:
+            The current version, as readers see it from now on, or None if there is none.
+        """
         export, keys = self._export, self._keys
         _, found, applying = self._ask(["WATCH", keys.version, keys.applying], ["GET", keys.version], ["GET", keys.applying])
         version = None if found is None else _decoded(found, keys.version, Version)
@@ -217,11 +261,13 @@ class _Application:
             raise ExportError(
                 f"{export.what}, and at {self._where} applying that of step {broken_off['step']} was broken off; apply that one again first"
             )
+        # An interrupted call has already written some of the new rows, so only the first call can
+        # count them.
         if version is not None and broken_off is None:
             self._check_rows(version)
         commands: list[list[bytes | str]] = []
         if version is not None:
-            # The version key stops listing a step that is to go before its rows do.
+            # The version key stops listing a step before the rows of that step are deleted.
             dropped = version["kept"][max(self._keep - 1, 0) :]
             version["kept"] = version["kept"][: max(self._keep - 1, 0)]
             if dropped:
@@ -232,7 +278,11 @@ class _Application:
         return version
 
     def _check_rows(self, version: Version) -> None:
-        """Raise ExportError where the tables would have other numbers of rows than the model has, before anything is written."""
+        """Check the numbers of rows that the tables will have, before anything is written.
+
+        Raises:
+            ExportError: a table would have another number of rows than the model.
+        """
         for table, layout in enumerate(self._export.layouts):
             new = sum(
                 value is None
@@ -243,7 +293,14 @@ class _Application:
             check_rows(self._export, table, version["tables"][table]["rows"] + new, self._where)
 
     def _write(self, name: str, rows: ExportRows, part: slice, readable: Sequence[int]) -> None:
-        """Write a version of some rows, which nobody reads yet. readable: the steps that readers may be at, in descending order."""
+        """Write a version of some rows, which no reader uses yet.
+
+        Args:
+            name: the name of the table.
+            rows: rows of the table.
+            part: the rows to write.
+            readable: the steps that readers may use, in descending order.
+        """
         ids, weights = rows.ids[part].tolist(), rows.weights[part]
         _, marker, *found = self._ask(
             ["WATCH", self._keys.applying], ["GET", self._keys.applying], *self._keys.reading(name, ids)
@@ -263,16 +320,17 @@ class _Application:
             values.append(head + row.tobytes() + older)
         self._committed([self._keys.writing(name, ids, values)])
 
-    # -- Commands ------------------------------------------------------------------------------------------------------------------
+    # -- Commands ----------------------------------------------------------------------------------
 
     def _transact(self, *commands: list[bytes | str]) -> None:
-        """All of these at once, if this is still the call that applies."""
+        """Execute all commands in one transaction, if the token is still that of this call."""
         _, marker = self._ask(["WATCH", self._keys.applying], ["GET", self._keys.applying])
         self._check_token(marker)
         self._committed(commands)
 
     def _committed(self, commands: Iterable[Sequence[bytes | str]]) -> None:
         answers = self._ask(["MULTI"], *commands, ["EXEC"])
+        # EXEC returns None if a watched key has changed.
         if answers[-1] is None:
             raise self._another()
 
@@ -288,7 +346,7 @@ class _Application:
 
 
 def _values(replies: Iterable[object]) -> Iterator[bytes | None]:
-    """The values of the rows that were read, one after the other; None for one that is not there."""
+    """Yield the value of each row that was read, or None if it does not exist."""
     for reply in replies:
         assert isinstance(reply, list)
         yield from reply
@@ -302,7 +360,18 @@ def _decoded(value: object, key: bytes, kind: type[_Decoded]) -> _Decoded:
 
 
 def _needed(value: bytes, entry: int, step: int, readable: Sequence[int]) -> Iterator[bytes]:
-    """The versions in a row's value that readers at these steps need, the newest first; not that of `step`, which is written again."""
+    """Yield the versions of a row that readers need, the newest first.
+
+    The version of `step` is left out, because it is written again.
+
+    Args:
+        value: the value of the row.
+        entry: the size of a version in bytes.
+        step: the step that is being written.
+        readable: the steps that readers may use, in descending order.
+    """
+    # A reader at a step uses the newest version that is not newer than that step. So a version is
+    # needed if a readable step lies between it and the next newer version.
     wanted = iter(readable)
     at = next(wanted, None)
     for place in range(0, len(value), entry):
@@ -316,13 +385,22 @@ def _needed(value: bytes, entry: int, step: int, readable: Sequence[int]) -> Ite
             yield value[place : place + entry]
 
 
-# -- Reading -----------------------------------------------------------------------------------------------------------------------
+# -- Reading ---------------------------------------------------------------------------------------
 
 
 class ServedRows:
-    """Rows as they are served, of one version: that which was the newest when this was made, or a kept one.
+    """The served rows of one version.
 
-    Raises ExportError where there is none, and StoreError. What is served may move on meanwhile: see `read`.
+    The version is the newest one at construction, or a kept one. The server may move to a newer
+    version at any time: see `read`.
+
+    Args:
+        key: the template of the keys, as `foreload apply --key` has it.
+        step: the step of a kept version. If None, the newest version.
+
+    Raises:
+        ExportError: there is no such version.
+        StoreError: the server failed.
     """
 
     @checked()
@@ -350,9 +428,18 @@ class ServedRows:
 
     @checked()
     def read(self, table: str, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Weights float32 [n, W] of rows, zeros where a row was never trained, and whether it was (bool [n]).
+        """Read rows of a table.
 
-        Raises ExportError where this version is not kept any more.
+        Args:
+            table: the name of the table.
+            ids: the ids of the rows.
+
+        Returns:
+            The weights, float32 [n, W], and whether each row was trained, bool [n]. The weights of
+            a row that was never trained are zeros.
+
+        Raises:
+            ExportError: this version is no longer kept, or the table is unknown.
         """
         if table not in self._widths:
             raise ExportError(f"TABLE: must be one of {', '.join(self._widths)}; got {table!r}")
@@ -360,7 +447,8 @@ class ServedRows:
         weights, found = np.zeros((len(ids), width), np.float32), np.zeros(len(ids), bool)
         if not len(ids):
             return weights, found
-        # In this order: rows go after the version key has said so.
+        # The version key is read after the rows. An application removes a version from that key
+        # before it deletes rows, so rows that are still listed afterwards are complete.
         *values, version = self._store.commands_at_once(
             0, [*self._keys.reading(table, list(map(int, ids))), ["GET", self._keys.version]]
         )
@@ -379,7 +467,11 @@ class ServedRows:
         return weights, found
 
     def dense(self) -> bytes:
-        """The dense part, as a file of safetensors has it. Raises ExportError as `read`."""
+        """Return the dense part, in the format of safetensors.
+
+        Raises:
+            ExportError: this version is no longer kept.
+        """
         data, version = self._store.commands_at_once(0, [["GET", self._keys.dense(self.step)], ["GET", self._keys.version]])
         self._check(_decoded(version, self._keys.version, Version))
         assert isinstance(data, bytes)

@@ -1,7 +1,9 @@
-"""A model that foreload trained, to be called: `load(FOLDER)` gives a torch.nn.Module that takes raw records. foreload need not be installed.
+"""A model trained by foreload, to be called without foreload.
 
-`foreload export --format torch` joins raw_values.py, plain_files.py, generators.py, tiles.py, own_module.py and this file into model.py. It needs
-torch and NumPy; PyArrow if features.json names files of Parquet, and redis if tables stay on a server.
+`load(FOLDER)` returns a torch.nn.Module that takes raw records. `foreload export --format torch`
+joins raw_values.py, plain_files.py, generators.py, inference.py, own_module.py and this file into
+model.py. It needs torch and NumPy. It needs PyArrow if features.json names Parquet files, and redis
+if tables stay on a server.
 """
 
 from __future__ import annotations
@@ -28,16 +30,21 @@ from foreload.trainer.serving.raw_values import Encoder, columns_of, initial_row
 
 FORMAT, ABOUT = 1, "features.json"
 
-_AT_ONCE = 256  # rows that one command gets from a server
+_AT_ONCE = 256  # rows that one command reads from a server
 _SHOWN_CHARACTERS = 1000
-_MOST_LINES = 1000  # of a value, where the feature file does not say how many
+_MOST_LINES = 1000  # the most lines of a value, if the feature file does not specify it
 _CHUNK = 1 << 14  # records of a file that are predicted at once
-_FEWEST, _HARDLY = 10, 0.9  # values of a feature from which on, and the share of unknown ones beyond which, that is warned of
-_STEP_BYTES = 8  # before each version of a row there
+# `predict` warns of a feature that has at least _FEWEST values, if more than the share _HARDLY of
+# them is unknown.
+_FEWEST, _HARDLY = 10, 0.9
+_STEP_BYTES = 8  # the size of the step before each version of a row on a server
 
 
 class ParquetRows:
-    """A table's rows in Parquet, by ascending id: the groups of rows that hold what is asked for are read, a few are kept."""
+    """The rows of a table in a Parquet file, by ascending id.
+
+    Only the row groups that hold requested rows are read. The last few are cached.
+    """
 
     def __init__(self, path: Path, width: int) -> None:
         import pyarrow.parquet as parquet
@@ -53,8 +60,16 @@ class ParquetRows:
         return rows["id"].to_numpy(), weights
 
     def read(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Weights float32 [n, W] of rows with these ids, int64 [n], each once and ascending, and which were trained, bool [n]."""
+        """Read rows.
+
+        Args:
+            ids: int64 [n], ascending and distinct.
+
+        Returns:
+            The weights, float32 [n, W], and whether each row was trained, bool [n].
+        """
         weights, found = np.zeros((len(ids), self._width), np.float32), np.zeros(len(ids), bool)
+        # The group of an id is the first one whose last id is not smaller.
         groups = np.searchsorted(self._last, ids)
         for group in np.unique(groups[groups < len(self._last)]):
             known, rows = self._group(int(group))
@@ -66,7 +81,10 @@ class ParquetRows:
 
 
 class RedisRows:
-    """A table's rows under the keys of a server, as `foreload apply` writes them: those of one step, checked with every read."""
+    """The rows of a table on a server, as `foreload apply` writes them.
+
+    They are those of one step. Every read checks that the server still has this step.
+    """
 
     def __init__(self, url: str, key: str, about: Mapping[str, Any], table: str, width: int) -> None:
         import redis
@@ -77,7 +95,11 @@ class RedisRows:
         self.read(np.empty(0, np.int64))
 
     def read(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See ParquetRows. Raises RuntimeError where the server has the rows of this model's step no more."""
+        """Read rows, as ParquetRows does.
+
+        Raises:
+            RuntimeError: the server no longer has the rows of this model's step.
+        """
         asked = self._server.pipeline(transaction=False)
         for first in range(0, len(ids), _AT_ONCE):
             piece = [str(row) for row in ids[first : first + _AT_ONCE].tolist()]
@@ -85,7 +107,9 @@ class RedisRows:
                 asked.mget([self._template.replace("{id}", row) for row in piece])
             else:
                 asked.hmget(self._template, piece)
-        asked.get(self._version)  # behind the rows: they go after it has said so
+        # The version key is read after the rows, because it drops a step before its rows are
+        # deleted.
+        asked.get(self._version)
         *replies, version = asked.execute()
         self._check(json.loads(version or b"{}"))
         weights, found = np.zeros((len(ids), self._width), np.float32), np.zeros(len(ids), bool)
@@ -107,11 +131,25 @@ class RedisRows:
 
 
 Rows = Mapping[str, np.ndarray] | ParquetRows | RedisRows
-"""Of a table: ids int64 [n], ascending, and weights float32 [n, W], where they are in memory; else what reads them."""
+"""The rows of a table.
+
+In memory: ids int64 [n], ascending, and weights float32 [n, W]. Otherwise an object that reads
+them.
+"""
 
 
 class Table(nn.Module):
-    """A table: sums of its rows, trained or not. known: the ids of those in memory, which are bag's."""
+    """A table, which sums its rows. A row that was never trained has its initial values.
+
+    Args:
+        number: the number of the table.
+        entry: its entry in features.json.
+        seed: the seed of the training.
+        rows: its trained rows.
+
+    Attributes:
+        known: the ids of the trained rows in memory. `bag` has their weights.
+    """
 
     def __init__(self, number: int, entry: Mapping[str, Any], seed: int, rows: Rows) -> None:
         super().__init__()
@@ -122,16 +160,25 @@ class Table(nn.Module):
         weights = rows["weights"] if isinstance(rows, Mapping) else np.empty((0, self.width), np.float32)
         self.bag = nn.EmbeddingBag.from_pretrained(torch.from_numpy(weights), mode="sum")
         self.untrained = np.empty(0, np.int64)
-        """Of the ids of the last forward, those whose rows were never trained."""
+        """The ids of the last forward whose rows were never trained."""
 
     def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        """The sum of each bag's rows, in order: float32 [bags, W]. ids: int64 [lookups]; offsets: int64 [bags], where a bag begins; none is empty."""
+        """Return the sum of the rows of each bag, in order: float32 [bags, W].
+
+        Args:
+            ids: int64 [lookups].
+            offsets: int64 [bags], the place where each bag begins. No bag may be empty.
+
+        Raises:
+            ValueError: an id is out of range.
+        """
         values = ids.numpy()
         if values.size and not 0 <= values.min() <= values.max() < self.table_rows:
             raise ValueError(
                 f"table {self.name}: ids must be in 0 .. {self.table_rows - 1}; got {values.min()} .. {values.max()}"
             )
         places = np.searchsorted(self.known, values)
+        # If all rows are trained and in memory, the bag looks them up directly.
         if places.max(initial=-1) < len(self.known) and (self.known[places] == values).all() and self._reader is None:
             self.untrained = np.empty(0, np.int64)
             return self.bag(torch.from_numpy(places), offsets)
@@ -139,7 +186,11 @@ class Table(nn.Module):
         return nn.functional.embedding_bag(torch.from_numpy(inverse), torch.from_numpy(self.rows(distinct)), offsets, mode="sum")
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Rows by id, int64 [n], each once and ascending: float32 [n, W]."""
+        """Return rows by id: float32 [n, W].
+
+        Args:
+            ids: int64 [n], ascending and distinct.
+        """
         if self._reader is not None:
             weights, found = self._reader.read(ids)
         else:
@@ -153,7 +204,14 @@ class Table(nn.Module):
 
 
 class Model(nn.Module):
-    """A trained model. about: features.json; tables: in order; program: what gives logits from dense values [b, n] and the block [b, F, W]."""
+    """A trained model.
+
+    Args:
+        about: the contents of features.json.
+        encoder: encodes raw records.
+        tables: the tables, in order.
+        program: returns the logits of dense values [b, n] and a block [b, F, W].
+    """
 
     def __init__(
         self, about: Mapping[str, Any], encoder: Encoder, tables: Sequence[Table], program: Callable[[Tensor, Tensor], Tensor]
@@ -163,13 +221,24 @@ class Model(nn.Module):
         self._width = max(table.width for table in tables)
         self.labels: list[str] = [label["name"] for label in about["labels"]]
         self.unknown: dict[str, tuple[int, int]] = {}
-        """Of the last `predict`, by feature: values that the model has never seen (by hash or as ids, at least so many), and all but missing ones."""
+        """The numbers of unknown and of all values in the last `predict`, by feature.
+
+        Missing values are not counted. For features encoded by hash or as ids, the number of
+        unknown values is a lower bound, because values may share rows.
+        """
 
     def forward(self, dense: Tensor, lookups: Mapping[str, Tensor | tuple[Tensor, Tensor]]) -> Tensor:
-        """Logits float32 [b], or [b, L] of several labels.
+        """Return the logits, float32 [b], or [b, L] for several labels.
 
-        dense: float32 [b, n], transformed. lookups: per feature ids int64 [b]; or ids int64 [lookups] and offsets int64 [b], as nn.EmbeddingBag takes
-        them, of which no bag may be empty. `encode` gives both.
+        `encode` returns both arguments.
+
+        Args:
+            dense: float32 [b, n], transformed.
+            lookups: per feature ids int64 [b], or ids int64 [lookups] and offsets int64 [b], as
+                nn.EmbeddingBag takes them. No bag may be empty.
+
+        Raises:
+            ValueError: a feature does not have a bag with a value for each sample.
         """
         features = self.about["features"]
         block = torch.zeros((len(dense), len(features), self._width))
@@ -193,7 +262,7 @@ class Model(nn.Module):
         self.unknown[feature["name"]] = (before[0] + int((unknown & (ids != 0)).sum()), before[1] + int((ids != 0).sum()))
 
     def hardly_known(self) -> list[str]:
-        """A line for each feature of which the last `predict` had hardly any value that the model has seen."""
+        """Return a warning for each feature with mostly unknown values in the last `predict`."""
         lines, encodings = [], {feature["name"]: feature["encoding"] for feature in self.about["features"]}
         for name, (unknown, values) in self.unknown.items():
             if values >= _FEWEST and unknown > _HARDLY * values:
@@ -205,22 +274,37 @@ class Model(nn.Module):
         return lines
 
     def encode(self, records: Any) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-        """What forward takes, of raw records as `predict` has them. Raises ValueError where a value is malformed."""
+        """Convert raw records, as `predict` takes them, to the arguments of forward.
+
+        Raises:
+            ValueError: a value is malformed.
+        """
         return self._encoded(columns_of(records, self.encoder.columns), 0)
 
     def _encoded(self, columns: Mapping[str, Sequence[Any]], first: int) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         values, lookups = self.encoder.encode(columns, first)
-        dense = torch.empty(values.shape)  # where torch puts it: the bits of a product depend on its alignment
+        # torch allocates the tensor, because the bits of a product depend on its alignment.
+        dense = torch.empty(values.shape)
         dense.numpy()[...] = values
         return dense, {name: (torch.from_numpy(ids), torch.from_numpy(offsets)) for name, (ids, offsets) in lookups.items()}
 
     @torch.no_grad()
     def predict(self, records: Any, batch_size: int = 1024, logits: bool = False, first: int = 0) -> Any:
-        """The probability that each record's label is 1, float32 [n], in order; of a label that is a number, the number. Of several: a dict by label.
+        """Return the prediction for each record, float32 [n], in order.
 
-        records: raw values, as a list of dicts, a dict of columns, a table of Arrow or a data frame; None or an empty text is a missing value.
-        logits: give these. first: the number of the first record, in errors. A feature of which hardly any value is known is warned of, and `unknown`
-        has the counts. Raises ValueError where a value is malformed, or an output not finite.
+        For several labels, returns a dict by label. A prediction is the probability that the label
+        is 1. For a label that is a number, it is the number. A feature with mostly unknown values
+        causes a warning, and `unknown` has the counts.
+
+        Args:
+            records: raw values, as a list of dicts, a dict of columns, an Arrow table or a data
+                frame. None and an empty text are missing values.
+            batch_size: the most records per call of forward.
+            logits: whether to return logits instead of probabilities.
+            first: the number of the first record, for errors.
+
+        Raises:
+            ValueError: a value is malformed, or an output is not finite.
         """
         columns = columns_of(records, self.encoder.columns)
         count = len(next(iter(columns.values())))
@@ -244,7 +328,7 @@ class Model(nn.Module):
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
-    """1 / (1 + exp(-logit)), computed in float64: float32 [n]."""
+    """Return 1 / (1 + exp(-logit)), computed in float64: float32 [n]."""
     exponentials = np.exp(-np.abs(logits.astype(np.float64)))
     return (np.where(logits >= 0, 1.0, exponentials) / (1.0 + exponentials)).astype(np.float32)
 
@@ -252,12 +336,19 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 def load(
     folder: str | Path | None = None, *, rows_at: str | None = None, module: nn.Module | Callable[..., nn.Module] | None = None
 ) -> Model:
-    """The model in a folder that `foreload export --format torch` wrote, by default that of this file.
+    """Load the model in a folder that `foreload export --format torch` wrote.
 
-    rows_at: the URL of the server that has the rows of tables that are not in the folder, where it is another one now, or needs a password. module:
-    of a model that was exported with --dense weights, its own, of forward(dense, embeddings), or what builds that, which is called under the seed of
-    training; parameters and buffers are loaded into it.
-    Raises ValueError where a file is not what it was when it was written.
+    Args:
+        folder: the folder. If None, the folder of this file.
+        rows_at: the URL of the server that has the rows of tables outside the folder, if it has
+            changed or needs a password.
+        module: for a model exported with --dense weights, its module with forward(dense,
+            embeddings), or a class or function that builds it. Such a builder is called under the
+            seed of the training. The parameters and buffers are loaded into the module.
+
+    Raises:
+        ValueError: a file does not have the size that features.json lists, or a file or the module
+            does not fit.
     """
     folder = Path(__file__).parent if folder is None else Path(folder)
     about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
@@ -285,7 +376,11 @@ def load(
 
 
 def _path(folder: Path, about: Mapping[str, Any], name: str) -> Path:
-    """A file of the folder. Raises ValueError unless features.json lists it."""
+    """Return the path of a file of the folder.
+
+    Raises:
+        ValueError: features.json does not list the file.
+    """
     if name not in about["files"]:
         raise ValueError(f"{folder}: {ABOUT} must list each file that it names; got {name!r}; export it again")
     return folder / name
@@ -307,16 +402,22 @@ def _vocabularies(folder: Path, about: Mapping[str, Any]) -> dict[int, dict[byte
             from pyarrow import parquet
 
             values = parquet.read_table(_path(folder, about, entry["vocabulary"]), columns=["value"]).column(0).to_pylist()
+            # Id 0 is missing values, and id 1 is values outside the vocabulary.
             vocabularies[number] = {value: place + 2 for place, value in enumerate(values)}
     return vocabularies
 
 
-# -- The command line -----------------------------------------------------------------------------------------------------------------
+# -- The command line ------------------------------------------------------------------------------
 
 
 def read_csv(path: str, about: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """The records of a text file, read as features.json says; .gz and .zst files are decompressed, a byte order mark is skipped. Raises ValueError
-    where it is no such file, its header lacks a column, or a line has too few columns or too many.
+    """Yield the records of a text file, which is read as features.json specifies.
+
+    Files that end in .gz or .zst are decompressed, and a byte order mark is skipped.
+
+    Raises:
+        ValueError: the file is not such a file, its header lacks a column, or a line has too few or
+            too many columns.
     """
     text = about["text"]
     tabs = text["delimiter"] is None and path.removesuffix(".gz").removesuffix(".zst").endswith((".tsv", ".tab"))
@@ -347,7 +448,11 @@ def read_csv(path: str, about: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the predictions of a CSV file to stdout, as CSV; gives the exit status."""
+    """Write the predictions of a CSV file to stdout, as CSV.
+
+    Returns:
+        The exit status.
+    """
     parser = argparse.ArgumentParser(description="Predictions of the records of a CSV file, in order, as CSV.")
     parser.add_argument("file", metavar="FILE.csv", help="raw records; labels are not needed")
     parser.add_argument("--logits", action="store_true", help="write logits instead")
@@ -359,7 +464,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         several = len(model.labels) > 1
         out.writerow(model.labels if several else ["logit" if parsed.logits else "score"])
         done, unknown = 0, dict[str, tuple[int, int]]()
-        warnings.simplefilter("ignore")  # of a chunk; that of all follows
+        # `predict` would warn of each chunk. The warnings for the whole file follow below.
+        warnings.simplefilter("ignore")
         while chunk := list(islice(records, _CHUNK)):
             predicted = model.predict(chunk, logits=parsed.logits, first=done)
             done += len(chunk)

@@ -1,4 +1,7 @@
-"""What `foreload export --format torch` writes into a folder: tables, the dense part, how raw values are encoded, and the code that reads it all."""
+"""Write the folder of `foreload export --format torch`.
+
+It has the tables, the dense part, the encoding of raw values, and the code that reads them.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +40,21 @@ from foreload.trainer.serving.plain_files import weights_of
 PROGRAM, ONNX, WEIGHTS, CODE, README = "dense.pt2", "dense.onnx", "dense.safetensors", "model.py", "README.md"
 TRIED = "tried.safetensors"
 _PARTS = (raw_values, plain_files, generators, inference, own_module, standalone)
-_TRIED = 3  # made-up samples whose logits stand beside weights
+_TRIED = 3  # synthetic samples whose logits are stored with the weights
 
 
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
-    """What the folder is to hold. program: the dense part by torch.export; else its parameters alone. onnx: as ONNX, too.
+    """The contents of the folder.
 
-    most_rows: tables of more trained rows stay Parquet, or, with rows_at, on the server with this URL, under keys as `foreload apply --key` has them;
-    None: no table does.
+    Attributes:
+        program: whether the dense part is a program of torch.export. If False, it is only its
+            parameters and buffers.
+        onnx: whether the dense part is also written as ONNX.
+        most_rows: tables with more trained rows stay Parquet or, if `rows_at` is given, on a
+            server. If None, there is no limit.
+        rows_at: the URL of the server that has the rows of these tables.
+        key: the keys of these rows, in the form of `foreload apply --key`.
     """
 
     program: bool = True
@@ -55,16 +64,30 @@ class TorchOptions:
     key: str | None = None
 
     def place(self, rows: int) -> str:
-        """Where the rows of a table are, as features.json has it."""
+        """Return where a table is kept, as features.json states it.
+
+        Args:
+            rows: the number of trained rows of the table.
+        """
         if self.most_rows is None or rows <= self.most_rows:
             return "safetensors"
         return "parquet" if self.rows_at is None else "redis"
 
 
 def write_folder(model: SavedModel, folder: Path, of_model: Mapping[str, Any], options: TorchOptions) -> dict[str, Any]:
-    """Write the folder's files; returns what stands in features.json, written last.
+    """Write the files of the folder, and features.json last.
 
-    of_model: "step", "state", "seed", "model" and "inexact" of the model. Raises ExportError and OSError.
+    Args:
+        folder: an empty folder.
+        of_model: "step", "state", "seed", "model" and "inexact" of the model.
+        options: the contents of the folder.
+
+    Returns:
+        The contents of features.json.
+
+    Raises:
+        ExportError: the model cannot be exported in this way.
+        OSError: a file cannot be written.
     """
     features, encoder = encoder_of(model)
     spec = model_spec(features, model.job.dim)
@@ -89,7 +112,11 @@ def write_folder(model: SavedModel, folder: Path, of_model: Mapping[str, Any], o
 
 
 def _try_weights(model: SavedModel, folder: Path) -> None:
-    """Load what was written as its user does, who has the model's class alone. Raises ExportError where that gives other logits."""
+    """Load the folder as its user does, with only the class of the model.
+
+    Raises:
+        ExportError: the loaded model gives other logits.
+    """
     try:
         standalone.load(folder, module=load_model(model.job.model, model.job.model_folder))
     except ValueError as error:
@@ -100,13 +127,16 @@ def _try_weights(model: SavedModel, folder: Path) -> None:
 
 
 def standalone_source() -> str:
-    """model.py: the files that it consists of one after the other, without what they import of foreload."""
+    """Return the source of model.py.
+
+    It is the source of its parts, one after the other, without their imports from foreload.
+    """
     first, *others = (Path(module.__file__ or "").read_text(encoding="utf-8") for module in _PARTS)
     return f"\n\n# -- {'-' * 130}\n".join([first, *map(_without_head, others)])
 
 
 def _without_head(source: str) -> str:
-    """A module's source without its docstring and what it imports of foreload."""
+    """Return a module's source without its docstring and its imports from foreload."""
     lines = source.splitlines(keepends=True)
     docstring, *statements = ast.parse(source).body
     gone = [docstring] + [
@@ -119,7 +149,7 @@ def _without_head(source: str) -> str:
     return "".join(lines)
 
 
-# -- The dense part --------------------------------------------------------------------------------------------------------------------
+# -- The dense part --------------------------------------------------------------------------------
 
 
 def _write_dense(model: SavedModel, folder: Path, options: TorchOptions) -> dict[str, Any]:
@@ -141,7 +171,10 @@ def _write_dense(model: SavedModel, folder: Path, options: TorchOptions) -> dict
 
 
 def _write_weights(model: SavedModel, folder: Path, block: BlockModel, width: int) -> dict[str, Any]:
-    """The parameters and buffers, and logits by which `load` knows that it has the same module."""
+    """Write the parameters and buffers, and the logits of synthetic samples.
+
+    By these logits, `load` verifies that it has the same module.
+    """
     (folder / WEIGHTS).write_bytes(save({name: value.clone().contiguous() for name, value in weights_of(block.module).items()}))
     dense, rows = synthetic_inputs(block, width, _TRIED)
     with torch.no_grad():
@@ -150,11 +183,11 @@ def _write_weights(model: SavedModel, folder: Path, block: BlockModel, width: in
     return {"weights": WEIGHTS, "tried": TRIED}
 
 
-# -- Encoding --------------------------------------------------------------------------------------------------------------------------
+# -- Encoding --------------------------------------------------------------------------------------
 
 
 def encoding_of(features: FeatureSpec, encoder: Encoder) -> dict[str, Any]:
-    """What features.json says of how raw values are encoded, but for the tables' rows."""
+    """Return the part of features.json that describes the encoding, without the rows of tables."""
     columns = {"dense": _dense_columns(features, encoder), "features": _features(features)}
     return {"rule": features.rule, **columns, "text": asdict(features.text)}
 
@@ -168,7 +201,11 @@ def _dense_columns(features: FeatureSpec, encoder: Encoder) -> list[dict[str, An
 
 
 def _headers(features: FeatureSpec) -> list[list[str]]:
-    """The columns of files without a header line: all, or without those of labels, or of labels and weights; none where files have one."""
+    """Return the possible headers of files that have no header line.
+
+    A file has all columns, all but the labels, or all but labels and weights. Returns an empty list
+    if files have a header line.
+    """
     labels, needed = {label.column for label in features.labels}, features.unlabelled().columns
     choices = [
         [name for name in features.text.columns if name not in left_out or name in needed]
@@ -185,11 +222,11 @@ def _features(features: FeatureSpec) -> list[dict[str, Any]]:
     ]
 
 
-# -- Tables ----------------------------------------------------------------------------------------------------------------------------
+# -- Tables ----------------------------------------------------------------------------------------
 
 
 def _write_tables(model: SavedModel, folder: Path, encoder: Encoder, options: TorchOptions) -> Iterator[dict[str, Any]]:
-    """Write each table; gives what features.json says of it."""
+    """Write each table, and yield its entry in features.json."""
     batches = RowsByTable(model.rows())
     for layout, rows in zip(model.layouts, model.row_counts().tolist(), strict=True):
         name, at = quote(layout.name, safe=" "), options.place(rows)
@@ -201,8 +238,9 @@ def _write_tables(model: SavedModel, folder: Path, encoder: Encoder, options: To
             pq.write_table(pa.table({"value": vocabulary.values}), folder / entry["vocabulary"], compression="zstd")
         own = batches.of(layout.table)
         if at == "redis":
+            # The rows are read only to be checked, as those of all other tables are.
             for _ in own:
-                pass  # they are checked as they are read, as all others
+                pass
         else:
             entry["file"] = f"rows-{name}.{at}"
             (_write_tensors if at == "safetensors" else _write_parquet)(folder / entry["file"], layout, rows, own)
@@ -210,7 +248,10 @@ def _write_tables(model: SavedModel, folder: Path, encoder: Encoder, options: To
 
 
 def _write_tensors(path: Path, layout: RowLayout, rows: int, batches: Iterable[ModelRows]) -> None:
-    """Write ids int64 [rows] and weights float32 [rows, W] as safetensors has them, with a batch in memory."""
+    """Write ids int64 [rows] and weights float32 [rows, W] in the format of safetensors.
+
+    One batch is in memory at a time.
+    """
     ids_bytes, row_bytes = 8 * rows, 4 * layout.width
     entries = {
         "ids": {"dtype": "I64", "shape": [rows], "data_offsets": [0, ids_bytes]},
@@ -232,18 +273,18 @@ def _write_tensors(path: Path, layout: RowLayout, rows: int, batches: Iterable[M
 
 
 def _write_parquet(path: Path, layout: RowLayout, rows: int, batches: Iterable[ModelRows]) -> None:
-    """Write them as an export does, without the optimizer's state."""
+    """Write rows as an export does, without the optimizer's state."""
     with TableWriter(path, replace(layout, optimizer="sgd"), has_values=False) as writer:
         for batch in batches:
             writer.add(ExportRows(batch.ids, batch.weights, batch.state[:, :0]))
     assert writer.rows == rows
 
 
-# -- What its user reads first ---------------------------------------------------------------------------------------------------------
+# -- The README ------------------------------------------------------------------------------------
 
 
 def _readme(about: Mapping[str, Any]) -> str:
-    """README.md of the folder."""
+    """Return the contents of README.md."""
     columns = list(dict.fromkeys(entry["column"] for entry in (*about["dense"], *about["features"])))
     given = "" if about["program"] else ", module=Net"
     names = ", ".join(f'"{name}": ...' for name in columns[:3]) + (", ..." if len(columns) > 3 else "")

@@ -6,6 +6,7 @@ Descriptors need a Unix socket. Nothing that is received is ever executed.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 from array import array
@@ -70,24 +71,33 @@ def receive(source: socket.socket, most: int | None = None) -> Message | None:
         too long.
     """
     size = array("i").itemsize * _MOST_DESCRIPTORS
+    descriptors = array("i")
     try:
         head, ancillary, _, _ = source.recvmsg(_LENGTHS.size, socket.CMSG_SPACE(size), socket.MSG_CMSG_CLOEXEC)
-        descriptors = array("i")
         for _, kind, data in ancillary:
             if kind == socket.SCM_RIGHTS:
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-        lengths = _exactly(source, _LENGTHS.size, head) if head else None
-        if lengths is None:
-            return None
-        text_bytes, payload_bytes = _LENGTHS.unpack(lengths)
-        if most is not None and text_bytes + payload_bytes > most:
-            return None
-        text, payload = _exactly(source, text_bytes), _exactly(source, payload_bytes)
+        message = _rest(source, head, most) if head else None
     except ConnectionError:
+        message = None
+    if message is None:
+        # No caller gets these descriptors, so nobody else can close them.
+        for descriptor in descriptors:
+            os.close(descriptor)
         return None
-    if text is None or payload is None:
+    return Message(*message, list(descriptors))
+
+
+def _rest(source: socket.socket, head: bytes, most: int | None) -> tuple[Any, bytearray] | None:
+    """Receive what follows the first bytes of a message: its values and its payload, as `receive` does."""
+    lengths = _exactly(source, _LENGTHS.size, head)
+    if lengths is None:
         return None
-    return Message(json.loads(text), payload, list(descriptors))
+    text_bytes, payload_bytes = _LENGTHS.unpack(lengths)
+    if most is not None and text_bytes + payload_bytes > most:
+        return None
+    text, payload = _exactly(source, text_bytes), _exactly(source, payload_bytes)
+    return None if text is None or payload is None else (json.loads(text), payload)
 
 
 def _exactly(source: socket.socket, size: int, begun: bytes = b"") -> bytearray | None:

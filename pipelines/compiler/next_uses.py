@@ -7,6 +7,7 @@ row is then the row's first access in the epoch after.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -43,7 +44,7 @@ class _File:
         while done < len(room):
             count = os.preadv(self._file.fileno(), [room[done:]], first * self.kind.itemsize + done)
             if not count:
-                raise EOFError(f"{self._file.name}: ends early")
+                raise OSError(errno.EIO, "ends early", self._file.name)
             done += count
         return values
 
@@ -139,7 +140,7 @@ def access_writers(folder: Path, lanes: int) -> Iterator[list[AccessWriter]]:
 class LaneAccesses:
     """The accesses of a lane that an `AccessWriter` wrote, and the next use of each.
 
-    Reading beyond the end of a file raises EOFError.
+    Reading beyond the end of a file raises OSError (EIO).
     """
 
     def __init__(self, folder: Path, lane: int, mask: np.dtype, same: bool, scratch: Path) -> None:

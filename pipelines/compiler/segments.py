@@ -30,6 +30,7 @@ from foreload.pipelines.schedule.format import (
     FORMAT_VERSION,
     HEADER,
     MANIFEST,
+    OCCUPANT_BYTES,
     ROW_TABLE,
     FileEntry,
     Header,
@@ -45,8 +46,6 @@ from foreload.pipelines.schedule.format import (
 ENTRY_SHARE = 10  # entry states take at most one part in this many of a schedule
 # The size of a row used in a lane's moves, without the mask of next users: slot (4), early (1).
 _USED_BYTES = 5
-# The size of a slot in an entry state: table (2), ordinal (8), id (8), tag (4), stored tag (4).
-_OCCUPANT_BYTES = 26
 
 
 def _written(files: tuple[FileEntry, ...]) -> Future[tuple[FileEntry, ...]]:
@@ -264,7 +263,7 @@ class EntryShare:
         Args:
             occupied: The slots of all lanes that hold a row before the segment.
         """
-        size = occupied * _OCCUPANT_BYTES
+        size = occupied * OCCUPANT_BYTES
         if ENTRY_SHARE * (self._entry_bytes + size) > self._bytes:
             return False
         self._entry_bytes += size

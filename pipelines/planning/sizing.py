@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.schedule.format import OCCUPANT_BYTES
 
 TRAILER_BYTES = 12  # the end of a stored row: id (8) and tag (4)
-# The identity of the row in a slot: table (2), ordinal (8), id (8), tag (4), stored tag (4).
-OCCUPANT_BYTES = 26
 DEFAULT_DIMENSION = 32
 MOST_SLOTS = 2**31 - 1
 _FEWEST_STAGED, _MOST_STAGED = 1 << 10, 1 << 16  # rows in each of a lane's two stagings

@@ -25,6 +25,8 @@ REJECTS_FILE = "rejects.jsonl"  # the first malformed records, one JSON object a
 # locks.
 WORK, LOCK = ".work", "lock"
 
+OCCUPANT_BYTES = 26
+"""The identity of the row in a slot: table (2), ordinal (8), id (8), tag (4), stored tag (4)."""
 PROVENANCE = "provenance.json"
 """The record of how the schedule was made. It is no function of the data and the settings."""
 

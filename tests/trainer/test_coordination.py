@@ -185,7 +185,7 @@ def test_a_rule_of_terms_left_out_is_found_out(
         (Checkpointing, "_discard", lambda checkpointing, saving: None),  # one that is given up leaves its files
         (WantedCheckpoints, "again", lambda wanted, one: None),  # what was asked for is forgotten where it gives way
         (TrainerCheckpoints, "_named", _named_at_once),  # its step is named before everyone looks for it
-        (BestEvaluation, "go_on", lambda best, missing: best.has_replica()),  # those that wait behind an evaluation are told nothing
+        (BestEvaluation, "go_on", lambda best, missing: best.end_wait()),  # those that wait behind an evaluation are told nothing
         (BestEvaluation, "so_far", lambda best, under_way: Best("", "", -1.0, 0)),  # no evaluation is ever better
     ],
     ids=["first written", "any checkpoint", "over terms", "not discarded", "not again", "named at once", "waits on", "none better"],

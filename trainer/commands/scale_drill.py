@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foreload.base.errors import SettingError
+from foreload.base.errors import ForeloadError, SettingError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.control import AskScale, AskScaled, Refused, ask
 from foreload.trainer.cluster.messages.trainers import StepEnded, TrainerEvent
@@ -119,7 +119,14 @@ class ScaleDrill(Drill):
 
     def _failure(self, change: Change) -> str | None:
         """Ask for a change and wait for it. Returns the reason if it failed, None if it is done."""
-        run = Path(self.job.run)
+        try:
+            return self._carried_out(Path(self.job.run), change)
+        except ForeloadError as error:
+            # The launcher does not answer. This is the drill's thread: the drill reports the reason.
+            return str(error)
+
+    def _carried_out(self, run: Path, change: Change) -> str | None:
+        """Do what `_failure` does. Raises RunError and MessageError."""
         begun = ask(run, AskScale(change.after))
         if begun is None or isinstance(begun, Refused):
             return "training was over" if begun is None else begun.error

@@ -16,8 +16,8 @@ from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.rounds.lanes import BATCH_ROWS
 from foreload.cache.rows.layout import RowLayout, slot_columns
-from foreload.pipelines.planning.sizing import OCCUPANT_BYTES, slot_bytes, staging_rows, stored_bytes
-from foreload.pipelines.schedule.format import Segment
+from foreload.pipelines.planning.sizing import slot_bytes, staging_rows, stored_bytes
+from foreload.pipelines.schedule.format import OCCUPANT_BYTES, Segment
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.memory.hash_memory import HashMemory
 from foreload.trainer.memory.row_timeline import counts_of, sizes_of

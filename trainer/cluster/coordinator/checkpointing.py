@@ -175,7 +175,8 @@ class Checkpointing:
         job, self._call, self._schedule = call.job, call, call.schedule
         self._every, self._keep, self._metric = job.checkpoint_every, job.keep, job.keep_best
         self._policy, self._bits, self._failures_a_day = job.checkpoint_policy, job.checkpoint_bits, job.failures_a_day
-        self._most_bits = LEAST_BITS  # the most that --checkpoint-bits auto has chosen so far
+        # --checkpoint-bits auto never chooses fewer bits than before.
+        self._least_bits = LEAST_BITS
         self._folder = place(job.checkpoint) if job.checkpoint is not None else call.run.path / CHECKPOINTS
         self.wanted = WantedCheckpoints(job, self._folder, call.schedule.header, call.clock)
         self._rendezvous, self._report, self._plan, self._at_point = rendezvous, report, plan, call.observer.at_checkpoint
@@ -302,20 +303,20 @@ class Checkpointing:
         best = self._best.so_far(None if saving is None else saving.best)
         better = measured.is_better_than(None if best is None else best.value)
         best = Best(self._call.manifest.run_id, self._metric, measured.value, report.step)
-        has_replica = (
+        in_memory = (
             saving is not None and bool(saving.taken) and saving.step == report.step and saving.wanted.folder == self._folder
         )
         there = self._last_here == report.step
         # Neither the folder nor the trainers' memory has this step, and training can still wait:
         # hold it until the checkpoint is taken.
-        if better and event.waits_in is not None and not there and not has_replica:
+        if better and event.waits_in is not None and not there and not in_memory:
             self._best.held = HeldTraining(event.waits_in, best, self._call.clock())
             return
         if better and there:
             self._best.note(best)
-        elif better and not has_replica:
+        elif better and not in_memory:
             self._best.tell_missing(best, "the copy of it was given up")
-        if saving is not None and has_replica:
+        if saving is not None and in_memory:
             saving.best = best if better else saving.best
             if saving.opening is None and better:
                 self._open(saving)
@@ -335,8 +336,8 @@ class Checkpointing:
         totals = self._report.totals
         # With --checkpoint-bits auto the bits never decrease: a later checkpoint with more bits
         # could not be an increment of one with fewer.
-        bits = next_bits(self._bits, run, totals.steps, totals.seconds, self._failures_a_day, self._most_bits)
-        policy, self._most_bits, first_step = self._policy, bits, self._schedule.header.first_step
+        bits = next_bits(self._bits, run, totals.steps, totals.seconds, self._failures_a_day, self._least_bits)
+        policy, self._least_bits, first_step = self._policy, bits, self._schedule.header.first_step
 
         def opened() -> Opened | None:
             # While the draft is held, foreload deletes no checkpoint in this folder, so the base
@@ -402,7 +403,7 @@ class Checkpointing:
             if first and (saving.best is not None or (every is not None and (saving.step + 1) % every == 0)):
                 self._open(saving)
             if held is not None and held.number == saving.number:
-                saving.seconds_waited = self._best.has_replica()
+                saving.seconds_waited = self._best.end_wait()
 
     def on_term(self) -> None:
         """Give up the checkpoint under way: the trainers, or their lanes, have changed.

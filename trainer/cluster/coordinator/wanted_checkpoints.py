@@ -307,7 +307,7 @@ class BestEvaluation:
             held.until = self._clock() + GRACE_SECONDS
         return held.until is not None and self._clock() > held.until
 
-    def has_replica(self) -> float:
+    def end_wait(self) -> float:
         """Record that the wait is over, with the checkpoint taken or not. Returns its seconds."""
         assert self.held is not None
         waited = self._clock() - self.held.since
@@ -323,7 +323,7 @@ class BestEvaluation:
         """
         held = self.held
         assert held is not None
-        self.has_replica()
+        self.end_wait()
         self._rendezvous.publish(GoOnAfter(), held.term, held.best.step)
         self.tell_missing(held.best, missing)
 

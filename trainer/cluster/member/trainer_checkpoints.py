@@ -254,8 +254,8 @@ class TrainerCheckpoints:
             The term if training waits, else None.
         """
         wanted, taken = self._wanted, self._taken
-        has_replica = wanted is not None and taken is not None and taken.snapshot.step == step and step in wanted.steps
-        self._waits_in = term if self._keeps_best and not has_replica else None
+        in_memory = wanted is not None and taken is not None and taken.snapshot.step == step and step in wanted.steps
+        self._waits_in = term if self._keeps_best and not in_memory else None
         return self._waits_in
 
     def after_evaluation(self, trainer: Trainer, step: int, check: Callable[[], None], look: Callable[[bool], object]) -> None:

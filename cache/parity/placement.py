@@ -252,7 +252,7 @@ class Placement:
 
     def _check_complete(self) -> None:
         if self.migrating:
-            raise CacheError("placement: rows are on their way to other store shards already; wait until they are there")
+            raise CacheError("placement: a migration to other store shards is under way; wait until it has finished")
 
     def _check_live(self, shard: int) -> None:
         if shard not in self.live:

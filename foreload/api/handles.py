@@ -139,7 +139,7 @@ class Run(Model):
         return job
 
     def _missing(self, name: str) -> RunError:
-        what = {"summary.json": "it has not come to an end yet", "status.json": "it never began to train"}
+        what = {"summary.json": "it has not ended yet", "status.json": "it never began to train"}
         return RunError(f"run {self.path}: has no {name}: {what.get(name, 'it is no run; give the folder that train wrote')}")
 
 

@@ -96,7 +96,7 @@ class PrepareOptions:
         form="places", metavar="SOURCE", flag="SOURCE",
     )  # fmt: skip
     format: Literal["criteo", "csv", "tsv", "parquet", "synthetic"] = setting(
-        "", choice("criteo", "csv", "tsv", "parquet", "synthetic"), "criteo, csv, tsv, parquet, or synthetic (made up, needs no SOURCE)",
+        "", choice("criteo", "csv", "tsv", "parquet", "synthetic"), "criteo, csv, tsv, parquet, or synthetic (generated, needs no SOURCE)",
         _DATA, metavar="NAME", required=True,
     )  # fmt: skip
     features: Path | None = setting(
@@ -159,7 +159,7 @@ class PrepareOptions:
     )  # fmt: skip
     row_bytes: int | None = setting(
         None, integer(16),
-        "for --memory: a row at rest, 12 + 4 * columns of weights and optimizer state (default: as wide as any built-in model "
+        "for --memory: a stored row, 12 + 4 * columns of weights and optimizer state (default: as wide as any built-in model "
         "with Adagrad, 12 + 8 * (largest dimension or 32, + 1); Adam and FTRL have 12 * where it has 8 *)", _CACHE, metavar="N",
     )  # fmt: skip
     window: int | None = setting(
@@ -175,7 +175,7 @@ class PrepareOptions:
         metavar="SCHEDULE",
         required=True,
     )
-    overwrite: bool = setting(False, switch, "replace a schedule that is there", _OUTPUT, form="switch")
+    overwrite: bool = setting(False, switch, "replace an existing schedule", _OUTPUT, form="switch")
     segment_bytes: int = setting(64 << 20, size_bytes, "size of its files, about (default 64MiB)", _OUTPUT, metavar="SIZE")
     json: Path | None = setting(None, path, "write the summary there too, for programs", _OUTPUT, metavar="FILE")
 

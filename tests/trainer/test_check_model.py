@@ -43,9 +43,9 @@ def checked(clicks: Clicks, model: object, *rest: object) -> tuple[object, ...]:
         ("Wide", "Wide: forward must return logits, torch.float32 [3], for 3 samples; got torch.float32 [3, 1]"),
         ("Tupled", "Tupled: forward must return logits, torch.float32 [3], for 3 samples; got tuple"),
         ("AlwaysNormed", "it changes norm.running_mean; leave out BatchNorm and the like, use LayerNorm"),
-        ("Deaf", "Deaf: logits do not depend on user, site; use what is there, or take it out of the feature file"),
-        ("Failing", "Failing: forward failed on 3 made-up samples: KeyError: 'nothing of this name' (model_cases.py, line "),
-        ("Crowded", "Crowded: forward failed on 64 made-up samples: AssertionError"),
+        ("Deaf", "Deaf: logits do not depend on user, site; use all of it, or take it out of the feature file"),
+        ("Failing", "Failing: forward failed on 3 synthetic samples: KeyError: 'nothing of this name' (model_cases.py, line "),
+        ("Crowded", "Crowded: forward failed on 64 synthetic samples: AssertionError"),
         ("Layered", "in deep.1.1 (Logarithm)"),
         ("Rooted", "in its own forward, not in a layer"),
         ("Norm", "does not for feature ad; look for a root or norm of what is 0"),
@@ -60,7 +60,7 @@ def test_it_says_what_is_wrong(clicks: Clicks, case: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("case", "told"),
     [
-        ("Softmax", "outputs lie between 0 and 1 for all made-up samples, so they are probably probabilities; return logits"),
+        ("Softmax", "outputs lie between 0 and 1 for all synthetic samples, so they are probably probabilities; return logits"),
         ("Clamped", "outputs lie between 0 and 1"),
         ("Deep", "outputs lie between 0 and 1"),
         ("SomeProbable", "outputs of liked lie between 0 and 1"),
@@ -198,7 +198,7 @@ def test_it_says_why_a_file_cannot_be_imported(clicks: Clicks, tmp_path: Path) -
 def test_it_says_what_a_sound_model_is(clicks: Clicks, tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text(WRAPPED)
     given = ["check-model", "theirs.py:net", "--features", clicks.features, "--model-folder", tmp_path, "--dim", 4]
-    line = "theirs.py:net: 3 features, 1 dense value, 14 parameters; forward and backward work on made-up samples, and use all of it; not used in "
+    line = "theirs.py:net: 3 features, 1 dense value, 14 parameters; forward and backward work on synthetic samples, and use all of it; not used in "
     assert done(*given, "--json", tmp_path / "told.json") == f"{line}forward: old\n"
     told = {"model": "theirs.py:net", "features": 3, "dense_values": 1, "parameters": 14, "unused_tables": ["old"]} | {
         "mixes_samples": False, "warnings": [],
@@ -217,7 +217,7 @@ def test_a_loss_of_ones_own_is_tried_as_training_would(clicks: Clicks, tmp_path:
     assert json.loads((tmp_path / "told.json").read_text())["loss"] == "loss_cases.py:focal"
     for loss, message in (
         ("mean", "must return a loss for each sample, torch.float32 [5], for 5 sample(s); got torch.float32 []"),
-        ("root", "must give finite losses for made-up samples"),
+        ("root", "must give finite losses for synthetic samples"),
         ("detached", "must have a gradient by the outputs"),
         ("nothing", "cannot import loss_cases.py:nothing"),
     ):

@@ -136,7 +136,7 @@ def test_a_run_all_of_whose_trainers_died_goes_on_from_its_newest_checkpoint(cas
     flip(newest.path / MANIFEST, 100)
     # The run knows where they are.
     err = case.train(run, "--resume", "--trainers", 2, "--checkpoint-every", EVERY)
-    assert f"run {run}: was broken off, and goes on from its newest checkpoint; steps {newest.contents.step + 1} to " in err
+    assert f"run {run}: crashed, and continues from its newest checkpoint; steps {newest.contents.step + 1} to " in err
     assert f"resumed from checkpoint {newest.path}, after step {newest.contents.step}, " in err
     assert summary(run)["digest"] == case.digest
     assert saved(elsewhere)[-1].contents.step > newest.contents.step

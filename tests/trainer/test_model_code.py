@@ -241,7 +241,9 @@ def test_a_loss_of_ones_own_is_code_of_the_model(home: Home, clicks: Clicks) -> 
     assert f"{home.path / 'loss_of_ones_own.py'} has other contents" in refused("evaluate", run)
     (home.path / "loss_of_ones_own.py").unlink()
     home.forget()
-    assert "loss_of_ones_own.py is gone, or not imported any longer" in refused("predict", run, clicks.log, "--out", "scores.csv")
+    assert "loss_of_ones_own.py was removed, or is no longer imported" in refused(
+        "predict", run, clicks.log, "--out", "scores.csv"
+    )
 
 
 def test_trainers_compare_their_files_with_the_launchers(home: Home, clicks: Clicks) -> None:

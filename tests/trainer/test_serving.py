@@ -503,7 +503,7 @@ def test_readers_of_the_old_version_go_on_while_a_new_one_is_written_and_where_t
     since = {"step": first, "state": None}
     other = resealed(case.increments[1], Path(case.run.parent / f"other-{keep}"), since=since)
     line = refused("apply", other, *call)
-    assert f"applying that of step {second} was broken off; apply that one again first" in line
+    assert f"applying that of step {second} was interrupted; apply that one again first" in line
     done("apply", case.increments[0], *call)
     done("apply", case.increments[1], *call)
     for full, step in zip(case.full, case.steps, strict=True):

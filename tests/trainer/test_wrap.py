@@ -35,7 +35,7 @@ def spec_of(wrapped: Wrapped) -> ModelSpec:
 
 
 def embeddings_of(spec: ModelSpec, samples: int) -> Embeddings:
-    """Rows of made-up samples, as a trainer gives them."""
+    """Rows of synthetic samples, as a trainer gives them."""
     width = max(dimension for _, dimension, _ in spec.features)
     block = torch.randn(samples, len(spec.features), width, requires_grad=True)
     return Embeddings.split(block, spec.names, [[("weights", dimension)] for _, dimension, _ in spec.features])
@@ -622,7 +622,7 @@ def test_dense_values_must_be_those_that_wrap_was_told(names: tuple[str, ...]) -
     spec = spec_of(plain_models.wide_deep_here(ModelSpec(0, ())))
     other = ModelSpec(len(names), spec.features, names, spec.poolings)
     with pytest.raises(
-        ModelError, match=f"WideDeep: dense values must be age, x, in this order, as `wrap` was told; got {', '.join(names)};"
+        ModelError, match=f"WideDeep: dense values must be age, x, in this order, as given to `wrap`; got {', '.join(names)};"
     ):
         build_model(plain_models.wide_deep_here, other, {}, 0)
 

@@ -244,7 +244,7 @@ def ended_how(status: int) -> str:
     # foreload's own code reports a reason before it ends a process. So an exit status here does not
     # mean what it means for a command: other code exited.
     if status == HOST_GONE:
-        return "its host is not reached any more"
+        return "its host can no longer be reached"
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"exited with status {status} without a word: the model's code, or a library, called exit"

@@ -395,7 +395,7 @@ class Launcher:
             if checkpoint.place.resolve().is_relative_to(path.resolve()):
                 raise CheckpointError(
                     f"--from: {checkpoint.place} lies in the folder of --run, which is made anew; give --run another folder, or move the checkpoint; "
-                    "a run that was broken off goes on from it with --resume"
+                    "a crashed run continues from it with --resume"
                 )
             if goes_on and not self._job.accept_model:
                 check_code(f"checkpoint {checkpoint.place}", checkpoint.contents.run, self._job, checkpoint.code_copy)

@@ -83,9 +83,7 @@ def claimed(job: TrainJob, run: Run, manifest: Manifest, start: Status, urls: Se
                 # The log's batches are newer than the rows, so it would be wrong to replay them.
                 shutil.rmtree(run.path / LOG, ignore_errors=True)
                 where = "from the beginning" if before.step < manifest.stages[0].first_step else after_step(before.step)
-                sys.stderr.write(
-                    f"resumed {where}: the run was broken off since, and the rows are those of its last clean stop\n"
-                )
+                sys.stderr.write(f"resumed {where}: the run has crashed since, and the rows are those of its last clean stop\n")
     try:
         yield
     except BaseException:
@@ -125,7 +123,7 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
     if checkpoint is None:
         if job.checkpoint is not None and "://" not in job.checkpoint and not os.path.isdir(job.checkpoint):
             sys.stderr.write(
-                f"foreload: warning: run {run.path}: was broken off, and {job.checkpoint}, where its checkpoints were to be, is not there\n"
+                f"foreload: warning: run {run.path}: crashed, and {job.checkpoint}, where its checkpoints were to be, is not there\n"
             )
         return job
     contents = checkpoint.contents
@@ -162,7 +160,7 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
     again = (
         f"; steps {contents.step + 1} to {reported} are done again" if reported is not None and reported > contents.step else ""
     )
-    sys.stderr.write(f"run {run.path}: was broken off, and goes on from its newest checkpoint{again}\n")
+    sys.stderr.write(f"run {run.path}: crashed, and continues from its newest checkpoint{again}\n")
     job = replace(job, resume=False, from_checkpoint=str(checkpoint.place), overwrite=True, namespace=manifest.namespace)
     stores = LocalStores(placement.shard_count, run.path / STORES, removed=placement.removed) if count else None
     return restore(job, run, checkpoint, start, stores)

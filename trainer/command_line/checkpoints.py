@@ -17,7 +17,7 @@ def add_to(commands: Any) -> None:
     """Declare the commands."""
     checkpoint = add_group(commands, "checkpoint", "save all of a run, and look at what was saved")
     saved = add_command(
-        checkpoint, "save", (_save, "save_checkpoint"), "save all of a run that rests",
+        checkpoint, "save", (_save, "save_checkpoint"), "save all of a stopped run, or of one that trains",
         "Saves every row ever trained, the dense part with its optimizer, and what the run is, into the folder step-N of --to, N being the last step "
         "trained; `foreload train --from` makes a run of it, on any store. Where --to has one of the run, it may be an increment, of the rows that "
         "changed since. Whole, or not at all. A run that is being trained saves it behind its next step, as it was told to save its own.",
@@ -45,7 +45,7 @@ def add_to(commands: Any) -> None:
     )  # fmt: skip
     compacted.add_argument("--to", metavar="DIR|URL", required=True, help="folder of checkpoints for it")
     restored = add_plain(
-        checkpoint, "restore", (_restore, "train"), "make a run of a checkpoint, which rests",
+        checkpoint, "restore", (_restore, "train"), "make a stopped run of a checkpoint",
         "Makes a run of a checkpoint, on any store, as if it had stopped cleanly there: `foreload evaluate`, `export` and the like know it, and "
         "`foreload train --resume` goes on with it. `foreload train --from` does both at once.",
     )  # fmt: skip

@@ -53,8 +53,8 @@ def add_to(commands: Any) -> None:
 
 def _add_check(commands: Any) -> None:
     check = add_plain(
-        commands, "check-model", (_check_model, "check_model"), "try a model of your own on made-up samples",
-        "Builds a model for a feature file and runs it forward and backward on made-up samples, without data, store or run, and with --loss a loss "
+        commands, "check-model", (_check_model, "check_model"), "try a model of your own on synthetic samples",
+        "Builds a model for a feature file and runs it forward and backward on synthetic samples, without data, store or run, and with --loss a loss "
         "of your own; says in one line what is wrong, if anything is, or what the model is.",
     )  # fmt: skip
     check.add_argument(

@@ -67,7 +67,7 @@ def add_moved(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--moved",
         action="store_true",
-        help="RUN was moved to where it is now, from another disk or host, and no other copy of it is used any more",
+        help="RUN was moved to where it is now, from another disk or host, and no other copy of it is still used",
     )
 
 

@@ -56,13 +56,13 @@ def _add_stores(commands: Any) -> None:
     replaced.add_argument("new", metavar="NEW", help="the URL of an empty server")
     added = add_command(
         commands, "add", (_stores_add, "migrate"), "have further servers hold a part of the rows",
-        "Has rows move to further, empty servers, so that all hold alike: while the run trains, and returns at once then, or of a run that rests.",
+        "Has rows move to further, empty servers, so that all hold alike: while the run trains, and returns at once then, or of a stopped run.",
     )  # fmt: skip
     added.add_argument("urls", nargs="+", metavar="URL", help=_NEW_HELP)
     removed = add_command(
         commands, "remove", (_stores_remove, "migrate"), "have the other servers hold a shard's rows, and do without it",
         "Has all rows of a store shard move to the others; then the run uses its server no more, and removes what it has there. While the run "
-        "trains, and returns at once then, or of a run that rests.",
+        "trains, and returns at once then, or of a stopped run.",
     )  # fmt: skip
     removed.add_argument("shard", metavar="SHARD", help="the shard's number, or the URL of its server")
     moved = add_command(
@@ -82,7 +82,7 @@ def _add_stores(commands: Any) -> None:
     listed.add_argument("urls", metavar="URL[,URL...]", help=_SERVERS_HELP)
     add_json(listed, "result")
     gone = add_plain(
-        commands, "delete", (_stores_delete, "rows"), "delete the rows of a run whose folder is gone",
+        commands, "delete", (_stores_delete, "rows"), "delete the rows of a run whose folder was lost",
         "Deletes a namespace from servers, whatever run it is of; asks nothing. One of a run that trains on this host is refused. Exits with 2 if "
         "rows are left.",
     )  # fmt: skip

@@ -110,8 +110,8 @@ def _scale(parsed: argparse.Namespace) -> int:
 def _add_drill(drills: Any) -> None:
     lost = add_plain(
         drills, "lost-shard", (_drill_shard, "lost_shard"), "train, kill a store shard on the way, and see what that does to the training",
-        "Trains, kills a local store shard at a step, and goes on. Tells the longest gap between steps and the throughput meanwhile, "
-        "and draws it in RUN/drill.png. Without SCHEDULE, clicks are made up; without --run and --store, these are drill and local:3.",
+        "Trains, kills a local store shard at a step, and goes on. Reports the longest gap between steps and the throughput meanwhile, "
+        "and draws it in RUN/drill.png. Without SCHEDULE, clicks are synthetic; without --run and --store, these are drill and local:3.",
     )  # fmt: skip
     group = lost.add_argument_group("the drill")
     group.add_argument(
@@ -131,8 +131,8 @@ def _add_drill(drills: Any) -> None:
     _add_settings(lost)
     trainer = add_plain(
         drills, "lost-trainer", (_drill_trainer, "lost_trainer"), "train, kill a trainer on the way, and see what that does to the training",
-        "Trains with copies, kills a trainer in a step, and goes on. Tells the longest gap between steps, who took over what, and draws it in "
-        "RUN/drill.png. Without SCHEDULE, clicks are made up; without --run, --store, --trainers and --copies, these are drill, local:3, 2 and 2.",
+        "Trains with copies, kills a trainer in a step, and goes on. Reports the longest gap between steps, who took over what, and draws it in "
+        "RUN/drill.png. Without SCHEDULE, clicks are synthetic; without --run, --store, --trainers and --copies, these are drill, local:3, 2 and 2.",
     )  # fmt: skip
     group = trainer.add_argument_group("the drill")
     group.add_argument(
@@ -148,8 +148,8 @@ def _add_drill(drills: Any) -> None:
 def _add_drill_scale(drills: Any) -> None:
     scale = add_plain(
         drills, "scale", (_drill_scale, "scale_drill"), "train with more and fewer trainers, and see what each change costs",
-        "Trains, and has trainers join and leave while it does. Tells the longest gap between steps in each change and the throughput after it, "
-        "and draws it in RUN/drill.png. Without SCHEDULE, clicks are made up; without --run and --store, these are drill and local:3.",
+        "Trains, and has trainers join and leave while it does. Reports the longest gap between steps in each change and the throughput after it, "
+        "and draws it in RUN/drill.png. Without SCHEDULE, clicks are synthetic; without --run and --store, these are drill and local:3.",
     )  # fmt: skip
     group = scale.add_argument_group("the drill")
     group.add_argument(

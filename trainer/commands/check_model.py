@@ -52,7 +52,7 @@ class CheckedModel:
         notes = "".join(f"\nforeload: warning: {line}" for line in self.warnings)
         if self.mixes_samples:
             notes += "\nit declares mixes_samples: an output depends on the other samples of its slice"
-        return f"{self.model}: {counted}; forward and backward work on made-up samples, and use all of it{unused}{loss}{notes}"
+        return f"{self.model}: {counted}; forward and backward work on synthetic samples, and use all of it{unused}{loss}{notes}"
 
 
 def run(

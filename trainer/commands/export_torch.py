@@ -69,7 +69,7 @@ def _checked(options: TorchOptions) -> TorchOptions:
         raise SettingError("--rows-at: is for the tables of more rows than --most-rows says; give that, 0 for all")
     if options.key is None:
         raise SettingError(
-            "--key: is missing: what keys are called at --rows-at, as `foreload apply --key` was told, such as 'emb:{table}:{id}'"
+            "--key: is missing: the pattern of the keys at --rows-at, as given to `foreload apply --key`, such as 'emb:{table}:{id}'"
         )
     Keys(options.key)
     return replace(options, rows_at=parse_url(options.rows_at).plain)

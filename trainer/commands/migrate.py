@@ -56,7 +56,7 @@ class Moves:
         """Describe the migration for the terminal."""
         joins, leaves = (", ".join(map(str, which)) for which in (self.joining, self.leaving))
         said = [f"shard {joins} joins"] * bool(joins) + [f"shard {leaves} leaves"] * bool(leaves)
-        through = "all rows have moved" if self.moved == 1.0 else "rows move; foreload stores status tells how far that is"
+        through = "all rows have moved" if self.moved == 1.0 else "rows move; foreload stores status shows how far that is"
         return f"{', '.join(said)}: {through}"
 
 

@@ -343,7 +343,7 @@ def _known(request: PlanRequest, settings: Mapping[str, Any], setups: Sequence[S
                 path = None
     if not known.profiles:
         raise PlanError(
-            f"schedule {request.schedule}: is too short to tell how long a step takes; train it, or plan with a longer one"
+            f"schedule {request.schedule}: is too short to show how long a step takes; train it, or plan with a longer one"
         )
     return known
 

@@ -52,7 +52,7 @@ class Held:
     @property
     def owner(self) -> str:
         """The run and the shard that own the rows, in words."""
-        return f"shard {self.shard} of {self.shards} of run {self.run}" if self.run else "of no run, its note is gone"
+        return f"shard {self.shard} of {self.shards} of run {self.run}" if self.run else "of no run: its note was lost"
 
     def text(self) -> str:
         """Return the numbers of rows, lanes and bytes, in words."""

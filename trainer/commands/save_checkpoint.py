@@ -69,7 +69,7 @@ def save_while_training(run: Run, to: str | None, folder: AnyFolder) -> Checkpoi
         saved = [checkpoint for checkpoint in of_run(folder, run.manifest) if checkpoint.sha256 not in before]
         if saved:
             return saved[-1]
-        raise CheckpointError(f"run {run.path}: its training ended meanwhile; save a checkpoint of it now that it rests")
+        raise CheckpointError(f"run {run.path}: its training ended meanwhile; save a checkpoint of it now that it is stopped")
     if answer.path is None:
         raise CheckpointError(f"run {run.path}: the checkpoint was not saved: {answer.failed}")
     return Checkpoint.open(answer.path)
@@ -135,7 +135,7 @@ def saved(
         }
         if flags := [flag for flag, is_given in given.items() if is_given]:
             raise SettingError(
-                f"{flags[0]}: is for a run that rests; run {path} is being trained, as --checkpoint-policy and --checkpoint-bits say; leave it out"
+                f"{flags[0]}: is for a stopped run; run {path} is being trained, as --checkpoint-policy and --checkpoint-bits say; leave it out"
             )
         return replace(Saved.of(save_while_training(run, to, folder)), deleted=())
     step = run.saved_status().step
@@ -164,7 +164,7 @@ def _plan(saved: StoppedRun, every: int) -> Plan:
     """
     if (saved.schedule.path / POSITION).exists():
         raise CheckpointError(
-            f"--policy: planned needs the steps of schedule {saved.manifest.stages[-1].path}, which is not there any more; give another policy"
+            f"--policy: planned needs the steps of schedule {saved.manifest.stages[-1].path}, which no longer exists; give another policy"
         )
     return Plan.of(saved.schedule, saved.status.step, every, saved.layouts, at_end=True)
 

@@ -160,7 +160,7 @@ def _broken_off(scrubbed_run: Run, urls: str | None, moved: bool) -> Iterator[tu
             recover(stored, lane, log, ownership)
         if lost := sorted(stored.shards.lost):
             raise RunError(
-                f"run {scrubbed_run.path}: was broken off, and store shard {', '.join(map(str, lost))} is lost: which of its rows were "
+                f"run {scrubbed_run.path}: crashed, and store shard {', '.join(map(str, lost))} is lost: which of its rows were "
                 "ever written is not known, so the stripes cannot be checked; a server that still has them can be started again"
             )
         yield stored, schedule
@@ -217,7 +217,7 @@ def _asked(scrubbed_run: Run, request: Asks[_Answer]) -> _Answer:
     answer = ask(scrubbed_run.path, request)
     if answer is None:
         raise RunError(
-            f"run {scrubbed_run.path}: stopped training before its scrub was told to be through; scrub it again, now that it rests"
+            f"run {scrubbed_run.path}: stopped training before its scrub was reported as finished; scrub it again, now that it is stopped"
         )
     if isinstance(answer, Refused):
         raise RunError(f"run {scrubbed_run.path}: {answer.error}")

@@ -62,7 +62,7 @@ def check_loss(loss: OwnLoss, spec: ModelSpec) -> None:
         for place, value in enumerate((losses, gradient)):
             if not value.isfinite().all():
                 raise ModelError(
-                    f"{what}: must give finite {('losses', 'gradients')[place]} for made-up samples (outputs around 0, clicks of both kinds, "
+                    f"{what}: must give finite {('losses', 'gradients')[place]} for synthetic samples (outputs around 0, clicks of both kinds, "
                     f"numbers above 0); got {value[~value.isfinite()][0].item()}; look for a logarithm, root or division of what may be 0 or less"
                 )
         _check_memory(what, loss, losses, outputs, labels)

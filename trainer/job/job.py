@@ -365,7 +365,7 @@ class TrainJob:
         _CALL, form="switch", stated=False,
     )  # fmt: skip
     folder_moved: bool = setting(
-        False, switch, "the run's folder was moved to where it is now, from another disk or host, and no other copy of it is used any more", _CALL,
+        False, switch, "the run's folder was moved to where it is now, from another disk or host, and no other copy of it is still used", _CALL,
         form="switch", flag="--moved", stated=False,
     )  # fmt: skip
     overwrite: bool = setting(

@@ -94,5 +94,5 @@ def _check_copies(job: TrainJob, lanes: int, taken: int, copy_bytes: int) -> Non
     if held_by_others <= available < with_checkpoints:
         raise SettingError(
             f"--checkpoint-every: checkpoints need a copy of the slots, with which lanes take {readable(with_checkpoints)} {refused}; leave them "
-            "out, and save one when it rests, or prepare with fewer --slots"
+            "out, and save one when the run is stopped, or prepare with fewer --slots"
         )

@@ -68,7 +68,7 @@ class Meeting:
             self.store.set(f"knows/{self.rank}", "")
             return announced
         except RuntimeError as error:
-            raise PeerLost(f"trainer {self.rank}: rank 0 is gone") from error
+            raise PeerLost(f"trainer {self.rank}: rank 0 has died") from error
 
 
 NO_STEPS, FAILED = "no step to train", "failed"

@@ -135,7 +135,7 @@ def doubts(name: str, module: nn.Module, spec: ModelSpec) -> list[str]:
     if labels := probable_probabilities(module, spec):
         of_labels = f" of {', '.join(labels)}" if len(spec.labels) > 1 else ""
         lines.append(
-            f"outputs{of_labels} lie between 0 and 1 for all made-up samples, so they are probably probabilities; return logits, for the loss has a "
+            f"outputs{of_labels} lie between 0 and 1 for all synthetic samples, so they are probably probabilities; return logits, for the loss has a "
             "sigmoid of its own"
         )
     if name == "dlrm" and (said := little_to_interact(spec)):
@@ -204,7 +204,7 @@ def _checked_trial(module: nn.Module, spec: ModelSpec, samples: int, step: int =
     except Exception as error:  # a user's module may raise anything
         mode = "" if module.training else " in evaluation mode"
         raise ModelError(
-            f"{model_name(module)}: forward failed{mode} on {samples} made-up sample{'s' * (samples > 1)}: {type(error).__name__}: "
+            f"{model_name(module)}: forward failed{mode} on {samples} synthetic sample{'s' * (samples > 1)}: {type(error).__name__}: "
             f"{error}{raised_at(error)}; "
             "it must work on slices of any size, from one sample on"
         ) from error
@@ -269,7 +269,7 @@ def check_uses(module: nn.Module, spec: ModelSpec) -> None:
     _checked_trial(module, spec, _MANY)
     if ignored := ignored_inputs(module, spec):
         raise ModelError(
-            f"{model_name(module)}: logits do not depend on {', '.join(ignored)}; use what is there, or take it out of the feature file"
+            f"{model_name(module)}: logits do not depend on {', '.join(ignored)}; use all of it, or take it out of the feature file"
         )
     check_apart_later(module, spec)
 
@@ -332,13 +332,13 @@ def check_model(module: nn.Module, spec: ModelSpec) -> None:
     if not first.isfinite().all():
         outputs = "logits" if spec.label_kinds == ("click",) else "outputs"
         raise ModelError(
-            f"{name}: forward must return finite {outputs} for made-up samples (dense values and embeddings around 0); got "
+            f"{name}: forward must return finite {outputs} for synthetic samples (dense values and embeddings around 0); got "
             f"{first[~first.isfinite()][0].item()}; look for a division by zero, or a logarithm or root of what may be negative, in "
             f"{first_not_finite(module, lambda: _trial(module, spec, _FEW))}"
         )
     if infinite := not_finite_gradient(module, spec.names, of_block):
         raise ModelError(
-            f"{name}: backward must give finite gradients for made-up samples, and does not for {infinite}; look for a root or norm of what is 0"
+            f"{name}: backward must give finite gradients for synthetic samples, and does not for {infinite}; look for a root or norm of what is 0"
         )
     for training in (True, False):
         module.train(training)

@@ -65,7 +65,7 @@ class FeatureFile:
                 file.write(text)
         except OSError as error:
             raise ModelError(
-                f"{path}: cannot write the feature file ({error.strerror}); give another path, or remove what is there"
+                f"{path}: cannot write the feature file ({error.strerror}); give another path, or remove the existing file"
             ) from error
 
     def _lines(self, labels: Sequence[str], encoding: str) -> Iterator[str]:

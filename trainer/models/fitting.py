@@ -53,6 +53,6 @@ def _check_dense(wrapped: Wrapped, spec: ModelSpec) -> None:
     if wanted and ((spec.dense_names or wanted) != wanted or len(wanted) != spec.dense_width):
         got = ", ".join(spec.dense_names) or str(spec.dense_width)
         raise ModelError(
-            f"{model_name(wrapped)}: dense values must be {', '.join(wanted)}, in this order, as `wrap` was told; got {got}; change what wrap is "
-            "told, or the feature file"
+            f"{model_name(wrapped)}: dense values must be {', '.join(wanted)}, in this order, as given to `wrap`; got {got}; change what is given "
+            "to wrap, or the feature file"
         )

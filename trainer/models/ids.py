@@ -55,7 +55,7 @@ class Ids:
         if not isinstance(key, int) or isinstance(key, bool):
             self._refuse(f"takes [{key!r}] of")
         if self.columns is not None and not -len(self.columns) <= key < len(self.columns):
-            raise IndexError(f"{text_of(self.path)} has {len(self.columns)} columns, as wrap was told; forward takes [{key}]")
+            raise IndexError(f"{text_of(self.path)} has {len(self.columns)} columns, as given to wrap; forward takes [{key}]")
         if self.columns is None and key < 0:
             self._refuse(f"takes [{key}] of", f'; say how many they are: columns={{"{self.path[0]}": [...]}}')
         return Ids((*self.path, key % len(self.columns) if self.columns is not None else key), self.shape[0], self.device)

@@ -18,7 +18,7 @@ def cache(runs: Sequence[RunFigures]) -> list[Html]:
     several = len(runs) > 1
     if several:
         drawn = lines(runs, "arrivals", lambda steps: [steps.mean("rows_arrived")], dashed=True)
-        read = "Rows that come into a slot for a step; the rest of those used is there already. Lower is less traffic."
+        read = "Rows that come into a slot for a step; the other rows used are in a slot already. Lower is less traffic."
         arrivals = Plot("Arrivals", "rows a step", read, drawn, from_zero=True).html()
     else:
         arrivals = _arrivals(runs[0])
@@ -69,7 +69,7 @@ def _compared(run: RunFigures, several: bool) -> Html:
         f"{count(written)} were written back on the way."
     )
     if counts is None:
-        why = "The minimum and LRU are not told: the schedule is not where it was, or is not complete yet."
+        why = "The minimum and LRU are not shown: the schedule is not where it was, or is not complete yet."
         return tag("div", tag("p", text), missing(why))
     known = {"this schedule": ("c0", counts.planned), "the minimum": ("c2", counts.fewest), "an LRU cache": ("c1", counts.lru)}
     rows = [
@@ -80,7 +80,7 @@ def _compared(run: RunFigures, several: bool) -> Html:
         "LRU drops the row that was not used for longest, as a cache that does not know the future does."
     )
     drawn = bars(named(run, "Arrivals beside the minimum and LRU", several), "rows; of the rows used", read, rows)
-    return tag("div", tag("p", text), drawn, missing(f"LRU is not told: {counts.why}.") if counts.why else None)
+    return tag("div", tag("p", text), drawn, missing(f"LRU is not shown: {counts.why}.") if counts.why else None)
 
 
 def memory(runs: Sequence[RunFigures]) -> list[Html]:
@@ -105,12 +105,10 @@ def memory(runs: Sequence[RunFigures]) -> list[Html]:
     rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
     listed = table(["", *(run.name for run in runs)], rows)
     gone = [
-        missing(f"{run.name}: its schedule is not there any more, so its slots are not told.")
-        for run in runs
-        if run.schedule is None
+        missing(f"{run.name}: its schedule no longer exists, so its slots are not shown.") for run in runs if run.schedule is None
     ]
     without_memory = [
-        missing(f"{run.name}: memory is told at the end of a call, by versions that note it.")
+        missing(f"{run.name}: memory is recorded at the end of a call, by versions that record it.")
         for run in runs
         if not (run.summary or {}).get("memory")
     ]

@@ -53,7 +53,7 @@ def learning(runs: Sequence[RunFigures]) -> list[Html]:
         if points == 1
         else f"each point is the mean of {points:.0f} steps, with the lowest and highest of a step as a band"
     )
-    read = f"Lower is better; {each}. Dots are evaluations: a gap that widens between them and the line tells of overfitting."
+    read = f"Lower is better; {each}. Dots are evaluations: a gap that widens between them and the line shows overfitting."
     unit = "loss, as it is trained" if "loss" in losses else "log loss, nats a sample"
     loss = Plot("Loss", unit, read, drawn, x_from_zero=True)
     listed = metric_table(runs) or missing("No evaluation: the schedule has none, or none is over yet.")
@@ -132,7 +132,7 @@ def _calibration_of(runs: Sequence[RunFigures], name: str, of_runs: Sequence[Map
             why = (
                 "it has no evaluation"
                 if metrics is None
-                else "its evaluations do not tell it: it was trained by an earlier version, or a score is not finite"
+                else "its evaluations do not have it: it was trained by an earlier version, or a score is not finite"
             )
             words.append(missing(f"{run.name}: not known, since {why}."))
             continue

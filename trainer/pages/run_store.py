@@ -19,11 +19,11 @@ def store(runs: Sequence[RunFigures]) -> list[Html]:
 def _of_run(run: RunFigures, several: bool) -> list[Html]:
     story = run.story
     if not story.calls:
-        return [missing(f"{run.name}: not told, since it has no events.jsonl, which earlier versions did not write.")]
+        return [missing(f"{run.name}: not shown, since it has no events.jsonl, which earlier versions did not write.")]
     rows = [(f"store shard {shard}", story.shards[shard]) for shard in sorted(story.shards)]
     rows += [(f"trainer {trainer}", story.trainers[trainer]) for trainer in sorted(story.trainers)]
     read = (
-        "A bar for each, from the left while it is there. While a shard is lost or being rebuilt, training goes on, and its rows come from the "
+        "A bar for each, from left to right over the time in which it takes part. While a shard is lost or being rebuilt, training goes on, and its rows come from the "
         "parity on the others: until it is whole again, one loss less is survived."
     )
     drawn = [
@@ -47,12 +47,12 @@ def _of_run(run: RunFigures, several: bool) -> list[Html]:
         read = "Of the last call. A shard that takes longer than the others holds all of them up: look at its host and its link."
         drawn.append(tag("div", table_of(listed, words=("stands out",)), tag("p", read, class_="read")))
     elif run.summary is None:
-        drawn.append(missing("How long shards take to answer is told at the end of a call."))
+        drawn.append(missing("How long shards take to answer is recorded at the end of a call."))
     event_rows = [
         [number(one.seconds, 4), one.time, count(one.step) if one.step >= 0 else "-", one.what, one.cause] for one in story.events
     ]
     beyond = story.event_count - len(story.events)
-    summary = f"what befell it: {story.event_count:,} events" + (
+    summary = f"what happened to it: {story.event_count:,} events" + (
         f", the first {len(story.events)} here, all in events.jsonl" if beyond else ""
     )
     listed_events = table(["second", "UTC", "after step", "what", "why"], event_rows, words=[3, 4])

@@ -22,7 +22,7 @@ def schedule_page(figures: ScheduleFigures) -> str:
         f"{figures.name} · foreload",
         tag("header", tag("h1", f"Schedule {figures.name}"), tag("p", _summary(figures), class_="quiet")),
         _tiles(figures),
-        section("What is counted", missing(f"No more is told: {figures.why}.")) if figures.why else None,
+        section("What is counted", missing(f"No more is shown: {figures.why}.")) if figures.why else None,
         _frequency(figures),
         _over_steps(figures),
         _slots(figures),
@@ -85,7 +85,7 @@ def _over_steps(figures: ScheduleFigures) -> Html | None:
         "nothing but the first arrival. What a step uses has to fit, whatever else does."
     )
     working = Plot("Working set", "rows", read, lines, from_zero=True)
-    read = "Rows that come into a slot for a step, as planned; the rest of those used is there already. Lower is less traffic with the store."
+    read = "Rows that come into a slot for a step, as planned; the other rows used are in a slot already. Lower is less traffic with the store."
     arrivals = Plot("Arrivals", "rows a step", read, [Series("arrivals", over.middle, over.arrived)], from_zero=True)
     return section("Working set over time", tag("div", working.html(), arrivals.html(), class_="plots"))
 
@@ -149,7 +149,7 @@ def _settings(figures: ScheduleFigures) -> Html:
         for name in ("batch_size", "lanes", "epochs", "placement", "shuffle_seed")
     ]
     if header.eval_every is not None:
-        rows.append(["evaluations amid epochs", f"every {header.eval_every:,} steps"])
+        rows.append(["evaluations within epochs", f"every {header.eval_every:,} steps"])
     rows += [
         ["slots, by lane", ", ".join(map(count, manifest["occupied"]))],
         ["needed by the largest step", ", ".join(map(count, manifest["minimum_slots"]))],

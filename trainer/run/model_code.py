@@ -64,7 +64,7 @@ def changed(recorded: Mapping[str, str], code: tuple[CodeFile, ...]) -> str | No
         f"{file.path} has other contents" for name, file in now.items() if recorded.get(name, file.sha256) != file.sha256
     ]
     differences += [f"{file.path} was not imported then" for name, file in now.items() if name not in recorded]
-    differences += [f"{name} is gone, or not imported any longer" for name in recorded if name not in now]
+    differences += [f"{name} was removed, or is no longer imported" for name in recorded if name not in now]
     return ", ".join(differences) or None
 
 

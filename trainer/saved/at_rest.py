@@ -57,7 +57,7 @@ def _broken_off(run: Run, status: Status, stale: Sequence[int]) -> str:
     reported = reported_step(run.path / METRICS)
     to = "" if reported is None else f" (steps up to {reported} were reported)"
     message = (
-        f"run {run.path}: was broken off: its dense part is {of}, but rows on store shard {', '.join(map(str, stale))} are of later steps{to}, "
+        f"run {run.path}: crashed: its dense part is {of}, but rows on store shard {', '.join(map(str, stale))} are of later steps{to}, "
         "and the dense part of those is nowhere; "
     )
     local = LocalStores.find(run.path / STORES)

@@ -115,7 +115,7 @@ def _check(run: Run, said: Sequence[Claim], overrule: Overrule | None) -> str | 
             return f"the rows are of term {highest}, and this folder is of term {term}: they are those of another folder{where}"
         raise RunRefused(
             f"run {run.path}: is of term {term}, and the rows on its servers are of term {highest}: the run went on in another folder{where}, and "
-            "this is a copy from before; go on with that one, and delete this copy by hand (rm -r); if that folder is gone, "
+            "this is a copy from before; go on with that one, and delete this copy by hand (rm -r); if that folder was lost, "
             "foreload delete --force deletes the rows, and train --from begins anew from a checkpoint"
         )
     if owners and overrule is not None and not overrule.folder_moved:

@@ -182,7 +182,7 @@ def open_stopped(
         if status.step < manifest.stages[0].first_step:
             newest = run.newest_checkpoint()
             then = "begins again, or says what is missing" if newest is None else f"goes on from checkpoint {newest}"
-            raise RunError(f"run {path}: was broken off and never stopped cleanly, so it has no dense part; --resume {then}")
+            raise RunError(f"run {path}: crashed and never stopped cleanly, so it has no dense part; --resume {then}")
         servers = stack.enter_context(servers_at_rest(run, status, store))
         spared, silence = run.placement.r, manifest.training_job.store_silence
         # Without parity, no server may be missing, so wait for all of them.

@@ -259,7 +259,7 @@ class _Application:
             export.check_next(self._where, version["step"], version["state"])
         if broken_off is not None and broken_off["state"] != export.state:
             raise ExportError(
-                f"{export.what}, and at {self._where} applying that of step {broken_off['step']} was broken off; apply that one again first"
+                f"{export.what}, and at {self._where} applying that of step {broken_off['step']} was interrupted; apply that one again first"
             )
         # An interrupted call has already written some of the new rows, so only the first call can
         # count them.

@@ -562,7 +562,7 @@ class CopiedLog:
             return
         place = self._holders.places.get(trainer)
         if place is None:
-            raise CopyLost(f"trainer {trainer}: has told no place at which it holds the batch log")
+            raise CopyLost(f"trainer {trainer}: has not published the address of its batch log")
         try:
             connection = connected(*place, self._token, PURPOSE, self._silence.total_seconds())
         except WrongToken as error:
@@ -622,7 +622,7 @@ class CopiedLog:
                     if event & ~select.POLLOUT:
                         answer = connection.recv(1)
                         if answer != _HELD or unsent:
-                            why = "another trainer owns the lane in a later term" if answer == _REFUSED else "it is gone"
+                            why = "another trainer owns the lane in a later term" if answer == _REFUSED else "it has left"
                             raise CopyLost(f"trainer {trainer}: does not hold the batch log of lane {lane}: {why}")
                         del left[descriptor]
                         poll.unregister(descriptor)

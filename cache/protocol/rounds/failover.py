@@ -364,7 +364,7 @@ class Failover:
             reasons = "; ".join(table.lost[one] for one in sorted(self._kept))
             whose = "They" if self._kept == set(lost.shards) else f"Of these, {', '.join(map(str, sorted(self._kept)))}"
             raise ShardsRefuse(
-                f"store shards {', '.join(map(str, lost.shards))} take no part any more, and parity covers {lost.covered}: {reasons}. "
+                f"store shards {', '.join(map(str, lost.shards))} no longer take part, and parity covers {lost.covered}: {reasons}. "
                 f"{whose} still have their rows"
             ) from lost
 

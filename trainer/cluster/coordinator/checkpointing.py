@@ -375,7 +375,7 @@ class Checkpointing:
             if saving.best is not None:
                 self._best.note(saving.best)
                 saving.best = None
-            self._give_up("it is there already", again=True)
+            self._give_up("it exists already", again=True)
             return
         saving.opened = opened
         base = None if opened.increment is None else opened.increment.base.contents

@@ -178,7 +178,7 @@ class RequestQueue:
         try:
             return answer.result()
         except CancelledError:
-            raise ConnectionAbortedError("the run answers nothing any more") from None
+            raise ConnectionAbortedError("the run no longer answers") from None
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while a request waits."""
@@ -300,7 +300,7 @@ class RunRequests:
         if not self._call.run.placement.r:
             return Refused("it has no parity, so there is nothing to check its rows against; train with --parity")
         if self._call.job.coordinator is not None:
-            return Refused("it trains on several hosts, which cannot be told of its rows; scrub it when it rests")
+            return Refused("it trains on several hosts, which cannot get the list of its rows; scrub it when it is stopped")
         if self._scrub is not None and self._scrub.under_way:
             return Refused("a scrub of it is under way already; wait for its end")
         self._scrub = _Scrub(self._next_number(), self._members)

@@ -405,7 +405,7 @@ class Coordinator:
         if self._phase == "ending" or self._stop_wanted:
             match request:
                 case AskMove():
-                    return "it is about to end; ask again when it rests"
+                    return "it is about to end; ask again when it is stopped"
                 case AskScale():
                     return "it is about to end; go on with --resume and another --trainers"
                 case AskCheckpoint():

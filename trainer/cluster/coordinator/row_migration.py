@@ -229,12 +229,12 @@ class RowMigration:
         if wanted is not None:
             placement, urls = wanted
             self._new.give_back([urls[shard] for shard in placement.joining], placement.shard_count - len(placement.joining))
-            self._call.say("store shards: training is over, so they stay as they were; ask again, now that it rests")
+            self._call.say("store shards: training is over, so they stay as they were; ask again, now that the run is stopped")
         self._go_on(members, wait)
         if self._program.placement.migrating:
             self._call.say(
-                f"store shards: not all rows have moved ({said_of(self._program.placement)}); the same command, now that the run rests, or a "
-                "--resume that trains on, goes on with that"
+                f"store shards: not all rows have moved ({said_of(self._program.placement)}); the same command, now that the run is stopped, or a "
+                "--resume that trains on, continues the migration"
             )
 
     @property

@@ -38,7 +38,7 @@ def why_over(at_rest: bool) -> str:
     Args:
         at_rest: Whether the run has stopped since, with everything saved. If False, it crashed.
     """
-    return "its training is over" + ("; save one now that it rests, with `foreload checkpoint save`" if at_rest else "")
+    return "its training is over" + ("; save one now that it is stopped, with `foreload checkpoint save`" if at_rest else "")
 
 
 @dataclass(slots=True)
@@ -330,8 +330,8 @@ class BestEvaluation:
     def tell_missing(self, best: Best, why: str) -> None:
         """Warn that the best evaluation so far has no checkpoint of its step."""
         self._say(
-            f"foreload: warning: the evaluation after step {best.step} was better than all whose checkpoints are there, but that of its "
-            f"own step is missing: {why}"
+            f"foreload: warning: the evaluation after step {best.step} was better than all that have a checkpoint, but the "
+            f"checkpoint of its own step is missing: {why}"
         )
 
     def summary(self) -> dict[str, Any]:

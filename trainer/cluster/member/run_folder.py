@@ -278,7 +278,7 @@ def keep(
     """
     commits = None if trainer is None else trainer.commits
     if trainer is not None and commits is None and last_step != term.committed:
-        raise TrainerError(f"{term.keeps}; and the trainers have come to different steps, so what they have cannot be kept")
+        raise TrainerError(f"{term.keeps}; and the trainers are at different steps, so their rows cannot be kept")
 
     def kept(lane: int) -> KeptLane:
         record = log.record_to_keep(lane)

@@ -175,7 +175,7 @@ class TrainerTerms:
         self._events.send(CanJoin())
         while (admitted := self._rendezvous.poll(Admitted, self._trainer)) is None:
             if self._rendezvous.poll(Orphaned) is not None:
-                raise PeerLost(f"trainer {self._trainer}: the launcher is gone, so there is nothing to join")
+                raise PeerLost(f"trainer {self._trainer}: the launcher has died, so there is nothing to join")
             time.sleep(BOARD_PAUSE.total_seconds())
         self.term = self._rendezvous.read(Term, admitted.term)
 
@@ -258,7 +258,7 @@ class TrainerTerms:
             while self._rendezvous.poll(HandedOver, number, trainer) is None:
                 self.check()
                 if self._rendezvous.poll(Orphaned) is not None:
-                    raise PeerLost(f"trainer {self._trainer}: the launcher is gone, and trainer {trainer} hands nothing over")
+                    raise PeerLost(f"trainer {self._trainer}: the launcher has died, and trainer {trainer} hands nothing over")
                 time.sleep(BOARD_PAUSE.total_seconds())
 
     def depart(self, departed: Departed) -> None:
@@ -358,7 +358,7 @@ class TrainerTerms:
         before, nobody = self.term, ((),) * len(self.term.hosts)
         keeps_folder = self.keeps_folder(before)
         if why is not None or position is None or keeps_folder is None:
-            raise PeerLost(f"{why or 'the term is over'}; and the launcher is gone, so there is no further one")
+            raise PeerLost(f"{why or 'the term is over'}; and the launcher has died, so no further term begins")
         if keeps_folder == self._trainer:
             # The term must be on disk before any server sees it. It is, because the others wait for
             # this trainer before they own a lane in that term.

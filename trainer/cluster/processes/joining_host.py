@@ -242,10 +242,10 @@ def _started(job: HostJob, coordinator: _Coordinator, tell: Callable[[str], None
         if coordinator.refused is not None:
             raise RunError(f"{place}: {coordinator.refused}")
         if coordinator.gone or time.monotonic() - coordinator.heard_at > _SILENCE.total_seconds():
-            raise PeerLost(f"{place}: is gone, before training began")
+            raise PeerLost(f"{place}: left before training began")
         if coordinator.waits is not None and coordinator.waits != said:
             said = coordinator.waits
-            tell(f"{place}: {said.there} of {said.wanted} further trainers are there")
+            tell(f"{place}: {said.there} of {said.wanted} further trainers have joined")
         coordinator.await_change()
     return start
 
@@ -271,7 +271,7 @@ def _follow(
         if coordinator.refused is not None:
             raise TrainerError(f"{name}: refused by the coordinator: {coordinator.refused}")
         if coordinator.ends:
-            raise TrainerError(f"{name}: the coordinator has ended it: it was taken for lost, or is not needed any more")
+            raise TrainerError(f"{name}: the coordinator has ended it: it was taken for lost, or is no longer needed")
         if len(interrupts.received) > heeded:
             heeded = len(interrupts.received)
             if heeded > 1:
@@ -282,7 +282,7 @@ def _follow(
                 os.kill(process.pid, signal.SIGTERM)
         if coordinator.gone and not alone:
             alone = True
-            tell(f"{name}: the launcher is gone; it stops cleanly if it can")
+            tell(f"{name}: the launcher has died; it stops cleanly if it can")
         if not coordinator.gone and time.monotonic() - coordinator.heard_at > start.silence:
             raise PeerLost(
                 f"{name}: the coordinator has said nothing for {start.silence:.0f} s, so this host counts as lost; it stops"

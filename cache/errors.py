@@ -1,4 +1,4 @@
-"""The exceptions of cache/: one tree, one clear line each (field, rule, value, remedy)."""
+"""The exceptions of cache/. Each message is one line: field, rule, value, remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from foreload.base.errors import ROWS_LOST, ForeloadError
 
 
 class CacheError(ForeloadError):
-    """Anything that cache/ raises on purpose."""
+    """The base class of the errors that cache/ raises on purpose."""
 
     code = "cache"
 
@@ -18,7 +18,9 @@ class CacheError(ForeloadError):
 class RowError(CacheError):
     """A row is missing, or has another id or tag than the schedule says.
 
-    wrong: bool [n], which of the n rows of a read that is; None where the error is of no read.
+    Attributes:
+        wrong: bool [n], which of the n rows of a read are wrong. None if the error is not about a
+            read.
     """
 
     code = "row"
@@ -29,10 +31,15 @@ class RowError(CacheError):
 
 
 class RowsLost(CacheError):
-    """More store shards are lost than parity covers: rows are gone.
+    """More store shards are lost than parity covers, so rows are lost.
 
-    shards: the lost ones; why: as far as it is known. covered: how many losses a stripe survives. rows: how many of each table are gone, None
-    if they were not counted. This is of one owner's or reader's lanes; what all trainers of a run lost is ShardsLost (trainer/errors.py).
+    The error is about the lanes of one owner or reader. ShardsLost (trainer/errors.py) is about all
+    trainers of a run.
+
+    Attributes:
+        shards: the lost shards.
+        covered: how many losses a stripe survives.
+        rows: how many rows of each table are lost. None if they were not counted.
     """
 
     code = "rows-lost"
@@ -49,72 +56,79 @@ class RowsLost(CacheError):
 
 
 class CopyLost(CacheError):
-    """A trainer that holds a lane's log does not hold it any more, or does not say so; or the term is over. The owner goes on in the next one."""
+    """A trainer that should hold a lane's log does not, or does not answer, or the term is over.
+
+    The owner goes on in the next term.
+    """
 
     code = "copy-lost"
 
     def __init__(self, message: str, over: bool = False) -> None:
-        """over: the term is over, and nobody is known to be at fault."""
+        """Create the error.
+
+        Args:
+            over: whether the term is over, so that no trainer is known to be at fault.
+        """
         super().__init__(message)
         self.over = over
 
 
 class StoreError(CacheError):
-    """A store shard does not do what it was asked; the message names the shard by its URL, the password masked."""
+    """A store shard failed to do what was asked. The message names it by its URL, with the password masked."""
 
     code = "store"
 
 
 class CommandRefused(StoreError):
-    """A store shard does not know a command, or refuses it for a reason that has no exception of its own."""
+    """A store shard does not know a command, or refuses it for a reason without an exception of its own."""
 
     code = "store-refused"
 
 
 class ShardsRefuse(StoreError):
-    """More store shards refuse to work than parity covers, though they have their rows."""
+    """More store shards refuse to work than parity covers, although they have their rows."""
 
     code = "shards-refuse"
 
 
 class StoreUnavailable(StoreError):
-    """A store shard refuses connections, has closed one, or stays silent for longer than the timeout."""
+    """A store shard refuses connections, has closed one, or is silent for longer than the timeout."""
 
     code = "store-unavailable"
 
 
 class StoreSilent(StoreUnavailable):
-    """A store shard that owes an answer stays silent for longer than the timeout."""
+    """A store shard has not answered a request within the timeout."""
 
     code = "store-silent"
 
 
 class ShardsSilent(StoreUnavailable):
-    """More store shards do not answer than parity covers, for longer than they are waited for; their rows may all be there."""
+    """More store shards are silent than parity covers, beyond --store-patience; their rows may still exist."""
 
     code = "shards-silent"
 
 
 class ForeignKey(StoreUnavailable):
-    """Another program wrote a lane's hash, its epoch key or the run's note on a store shard: the shard's rows are lost."""
+    """Another program wrote a lane's hash, its epoch key or the run's note on a store shard, whose rows are lost."""
 
     code = "foreign-key"
 
 
 class StoreBusy(StoreUnavailable):
-    """A store shard answers, but only that it is not ready: it runs a script, or still reads what it saved."""
+    """A store shard answers that it is not ready: it runs a script, or still loads its data."""
 
     code = "store-busy"
 
 
 class SnapshotAbandoned(CacheError):
-    """The rows of lanes as they were after a step are not to be had any more: the lanes went to others, or training is over."""
+    """A snapshot of lanes was abandoned, because the lanes changed hands or training is over."""
 
     code = "snapshot-abandoned"
 
 
 class StoreFull(StoreError):
-    """A store shard accepts no writes: out of memory, read-only, or unable to save."""
+    """A store shard accepts no writes: it is out of memory, read-only, or unable to save."""
 
     code = "store-full"
 
@@ -126,19 +140,19 @@ class StoreAuth(StoreError):
 
 
 class StoreTls(StoreError):
-    """A TLS connection failed: certificate not trusted, expired or for another host, or no TLS at the other end."""
+    """A TLS connection failed: the certificate is not trusted, expired or for another host, or the server has no TLS."""
 
     code = "store-tls"
 
 
 class Fenced(StoreError):
-    """Another owner has taken over: the lane's key at the server is fenced (WRONGTYPE)."""
+    """Another owner has taken over: the lane's key on the server is fenced (WRONGTYPE)."""
 
     code = "fenced"
 
 
 class NamespaceInUse(StoreError):
-    """The namespace on the store belongs to another run, or to another state of this one."""
+    """The namespace on the store belongs to another run, or to another state of this run."""
 
     code = "namespace-in-use"
     permanent = True

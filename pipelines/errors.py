@@ -1,4 +1,4 @@
-"""What can go wrong while logs become a schedule, and while that is read."""
+"""The errors of preparing and reading a schedule."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from foreload.base.files import is_full
 
 
 class PipelineError(ForeloadError):
-    """Anything wrong in what a user gave to `prepare`, or in a schedule that is read."""
+    """The base class of errors in the input of `prepare`, and in a schedule that is read."""
 
     code = "pipeline"
 
 
 class FeatureError(PipelineError):
-    """The feature file, or what is asked of its features, is not valid."""
+    """The feature file is not valid, or lacks a feature that was asked for."""
 
     code = "features"
     permanent = True
 
 
 class SourceError(PipelineError):
-    """A source cannot be found, opened or read as what it is said to be."""
+    """A source cannot be found, opened, or read in its format."""
 
     code = "source"
 
@@ -35,26 +35,29 @@ class RecordError(PipelineError):
 
 
 class ScheduleError(PipelineError):
-    """A schedule is missing, damaged, unfinished, failed, or does not fit what is asked of it."""
+    """A schedule is missing, damaged, unfinished, failed, or does not fit the request."""
 
     code = "schedule"
 
 
 class SlotsError(PipelineError):
-    """Too few slots for one step."""
+    """There are too few slots for one step."""
 
     code = "slots"
     permanent = True
 
 
 class DiskError(PipelineError):
-    """Too little disk space for the schedule, or a disk that cannot be written."""
+    """There is too little disk space for the schedule, or the disk cannot be written."""
 
     code = "disk"
 
 
 def disk_error(error: BaseException, out: Path) -> DiskError | None:
-    """A DiskError for an error that the disk of --out is to blame for: it is full, fails, was made read-only, or has gone. None for another error."""
+    """Return a DiskError if the disk of --out caused an error, else None.
+
+    The disk is full, fails, was made read-only, or was removed.
+    """
     if not isinstance(error, OSError):
         return None
     if is_full(error):

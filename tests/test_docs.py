@@ -49,7 +49,7 @@ def test_pages_named_in_the_code_have_the_section() -> None:
     # As docstrings name them: a page; or a page, Section and Another section.
     for folder in ("foreload/api", "foreload/base", "pipelines", "cache", "trainer", "tests", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
-            for name, sections in re.findall(r"\b(docs/[\w/]+\.md)(?:, ([A-Z][^);]*))?[);]", path.read_text(encoding="utf-8")):
+            for name, sections in re.findall(r"\b(docs/[\w/]+\.md)(?:, ([A-Z][^);.]*))?[);.]", path.read_text(encoding="utf-8")):
                 text = (ROOT / name).read_text(encoding="utf-8")
                 for section in re.split(" and (?=[A-Z])", sections) if sections else ():
                     # A heading, or what begins a paragraph.

@@ -1,4 +1,4 @@
-"""The exceptions of training; each message is one line: field, rule, value, remedy."""
+"""The exceptions of training. Each message is one line: field, rule, value, remedy."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from foreload.base.errors import ROWS_LOST, ForeloadError
 
 
 class TrainerError(ForeloadError):
-    """Anything that stops a training command for a reason that its user can act on."""
+    """The base class of errors that stop a training command for a reason that its user can act on."""
 
     code = "trainer"
 
 
 class ModelError(TrainerError):
-    """A model that cannot be loaded or built, does not fit the schedule, cannot be trained exactly, or has other code than the run."""
+    """A model cannot be loaded, built or trained exactly, does not fit the schedule, or its code differs from the run's."""
 
     code = "model"
     permanent = True
 
 
 class FingerprintError(TrainerError):
-    """A trainer whose arithmetic may give other bits than that of the run which it wants to join."""
+    """A trainer's arithmetic may give other bits than that of the run that it wants to join."""
 
     code = "fingerprint"
 
 
 class LossNotFinite(TrainerError):
-    """A training or evaluation step whose loss is NaN or infinite in a lane; nothing of a training step is applied then."""
+    """The loss of a training or evaluation step is NaN or infinite in a lane; the step is not applied."""
 
     code = "loss-not-finite"
     permanent = True
@@ -37,84 +37,88 @@ class LossNotFinite(TrainerError):
 
 
 class DenseDiverged(TrainerError):
-    """Trainers of a run that have different values in the dense part of the model, which must be the same on all of them."""
+    """Trainers of a run have different values in the dense part of the model."""
 
     code = "dense-diverged"
 
 
 class StoreTooSmall(TrainerError):
-    """A store shard's server has a maxmemory that the rows of the schedule will not fit, as is known before training begins."""
+    """A server's maxmemory is too small for the rows of the schedule, as computed before training."""
 
     code = "store-too-small"
 
 
 class RunError(TrainerError):
-    """A run directory, or what it holds, that is missing, damaged, or in another state than the command needs."""
+    """A run folder or a file in it is missing, damaged, or in another state than the command needs."""
 
     code = "run"
 
 
 class RunRefused(RunError):
-    """A run that cannot go on as it is asked to, or not at all: it is damaged, was started with something else, or its rows are of no known step."""
+    """A run cannot go on as asked: it is damaged, was started with other settings, or its rows are of no known step."""
 
     code = "run-refused"
     permanent = True
 
 
 class CheckpointError(TrainerError):
-    """A checkpoint that is missing, unfinished, damaged or of another version, or that cannot be written or used as asked."""
+    """A checkpoint is missing, unfinished, damaged or of another version, or cannot be written or used as asked."""
 
     code = "checkpoint"
 
 
 class CheckpointUnreachable(CheckpointError):
-    """An object store that has checkpoints, or is to have them, and does not do what it was asked, however often."""
+    """An object store with checkpoints does not do what it is asked, in spite of retries."""
 
     code = "checkpoint-unreachable"
 
 
 class FolderBusy(CheckpointError):
-    """A folder of checkpoints in which another checkpoint is being saved, or deleted, right now."""
+    """Another checkpoint is being saved to, or deleted from, the same folder right now."""
 
     code = "checkpoint-folder-busy"
 
 
 class ExportError(TrainerError):
-    """An export that is missing, damaged, of another model or not the next one, or that cannot be written or applied where it is to be."""
+    """An export is missing, damaged, of another model, not the next one, or cannot be written or applied."""
 
     code = "export"
 
 
 class MessageError(TrainerError):
-    """A message between processes of a job, or on the control socket of a run, that is not what it must be; do both run the same foreload?"""
+    """A message between processes of a job, or on the control socket, is invalid: do both run the same foreload?"""
 
     code = "message"
 
 
 class HistoryError(TrainerError):
-    """A history of profiles that cannot be read or written, or is of a later version; to a run that leaves its profile it is a warning."""
+    """A history of profiles cannot be read or written, or has a later version; for `train` it is a warning."""
 
     code = "history"
 
 
 class PlanError(TrainerError):
-    """A plan that cannot be made: nothing fits what there is, or nothing tells how long a step takes."""
+    """No plan can be made: nothing fits, or there is no measurement of how long a step takes."""
 
     code = "plan"
 
 
 class PeerLost(TrainerError):
-    """Another trainer of the job is gone, or was silent for longer than the timeout."""
+    """Another trainer of the job was lost, or was silent for longer than the timeout."""
 
     code = "peer-lost"
 
 
 class ShardsLost(TrainerError):
-    """More store shards are lost than parity covers, for some trainer: rows are gone. shards: the lost ones.
+    """More store shards are lost than parity covers, for some trainer, so rows are lost.
 
-    The launcher makes it of the RowsLost (cache/errors.py) that trainers ended with, each for its own lanes. It is a class of its own since it says
-    one thing more: trainers lost them. RowsLost in the launcher itself is of rows that were not there when it looked, as before a resume. By that the
-    end of local stores differs (`Launcher._end_stores`), and programs tell the two apart by their codes.
+    The launcher makes this error from the RowsLost (cache/errors.py) with which trainers ended, each
+    for its own lanes. RowsLost in the launcher itself is about rows that were missing when it looked,
+    as before a resume. The end of local stores depends on that difference
+    (`Launcher._end_stores`), and programs distinguish the two by their codes.
+
+    Attributes:
+        shards: the lost shards.
     """
 
     code = "shards-lost"
@@ -126,13 +130,22 @@ class ShardsLost(TrainerError):
 
 
 class LanesLost(TrainerError):
-    """More trainers are lost at once than copies cover: a lane has neither its owner nor a complete copy. lanes: which; trainers: the lost ones."""
+    """More trainers are lost at once than replicas cover: a lane has neither its owner nor a complete replica.
+
+    Attributes:
+        lanes: the lanes without an owner and a complete replica.
+        trainers: the lost trainers.
+    """
 
     code = "lanes-lost"
     exit_status = ROWS_LOST
 
     def __init__(self, lanes: Sequence[int], trainers: Sequence[int], how: Mapping[int, str] | None = None) -> None:
-        """how: trainers were lost, as far as that is known."""
+        """Create the error.
+
+        Args:
+            how: how trainers were lost, as far as that is known.
+        """
         known = how or {}
         named = ", ".join(f"{trainer} ({known[trainer]})" if trainer in known else str(trainer) for trainer in trainers)
         super().__init__(
@@ -144,5 +157,9 @@ class LanesLost(TrainerError):
 
 
 def after_step(step: int) -> str:
-    """When something was, in words: behind a training step; -1: none was trained."""
+    """Describe a moment by the last training step before it.
+
+    Args:
+        step: the training step, or -1 if no step was trained.
+    """
     return "before the first step" if step < 0 else f"after step {step}"

@@ -1,7 +1,7 @@
-"""The root of every error that foreload raises on purpose, and those of preparing or reading a schedule.
+"""The root of all errors that foreload raises on purpose, and errors of settings and output.
 
-Each message is one line: field, rule, value received, remedy. The other branches stand in cache/errors.py and trainer/errors.py; docs/errors.md
-lists them all.
+Each message is one line: field, rule, value received, remedy. Further branches are in
+pipelines/errors.py, cache/errors.py and trainer/errors.py; docs/errors.md lists them all.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ ROWS_LOST = 3
 
 
 class ForeloadError(Exception):
-    """Anything that foreload raises on purpose.
+    """The base class of all errors that foreload raises on purpose.
 
-    code: a word for programs, which stays where a class or a message changes; every class has its own. exit_status: what a command that ends
-    with it exits with. permanent: the same command ends with it again, however often, until what it was given is changed.
+    Attributes:
+        code: a word for programs. It stays when a class or a message changes, and each class has
+            its own.
+        exit_status: the status of a command that ends with the error.
+        permanent: whether the same command fails again until its input is changed.
     """
 
     code: ClassVar[str] = "error"
@@ -26,14 +29,18 @@ class ForeloadError(Exception):
 
 
 class SettingError(ForeloadError):
-    """A setting (a flag, a line of the job file, an argument) is unknown, missing or malformed, or does not fit the others."""
+    """A setting (a flag, a line of the job file, an argument) is unknown, missing, malformed, or does not fit the others."""
 
     code = "setting"
     permanent = True
 
 
 class OutputLost(ForeloadError):
-    """A command has done its work, and its result cannot be written to stdout. reader_gone: since whoever read it has had enough."""
+    """A command has done its work, but its result cannot be written to stdout.
+
+    Attributes:
+        reader_gone: whether the reader of stdout closed it.
+    """
 
     code = "output-lost"
     exit_status = 1
@@ -46,16 +53,17 @@ class OutputLost(ForeloadError):
 
 
 def all_errors(root: type[ForeloadError] = ForeloadError) -> Iterator[type[ForeloadError]]:
-    """The classes of the tree that are imported by now, from a root on, in the order of their definition."""
+    """Yield the imported error classes from a root on, in the order of their definition."""
     yield root
     for kind in root.__subclasses__():
         yield from all_errors(kind)
 
 
 def error_of(code: str, message: str) -> ForeloadError:
-    """An error that another process raised, made again from its code and message.
+    """Recreate an error of another process from its code and message.
 
-    Of a class that takes more than a message it is the nearest class above; of an unknown code, the root.
+    A class that takes more than a message becomes the nearest class above that takes no more. An
+    unknown code becomes the root.
     """
     kind = next((known for known in all_errors() if known.code == code), ForeloadError)
     while kind.__init__ is not Exception.__init__:  # it takes more than a message

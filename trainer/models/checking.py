@@ -135,8 +135,8 @@ def doubts(name: str, module: nn.Module, spec: ModelSpec) -> list[str]:
     if labels := probable_probabilities(module, spec):
         of_labels = f" of {', '.join(labels)}" if len(spec.labels) > 1 else ""
         lines.append(
-            f"outputs{of_labels} lie between 0 and 1 for all synthetic samples, so they are probably probabilities; return logits, for the loss has a "
-            "sigmoid of its own"
+            f"outputs{of_labels} lie between 0 and 1 for all synthetic samples, so they are probably probabilities; return logits, "
+            "since the loss applies a sigmoid"
         )
     if name == "dlrm" and (said := little_to_interact(spec)):
         lines.append(said)

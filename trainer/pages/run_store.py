@@ -23,8 +23,8 @@ def _of_run(run: RunFigures, several: bool) -> list[Html]:
     rows = [(f"store shard {shard}", story.shards[shard]) for shard in sorted(story.shards)]
     rows += [(f"trainer {trainer}", story.trainers[trainer]) for trainer in sorted(story.trainers)]
     read = (
-        "A bar for each, from left to right over the time in which it takes part. While a shard is lost or being rebuilt, training goes on, and its rows come from the "
-        "parity on the others: until it is whole again, one loss less is survived."
+        "A bar for each, from left to right over the time in which it takes part. While a shard is lost or being rebuilt, training goes on, and its "
+        "rows come from the parity on the others: until it is whole again, one loss less is survived."
     )
     drawn = [
         spans(

@@ -1,6 +1,6 @@
 """Rounds with the store: what the owner of lanes reads and writes, and in which order.
 
-See docs/internals/cache.md, Parity, and docs/protocol.md. With parity a round has three phases:
+With parity a round has three phases (docs/internals/cache.md, Parity; docs/protocol.md):
 
 1. Read phase: read the parity rows of the stripes that the next batch of each lane touches, and the
    rows of the fetches that are due.

@@ -87,19 +87,19 @@ def test_all_examples_do_what_the_page_shows(page: Path, tmp_path: Path, monkeyp
 
 
 def test_fields_are_those_of_a_run(clicks: Clicks, tmp_path: Path) -> None:
-    run, operations = tmp_path / "run", ROOT / "docs" / "operations.md"
+    run, run_files = tmp_path / "run", ROOT / "docs" / "run-files.md"
     done("train", clicks.schedule, "--run", run, "--store", "local:1", "--dim", "4", "--model", "wide_deep", "--digest")
     summary = json.loads((run / "summary.json").read_text())
     traffic = {f"store_traffic.{name}" for name in summary.pop("store_traffic")}
-    assert table_fields(operations, "summary.json") == summary.keys() | traffic
+    assert table_fields(run_files, "summary.json") == summary.keys() | traffic
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for kind in ("step", "evaluation"):
         fields = {name for line in lines if line["kind"] == kind for name in line}
         # A line has this only where a trainer was lost.
         optional = {"without"} if kind == "step" else set()
-        assert table_fields(operations, f"metrics.jsonl: {kind}") == fields | optional, kind
+        assert table_fields(run_files, f"metrics.jsonl: {kind}") == fields | optional, kind
     names = {re.sub(r"-\d+\.safetensors", "-STEP.safetensors", path.name) for path in run.iterdir()}
-    assert names <= table_fields(operations, "The folder of a run")
+    assert names <= table_fields(run_files, "The folder of a run")
 
 
 def follow(page: list[Block], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

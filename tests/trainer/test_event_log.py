@@ -27,7 +27,7 @@ from foreload.trainer.run.event_log import (
     read_events,
 )
 
-DOCS = Path(__file__).parents[2] / "docs" / "operations.md"
+DOCS = Path(__file__).parents[2] / "docs" / "run-files.md"
 
 
 def test_a_line_tells_when_and_where_the_run_was(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_what_ends_a_call_is_noted(tmp_path: Path, error: BaseException, code: s
 
 
 def test_every_kind_and_its_fields_are_documented() -> None:
-    section = DOCS.read_text().partition("### events.jsonl")[2].partition("\n### ")[0]
+    section = DOCS.read_text().partition("\n## events.jsonl")[2].partition("\n## ")[0]
     documented = dict(re.findall(r"^\| `([a-z-]+)` \| ([^|]*) \|", section, re.MULTILINE))
     kinds = [kind for kind in RunEvent.__subclasses__() if kind.__module__ == event_log.__name__]
     assert {kind.kind: [field.name for field in dataclasses.fields(kind) if field.name != "cause"] for kind in kinds} == {

@@ -1,4 +1,5 @@
-"""Stripes: where their rows are, the erasure code, and decoding lost and finding wrong rows.
+"""Stripes of rows: where they are, the erasure code, decoding lost rows and finding wrong ones.
 
-Pure functions on arrays.
+Pure functions on arrays; it imports `client` and `rows` only. Begin with `placement`, then
+`erasure` and `stripes`.
 """

@@ -1,1 +1,5 @@
-"""The protocol with the store (docs/protocol.md): markers, fences, rounds, the batch log, the state of each shard, recovery."""
+"""The protocol with the store (docs/protocol.md): who may write what, in which order, and recovery.
+
+From the bottom up: `shards`, `ownership`, `rounds`, `handover`; each imports only those before it.
+Begin with `rounds/rounds`.
+"""

@@ -1,1 +1,4 @@
-"""Work beside the traffic: rebuild of lost shards, scrubbing, and counting of rows."""
+"""Repairs beside the traffic: rebuilding lost shards, scrubbing stripes, counting rows.
+
+It imports the protocol; the traffic calls it between rounds. Begin with `rebuild`, then `scrub`.
+"""

@@ -1,4 +1,4 @@
 """Stored rows and rows in slots: their layout, initial values, partitions and staging.
 
-Accesses no store.
+It accesses no store. Begin with `layout`, then `partition`.
 """

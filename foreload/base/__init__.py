@@ -1,4 +1,5 @@
-"""The foundation of all packages: files, memory, signals, progress, hashing and parts of kernels.
+"""What all packages share: files, typed JSON, settings, processes, sockets, memory, hashing, errors.
 
-It knows nothing of samples or rows.
+It knows nothing of samples or rows, imports none of the other packages, and no torch. Begin with
+`codec` and `settings`.
 """

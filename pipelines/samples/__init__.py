@@ -1,1 +1,4 @@
-"""Turning records into samples: features, parsing, encoding, vocabularies and the external sort."""
+"""From records to samples: features, parsing, encoding, vocabularies and the external sort.
+
+The lowest layer of pipelines: it imports base only. Begin with `features`, then `encode`.
+"""

@@ -1,1 +1,4 @@
-"""Arithmetic: kernels, optimizers, losses, metrics and numerics, without access to files."""
+"""Arithmetic: kernels, optimizers, losses, metrics and numerics.
+
+It accesses no files and no sockets. Begin with `kernels`, then `compiled_kernels`.
+"""

@@ -1,4 +1,4 @@
-"""Pages about a run, two runs side by side, or a schedule.
+"""HTML pages about a run, two runs side by side, or a schedule; each loads nothing and has no script.
 
-Each page is one HTML file that loads nothing from elsewhere and has no script.
+A tool: what trains does not import it. Begin with `report`, then `run_page`.
 """

@@ -1,5 +1,4 @@
-"""Predict the resources of a job, and plan with them.
+"""Predict the resources of a job from a schedule's counts and profiles of runs, and plan with them.
 
-Uses the counts that a schedule states for its steps, and models of time and memory fitted to
-profiles of runs.
+A tool: what trains does not import it. Begin with `step_model` and `choices`.
 """

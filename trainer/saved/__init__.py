@@ -1,1 +1,4 @@
-"""Runs that do not train, and their models: rows, digest, and what a run keeps of them."""
+"""Stopped runs and their models: rows, digest, and what a run keeps of its schedule.
+
+It imports `assembly`, `run` and the layers below them. Begin with `at_rest`, then `stopped_run`.
+"""

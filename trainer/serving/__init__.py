@@ -1,4 +1,4 @@
-"""Exports of models for serving (docs/serving.md).
+"""Exports of models for serving (docs/serving.md): full, incremental, or to be called without foreload.
 
-Writes full exports and increments, and applies them to the places where models are served.
+A tool: what trains does not import it. Begin with `format`, then `standalone`.
 """

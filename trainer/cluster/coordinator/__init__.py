@@ -1,4 +1,5 @@
-"""The coordinator of a run.
+"""The coordinator of a run: it decides lanes, checkpoints, scaling and changes of store shards.
 
-It decides which trainer hosts which lane, which checkpoint is saved, and how store shards change.
+One thread decides everything. It knows trainers by their messages only. Begin with `coordinator`,
+then `membership` and `terms`.
 """

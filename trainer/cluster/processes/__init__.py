@@ -1,1 +1,4 @@
-"""How a run's processes are started, on this host and on other hosts."""
+"""How a run's processes are started, on this host and on other hosts.
+
+It imports `messages` only. Begin with `starting`.
+"""

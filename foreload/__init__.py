@@ -1,4 +1,4 @@
-"""Trains recommendation models exactly, with embedding tables larger than memory, and keeps training when machines die."""
+"""Train recommendation models exactly, with embedding tables larger than memory, through crashes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     __version__: str
 
 KERNEL_CACHE = choose_folder()
-"""A line for the user where compiled kernels are kept elsewhere than usual; chosen before anything imports numba."""
+"""A line for the user if compiled kernels are kept elsewhere than usual, else None.
+
+The folder is chosen before anything imports numba.
+"""
 
 _MODULES = dict.fromkeys(
     ("Checkpoint", "Run", "Schedule", "apply", "open_checkpoint", "open_run", "prepare", "train"), "foreload.api.handles"
@@ -46,7 +49,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The names of the Python interface are imported when they are first asked for, so that importing foreload stays cheap."""
+    """Import a name of the Python interface when it is first used, so that `import foreload` is cheap."""
     if name == "nn":
         return importlib.import_module("foreload.nn")
     if name == "__version__":
@@ -57,7 +60,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _version() -> str:
-    """What pip calls the version that is installed; "unknown" of files that are not."""
+    """Return the installed version, or "unknown" if foreload is not installed."""
     from importlib import metadata
 
     try:

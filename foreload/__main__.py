@@ -1,4 +1,4 @@
-"""The `foreload` command: what has to be there before anything is imported that takes long."""
+"""The `foreload` command: handle signals and `--version` before the slow imports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from foreload.base.output import guard_messages, results_written
 
 
 def main() -> int:
-    """Run the command line; see `foreload.trainer.cli.main`. A signal that comes before that can heed it ends the process at once."""
+    """Run the command line (`foreload.trainer.cli.main`).
+
+    A signal that arrives before the command line can handle it ends the process at once.
+    """
     for number in heeded_signals():
         signal.signal(number, _stop)
     guard_messages(results=True)
@@ -34,7 +37,10 @@ def main() -> int:
 
 
 def _stop(number: int, _: FrameType | None) -> None:
-    """The handler while modules are imported: nothing has begun, and an exception would come out of whichever of them as an error of its own."""
+    """Handle a signal while modules are imported.
+
+    No work has begun. An exception would surface as an error of whichever module is being imported.
+    """
     sys.stderr.write("foreload: stopped\n")
     os._exit(128 + number)
 

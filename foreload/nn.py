@@ -1,4 +1,7 @@
-"""Layers and `wrap` for PyTorch models whose tables are features of the data (docs/models.md). Importing it imports torch."""
+"""Layers and `wrap` for PyTorch models whose tables are features of the data (docs/models.md).
+
+Importing this module imports torch.
+"""
 
 from foreload.trainer.models.layers import Embedding, EmbeddingBag
 from foreload.trainer.models.wrapping import Wrapped, wrap

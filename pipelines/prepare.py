@@ -1,4 +1,7 @@
-"""`foreload prepare`: from raw logs to a schedule. Checks everything that can be checked first, then runs the pipeline on Beam."""
+"""`foreload prepare`: compile raw logs into a schedule.
+
+Checks everything that can be checked first, then runs the pipeline on Beam.
+"""
 
 from __future__ import annotations
 
@@ -55,15 +58,24 @@ if TYPE_CHECKING:
 
 
 def run(arguments: Sequence[str] | None = None, wrap: Wrap = lambda stage: stage) -> dict[str, Any]:
-    """Prepare a schedule; returns the summary that is also printed. Raises PipelineError and SettingError.
+    """Prepare a schedule from a command line.
 
-    arguments: the command line, without the program's name. wrap: applied to every DoFn of the pipeline (tests disturb them).
+    Args:
+        arguments: the command line without the program's name. If None, that of this process.
+        wrap: applied to every DoFn of the pipeline. Tests use it to disturb them.
+
+    Returns:
+        The summary that is also printed.
+
+    Raises:
+        PipelineError: the input or the schedule is wrong.
+        SettingError: an option is wrong.
     """
     return prepare(*read(sys.argv[1:] if arguments is None else arguments), wrap)
 
 
 def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage: stage) -> dict[str, Any]:
-    """Prepare a schedule from options and Beam's flags; see `run`."""
+    """Prepare a schedule from options and Beam's flags, as `run` does."""
     started = time.monotonic()
     with heeded_afterwards(), quiet_import():
         from foreload.pipelines.beam import pipeline as beam_run
@@ -103,7 +115,8 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
             work_folder.clear(options.out)
             (options.out / WORK / LOCK).unlink(missing_ok=True)
             held.close()
-            with suppress(OSError):  # another call is there already
+            # Another call may work in that folder already.
+            with suppress(OSError):
                 (options.out / WORK).rmdir()
     summary = _summary(options.out, plan.spec, rejected, columns, time.monotonic() - started)
     summary["estimated_bytes"] = needed_bytes
@@ -120,7 +133,12 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
 
 
 def main() -> int:
-    """`python -m foreload.pipelines.prepare`: 0, 2 after one line that says what is wrong, or 128 + the number of the signal that stopped it."""
+    """Run `python -m foreload.pipelines.prepare`.
+
+    Returns:
+        The exit status: 0, or 2 after one line that says what is wrong, or 128 + the number of the
+        signal that stopped it.
+    """
     try:
         with Interrupts() as interrupts:
             run()
@@ -134,7 +152,11 @@ def main() -> int:
 
 
 def _shape(options: PrepareOptions, plan: Plan, rows: Mapping[str, int]) -> Shape:
-    """What the schedule's size depends on; rows: of the sources of each of the plan's sets, about."""
+    """Return the facts on which the schedule's size depends.
+
+    Args:
+        rows: the estimated number of rows of each of the plan's sets.
+    """
     training = rows[TRAINING] - held_out(rows[TRAINING], options.eval_fraction)
     steps = -(-training // options.batch_size)
     amid = 0 if options.eval_every is None else options.epochs * (max(steps - 1, 0) // options.eval_every)
@@ -146,7 +168,10 @@ def _shape(options: PrepareOptions, plan: Plan, rows: Mapping[str, int]) -> Shap
 
 @contextmanager
 def _output(options: PrepareOptions) -> Iterator[ExitStack]:
-    """Make or clear the folder, with an empty work folder in it, and hold its lock until the end or `close`: one prepare at a time."""
+    """Create or clear the output folder, with an empty work folder in it.
+
+    Its lock is held until the end or `close`, so that one `prepare` at a time writes there.
+    """
     out = options.out
     if out.exists() and not out.is_dir():
         raise ScheduleError(f"--out {out}: is a file; name a folder")
@@ -164,7 +189,8 @@ def _output(options: PrepareOptions) -> Iterator[ExitStack]:
             raise ScheduleError(f"--out {out}: another `foreload prepare` is writing there; wait for it, or stop it") from None
         except OSError as error:
             raise ScheduleError(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from error
-        (out / MANIFEST).unlink(missing_ok=True)  # first, so that what is left is never taken for whole
+        # The manifest goes first, so that a half-cleared folder is never taken for a schedule.
+        (out / MANIFEST).unlink(missing_ok=True)
         work_folder.clear(out)
         for path in [path for path in sorted(out.iterdir()) if path.name != WORK]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -172,19 +198,23 @@ def _output(options: PrepareOptions) -> Iterator[ExitStack]:
 
 
 def _note_failure(out: Path, error: BaseException) -> None:
-    """Leave word in failed.json for a trainer that follows, unless the compilation has done so; a stop overrides what that says."""
+    """Write failed.json for a trainer that follows, unless the compilation has done so.
+
+    A stop overrides the reason that the compilation wrote.
+    """
     (out / MANIFEST).unlink(missing_ok=True)
     stopped = came_of_interrupt(error)
     if stopped or not (out / FAILED).exists():
         message = "it was stopped before it was complete" if stopped else str(error) or type(error).__name__
-        with suppress(OSError):  # the disk may be full for this too; without schedule.json nobody takes the folder for whole
+        # The disk may be too full for this. The folder has no manifest, so it is no schedule.
+        with suppress(OSError):
             write_json(out / FAILED, {"error": message})
 
 
 def _summary(
     out: Path, spec: FeatureSpec, rejected: Rejected, columns: dict[str, ColumnCounts], seconds: float
 ) -> dict[str, Any]:
-    """What --json writes."""
+    """Return what --json writes."""
     schedule = Schedule(out)
     counts, manifest = schedule.manifest["counts"], schedule.manifest
     used, arrivals = counts["rows_used"], counts["arrivals"]
@@ -214,13 +244,13 @@ def _summary(
 
 
 def _provenance(options: PrepareOptions, flags: list[str], summary: dict[str, Any]) -> dict[str, Any]:
-    """How the schedule was made. folder: the working directory, which relative paths in the options start from."""
+    """Describe how the schedule was made. `folder` is the directory that relative paths start from."""
     entry = {"options": options.to_dict(), "flags": flags, "folder": os.getcwd(), "beam": metadata.version("apache-beam")}
     return entry | {"seconds": summary["seconds"], "finished": time.time()}
 
 
 def _lookahead_lines(summary: dict[str, Any]) -> list[str]:
-    """How far from exact a schedule is that looked ahead over a window."""
+    """Describe how far from exact a schedule is that looked ahead over a window."""
     arrivals, fewest, cover = summary["arrivals"], summary["fewest_arrivals"], summary["lookahead"]["cover"]
     if summary["lookahead"]["exact"]:
         return []

@@ -136,8 +136,8 @@ def write_program(program: torch.export.ExportedProgram, path: Path, model: Bloc
             wanted, got = model(*given), written(*given)
         if wanted.shape != got.shape or not torch.allclose(wanted, got, rtol=_NEAR, atol=_NEAR):
             raise ExportError(
-                f"--format torch: forward of {name} gives other logits than what torch.export made of it, for {samples} synthetic samples; it depends "
-                "on more than its inputs' values, such as how many there are; give --dense weights, for its parameters alone"
+                f"--format torch: forward of {name} gives other logits than what torch.export made of it, for {samples} synthetic samples; it "
+                "depends on more than its inputs' values, such as how many there are; give --dense weights, for its parameters alone"
             )
 
 

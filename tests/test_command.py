@@ -148,8 +148,8 @@ def test_kernels_are_compiled_again_when_what_they_call_in_another_file_has_chan
     shutil.copytree(ROOT / "foreload", tmp_path / "foreload", ignore=shutil.ignore_patterns("__pycache__"))
     program = (
         "import numpy\n"
-        "from foreload.cache.parity import places\n"
-        "print(places.__file__, places.stripe_hash(numpy.uint64(1), 2, 3))\n"
+        "from foreload.cache.parity import stripes\n"
+        "print(stripes.__file__, stripes.stripe_hash(numpy.uint64(1), 2, 3))\n"
     )
 
     def printed(**variables: str) -> list[str]:

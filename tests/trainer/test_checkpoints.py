@@ -274,9 +274,9 @@ def test_a_shard_may_be_lost_while_rows_are_brought_to_the_store(case: Case, tmp
 
 _KILLED = """
 import os, signal, sys
-from foreload.trainer.checkpoints import chain, row_files
+from foreload.trainer.checkpoints import row_files
 from foreload.trainer.cli import main
-of, name = {"save": (row_files, "write_file"), "restore": (chain, "OpenRows")}[sys.argv[1]]
+of, name = {"save": (row_files, "write_file"), "restore": (row_files, "OpenRows")}[sys.argv[1]]
 work, left = getattr(of, name), [int(sys.argv[2])]
 def killed(*arguments):
     left[0] -= 1

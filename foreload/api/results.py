@@ -94,7 +94,7 @@ class _Metrics(_Result):
 
 @dataclass(frozen=True, slots=True)
 class TrainSummary(StepsSummary, _Metrics):
-    """The run's summary.json, over all calls (docs/operations.md).
+    """The run's summary.json, over all calls (docs/run-files.md).
 
     Times are milliseconds a step, or seconds in total. A value is None if there is nothing to
     report. The metrics are those of the first evaluation set.

@@ -143,7 +143,7 @@ def first_of(ended: Mapping[int, TrainerEnd]) -> TrainerEnd:
 def call_figures(ends: Sequence[TrainerEnd | Departed], steps: int, slots: int, columns: int, protected: bool) -> dict[str, Any]:
     """Return the combined figures of a call's trainers for the summary.
 
-    They are `store_traffic`, `store_shards` and `memory` (docs/operations.md, summary.json).
+    They are `store_traffic`, `store_shards` and `memory` (docs/run-files.md, summary.json).
 
     Args:
         ends: The reports of all trainers at their end.

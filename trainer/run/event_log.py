@@ -1,4 +1,4 @@
-"""RUN/events.jsonl: one line per event of a run, for monitoring (docs/operations.md, events.jsonl).
+"""RUN/events.jsonl: one line per event of a run, for monitoring (docs/run-files.md, events.jsonl).
 
 While the run trains, only the launcher's main thread appends to the file. If the launcher was
 killed, the trainer that ends the run in its place appends. While the run is stopped, a command that

@@ -399,7 +399,7 @@ def test_a_changed_byte_in_the_row_table_does_not_stop_training_and_is_told_by_w
     flip(schedule / "rows.arrow", len(rows) // 2)
     # What is trained is there still: once the row table is whole again, it can be read.
     line = refused("train", schedule, "--run", run, "--store", "local:1", "--digest", *SMALL)
-    assert f"row table {schedule / 'rows.arrow'}: its checksum is not the manifest's" in line
+    assert f"row table {schedule / 'rows.arrow'}: its checksum does not match the manifest" in line
     assert "rows.arrow" in refused("digest", run)
     (schedule / "rows.arrow").write_bytes(rows)
     assert done("digest", run).strip() == digest_of(undisturbed)

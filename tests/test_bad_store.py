@@ -70,7 +70,7 @@ def test_a_store_that_is_down_or_no_store_is_refused_without_its_password(clicks
         ("memcached://h", "must begin with redis://, rediss:// or unix://"),
         (f"redis://:{IN_URL}@h:port", "the port must be a number"),
         (f"redis://:{PASSWORD}@h2", "store URL 2 of 2: must begin with redis://"),
-        (f"redis://h1,redis://:{PASSWORD}@h2", "a comma in a password is written as %2C"),
+        (f"redis://h1,redis://:{PASSWORD}@h2", "write a comma in a password as %2C"),
         ("redis://:s3cret,redis://h2", "redis://***: the port must be a number"),
         ("local:0", "--store: must be local:N with N from 1 to 999"),
     ]:
@@ -145,7 +145,7 @@ def test_a_store_that_gets_full_while_training_is_told_and_the_run_goes_on_once_
 def test_a_store_that_would_evict_rows_is_refused(clicks: Clicks, tmp_path: Path, server: Server) -> None:
     server.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     line = refused(*train(clicks, tmp_path / "run", server.url))
-    assert "maxmemory-policy must be noeviction or volatile-*, or rows would vanish; got allkeys-lru" in line
+    assert "maxmemory-policy must be noeviction or volatile-*, because others delete rows; got allkeys-lru" in line
     assert not (tmp_path / "run").exists()
 
 

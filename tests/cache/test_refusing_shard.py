@@ -84,7 +84,7 @@ def test_a_server_that_goes_on_refusing_is_never_adopted(stores: LocalStores, tm
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("READONLY", "is a read-only replica; name its primary instead"),
+        ("READONLY", "is a read-only replica; give the URL of its primary instead"),
         ("OOM", r"is full \(OOM .*\); raise its maxmemory"),
         ("NOPERM", r"refuses the user or password \(NOPERM .*\)"),
         ("MISCONF", r"takes no writes, for it cannot save to its disk \(MISCONF .*\); free disk space"),

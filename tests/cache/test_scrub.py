@@ -198,7 +198,7 @@ def test_a_flipped_bit_is_named_with_one_parity_row_and_repaired_with_two(lane: 
             check_named(lane, "do not agree, and nothing tells which of them is wrong")
             lane.flip(place, 5)
         else:
-            check_repaired(lane, 1, f"(shard {lane.at(place)[0]}) is not what the other rows of its stripe say")
+            check_repaired(lane, 1, f"(shard {lane.at(place)[0]}) does not match the other rows of its stripe")
 
 
 def test_more_missing_rows_than_parity_covers_are_named_and_left_alone(lane: StoredLane) -> None:

@@ -156,7 +156,7 @@ def test_before_training_begins(
         *wrongs(tmp_path, other, urls, count),
         Wrong("was killed by SIGKILL", "was killed by SIGKILL", how="killed when it is ready", folder=tmp_path),
         Wrong("refused by the coordinator: it is silent", "it is silent", how="stopped when it is ready", folder=tmp_path),
-        Wrong("refused by the coordinator: ", "does not take the batch log", how="elsewhere", folder=tmp_path),
+        Wrong("refused by the coordinator: ", "cannot be reached for the batch log", how="elsewhere", folder=tmp_path),
     ][: count + 1]
     for wrong in given:
         job.refuses(wrong)
@@ -257,7 +257,7 @@ def test_a_lost_trainer_explains_nothing() -> None:
     """Whoever lost another trainer, or its copy of a batch log, speaks first; the others get time to say why."""
     failures = Failures({0: "", 1: "other"})
     failures.receive(0, LOST, survived=False)
-    failures.receive(0, Failed(CopyLost.code, "trainer 1: does not take the batch log"), survived=False)
+    failures.receive(0, Failed(CopyLost.code, "trainer 1: cannot be reached for the batch log"), survived=False)
     assert not failures.explained
     failures.receive(1, OTHER_NUMERICS, survived=False)
     assert failures.explained

@@ -47,10 +47,11 @@ class RowsLost(CacheError):
 
     def __init__(self, shards: Sequence[int], covered: int, rows: Mapping[str, int] | None = None, why: str = "") -> None:
         counted = ", ".join(f"{count:,} rows of table {table}" for table, count in (rows or {}).items() if count)
-        gone = "rows" if rows is None else counted or "rows to come"
+        gone = "rows" if rows is None else counted or "rows written from now on"
         super().__init__(
-            f"store shards {', '.join(map(str, shards))} are lost{f' ({why})' if why else ''}, and parity covers {covered}: {gone} cannot be had; "
-            "what the other shards hold stays there; bring the servers back with their rows, and --resume goes on if it can, or says what is missing"
+            f"store shards {', '.join(map(str, shards))} are lost{f' ({why})' if why else ''}, but parity covers only {covered}: "
+            f"{gone} cannot be recovered; the other shards keep their rows; bring the servers back with their rows, then --resume continues the "
+            "run or reports what is missing"
         )
         self.shards, self.covered, self.rows = list(shards), covered, rows
 

@@ -170,7 +170,7 @@ class Traffic:
         if lead_events < 1 or staging_rows < 1:
             raise CacheError(f"traffic: lead_events and staging_rows must be at least 1; got {lead_events} and {staging_rows}")
         if log is None and stored.placement.r:
-            raise CacheError("traffic: needs a log of its batches where there is parity")
+            raise CacheError("traffic: needs a batch log if there is parity")
         self._stored = stored
         self._staging_rows = staging_rows
         self._ahead = Ahead(seed, lead_events, staging_rows)
@@ -224,7 +224,7 @@ class Traffic:
         Returns:
             The number of the lane's last write-back batch.
         """
-        self.snapshots.abandon("its lanes change")
+        self.snapshots.abandon("the trainer's lanes change")
         with self._monitor:
             state = self._lanes[lane]
             self._monitor.wait_until(lambda: not state.boundaries)
@@ -401,7 +401,7 @@ class Traffic:
                 self._lanes[lane].replan(plan)
                 self._monitor.signal()
 
-        self.snapshots.abandon("its lanes change")
+        self.snapshots.abandon("the trainer's lanes change")
         self._monitor.ask(begin_anew)
 
     def raise_term(self, term: int) -> None:
@@ -508,7 +508,7 @@ class Traffic:
         except BaseException as error:
             self._monitor.fail(error)
         finally:
-            self.snapshots.abandon("the traffic with the store is over")
+            self.snapshots.abandon("the traffic with the store has ended")
 
     def _patience(self) -> float | None:
         """Return the seconds after which the thread looks for work without a signal.

@@ -82,7 +82,9 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
         from foreload.pipelines.beam.again import compile_again
     beam_run.check_flags(flags)
     if options.again and not beam_run.runs_locally(flags):
-        raise SettingError("--runner: more epochs of a schedule's own samples are compiled by this process; leave it out")
+        raise SettingError(
+            "--runner: does not apply to more epochs of a schedule's own samples, which this process compiles; leave it out"
+        )
     parent = None if options.after is None else Schedule(options.after)
     plan, tasks = make_plan(options, parent)
     with _output(options) as held:
@@ -178,9 +180,9 @@ def _output(options: PrepareOptions) -> Iterator[ExitStack]:
     if out.is_dir() and any(out.iterdir()):
         ours = any((out / name).exists() for name in (HEADER, MANIFEST, FAILED, WORK))
         if not ours:
-            raise ScheduleError(f"--out {out}: is a folder with other things in it; name one that is empty or not there yet")
+            raise ScheduleError(f"--out {out}: is a folder with other files in it; give one that is empty or does not exist yet")
         if (out / MANIFEST).exists() and not options.overwrite:
-            raise ScheduleError(f"--out {out}: holds a schedule already; add --overwrite to replace it, or choose another folder")
+            raise ScheduleError(f"--out {out}: already holds a schedule; add --overwrite to replace it, or choose another folder")
     with ExitStack() as held:
         try:
             (out / WORK).mkdir(parents=True, exist_ok=True)
@@ -254,9 +256,9 @@ def _lookahead_lines(summary: dict[str, Any]) -> list[str]:
     arrivals, fewest, cover = summary["arrivals"], summary["fewest_arrivals"], summary["lookahead"]["cover"]
     if summary["lookahead"]["exact"]:
         return []
-    more = "" if fewest is None else f"{arrivals / fewest:.3f} x the fewest that there can be, {fewest:,}; "
+    more = "" if fewest is None else f"{arrivals / fewest:.3f} x the fewest possible arrivals, {fewest:,}; "
     return [
-        f"lookahead     {more}the window held {cover:.2f} x slots / arrivals a step, exact from 3 on: widen --window, or leave it out"
+        f"lookahead     {more}the window covered {cover:.2f} x slots / arrivals per step, 3 or more is exact: widen --window, or leave it out"
     ]
 
 

@@ -225,9 +225,9 @@ def test_errors_are_those_of_the_project(schedule: foreload.Schedule, folder: Pa
         foreload.open_run(folder)
     with pytest.raises(SettingError, match="--lr: must be at least 0"):
         foreload.train(schedule, run=folder / "no", store="local:1", lr=-1.0)
-    with pytest.raises(SettingError, match="knows no 'learning_rate'"):
+    with pytest.raises(SettingError, match="has no setting 'learning_rate'"):
         foreload.train(schedule, run=folder / "no", store="local:1", learning_rate=1.0)  # type: ignore[call-arg]
-    with pytest.raises(SettingError, match="knows no 'batch'"):
+    with pytest.raises(SettingError, match="has no setting 'batch'"):
         foreload.prepare("clicks.csv", batch=3)  # type: ignore[call-arg]
     with pytest.raises(PipelineError, match="is not a folder"):
         foreload.train(folder / "nowhere", run=folder / "no", store="local:1")

@@ -120,7 +120,7 @@ def test_an_id_outside_its_table_is_located(clicks: Clicks, tmp_path: Path) -> N
 def test_too_few_slots_for_a_step_are_refused_with_the_least_that_do(clicks: Clicks, tmp_path: Path) -> None:
     out = tmp_path / "out"
     line = refused_apart("prepare", clicks.log, *clicks.options(out, slots=3))
-    assert line.startswith("--slots: must hold every row of a step, is 3")
+    assert line.startswith("--slots: must hold every row of a step; got 3")
     needed = int(line.partition("give --slots ")[2].split()[0])
     least = Schedule(clicks.schedule).manifest["minimum_slots"]
     assert needed == max(least)
@@ -166,7 +166,7 @@ def test_outputs_that_are_there_already_are_not_harmed(clicks: Clicks, tmp_path:
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("years of work")
-    assert "other things in it" in refused("prepare", clicks.log, *clicks.options(other), "--overwrite")
+    assert "other files in it" in refused("prepare", clicks.log, *clicks.options(other), "--overwrite")
     assert (other / "thesis.txt").read_text() == "years of work"
     assert "other files" in refused("train", clicks.schedule, "--run", other, "--store", "local:1", "--overwrite", *SMALL)
     assert (other / "thesis.txt").read_text() == "years of work"
@@ -219,7 +219,7 @@ def test_a_disk_that_gets_full_while_training_is_waited_for(clicks: Clicks, tmp_
         fill(small_disk, 0)
         command.schedule.release()
         # It goes on to its end without metrics, and then waits for room for the dense part, which is nowhere else.
-        command.until(lambda: "it is tried again until there is some" in command.said)
+        command.until(lambda: "foreload retries until there is some" in command.said)
         (small_disk / "ballast").unlink()
         status, _, err = command.end()
         assert status == 0, err
@@ -399,7 +399,7 @@ def test_a_changed_byte_in_the_row_table_does_not_stop_training_and_is_told_by_w
     flip(schedule / "rows.arrow", len(rows) // 2)
     # What is trained is there still: once the row table is whole again, it can be read.
     line = refused("train", schedule, "--run", run, "--store", "local:1", "--digest", *SMALL)
-    assert f"row table {schedule / 'rows.arrow'}: its checksum is not the manifest's" in line
+    assert f"row table {schedule / 'rows.arrow'}: its checksum does not match the manifest" in line
     assert "rows.arrow" in refused("digest", run)
     (schedule / "rows.arrow").write_bytes(rows)
     assert done("digest", run).strip() == digest_of(undisturbed)

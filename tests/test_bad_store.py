@@ -70,7 +70,7 @@ def test_a_store_that_is_down_or_no_store_is_refused_without_its_password(clicks
         ("memcached://h", "must begin with redis://, rediss:// or unix://"),
         (f"redis://:{IN_URL}@h:port", "the port must be a number"),
         (f"redis://:{PASSWORD}@h2", "store URL 2 of 2: must begin with redis://"),
-        (f"redis://h1,redis://:{PASSWORD}@h2", "a comma in a password is written as %2C"),
+        (f"redis://h1,redis://:{PASSWORD}@h2", "write a comma in a password as %2C"),
         ("redis://:s3cret,redis://h2", "redis://***: the port must be a number"),
         ("local:0", "--store: must be local:N with N from 1 to 999"),
     ]:
@@ -145,7 +145,7 @@ def test_a_store_that_gets_full_while_training_is_told_and_the_run_goes_on_once_
 def test_a_store_that_would_evict_rows_is_refused(clicks: Clicks, tmp_path: Path, server: Server) -> None:
     server.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     line = refused(*train(clicks, tmp_path / "run", server.url))
-    assert "maxmemory-policy must be noeviction or volatile-*, or rows would vanish; got allkeys-lru" in line
+    assert "maxmemory-policy must be noeviction or volatile-*, because others delete rows; got allkeys-lru" in line
     assert not (tmp_path / "run").exists()
 
 
@@ -208,7 +208,7 @@ def test_only_a_store_with_a_trusted_certificate_is_trained_on(
     for option, words in [
         ("", "its certificate is not trusted"),
         (f"?ssl_ca_certs={certificates}/stranger.pem", "its certificate is not trusted"),
-        (f"?ssl_ca_certs={certificates}/none.pem", "ssl_ca_certs names no file"),
+        (f"?ssl_ca_certs={certificates}/none.pem", "ssl_ca_certs must be an existing file"),
     ]:
         assert words in refused(*train(clicks, run, url + option))
         assert not run.exists()
@@ -225,7 +225,7 @@ def test_a_namespace_that_is_another_runs_is_refused_and_given_up_by_overwrite_o
     done(*train(clicks, first, server.url, "--digest", *named))
     keys = sorted(str(key) for key in server.keys)
     line = refused(*train(clicks, second, server.url, *named))
-    assert "namespace clicks belongs to a run already" in line
+    assert "namespace clicks already belongs to a run" in line
     assert "--overwrite removes its rows" in line
     assert sorted(str(key) for key in server.keys) == keys
     # The refused run took no folder, and the first one's rows are as they were.
@@ -240,7 +240,7 @@ def test_a_namespace_that_is_another_runs_is_refused_and_given_up_by_overwrite_o
     # A run that was deleted by hand leaves its namespace; its folder is still there, empty.
     for path in sorted(second.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
-    assert "namespace clicks belongs to a run already" in refused(*train(clicks, second, server.url, *named))
+    assert "namespace clicks already belongs to a run" in refused(*train(clicks, second, server.url, *named))
 
 
 @pytest.mark.full

@@ -92,7 +92,9 @@ def test_kernels_are_kept_where_they_can_be(no_folders: None, monkeypatch: pytes
     said = kernel_cache.choose_folder()
     own = Path(os.environ[kernel_cache.VARIABLE])
     assert own.parent == tmp_path
-    assert said == f"no cache folder can be written, so compiled kernels are kept in {own}; NUMBA_CACHE_DIR names another folder"
+    assert (
+        said == f"no cache folder is writable, so compiled kernels are kept in {own}; set NUMBA_CACHE_DIR to use another folder"
+    )
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
     assert kernel_cache.choose_folder() is None  # of a process that was started: it is told the folder
     monkeypatch.setenv(kernel_cache.VARIABLE, str(NOWHERE))
@@ -123,7 +125,7 @@ def test_a_folder_that_others_may_have_written_to_is_not_read(
         said = kernel_cache.choose_folder()
         assert Dispatcher.enable_caching is kernel_cache._keep_nothing
     assert said is not None
-    assert said.startswith("no folder can be written, so kernels are compiled by each process anew")
+    assert said.startswith("no cache folder is writable, so each process compiles the kernels again")
     assert kernel_cache.VARIABLE not in os.environ
 
 

@@ -61,7 +61,7 @@ def test_memory_is_what_a_lane_takes_when_it_is_trained(clicks: Clicks, tmp_path
 
 def test_memory_that_holds_no_slot_is_refused_with_what_would(clicks: Clicks, tmp_path: Path) -> None:
     line = refused("prepare", clicks.log, *clicks.options(tmp_path / "out", slots=None, memory="500KB"))
-    least = re.fullmatch(r"--memory: must be at least (\d+) bytes, .*, is 500000; give more, or --slots N", line)
+    least = re.fullmatch(r"--memory: must be at least (\d+) bytes, .*; got 500000; give more, or --slots N", line)
     assert least is not None
     assert not (tmp_path / "out").exists()
     line = refused("prepare", clicks.log, *clicks.options(tmp_path / "out", slots=None, memory=least[1]))

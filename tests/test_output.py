@@ -121,7 +121,7 @@ def test_a_training_whose_result_is_lost_is_saved_and_says_so(
     summary = tmp_path / "told.json"
     status, _, err = _foreload(*_train(clicks, tmp_path), "--json", summary, out=sink)
     assert status == 1
-    wrong = f"stdout: the result cannot be written there ({WHY[sink]}); the command has done its work, and only that is missing"
+    wrong = f"stdout: the result cannot be written ({WHY[sink]}); the command has done its work, and only its output is missing"
     assert err.splitlines()[-1] == f"foreload: error: {wrong}"
     assert _outcome(tmp_path) == undisturbed
     assert json.loads(summary.read_text())["digest"] == undisturbed[1]

@@ -82,20 +82,22 @@ def reply_error(url: StoreUrl, text: str) -> StoreError:
             f"store {url}: is full ({text}); raise its maxmemory, remove a namespace no longer needed, or use more store shards"
         )
     if code == "MISCONF":
-        return StoreFull(f"store {url}: takes no writes, for it cannot save to its disk ({text}); free disk space or see its log")
+        return StoreFull(
+            f"store {url}: refuses writes, because it cannot save to its disk ({text}); free disk space or see its log"
+        )
     if code == "READONLY":
-        return StoreFull(f"store {url}: is a read-only replica; name its primary instead")
+        return StoreFull(f"store {url}: is a read-only replica; give the URL of its primary instead")
     if code in ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED") or "without any password configured" in text:
         return StoreAuth(
             f"store {url}: refuses the user or password ({text}); give them as SCHEME://USER:PASSWORD@... or in {PASSWORD_VARIABLE}"
         )
     if code == "WRONGTYPE":
-        return Fenced(f"store {url}: another owner has taken the lane over ({text}); this one stops")
+        return Fenced(f"store {url}: another process has taken over the lane ({text}); this one stops")
     if code in RETRIED:
-        return StoreBusy(f"store {url}: not ready ({text}); try again later, or with a longer --store-timeout")
+        return StoreBusy(f"store {url}: is not ready ({text}); try again later, or with a longer --store-timeout")
     if code in ("MOVED", "ASK", "CLUSTERDOWN"):
         return StoreError(
-            f"store {url}: is part of a Redis cluster of several shards ({text}); name servers outside a cluster, or clusters of one shard"
+            f"store {url}: is part of a Redis cluster of several shards ({text}); use servers outside a cluster, or clusters of one shard"
         )
     return CommandRefused(f"store {url}: refuses the command ({text})")
 
@@ -110,9 +112,13 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 def _tls_error(url: StoreUrl, error: ssl.SSLError) -> StoreTls:
     if isinstance(error, ssl.SSLCertVerificationError):
         why = error.verify_message
-        return StoreTls(f"store {url}: its certificate is not trusted ({why}); name the authority's file with ?ssl_ca_certs=FILE")
+        return StoreTls(
+            f"store {url}: its certificate is not trusted ({why}); give the certificate authority's file with ?ssl_ca_certs=FILE"
+        )
     why = error.reason or " ".join(str(error).split())
-    return StoreTls(f"store {url}: TLS failed ({why}); rediss:// needs a server that speaks TLS at this port, and files that fit")
+    return StoreTls(
+        f"store {url}: TLS failed ({why}); rediss:// needs a server that speaks TLS at this port, and the right certificate files"
+    )
 
 
 def _connect_error(url: StoreUrl, error: Exception) -> StoreError:
@@ -438,7 +444,7 @@ class Connections:
 
     def close(self) -> None:
         """Close all channels. A second call does nothing."""
-        self._closed = self._closed or "it was closed before"
+        self._closed = self._closed or "the store was closed earlier"
         for channel in self.channels:
             channel.close()
 
@@ -665,7 +671,7 @@ class Connections:
 
     def _silence(self, shard: int) -> StoreSilent:
         return StoreSilent(
-            f"store {self.channels[shard].url}: silent for {self.timeout.total_seconds():g} s; is the server stopped or the network cut? "
+            f"store {self.channels[shard].url}: did not answer for {self.timeout.total_seconds():g} s; has the server stopped or the network failed? "
             "--store-timeout sets the limit"
         )
 

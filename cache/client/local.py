@@ -127,7 +127,7 @@ class LocalStores:
             return None
         except (FormError, OSError) as error:
             raise StoreError(
-                f"store local: {Path(directory) / _SERVERS} is damaged ({error}); end its servers, if any run, and delete that file"
+                f"store local: {Path(directory) / _SERVERS} is damaged ({error}); stop its servers, if any are running, and delete that file"
             ) from error
         return stores
 
@@ -165,7 +165,9 @@ class LocalStores:
         running = before._running() if before is not None else {}
         if running and not self._adopt:
             named = ", ".join(map(str, running.values()))
-            raise StoreError(f"store local: servers run in {self.directory} already (process {named}); stop their run first")
+            raise StoreError(
+                f"store local: servers already run in {self.directory} (process {named}); stop the run that uses them first"
+            )
         self.left = frozenset(running.keys() & self._shards)
         if before is not None and running:
             # A server may remain from an addition or a removal whose process was killed.
@@ -213,7 +215,7 @@ class LocalStores:
             self._note()
         except OSError as error:
             raise StoreError(
-                f"store local: cannot write to {self.directory} ({error.strerror}); free the disk there, or make it writable"
+                f"store local: cannot write to {self.directory} ({error.strerror}); free disk space there, or make the folder writable"
             ) from error
 
     def _note(self) -> None:
@@ -344,13 +346,13 @@ class LocalStores:
             server, why = next(iter(failures.items()))
             named = ", ".join(f"{other.shard} (process {alive[other]})" for other in failures)
             raise StoreFull(
-                f"store local: shard {named} could not save its rows to {self.directory} and still runs, with all of them ({why}; see "
-                f"{server.log}): free disk space there; then the next command that reads or resumes the run uses them as they are, and saves them"
+                f"store local: shard {named} could not save its rows to {self.directory}; it still runs and holds all of them ({why}; see "
+                f"{server.log}): free disk space there; the next command that reads or resumes the run then uses that server and saves its rows"
             )
         for server, pid in self._await_exit(alive, READY_TIMEOUT if save else _KILL_AFTER).items():
             if save:
                 raise StoreUnavailable(
-                    f"store local: shard {server.shard} (process {pid}) does not exit, and its rows are nowhere else; see {server.log}"
+                    f"store local: shard {server.shard} (process {pid}) does not exit, and only it has its rows; see {server.log}"
                 )
             self._kill({server: pid})
         for process in self._processes.values():
@@ -422,7 +424,7 @@ class LocalStores:
                 )
             except OSError as error:
                 raise StoreError(
-                    f"store local: cannot run {executable} ({error.strerror}); {SERVER_VARIABLE} may name another server"
+                    f"store local: cannot run {executable} ({error.strerror}); set {SERVER_VARIABLE} to use another server"
                 ) from error
             with contextlib.suppress(ProcessLookupError):
                 os.setpriority(os.PRIO_PROCESS, process.pid, min(os.getpriority(os.PRIO_PROCESS, 0) + NICENESS, 19))
@@ -434,10 +436,10 @@ class LocalStores:
                 return
             if next(attempts, self) is self:
                 raise StoreUnavailable(f"store local: shard {server.shard} does not answer; its log is {server.log}")
-        lines = server.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no word"]
+        lines = server.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["its log is empty"]
         why = lines[-1].strip()
         if (saved := saved_by(server.saved)) and saved != (version := version_of(executable)):
-            why += f"; its rows were saved by {saved}, and this is {version}: {SERVER_VARIABLE} may name a server that loads them"
+            why += f"; its rows were saved by {saved}, but this server is {version}: set {SERVER_VARIABLE} to a server that can load them"
         raise StoreUnavailable(f"store local: shard {server.shard} did not start ({why}); its log is {server.log}")
 
     def _await_exit(self, alive: dict[LocalServer, int], limit: timedelta) -> dict[LocalServer, int]:

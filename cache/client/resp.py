@@ -361,7 +361,7 @@ class HmgetReply:
             start += used
             self._request[frames.NEXT] = 0
         elif end - start >= 4 * _LINE_BYTES:
-            raise ProtocolError("a marker of another length")
+            raise ProtocolError("a marker of the wrong length")
         return start
 
     def _feed_any(self, data: np.ndarray, start: int, end: int) -> int:
@@ -497,7 +497,7 @@ def decode(data: bytes, start: int = 0) -> tuple[object, int] | None:
     if kind == b":":
         return number, after
     if number < -1:
-        raise ProtocolError(f"a length of {number}")
+        raise ProtocolError(f"the impossible length {number}")
     if number == -1:
         return None, after
     if kind == b"$":

@@ -86,7 +86,7 @@ class Write:
         least, most = self.new.start, self.new.stop - 1
         must = f"{least}" if least == most else f"at most {most}"
         fields = len(self.fields) + (self.marker is not None) + (self.migrated is not None)
-        return f"of {fields} fields written {self.added} were new to it, must be {must}"
+        return f"of {fields} fields written, {self.added} were new to the server, must be {must}"
 
 
 def _check_arrays(request: Read | Write) -> None:
@@ -95,9 +95,9 @@ def _check_arrays(request: Read | Write) -> None:
     if rows.ndim != 2 or rows.dtype != np.uint8 or (rows.size and rows.strides[1] != 1):
         raise ValueError(f"rows: must be uint8 [n, row_bytes], the last axis contiguous; got {rows.dtype} {rows.shape}")
     if isinstance(request, Read) and not rows.flags.writeable:
-        raise ValueError("rows: must be writeable, for a Read fills them")
+        raise ValueError("rows: must be writeable, because a Read fills them")
     if fields.dtype != np.uint64 or fields.shape != rows.shape[:1]:
-        raise ValueError(f"fields: must be uint64 [{len(rows)}], one a row; got {fields.dtype} {fields.shape}")
+        raise ValueError(f"fields: must be uint64 [{len(rows)}], one per row; got {fields.dtype} {fields.shape}")
 
 
 def server_version(info: Mapping[str, str]) -> str:
@@ -449,14 +449,14 @@ class Store:
                 policy = answer[1].decode() if isinstance(answer, list) and len(answer) == 2 else None
         if policy is None and not url.never_evicts:
             raise StoreError(
-                f"store {url}: does not say whether it would evict rows: neither INFO nor CONFIG GET has a maxmemory-policy; where it never "
+                f"store {url}: does not report whether it evicts rows: neither INFO nor CONFIG GET has a maxmemory-policy; if it never "
                 f"does, add {NEVER_EVICTS} to its URL"
             )
         # volatile-* evicts only keys with a TTL, and these keys never have one.
         if policy is not None and policy != "noeviction" and not policy.startswith("volatile-"):
             raise StoreError(
-                f"store {url}: maxmemory-policy must be noeviction or volatile-*, or rows would vanish; got {policy}; run CONFIG SET "
-                "maxmemory-policy noeviction there, or, where a provider does not allow that, set it in the server's parameter group"
+                f"store {url}: maxmemory-policy must be noeviction or volatile-*, because others delete rows; got {policy}; run CONFIG SET "
+                "maxmemory-policy noeviction there, or, if the provider does not allow that, set it in the server's parameter group"
             )
 
     def _write_request(self, write: Write) -> Request:
@@ -464,7 +464,7 @@ class Store:
         if not len(write.fields) and write.marker is None and write.migrated is None:
             raise ValueError("Write: needs at least one row or a marker")
         if len(write.fields) > COMMAND_ROWS:
-            raise ValueError(f"Write: at most {COMMAND_ROWS} rows a command; got {len(write.fields)}")
+            raise ValueError(f"Write: at most {COMMAND_ROWS} rows per command; got {len(write.fields)}")
         self.rows_written += len(write.fields)
         return hset(write.key, write.fields, write.rows, write.marker, write.migrated)
 
@@ -481,13 +481,13 @@ class Store:
                 row, length = reply.other_length
                 field = int(read.fields[part * COMMAND_ROWS + row])
                 raise RowError(
-                    f"store {url}: the value of field {field:#018x} of {read.key.decode()} has {length} bytes, a row of this model and "
-                    f"optimizer has {read.rows.shape[1]}; name the run that wrote it, or --overwrite"
+                    f"store {url}: the value of field {field:#018x} of {read.key.decode()} has {length} bytes, but a row of this model and "
+                    f"optimizer has {read.rows.shape[1]}; use the run that wrote it, or start again with --overwrite"
                 )
         read.marker = parts[0].marker
         if any(reply.marker != read.marker for reply in parts):
             raise StoreUnavailable(
-                f"store {url}: the marker of {read.key.decode()} changed within one read; it was emptied, or another trainer writes this lane"
+                f"store {url}: the marker of {read.key.decode()} changed during one read; the server was emptied, or another trainer writes this lane"
             )
         read.missing = None
         if any(reply.missing is not None for reply in parts):

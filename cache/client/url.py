@@ -97,7 +97,7 @@ class StoreUrl:
             if name == _EVICTS:
                 continue
             if name in _FILE_OPTIONS and not os.path.exists(value):
-                raise StoreTls(f"store {self}: {name} names no file: {value}")
+                raise StoreTls(f"store {self}: {name} must be an existing file; got {value}")
             settings[name] = value == "true" if name == "ssl_check_hostname" else value
         return settings
 
@@ -151,7 +151,7 @@ def _split(text: str) -> tuple[SplitResult, int]:
         # password.
         raise _refusal(
             text,
-            f"the port must be a number, 1 to 65535, and the host well-formed; a comma in a password is written as %2C; use {_FORMS}",
+            f"the port must be a number, 1 to 65535, and the host well-formed; write a comma in a password as %2C; use {_FORMS}",
         ) from error
     if parts.scheme not in ("redis", "rediss", "unix"):
         raise _refusal(text, f"must begin with redis://, rediss:// or unix://; use {_FORMS}")
@@ -173,7 +173,7 @@ def parse_url(text: str, environment: Mapping[str, str] | None = None) -> StoreU
     environment = os.environ if environment is None else environment
     parts, port = _split(text)
     if parts.fragment:
-        raise _refusal(text, "a # in a user or password is written as %23")
+        raise _refusal(text, "write a # in a user or password as %23")
     options, database_text = _options(text, parts.query, parts.scheme)
     host: str | None = None
     path: str | None = None
@@ -184,7 +184,7 @@ def parse_url(text: str, environment: Mapping[str, str] | None = None) -> StoreU
     else:
         host = unquote(parts.hostname or "")
         if not host:
-            raise _refusal(text, f"names no host; use {_FORMS}")
+            raise _refusal(text, f"has no host; use {_FORMS}")
         database_text = parts.path.strip("/") or None
     if database_text is not None and not (database_text.isascii() and database_text.isdigit()):
         raise _refusal(text, f"the database must be a number; got {database_text!r}")
@@ -212,12 +212,14 @@ def parse_urls(text: str | Sequence[str], environment: Mapping[str, str] | None 
         # The text may be the rest of a password, so it is not shown.
         if "//" not in part:
             raise StoreError(
-                f"store URL {number} of {len(texts)}: must begin with redis://, rediss:// or unix://; a comma in a password is written as %2C"
+                f"store URL {number} of {len(texts)}: must begin with redis://, rediss:// or unix://; write a comma in a password as %2C"
             )
     urls = tuple(parse_url(part.strip(), environment) for part in texts)
     seen: dict[tuple[object, ...], StoreUrl] = {}
     for url in urls:
         if url.place in seen:
-            raise StoreError(f"store URLs {seen[url.place]} and {url}: every store shard must be a server of its own")
+            raise StoreError(
+                f"store URLs {seen[url.place]} and {url}: are the same server; give every store shard a server of its own"
+            )
         seen[url.place] = url
     return urls

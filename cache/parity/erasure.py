@@ -201,7 +201,7 @@ class Code:
 @lru_cache(4096)
 def _decoding(k: int, r: int, known: tuple[int, ...], wanted: int) -> tuple[int, ...]:
     if len(set(known)) != k or len(known) != k or not all(0 <= place < k + r for place in known):
-        raise CacheError(f"code: needs {k} different rows of a stripe of {k} + {r} to give another; got {known}")
+        raise CacheError(f"code: needs {k} different rows of a stripe of {k} + {r} to decode another; got {known}")
     code = Code(k, r)
     # Solve x * A = g, where g is the wanted row's generator and A has the generators of the known
     # rows. By columns, this is A^T x = g^T. Gauss-Jordan elimination.

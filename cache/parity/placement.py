@@ -116,7 +116,7 @@ class Placement:
         try:
             return cls.of_text(path.read_text(encoding="utf-8"), str(path))
         except OSError as error:
-            raise CacheError(f"{path}: not a placement ({error}); it belongs to the run and cannot be made anew") from error
+            raise CacheError(f"{path}: not a placement ({error}); it belongs to the run and cannot be recreated") from error
 
     @classmethod
     def of_text(cls, text: str, where: str) -> Placement:
@@ -139,7 +139,7 @@ class Placement:
             assert members is not None
             return cls(stored.shards, stored.k, stored.r, members, stored.version, tuple(stored.removed), target)
         except ValueError as error:
-            raise CacheError(f"{where}: not a placement ({error}); it belongs to the run and cannot be made anew") from error
+            raise CacheError(f"{where}: not a placement ({error}); it belongs to the run and cannot be recreated") from error
 
     def save(self, path: Path) -> None:
         """Write the placement as JSON, atomically."""
@@ -216,7 +216,7 @@ class Placement:
         others = np.array([other for other in self.live if other != shard])
         if len(others) < self.k + self.r:
             raise CacheError(
-                f"store shard {shard}: {len(others)} would be left, must be at least {self.k + self.r}, for {self.k}+{self.r}; add one "
+                f"store shard {shard}: removing it would leave {len(others)}, must leave at least {self.k + self.r}, for {self.k}+{self.r}; add one "
                 "first, or move it to another server"
             )
         target = self.members.copy()
@@ -256,7 +256,7 @@ class Placement:
 
     def _check_live(self, shard: int) -> None:
         if shard not in self.live:
-            raise CacheError(f"store shard {shard}: is none of the run's, which are {', '.join(map(str, self.live))}")
+            raise CacheError(f"store shard {shard}: is not one of the run's shards, which are {', '.join(map(str, self.live))}")
 
     # Lookup.
 

@@ -28,9 +28,9 @@ NEVER, MAY, MUST = 0, 1, 2  # whether the store has a row: no, maybe, yes
 # What is wrong with a row. _APART: the row itself looks right, but the rest of its stripe shows
 # that it is wrong.
 _FINE, _MISSING, _WRONG, _APART = range(4)
-_WHAT = {_MISSING: "is missing", _WRONG: "has another id or tag", _APART: "is not what the other rows of its stripe say"}
+_WHAT = {_MISSING: "is missing", _WRONG: "has another id or tag", _APART: "does not match the other rows of its stripe"}
 
-_DISAGREES = "its rows and parity rows do not agree, and nothing shows which of them is wrong"
+_DISAGREES = "its rows and parity rows do not match, and nothing shows which of them is wrong"
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class StripeChunk:
         findings.repaired = [self._finding(i, wrong[i]) for i in np.flatnonzero(repaired)[:NAMED].tolist()]
         findings.damaged = [
             replace(
-                one, what=f"{one.what}; the other rows of the stripe do not show what belongs there" if one.what else _DISAGREES
+                one, what=f"{one.what}; the other rows of the stripe are not enough to restore it" if one.what else _DISAGREES
             )
             for one in (self._finding(i, wrong[i]) for i in np.flatnonzero(uncorrectable)[:NAMED].tolist())
         ]

@@ -247,7 +247,7 @@ class Partition:
         if taken >= 0:
             slot = slots[taken]
             raise CacheError(
-                f"slot {slot}: must be free when a row arrives, but table {here.table[slot]} id {here.id[slot]} sits there: "
+                f"slot {slot}: must be free when a row arrives, but it holds table {here.table[slot]} id {here.id[slot]}: "
                 "the schedule is damaged; prepare it again"
             )
 
@@ -269,7 +269,7 @@ class Partition:
         free = _leave(slots, here.columns(), here.stored_tag, left.columns(), left.stored_tag)
         if free >= 0:
             raise CacheError(
-                f"slot {slots[free]}: a residency ends there, but it is free: the schedule is damaged; prepare it again"
+                f"slot {slots[free]}: must hold a row when a residency ends, but it is free: the schedule is damaged; prepare it again"
             )
         rows = EndedRows(*left.columns(), left.stored_tag, _take(self.weights, slots), _take(self.state, slots))
         if self.base_weights is None or self.base_state is None:

@@ -101,7 +101,7 @@ class RowShapes:
         Raises CacheError unless layout k is that of table k.
         """
         if not layouts or any(layout.table != k for k, layout in enumerate(layouts)):
-            raise CacheError(f"row layouts: must be one a table, in order; got tables {[layout.table for layout in layouts]}")
+            raise CacheError(f"row layouts: must be one per table, in order; got tables {[layout.table for layout in layouts]}")
         shape_of = [(layout.width, layout.state_width) for layout in layouts]
         shapes = tuple(dict.fromkeys(shape_of))
         places = np.array([shapes.index(shape) for shape in shape_of], np.int64)

@@ -359,7 +359,7 @@ def _read_fields(kind: Any, value: Any, where: str) -> Any:
             raise FormError(f"{where}: must have {name!r}; got {named or 'nothing':.100}")
     if given:
         raise FormError(
-            f"{where}: has no field {next(iter(given))!r:.100}; there are {', '.join(name for name, _, _ in _fields(kind))}"
+            f"{where}: has no field {next(iter(given))!r:.100}; its fields are {', '.join(name for name, _, _ in _fields(kind))}"
         )
     try:
         return kind(**fields)

@@ -47,7 +47,7 @@ class OutputLost(ForeloadError):
 
     def __init__(self, why: str, reader_gone: bool = False) -> None:
         super().__init__(
-            f"stdout: the result cannot be written there ({why}); the command has done its work, and only that is missing"
+            f"stdout: the result cannot be written ({why}); the command has done its work, and only its output is missing"
         )
         self.reader_gone = reader_gone
 

@@ -157,14 +157,14 @@ def is_full(error: OSError) -> bool:
 
 
 _HELPS = {
-    errno.EMFILE: "raise the limit of open files (ulimit -n), and go on",
-    errno.ENFILE: "the system has too many files open: raise its limit (fs.file-max), and go on",
-    errno.EACCES: "let this user read it, and go on",
-    errno.EPERM: "let this user read it, and go on",
-    errno.ENOMEM: "free memory, and go on",
-    errno.EIO: "its disk fails: see the system's log; once it can be read, go on",
-    errno.ESTALE: "mount its file system again, and go on",
-    errno.ETIMEDOUT: "see that its file system can be reached, and go on",
+    errno.EMFILE: "raise the limit of open files (ulimit -n), then try again",
+    errno.ENFILE: "the system has too many files open: raise its limit (fs.file-max), then try again",
+    errno.EACCES: "let this user read it, then try again",
+    errno.EPERM: "let this user read it, then try again",
+    errno.ENOMEM: "free memory, then try again",
+    errno.EIO: "its disk fails: see the system's log; try again once the file can be read",
+    errno.ESTALE: "mount its file system again, then try again",
+    errno.ETIMEDOUT: "make sure that its file system can be reached, then try again",
 }
 
 
@@ -197,7 +197,7 @@ def persist(path: Path, write: Callable[[], object]) -> None:
                 said = True
                 with suppress(OSError):
                     sys.stderr.write(
-                        f"foreload: {path}: cannot be written, the disk is full; free space there: it is tried again until there is some\n"
+                        f"foreload: {path}: cannot be written, the disk is full; free space there: foreload retries until there is some\n"
                     )
             time.sleep(_FULL_PAUSE_SECONDS)
 
@@ -275,7 +275,7 @@ def unsealed(data: bytes) -> tuple[dict[str, Any], str]:
     """
     value = parse_json(data)
     if not isinstance(value, dict) or canonical(value) != data:
-        raise ValueError("not as it was written")
+        raise ValueError("it was changed after it was written")
     if value.pop(SEAL, None) != hashlib.sha256(canonical(value)).hexdigest():
-        raise ValueError("the seal is not that of the contents")
+        raise ValueError("its checksum does not match its contents")
     return value, hashlib.sha256(data).hexdigest()

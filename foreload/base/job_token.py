@@ -54,7 +54,9 @@ def given_token(file: str | None, environment: Mapping[str, str] = os.environ) -
         with open(file, encoding="utf-8") as opened:
             text = opened.read(_MOST + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"--token-file: cannot be read: {file} ({error}); give RUN/token of the training's host") from error
+        raise SettingError(
+            f"--token-file: cannot be read: {file} ({error}); give RUN/token of the host that started training"
+        ) from error
     return _checked(text, f"--token-file {file}")
 
 
@@ -62,7 +64,7 @@ def _checked(text: str, name: str) -> str:
     token = text.strip()
     if not _LEAST <= len(token) <= _MOST or not token.isascii() or not token.isprintable():
         raise SettingError(
-            f"{name}: must be {_LEAST} to {_MOST} printable ASCII characters; got {len(token)} characters; take what RUN/token has"
+            f"{name}: must be {_LEAST} to {_MOST} printable ASCII characters; got {len(token)} characters; use the contents of RUN/token"
         )
     return token
 
@@ -97,7 +99,7 @@ def admit(peer: socket.socket, token: str, purpose: str) -> None:
     answer = _receive(peer, _NONCE + _PROOF, deadline)
     theirs, proof = answer[:_NONCE], answer[_NONCE:]
     if not hmac.compare_digest(proof, _proof(token, purpose, b"joins", own, theirs)):
-        raise WrongToken("the token is not the job's")
+        raise WrongToken("the token does not match the job's")
     _send(peer, _proof(token, purpose, b"admits", own, theirs), deadline)
     peer.settimeout(None)
 
@@ -116,9 +118,9 @@ def introduce(to: socket.socket, token: str, purpose: str) -> None:
     try:
         proof = _receive(to, _PROOF, deadline)
     except ConnectionError as error:
-        raise WrongToken("the token is not the job's") from error
+        raise WrongToken("the token does not match the job's") from error
     if not hmac.compare_digest(proof, _proof(token, purpose, b"admits", theirs, own)):
-        raise WrongToken("what answers there does not have the job's token")
+        raise WrongToken("the process that answers there does not have the job's token")
     to.settimeout(None)
 
 

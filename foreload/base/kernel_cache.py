@@ -36,13 +36,13 @@ def choose_folder() -> str | None:
         own.mkdir(mode=0o700, exist_ok=True)
         if _is_ours(own) and _can_be_written(own):
             os.environ[VARIABLE] = str(own)
-            return f"no cache folder can be written, so compiled kernels are kept in {own}; {VARIABLE} names another folder"
+            return f"no cache folder is writable, so compiled kernels are kept in {own}; set {VARIABLE} to use another folder"
     except OSError:
         pass
     from numba.core.dispatcher import Dispatcher
 
     setattr(Dispatcher, "enable_caching", _keep_nothing)  # noqa: B010 - a method of another package
-    return f"no folder can be written, so kernels are compiled by each process anew, which takes long; {VARIABLE} names a folder for them"
+    return f"no cache folder is writable, so each process compiles the kernels again, which takes long; set {VARIABLE} to a writable folder"
 
 
 def _keep_nothing(_: object) -> None:

@@ -157,9 +157,9 @@ def named(kind: type, values: Mapping[str, Any], where: str, further: Sequence[s
         name = key.replace("-", "_")
         name = aliases.get(name, name)
         if name not in known:
-            raise SettingError(f"{where} knows no {key!r}; it takes {', '.join(map(spelled, sorted(known)))}")
+            raise SettingError(f"{where} has no setting {key!r}; it takes {', '.join(map(spelled, sorted(known)))}")
         if name in result and key.replace("-", "_") != name:
-            raise SettingError(f"{where}: {spelled(name)} is given twice, for {key!r} is the same; give it once")
+            raise SettingError(f"{where}: {spelled(name)} is given twice, because {key!r} is the same setting; give it once")
         result[name] = value
     return result
 
@@ -256,7 +256,7 @@ def read_job_file(
     except OSError as error:
         raise SettingError(f"--job: cannot read {path}: {error.strerror}; give the path of a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingError(f"--job: {path} is no TOML: {error}") from error
+        raise SettingError(f"--job: {path} is not valid TOML: {error}") from error
     wrong = sorted(set(document) - {"prepare", "train"}) or [
         f"{name} = {value!r}" for name, value in document.items() if not isinstance(value, dict)
     ]

@@ -136,8 +136,8 @@ class HoldOut(Stage):
             raise SourceError("source: has no training samples; give files with at least one well-formed record")
         if self.plan.evaluation_fraction and orders[EVALUATION].rows == 0:
             raise SourceError(
-                f"--eval-fraction: must hold out at least one of {orders[TRAINING].rows} samples, "
-                f"is {self.plan.evaluation_fraction}; give a larger one, or --eval-source"
+                f"--eval-fraction: must hold out at least one of {orders[TRAINING].rows} samples; "
+                f"got {self.plan.evaluation_fraction}; give a larger one, or --eval-source"
             )
         save_cut(self.plan, orders[TRAINING], [orders[which] for which in self.plan.sets if which != TRAINING])
         # Without at least one output, the stages that follow would never run.

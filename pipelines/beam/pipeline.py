@@ -153,7 +153,7 @@ def check_flags(flags: Sequence[str]) -> None:
     known = beam_flags()
     for flag in flags:
         if flag.startswith("-") and flag.partition("=")[0] not in known:
-            raise SettingError(f"{flag}: is not an option; see `foreload prepare --help` for those there are")
+            raise SettingError(f"{flag}: is not an option; see `foreload prepare --help` for the options")
 
 
 def runner_name(flags: Sequence[str]) -> str:

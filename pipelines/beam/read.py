@@ -142,9 +142,8 @@ class CollectStage(GroupStage):
             more = f"; of those read: {summed_up(causes, rejected)}" if rejected > _SHOWN else ""
             missing_line = remedy(causes, self.plan.spec)
             raise RecordError(
-                f"--max-rejects: more than {self.plan.max_rejects} records are malformed; correct them or allow more ({REJECTS_FILE} in "
-                f"--out has them): {shown}{more}"
-                + (f"; if that means missing values, write {missing_line}" if missing_line else "")
+                f"--max-rejects: more than {self.plan.max_rejects} records are malformed; correct them or allow more (see {REJECTS_FILE} in "
+                f"--out): {shown}{more}" + (f"; if these stand for missing values, write {missing_line}" if missing_line else "")
             )
         self.plan.save("rejected", Rejected(rejected, causes))
         yield from self.collected([piece for _, pieces, _ in values for piece in pieces])

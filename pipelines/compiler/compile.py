@@ -138,15 +138,15 @@ def _check_parent(settings: CompileSettings, parent: Schedule) -> None:
     """Raise ScheduleError unless the parent can be continued with these settings."""
     if parent.header.lanes != settings.lanes:
         raise ScheduleError(
-            f"--lanes: must be the parent's {parent.header.lanes}, is {settings.lanes}: lanes cannot change along --after"
+            f"--lanes: must be {parent.header.lanes}, as in the schedule of --after; got {settings.lanes}; leave it out"
         )
     if parent.header.features != settings.features:
         raise ScheduleError(
-            "features: must be the parent's: prepare with the same feature file, or start a new model without --after"
+            "features: must be those of the schedule of --after; prepare with the same feature file, or start a new model without --after"
         )
     if parent.header.placement != settings.placement:
         raise ScheduleError(
-            f"--placement: must be the parent's, {parent.header.placement}, is {settings.placement}: leave it out with --after"
+            f"--placement: must be {parent.header.placement}, as in the schedule of --after; got {settings.placement}; leave it out"
         )
 
 
@@ -255,7 +255,7 @@ class Compilation:
             header = counted(header, source)
             slots = settings.slots_wanted.number(header)
             if slots is None:
-                raise ValueError(f"slots: must be a number where a window is given, is {settings.slots}")
+                raise ValueError(f"slots: must be a number if a window is given; got {settings.slots}")
             header = replace(header, slots=(slots,) * settings.lanes)
             reader = SerialReader(source, header, serial, settings.epochs, settings.segment_bytes, self._out, work)
             windowed = WindowedCompiler(reader, header, settings.window_accesses, self._out, work / _ACCESSES)

@@ -221,6 +221,6 @@ def too_few_slots(header: Header, most: np.ndarray) -> SlotsError:
     """
     lane, rows = int(most.argmax()), int(most.max())
     return SlotsError(
-        f"--slots: must hold every row of a step, is {header.slots[lane]}: the largest step of lane {lane} has {rows}: give --slots {rows} or more, "
+        f"--slots: must hold every row of a step; got {header.slots[lane]}; the largest step of lane {lane} has {rows}: give --slots {rows} or more, "
         "or a smaller --batch-size"
     )

@@ -369,7 +369,7 @@ def counted(header: Header, source: OrderedSource) -> Header:
         of_sets = zip(header.set_names, source.evaluation_sets, strict=True)
         header = replace(header, evaluation_sets=tuple(of_sets))
     if header.end_step >= 2**31 - 2:
-        raise ScheduleError(f"steps: must be below 2^31, are {header.end_step}: use a larger --batch-size")
+        raise ScheduleError(f"steps: must be below 2^31; got {header.end_step}; use a larger --batch-size")
     return header
 
 

@@ -150,12 +150,12 @@ class SerialPass:
         # and the users before the owners.
         numbering.find_users(step.inverse, step.bounds, count, self.scratch.users)
         if numbering.assign_owners(count, self.counts, train, self.owned, self.scratch) < 0:
-            raise PipelineError("rows: a table of one lane has more than 2^31 rows in use: use more lanes")
+            raise PipelineError("rows: a table of one lane uses more than 2^31 rows; give more --lanes")
         newcomers = np.zeros(self.lanes, np.int64)
         self._numbers[1] = 0
         numbering.number_rows(self.table.rows, count, self.accesses if train else -1, self._numbers, newcomers, self.scratch)
         if self._numbers.max() >= 2**31 - 2:
-            raise PipelineError("rows: a lane has more than 2^31 rows in use: use more lanes")
+            raise PipelineError("rows: a lane uses more than 2^31 rows; give more --lanes")
         if train:
             self.accesses += count
             self._step_number += 1

@@ -72,7 +72,7 @@ def data_lines(summary: Mapping[str, Any], spec: FeatureSpec) -> list[str]:
         causes = [(Cause(c["column"], c["value"], c["rule"]), c["records"]) for c in summary["malformed"]]
         missing_line = remedy(causes, spec)
         lines.append(f"malformed     {summed_up(causes, summary['rejected'])}")
-        lines += [f"              if that means missing values, write {missing_line}"] if missing_line else []
+        lines += [f"              if these stand for missing values, write {missing_line}"] if missing_line else []
     return lines
 
 

@@ -60,8 +60,8 @@ def evaluation_sets(sources: Sequence[str]) -> dict[str, tuple[str, ...]]:
         of_sets[name] = (*of_sets.get(name, ()), path)
     if "" in of_sets and len(of_sets) > 1:
         raise SettingError(
-            f"{_FLAG}: must have a name each, NAME=SOURCE, or none; {of_sets[''][0]} has none, but set {next(filter(None, of_sets))} has; "
-            "name all, or none"
+            f"{_FLAG}: must all have names, NAME=SOURCE, or none; {of_sets[''][0]} has none, but set {next(filter(None, of_sets))} has; "
+            "name all of them, or none"
         )
     return of_sets
 
@@ -77,7 +77,7 @@ def split_name(source: str) -> tuple[str, str]:
         return ("", source) if match is None else (match[1], match[2])
     if _is_there(match[2]):
         raise SettingError(
-            f"{_FLAG}: must be clear; {source} is a file's own name, and {match[2]} of set {match[1]} is there, too; give ./{source} for the "
+            f"{_FLAG}: must not be ambiguous; there is a file {source}, and also {match[2]} for set {match[1]}; give ./{source} for the "
             f"former, {match[1]}=./{match[2]} for the latter"
         )
     return "", source
@@ -332,7 +332,7 @@ def plan_reading(options: PrepareOptions, spec: FeatureSpec, sets: Mapping[str, 
 
 def _some(flag: str, splits: list[Split]) -> list[Split]:
     if not splits:
-        raise SourceError(f"{flag}: has no records; give files that hold some")
+        raise SourceError(f"{flag}: has no records; give files with records")
     return splits
 
 
@@ -399,8 +399,8 @@ def _check_again(parent: Schedule, options: PrepareOptions) -> None:
     """
     if options.batch_size != parent.header.batch_size:
         raise ScheduleError(
-            f"--batch-size: must be the schedule's {parent.header.batch_size}, is {options.batch_size}; leave it out, or give SOURCE for a "
-            "schedule of other steps"
+            f"--batch-size: must be the schedule's {parent.header.batch_size}; got {options.batch_size}; leave it out, or give SOURCE for a "
+            "schedule with other steps"
         )
     if not parent.header.training_samples:
         raise ScheduleError(
@@ -408,10 +408,10 @@ def _check_again(parent: Schedule, options: PrepareOptions) -> None:
         )
     if (parent.path / POSITION).exists():
         raise ScheduleError(
-            f"--after {options.after}: is what a run keeps of a schedule, without its samples; give the whole schedule, or SOURCE"
+            f"--after {options.after}: has only the part of a schedule that a run keeps, without samples; give the whole schedule, or SOURCE"
         )
     if options.eval_every is not None and not parent.header.evaluation_samples:
-        raise ScheduleError(f"--eval-every: needs something to evaluate on, and {options.after} has nothing; leave it out")
+        raise ScheduleError(f"--eval-every: needs evaluation samples, but {options.after} has none; leave it out")
 
 
 def _row_bytes(options: PrepareOptions, spec: FeatureSpec) -> int:
@@ -432,8 +432,8 @@ def _slots_of_memory(memory_bytes: int, row_bytes: int) -> int:
     slots = slots_of_size(memory_bytes, columns, with_base=True)
     if not slots:
         raise SettingError(
-            f"--memory: must be at least {lane_bytes(1, columns, with_base=True)} bytes, staging included, for rows of {row_bytes} bytes, "
-            f"is {memory_bytes}; give more, or --slots N"
+            f"--memory: must be at least {lane_bytes(1, columns, with_base=True)} bytes, staging included, for rows of {row_bytes} bytes; "
+            f"got {memory_bytes}; give more, or --slots N"
         )
     return slots
 
@@ -446,11 +446,11 @@ def _continued(parent: Schedule, spec: FeatureSpec, options: PrepareOptions) -> 
     """
     if parent.header.lanes != options.lanes:
         raise ScheduleError(
-            f"--lanes: must be the parent's {parent.header.lanes}, is {options.lanes}; lanes cannot change along --after"
+            f"--lanes: must be {parent.header.lanes}, as in the schedule of --after; got {options.lanes}; leave it out"
         )
     if options.placement not in (None, parent.header.placement):
         raise ScheduleError(
-            f"--placement: must be the parent's {parent.header.placement}, is {options.placement}; leave it out with --after"
+            f"--placement: must be {parent.header.placement}, as in the schedule of --after; got {options.placement}; leave it out"
         )
     if options.again:
         _check_again(parent, options)
@@ -463,5 +463,7 @@ def _continued(parent: Schedule, spec: FeatureSpec, options: PrepareOptions) -> 
     # next.
     layout = {name: getattr(spec, name) for name in ("text", "order_by", "order_type")}
     if len(spec.tables) != len(theirs.tables) or dataclasses.replace(theirs, **layout) != spec.with_vocabulary(sizes):
-        raise ScheduleError(f"--features: must be those of {options.after}; prepare with the same, or start anew without --after")
+        raise ScheduleError(
+            f"--features: must be those of {options.after}; prepare with the same feature file, or start a new model without --after"
+        )
     return spec.with_vocabulary(sizes)

@@ -92,17 +92,17 @@ def warnings_of(counts: list[int], separator: str = "") -> list[str]:
     lines, values = [], counts[TEXTS] + counts[NUMBERS]
     if counts[EXPONENTS]:
         lines.append(
-            f"{counts[EXPONENTS]:,} of {values:,} values are numbers written with an exponent, as 1e+05, and encoded as these texts; write whole "
+            f"{counts[EXPONENTS]:,} of {values:,} values are numbers written with an exponent, such as 1e+05, and encoded as text; write whole "
             "numbers without one"
         )
     if counts[LARGE]:
         lines.append(
-            f"{counts[LARGE]:,} of {values:,} values are floats from 2^53 on (of float32, 2^24), where several whole numbers are the same float; "
+            f"{counts[LARGE]:,} of {values:,} values are floats of at least 2^53 (float32: 2^24), where several whole numbers become one float; "
             "write the column as whole numbers, or as text"
         )
     if counts[TEXTS] and counts[NUMBERS]:
         lines.append(
-            f"{counts[NUMBERS]:,} values are whole numbers and {counts[TEXTS]:,} are text, by file; a whole number is the same value as its text"
+            f"{counts[NUMBERS]:,} values are whole numbers and {counts[TEXTS]:,} are text, depending on the file; both count as the same value"
         )
     others = counts[OTHERS:]
     most = max(others)

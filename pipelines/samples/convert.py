@@ -188,7 +188,7 @@ def _check_standard(values: np.ndarray, column: pa.Array, entry: Dense, scale: S
         column: the same values as the source has them, for messages.
     """
     for row in np.flatnonzero(np.abs(scale.standard(values)) > _LARGEST):
-        reason = f"a dense value must be finite behind its transform, (x - {scale.mean:.6g}) / {scale.deviation:.6g}"
+        reason = f"a dense value must be finite after its transform, (x - {scale.mean:.6g}) / {scale.deviation:.6g}"
         faults.add(int(row), entry.column, shown(column, row), reason)
 
 
@@ -434,7 +434,7 @@ def _keys(column: pa.Array, name: str, order_type: str | None, path: str, faults
         return pc.if_else(pa.array(present_in(column)), column, pa.scalar(None, column.type)).cast(pa.string())
     if order_type == "text":
         raise SourceError(
-            f'{path}: column {name} is of type {column.type}; order_type = "text" needs a column of text, leave it out'
+            f'{path}: column {name} is of type {column.type}; order_type = "text" needs a column of text; leave it out'
         )
     if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
         try:

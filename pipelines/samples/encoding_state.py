@@ -62,7 +62,7 @@ def load(folder: Path, spec: FeatureSpec) -> tuple[FeatureSpec, Encoder]:
         index = of_json(parse_json((folder / INDEX).read_bytes()), dict[Name, str])
         for name, checksum in index.items():
             if _checksum(folder / name) != checksum:
-                raise ScheduleError(f"{folder / name}: its checksum is not that of {INDEX}; prepare the schedule again")
+                raise ScheduleError(f"{folder / name}: its checksum does not match {INDEX}; prepare the schedule again")
         vocabularies = {table: Vocabulary.load(folder / _vocabulary_name(table)) for table in spec.vocabulary_tables}
         scales = None
         if SCALES in index:
@@ -94,7 +94,7 @@ def copy(parent: Path, folder: Path, expected: str | None) -> None:
         ScheduleError: the parent's encoding has another identity.
     """
     if identity(parent) != expected:
-        raise ScheduleError(f"{parent}: its encoding is not the schedule's; it is damaged, prepare it again")
+        raise ScheduleError(f"{parent}: its encoding does not match the schedule, which is damaged; prepare it again")
     if expected is not None:
         shutil.copytree(parent, folder)
 

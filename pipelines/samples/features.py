@@ -307,7 +307,7 @@ def _check(spec: FeatureSpec) -> None:
     if spec.order_type is not None:
         _one_of("the feature file", "order_type", spec.order_type, ORDER_TYPES)
         if spec.order_by is None:
-            raise FeatureError(f"order_type: says how order_by is compared; without order_by leave out {spec.order_type!r}")
+            raise FeatureError(f"order_type: is only for use with order_by; without order_by leave out {spec.order_type!r}")
     _check_names("feature", (f.name for f in spec.features))
     _check_names("dense", (d.name for d in spec.dense))
     _check_names("table", (t.name for t in spec.tables))
@@ -357,9 +357,11 @@ def _check_label(label: Label) -> None:
     if least is None:
         return
     if label.kind == "number":
-        raise FeatureError(f'{where}: at_least makes a click of a number, not a label of kind "number"; leave out one of them')
+        raise FeatureError(
+            f'{where}: at_least turns a number into a click, so a label of kind "number" cannot have it; leave out one of them'
+        )
     if isinstance(least, bool) or not isinstance(least, int | float) or not math.isfinite(least):
-        raise FeatureError(f"{where}: at_least must be a finite number, not {least!r}; leave it out where labels are 0 and 1")
+        raise FeatureError(f"{where}: at_least must be a finite number, not {least!r}; leave it out if labels are 0 and 1")
 
 
 def _check_text(text: TextFormat) -> None:
@@ -384,9 +386,9 @@ def _check_names(kind: str, names: Iterable[str]) -> None:
         if not name:
             raise FeatureError(f"{kind}: name must not be empty")
         if kind == "feature" and "." in name:
-            raise FeatureError(f'feature {name}: name must hold no "."; give it another name and say column = "{name}"')
+            raise FeatureError(f'feature {name}: name must not contain "."; give it another name and set column = "{name}"')
         if name in seen:
-            raise FeatureError(f"{kind} {name}: a name may be given once; rename one of the two")
+            raise FeatureError(f"{kind} {name}: two have this name; rename one of them")
         seen.add(name)
 
 
@@ -417,7 +419,7 @@ def _check_table(table: Table, features: list[Feature]) -> None:
         _positive(where, "dimension", table.dimension)
     if table.rows is None:
         if encodings != {"vocabulary"}:
-            raise FeatureError(f'{where}: rows is missing; say how many rows it has, or encode its features by "vocabulary"')
+            raise FeatureError(f'{where}: rows is missing; set its number of rows, or encode its features by "vocabulary"')
         return
     _positive(where, "rows", table.rows)
     if table.rows > _MAX_ROWS:
@@ -523,7 +525,7 @@ def _labels(document: Mapping[str, Any]) -> tuple[Label, ...]:
         return (Label(column, column, **{key: document[name] for key, name in of_line.items() if name in document}),)
     for key, name in of_line.items():
         if name in document:
-            raise FeatureError(f'the feature file: {name} goes with label = "..."; among [[label]] say {key} where it is meant')
+            raise FeatureError(f'the feature file: {name} goes with label = "..."; in a [[label]], set {key} instead')
     entries = _entries(document, "label")
     if not entries:
         raise FeatureError('label: at least one is needed; add label = "..." or a [[label]]')
@@ -556,7 +558,7 @@ def _feature(entry: Mapping[str, Any], tables: list[Table], places: dict[str, in
     _refuse_unknown(entry, known, where)
     table = _optional(entry, "table", where) or name
     if ("rows" in entry or "dimension" in entry) and (table in places or table != name):
-        raise FeatureError(f"{where}: rows and dimension of a shared table stand in one place; write them under [table.{table}]")
+        raise FeatureError(f"{where}: rows and dimension of a shared table belong to the table; set them under [table.{table}]")
     if table not in places:
         if table != name:
             raise FeatureError(f"{where}: table must be one of the [table.NAME] of the file, not {table!r}; add [table.{table}]")

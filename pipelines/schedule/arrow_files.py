@@ -63,7 +63,9 @@ def map_file(path: Path, entry: FileEntry, what: str) -> mmap.mmap:
     except OSError as error:
         raise ScheduleError(f"{what} {path}: {unreadable(error, 'prepare the schedule again')}") from None
     if source is None or zlib.crc32(source) != entry["crc32"]:
-        raise ScheduleError(f"{what} {path}: its checksum is not the manifest's: the file is damaged; prepare the schedule again")
+        raise ScheduleError(
+            f"{what} {path}: its checksum does not match the manifest: the file is damaged; prepare the schedule again"
+        )
     return source
 
 
@@ -89,9 +91,7 @@ class MappedLists:
         try:
             batch = pa.ipc.open_file(pa.py_buffer(source)).get_batch(0)
         except pa.ArrowException as error:
-            raise ScheduleError(
-                f"schedule file {path}: is not one of a schedule ({error}); prepare the schedule again"
-            ) from error
+            raise ScheduleError(f"schedule file {path}: is not valid ({error}); prepare the schedule again") from error
         self.rows = batch.num_rows
 
         def view(values: pa.Array) -> np.ndarray:

@@ -170,7 +170,7 @@ class Header:
         """
         if value.get("version") not in HEADER_VERSIONS:
             raise ScheduleError(
-                f"schedule format version: must be {' or '.join(map(str, HEADER_VERSIONS))}, is {value.get('version')!r:.100}: prepare the schedule "
+                f"schedule format version: must be {' or '.join(map(str, HEADER_VERSIONS))}; got {value.get('version')!r:.100}; prepare the schedule "
                 "again with this version"
             )
         header = of_json(value, cls)

@@ -55,7 +55,7 @@ def _load_json(path: Path, what: str) -> tuple[dict[str, Any], str]:
     try:
         return read_sealed(path)
     except FileNotFoundError:
-        raise ScheduleError(f"{what} {path}: is missing: not a whole schedule; prepare it again") from None
+        raise ScheduleError(f"{what} {path}: is missing, so the schedule is incomplete; prepare it again") from None
     except OSError as error:
         raise ScheduleError(f"{what} {path}: {unreadable(error, 'prepare the schedule again')}") from None
     except ValueError:
@@ -68,7 +68,7 @@ def _parsing(path: Path, what: str) -> Iterator[None]:
     try:
         yield
     except FormError as error:
-        raise ScheduleError(f"{what} {path}: is not as a schedule has it ({error}); prepare the schedule again") from error
+        raise ScheduleError(f"{what} {path}: is not valid ({error}); prepare the schedule again") from error
 
 
 class Schedule:
@@ -104,7 +104,7 @@ class Schedule:
         self._watch = Watch(self.path / WORK / LOCK)
         self._lock = threading.Lock()  # a trainer's threads read one schedule at different places
         if not self.path.is_dir():
-            raise ScheduleError(f"schedule {self.path}: is not a folder: give what `foreload prepare --out` wrote")
+            raise ScheduleError(f"schedule {self.path}: is not a folder; give the folder that `foreload prepare --out` wrote")
         if follow:
             while not (self.path / HEADER).exists():
                 self._check_at_work((self.path / HEADER).exists)
@@ -121,7 +121,7 @@ class Schedule:
         self._header_file = self._stat(HEADER)
         if self.complete and self.manifest["header"] != self.identity:
             raise ScheduleError(
-                f"schedule header {self.path / HEADER}: its checksum is not the manifest's: prepare the schedule again"
+                f"schedule header {self.path / HEADER}: its checksum does not match the manifest: prepare the schedule again"
             )
         used = self.manifest["occupied"] if self.complete else self.header.slots
         self.slots = tuple(max(slots, 1) for slots in used)
@@ -131,7 +131,7 @@ class Schedule:
             try:
                 reason = parse_json((self.path / FAILED).read_bytes())["error"]
             except (OSError, ValueError, KeyError, TypeError):
-                reason = f"{FAILED} is damaged, which would say why"
+                reason = f"{FAILED}, which has the reason, is damaged"
             raise ScheduleError(f"schedule {self.path}: preparing it failed: {reason}")
 
     def check_growing(self, index: int) -> None:
@@ -145,7 +145,7 @@ class Schedule:
         if self._watch.gone() and not there():
             self._refuse_failed()
             raise ScheduleError(
-                f"schedule {self.path}: is not complete, and no `foreload prepare` is at work on it: prepare it again, then go on with --resume"
+                f"schedule {self.path}: is not complete, and no `foreload prepare` is working on it; prepare it again, then continue with --resume"
             )
 
     def _stat(self, name: str) -> tuple[int, int] | None:
@@ -235,7 +235,9 @@ class Schedule:
             path = self.path / segment_name(k)
             value, checksum = _load_json(path, "segment manifest")
             if self.complete and self.manifest["segments"][k] != checksum:
-                raise ScheduleError(f"segment manifest {path}: its checksum is not the manifest's: prepare the schedule again")
+                raise ScheduleError(
+                    f"segment manifest {path}: its checksum does not match the manifest: prepare the schedule again"
+                )
             with _parsing(path, "segment manifest"):
                 segment = of_json(value, Segment)
                 segment.check(k, self.header)
@@ -255,8 +257,8 @@ class Schedule:
         checksums += [_load_json(self.path / segment_name(k), "segment manifest")[1] for k in range(len(self._checksums))]
         if checksums != [self.identity, *self._checksums]:
             raise ScheduleError(
-                f"schedule {self.path}: was prepared anew, from other data or with other options, while it was read: prepare it as it was, and "
-                "go on with --resume"
+                f"schedule {self.path}: was prepared again, from other data or with other options, while it was read; prepare it as before, and "
+                "continue with --resume"
             )
         self._header_file = now
 
@@ -336,7 +338,7 @@ class Schedule:
             fits &= slots.max(initial=-1) < first + segment.evaluation_slots[lane] or segment.kind == "train"
         if not fits:
             raise ScheduleError(
-                f"schedule {self.path}: the files of segment {segment.index}, lane {lane} are not as its manifests say; prepare it again"
+                f"schedule {self.path}: the files of segment {segment.index}, lane {lane} do not match its manifests; prepare it again"
             )
 
     def lane(self, event: Event, lane: int) -> LaneEvent:

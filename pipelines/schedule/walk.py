@@ -232,7 +232,7 @@ def state_after(schedule: Schedule, step: int) -> Position:
     header = schedule.header
     if not header.first_step - 1 <= step < header.end_step:
         raise ScheduleError(
-            f"step: must be one of {header.first_step} .. {header.end_step - 1}, is {step}: the run and the schedule do not fit"
+            f"step: must be one of {header.first_step} .. {header.end_step - 1}; got {step}; the run and the schedule do not match"
         )
     # Find the last segment with an entry state from which the step can be reached, and the last
     # training step before that segment.

@@ -74,7 +74,7 @@ def read_header(path: str, spec: FeatureSpec, text: TextFormat) -> tuple[tuple[s
             columns = next(_rows(head, text), [""])
         except csv.Error as error:
             raise SourceError(
-                f"{path}:{number}: the header cannot be cut into names ({error}); check quoting and --format"
+                f"{path}:{number}: the header cannot be split into names ({error}); check quoting and --format"
             ) from error
         start, number = start + len(head), number + 1
         given = "its header"
@@ -160,7 +160,7 @@ def check_one_kind(column: str, kinds: Iterable[tuple[str, str, str]]) -> None:
         elif kind != of_first[1]:
             raise SourceError(
                 f"order_by: column {column} must be of one kind, numbers, times or text, in all files; got {of_first[2]} in {of_first[0]} and "
-                f"{word} in {path}; write one of them anew"
+                f"{word} in {path}; convert one of them"
             )
 
 

@@ -322,7 +322,7 @@ def _check_closed(bounds: Bounds, layout: _Layout, lines_before: int, last: bool
     if last and bounds.open_line >= 0:
         raise SourceError(
             f"{layout.path}:{lines_before + bounds.open_line + 1}: the quote that opens here is never closed; close it, or set quoting = "
-            "false and no newlines_in_values under [text] of the feature file, if quotes mean nothing"
+            "false and no newlines_in_values under [text] of the feature file, if quotes are ordinary characters"
         )
 
 
@@ -361,7 +361,7 @@ def _parse(data: bytes, layout: _Layout, lines_before: Callable[[], int], bounds
         raise SourceError(
             f"{layout.path}:{lines_before() + 1 + bounds.lines[broken[0]]}: a value holds a line break or a carriage return, or a quote "
             "is never closed; if that is meant, set newlines_in_values = true under [text] of the feature file, or quoting = false, if "
-            "quotes mean nothing"
+            "quotes are ordinary characters"
         )
     # Cut out the rows that Arrow's reader must not see, so that its row numbers match `lines`.
     chosen = ~(blank | wrong_bytes)

@@ -297,7 +297,7 @@ def test_a_silent_holder_is_given_up_in_time() -> None:
     owner.log._adopted[0] = 2
     with (
         holder.records._changed,
-        pytest.raises(CopyLost, match="trainer 1: does not say that it holds the batch log of lane 0"),
+        pytest.raises(CopyLost, match="trainer 1: did not acknowledge the batch log of lane 0"),
     ):
         owner.log.hold(0, LoggedBatch.empty(first_number(2), 0, None))
     owner.close()

@@ -62,5 +62,5 @@ def test_what_one_shard_alone_says_does_not_count_where_too_many_would_be_stale(
 
 
 def test_rows_that_moved_by_a_later_placement_are_an_error() -> None:
-    with pytest.raises(StoreError, match="put that one back"):
+    with pytest.raises(StoreError, match="put the newest one back"):
         halfway(0, found((DONE,)), NUMBER)

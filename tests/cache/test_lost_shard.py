@@ -113,7 +113,7 @@ def test_a_server_that_is_emptied_and_written_to_before_its_connection_breaks_do
         found, _, lost = run(stores, tmp_path / "logs", 2, 1, disturber, grace=PATIENCE, lanes=LANES[:1])
     assert lost == []
     # By the count of its rows, before any that it lacks was asked for.
-    assert disturber.reasons[0].endswith("came back without the run's last write-back batches, or without rows")
+    assert disturber.reasons[0].endswith("came back without the run's last write-back batches, or without some of its rows")
     assert found == {LANES[0]: undisturbed(3, 2, 1)[LANES[0]]}
 
 
@@ -164,7 +164,7 @@ def test_two_of_six_shards_are_lost_at_once(tmp_path: Path) -> None:
 def test_more_losses_than_parity_covers_stop_the_traffic(stores: LocalStores, tmp_path: Path) -> None:
     disturber = Disturber({("data leaves", 9): partial(empty, stores, 0), ("batch logged", 12): partial(empty, stores, 2)})
     with pytest.raises(
-        RowsLost, match=r"store shards 0, 2 are lost, and parity covers 1: \d+ rows of table wide, .* cannot be had"
+        RowsLost, match=r"store shards 0, 2 are lost, but parity covers only 1: \d+ rows of table wide, .* cannot be recovered"
     ):
         run(stores, tmp_path / "logs", 2, 1, disturber)
 
@@ -179,7 +179,7 @@ def test_rows_that_another_run_deleted_are_not_told_as_lost(
             remove(other, "t")
             claim(other, "t", {"run": "another"}, "new")
 
-    with pytest.raises(NamespaceInUse, match="namespace t is another run's by now, which deleted this one's rows"):
+    with pytest.raises(NamespaceInUse, match="namespace t now belongs to another run, which deleted this run's rows"):
         run(stores, tmp_path / "logs", k, r, Disturber({moment: take}))
 
 

@@ -84,7 +84,7 @@ def test_resuming_goes_without_as_many_shards_as_parity_covers_and_no_more(store
     claim(store, "clicks", IDENTITY, "resume", spared=1)
     store.command(2, "DEL", run_key("clicks"))
     with pytest.raises(
-        RowsLost, match=r"store shards 0, 2 are lost \(.*no namespace clicks\), and parity covers 1: rows"
+        RowsLost, match=r"store shards 0, 2 are lost \(.*no namespace clicks\), but parity covers only 1: rows"
     ) as lost:
         claim(store, "clicks", IDENTITY, "resume", spared=1)
     assert (lost.value.shards, lost.value.covered) == ([0, 2], 1)

@@ -77,7 +77,7 @@ def test_who_wakes_up_after_its_run_was_removed_is_refused_and_the_next_ones_row
         awake.write_back(0, 1, rows(6, 2.0))
         awake.flush()
         asleep.write_back(0, 2, rows(9, 3.0, first))
-        with pytest.raises(Fenced, match="another owner has taken the lane over"):
+        with pytest.raises(Fenced, match="another process has taken over the lane"):
             asleep.flush()
         asleep.abort()
         awake.close()

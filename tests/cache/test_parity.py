@@ -173,7 +173,7 @@ def test_a_batch_has_at_most_2048_rows_and_as_many_parity_rows_a_shard(five: Loc
 
 
 def test_parity_needs_a_log(client: Store) -> None:
-    with pytest.raises(CacheError, match="needs a log"):
+    with pytest.raises(CacheError, match="needs a batch log"):
         serving(StoredRows(client, Placement.spread(5, 2, 1), LAYOUTS, "t"), [], SEED)
 
 

@@ -69,7 +69,7 @@ def test_a_slot_holds_one_row_at_a_time() -> None:
     partition.admit(arrivals([1, 4]), staged(2))
     with pytest.raises(CacheError, match="slot 1: must be free"):
         partition.admit(arrivals([0, 1]), staged(2))
-    with pytest.raises(CacheError, match="slot 0: a residency ends there"):
+    with pytest.raises(CacheError, match="slot 0: must hold a row when a residency ends"):
         partition.end(np.array([1, 0], np.int32))
     # Evaluation slots are taken over by the next evaluation step.
     partition.admit(arrivals([4, 5], first_id=200), staged(2))

@@ -84,10 +84,10 @@ def test_a_server_that_goes_on_refusing_is_never_adopted(stores: LocalStores, tm
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("READONLY", "is a read-only replica; name its primary instead"),
+        ("READONLY", "is a read-only replica; give the URL of its primary instead"),
         ("OOM", r"is full \(OOM .*\); raise its maxmemory"),
         ("NOPERM", r"refuses the user or password \(NOPERM .*\)"),
-        ("MISCONF", r"takes no writes, for it cannot save to its disk \(MISCONF .*\); free disk space"),
+        ("MISCONF", r"refuses writes, because it cannot save to its disk \(MISCONF .*\); free disk space"),
         ("BUSY", r"not ready \(BUSY .*\); try again later, or with a longer --store-timeout"),
     ],
 )
@@ -112,7 +112,7 @@ def test_where_more_servers_refuse_than_parity_covers_the_reason_is_told_and_not
             asked(stores, shard, "CONFIG", "SET", "maxmemory", 1)
 
     message = (
-        r"store shards 0, 1 no longer take part, and parity covers 1: store unix://\S*: is full .*They still have their rows"
+        r"store shards 0, 1 no longer take part, but parity covers only 1: store unix://\S*: is full .*They still have their rows"
     )
     with pytest.raises(ShardsRefuse, match=message):
         run(stores, tmp_path / "logs", 2, 1, Disturber({("batch logged", 9): refuse}))
@@ -131,7 +131,7 @@ def test_a_server_that_refused_and_is_rebuilt_does_not_count_as_one_that_has_its
         }
     )
     message = (
-        r"store shards 0, 1 no longer take part, and parity covers 1: store unix://\S*shard-0\.sock: refuses the user or "
+        r"store shards 0, 1 no longer take part, but parity covers only 1: store unix://\S*shard-0\.sock: refuses the user or "
         r"password .*"
         r"Of these, 0 still have their rows"
     )

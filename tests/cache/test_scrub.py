@@ -195,16 +195,16 @@ def test_a_flipped_bit_is_named_with_one_parity_row_and_repaired_with_two(lane: 
     for place in range(lane.k + lane.r):
         lane.flip(place, 5)
         if lane.r == 1:
-            check_named(lane, "do not agree, and nothing tells which of them is wrong")
+            check_named(lane, "do not match, and nothing shows which of them is wrong")
             lane.flip(place, 5)
         else:
-            check_repaired(lane, 1, f"(shard {lane.at(place)[0]}) is not what the other rows of its stripe say")
+            check_repaired(lane, 1, f"(shard {lane.at(place)[0]}) does not match the other rows of its stripe")
 
 
 def test_more_missing_rows_than_parity_covers_are_named_and_left_alone(lane: StoredLane) -> None:
     for place in range(lane.r + 1):
         lane.put(place, None)
-    check_named(lane, "is missing", "does not tell what belongs there")
+    check_named(lane, "is missing", "are not enough to restore it")
 
 
 def test_a_missing_row_beside_flipped_bits_is_named_and_left_alone(lane: StoredLane) -> None:
@@ -213,13 +213,13 @@ def test_a_missing_row_beside_flipped_bits_is_named_and_left_alone(lane: StoredL
     lane.flip(lane.k, -12)
     if lane.r > 1:
         lane.flip(1, 3)
-    check_named(lane, "is missing", "does not tell what belongs there")
+    check_named(lane, "is missing", "are not enough to restore it")
 
 
 def test_two_wrong_rows_of_a_stripe_are_named_and_left_alone(lane: StoredLane) -> None:
     lane.flip(0, 5)
     lane.flip(1, 6)
-    check_named(lane, "do not agree")
+    check_named(lane, "do not match")
 
 
 def test_everything_that_a_shard_lost_is_repaired(lane: StoredLane) -> None:

@@ -121,7 +121,7 @@ def test_a_server_that_refuses_config_is_a_store_shard(tmp_path: Path, monkeypat
             Store, "info", lambda store, shard: {name: said for name, said in info(store, shard).items() if "policy" not in name}
         )
         with pytest.raises(
-            StoreError, match=r"does not say whether it would evict rows: .* add \?evicts=never to its URL"
+            StoreError, match=r"does not report whether it evicts rows: .* add \?evicts=never to its URL"
         ) as caught:
             Store(server.urls, TIMEOUT)
         assert "\n" not in str(caught.value)

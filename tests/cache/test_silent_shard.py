@@ -37,7 +37,7 @@ def test_a_stopped_shard_is_lost_after_the_timeout_and_what_it_was_sent_harms_no
 def test_more_shards_that_do_not_answer_than_parity_covers_are_not_lost(stores: LocalStores, tmp_path: Path) -> None:
     disturber = Disturber({("data leaves", 9): partial(kill, stores, 0), ("batch logged", 12): partial(kill, stores, 2)})
     with pytest.raises(
-        ShardsSilent, match=r"store shards 0, 2: lost, or without an answer, and parity covers 1: .* cannot be reached"
+        ShardsSilent, match=r"store shards 0, 2: are lost or do not answer, but parity covers only 1: .* cannot be reached"
     ):
         run(stores, tmp_path / "logs", 2, 1, disturber)
 

@@ -390,7 +390,7 @@ def test_a_lane_that_goes_a_further_snapshot_or_the_end_abandons_it(
     for reader in readers:
         reader.join(30)
     why = [str(reader.failure) for reader in readers]
-    assert why == ["another one began", "another one began", "its lanes change", "training is over"]
+    assert why == ["another snapshot began", "another snapshot began", "the trainer's lanes change", "training is over"]
 
 
 def index_of(programs: Mapping[int, LaneProgram], step: int) -> int:

@@ -411,7 +411,7 @@ def test_an_owner_of_an_earlier_term_takes_nothing_over(
     second = Owner(Store(urls, TIMEOUT), histories, tmp_path, (2, 1), Ownership(3))
     second.take_over(step, copies)
     late = Owner(Store(urls, TIMEOUT), histories, tmp_path, (2, 1), Ownership(2))
-    with pytest.raises(Fenced, match="has an owner of term 3, this one's is 2"):
+    with pytest.raises(Fenced, match="has an owner of a later term, 3; this one is of term 2"):
         late.take_over(step, copies)
     late.abandon()
     to_the_end(second, urls, (2, 1))

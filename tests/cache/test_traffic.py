@@ -345,7 +345,7 @@ def train_and_compare(recording: Recording, program: LaneProgram, check: bool) -
 @pytest.mark.parametrize("dropped", [0, 9, 20, 57, 101])
 def test_a_dropped_write_back_stops_the_run_by_its_tag(recording: Recording, dropped: int) -> None:
     recording.drop = lambda number, name, times: number == dropped
-    message = r"table .*, row id \d+ \(lane 0, ordinal \d+\) is .*tag must be \d+, found .*--overwrite"
+    message = r"table .*, row id \d+ \(lane 0, ordinal \d+\) .*tag must be \d+; got .*--overwrite"
     with pytest.raises(RowError, match=message):
         train_and_compare(recording, make_program(3, 40), check=True)
 
@@ -376,8 +376,8 @@ def write_one(store: Store, tag: int, id: int = 1000, number: int = 1) -> None:
 @pytest.mark.parametrize(
     ("tag", "id", "message"),
     [
-        (4, 1000, "table narrow, row id 1000 (lane 0, ordinal 0) is another version on store unix://"),
-        (5, 1001, "table narrow, row id 1000 (lane 0, ordinal 0) is not there, but id 1001 on store unix://"),
+        (4, 1000, "table narrow, row id 1000 (lane 0, ordinal 0) has another version on store unix://"),
+        (5, 1001, "table narrow, row id 1000 (lane 0, ordinal 0) has been replaced by id 1001 on store unix://"),
     ],
 )
 def test_a_row_with_another_tag_or_id_is_refused_and_taken_only_without_the_check(
@@ -388,7 +388,7 @@ def test_a_row_with_another_tag_or_id_is_refused_and_taken_only_without_the_chec
     with pytest.raises(RowError) as caught, serving(stored_rows(store), [LanePlan(0, iter([(0, wanted)]), 1)], SEED) as traffic:
         traffic.take(0, 0)
     assert str(caught.value).startswith(message)
-    assert f"tag must be 5, found {tag}" in str(caught.value)
+    assert f"tag must be 5; got {tag}" in str(caught.value)
     take_wrong_rows(monkeypatch)
     with serving(stored_rows(store), [LanePlan(0, iter([(0, wanted)]), 1)], SEED) as traffic:
         assert traffic.take(0, 0).weights[0, 0] == 1
@@ -401,7 +401,7 @@ def test_a_missing_row_is_refused_and_never_zeros(store: Store, monkeypatch: pyt
     write_one(store, 5)
     wanted = arriving((1, 0, 1000, 5, -1), (1, 1, 1001, 5, -1))
     plans = [LanePlan(0, iter([(0, wanted)]), 1)]
-    message = r"row id 1001 \(lane 0, ordinal 1\) is missing on store .*tag must be 5, found none"
+    message = r"row id 1001 \(lane 0, ordinal 1\) is missing on store .*tag must be 5; got none"
     with pytest.raises(RowError, match=message), serving(stored_rows(store), plans, SEED) as traffic:
         traffic.take(0, 0)
 
@@ -430,7 +430,9 @@ def test_a_shard_that_was_emptied_is_noticed_by_the_next_write(store: Store, rea
     traffic.flush()
     store.command(1, "FLUSHALL")
     traffic.write_back(0, 1, ending(20, 6, stored=5))
-    with pytest.raises(StoreError, match=r"stale shard|lost rows of lane 0: of .* fields written .* were new to it, must be 0"):
+    with pytest.raises(
+        StoreError, match=r"stale shard|lost rows of lane 0: of .* fields written, .* were new to the server, must be 0"
+    ):
         traffic.close()
     traffic.abort()
 
@@ -473,7 +475,7 @@ def test_reading_up_to_a_tag_takes_any_version_until_then(store: Store) -> None:
     for limit in (5, 9):
         found = read_rows(stored_rows(store), Expected(table, zero, ids, np.array([limit]), 0, tag_at_most=True))
         assert found.tag.tolist() == [5]
-    with pytest.raises(RowError, match="tag must be at most 4, found 5"):
+    with pytest.raises(RowError, match="tag must be at most 4; got 5"):
         read_rows(stored_rows(store), Expected(table, zero, ids, np.array([4]), 0, tag_at_most=True))
 
 

@@ -82,7 +82,7 @@ def test_a_wrong_url_gives_one_line_without_the_password(text: str, words: str) 
 
 def test_a_missing_certificate_file_is_named() -> None:
     url = parse_url("rediss://h?ssl_ca_certs=/nowhere/ca.pem", {})
-    with pytest.raises(StoreTls, match=r"ssl_ca_certs names no file: /nowhere/ca\.pem"):
+    with pytest.raises(StoreTls, match=r"ssl_ca_certs must be an existing file; got /nowhere/ca\.pem"):
         new_connection(url, timedelta(seconds=1))
 
 

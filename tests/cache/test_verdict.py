@@ -197,7 +197,7 @@ def test_where_no_shard_is_trusted_none_is(placement: Placement) -> None:
 
 def test_rows_that_moved_by_a_later_placement_are_an_error() -> None:
     found = {0: whole(N, 0, Migrated(JOINING.version + 1, 1, 0, 5, False, N, 0))}
-    with pytest.raises(StoreError, match="put that one back"):
+    with pytest.raises(StoreError, match="put the newest one back"):
         judge(JOINING, found, Expect.stopped(N))
 
 

@@ -169,7 +169,7 @@ def test_rejects_are_summed_up_with_the_line_that_would_help(tmp_path: Path, cap
     assert "log.csv:2: price: a dense value must be a finite number within float32, not '\\\\N'; " in str(caught.value)
     most = "price '\\\\N' 40 times, ad 'none yet' 12 times, ad '100' 1 time, clicked 'N/A' 1 time, columns '2' 1 time, 2 others"
     line = 'missing = ["\\\\N", "none yet", "N/A"] under [text] of the feature file'
-    assert str(caught.value).endswith(f"; of those read: {most}; if that means missing values, write {line}")
+    assert str(caught.value).endswith(f"; of those read: {most}; if these stand for missing values, write {line}")
     told = run(tmp_path, log, "--features", features, "--max-rejects", "100")
     # 40 prices, 12 + 1 ads, a label, a time, and two lines at the end: one of two columns, one that is not UTF-8.
     assert told["rejected"] == sum(cause["records"] for cause in told["malformed"]) == 57
@@ -180,7 +180,7 @@ def test_rejects_are_summed_up_with_the_line_that_would_help(tmp_path: Path, cap
         "records": 40,
     }
     out = capsys.readouterr().out
-    assert f"malformed     {most}\n              if that means missing values, write {line}\n" in out
+    assert f"malformed     {most}\n              if these stand for missing values, write {line}\n" in out
     # With these two texts for missing values, the other five records are malformed still.
     missing = line.partition(" under")[0].replace(', "N/A"', "")
     features.write_text(FEATURES.format(transform="log") + f"[text]\n{missing}\n")
@@ -243,10 +243,10 @@ def test_odd_numbers_are_warned_of_with_counts(tmp_path: Path) -> None:
     }
     (text, large, group), _ = warned(tmp_path, features, columns)
     assert text.startswith(
-        "feature text: 3 of 7 values are numbers written with an exponent, as 1e+05, and encoded as these texts;"
+        "feature text: 3 of 7 values are numbers written with an exponent, such as 1e+05, and encoded as text;"
     )
-    assert large.startswith("feature large: 2 of 7 values are floats from 2^53 on (of float32, 2^24), ")
-    assert group.startswith("group: 8 of 8 values are floats from 2^53 on")
+    assert large.startswith("feature large: 2 of 7 values are floats of at least 2^53 (float32: 2^24), ")
+    assert group.startswith("group: 8 of 8 values are floats of at least 2^53")
 
 
 @pytest.mark.parametrize("separator", ["|", " ", "::"])
@@ -269,7 +269,7 @@ def test_a_feature_of_whole_numbers_and_text_is_told(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "numbers" / "texts.parquet")
     more = [str(tmp_path / "numbers" / "texts.parquet"), "--overwrite"]
     (line,), told = warned(tmp_path / "numbers", features, {"a": [26, 7, 8, 9]}, *more)
-    assert line == "feature a: 4 values are whole numbers and 2 are text, by file; a whole number is the same value as its text"
+    assert line == "feature a: 4 values are whole numbers and 2 are text, depending on the file; both count as the same value"
     assert told["tables"] == [{"name": "a", "rows": 4}]
 
 

@@ -292,17 +292,17 @@ WRONG: dict[str, dict[str, Any]] = {
     r"label liked: at_least must be a finite number, not 'x'": {"label": [{"name": "liked", "at_least": "x"}]},
     r"label t: kind must be one of click, number, not 'time'": {"label": [{"name": "t", "kind": "time"}]},
     r"label t: kind must be one of click, number, not \[1\]": {"label": "t", "label_kind": [1]},
-    r'label t: at_least makes a click of a number, not a label of kind "number"': {
+    r'label t: at_least turns a number into a click, so a label of kind "number" cannot have it': {
         "label": "t",
         "label_kind": "number",
         "label_at_least": 1,
     },
-    r"label y: a name may be given once": {"label": [{"name": "y"}, {"name": "y", "column": "z"}]},
+    r"label y: two have this name": {"label": [{"name": "y"}, {"name": "y", "column": "z"}]},
     r"label y: unknown entry 'weight'": {"label": [{"name": "y", "weight": "w"}]},
     r"\[\[label\]\]: name must be a text": {"label": [{"column": "y"}]},
     r"label: write each as \[\[label\]\]": {"label": {"name": "y"}},
     r"label: at least one is needed": {"label": []},
-    r"label_at_least goes with label = .* among \[\[label\]\] say at_least": {"label": [{"name": "y"}], "label_at_least": 4},
+    r"label_at_least goes with label = .* in a \[\[label\]\], set at_least": {"label": [{"name": "y"}], "label_at_least": 4},
     r"weight must be a text": {"label": "y", "weight": 3},
     r"group must be a text": {"label": "y", "group": ""},
 }

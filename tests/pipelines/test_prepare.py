@@ -327,7 +327,7 @@ def test_only_a_schedule_is_replaced_and_only_when_asked(features: Path, tmp_pat
     assert again["checksum"] == first["checksum"]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").touch()
-    with pytest.raises(ScheduleError, match="other things in it"):
+    with pytest.raises(ScheduleError, match="other files in it"):
         run(tmp_path, file, "--features", features, "--out", tmp_path / "other")
 
 
@@ -355,7 +355,7 @@ def test_a_job_file_gives_options_and_flags_win(features: Path, tmp_path: Path) 
     assert (summary["training_steps"], summary["lanes"]) == (20, 1)
     assert json.loads(report.read_text()) == summary
     job.write_text("[prepare]\nbatches = 10\n")
-    with pytest.raises(SettingError, match="knows no 'batches'"):
+    with pytest.raises(SettingError, match="has no setting 'batches'"):
         prepare.run(["--job", str(job)])
 
 
@@ -377,7 +377,9 @@ def test_more_data_continues_numbers_steps_and_encoding(tmp_path: Path) -> None:
         refused(tmp_path / "more" / "x", second, "--features", features, "--after", parent, "--lanes", "1")
     )
     locality = ("--features", features, "--after", parent, "--placement", "locality")
-    assert "--placement: must be the parent's order, is locality" in str(refused(tmp_path / "more" / "x", second, *locality))
+    assert "--placement: must be order, as in the schedule of --after; got locality" in str(
+        refused(tmp_path / "more" / "x", second, *locality)
+    )
 
 
 def test_flags_of_beam_pass_through_with_and_without_an_equals_sign() -> None:

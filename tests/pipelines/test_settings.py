@@ -92,12 +92,12 @@ def test_options_are_given_as_key_and_value() -> None:
 def test_another_name_of_a_setting_is_as_good() -> None:
     for names in ({"copies": 2}, {"replicas": "2"}):
         assert TrainJob.of({"schedule": "s", "run": "r", "store": "local:1", "trainers": 2, **names}).copies == 2
-    with pytest.raises(SettingError, match="copies is given twice, for 'replicas' is the same"):
+    with pytest.raises(SettingError, match="copies is given twice, because 'replicas' is the same"):
         TrainJob.of({"copies": 2, "replicas": 2})
 
 
 def test_a_setting_unknown_or_missing_is_named() -> None:
-    with pytest.raises(SettingError, match="prepare: knows no 'batches'; it takes after, "):
+    with pytest.raises(SettingError, match="prepare: has no setting 'batches'; it takes after, "):
         PrepareOptions.of({"batches": 3})
     with pytest.raises(SettingError, match="--batch-size: is missing"):
         PrepareOptions.of({"format": "criteo", "sources": ["x"], "out": "s"})

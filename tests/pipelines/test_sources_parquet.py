@@ -244,7 +244,7 @@ def test_what_orders_is_of_one_kind_in_all_files(tmp_path: Path, first: str, sec
         plan_splits(source, SPEC)
     assert str(refused.value) == (
         f"order_by: column t must be of one kind, numbers, times or text, in all files; got {MOMENTS[first].type} in {tmp_path}/a.parquet and "
-        f"{MOMENTS[second].type} in {tmp_path}/c.parquet; write one of them anew"
+        f"{MOMENTS[second].type} in {tmp_path}/c.parquet; convert one of them"
     )
 
 
@@ -292,7 +292,7 @@ def test_what_does_not_order_is_refused_before_anything_is_read(tmp_path: Path, 
         with pytest.raises(SourceError) as refused:
             plan_splits(Source("parquet", (str(tmp_path / "*"),)), SPEC)
         types = [pq.read_schema(tmp_path / f"{name}.parquet").field("t").type for name in "ab"]
-        assert f"got {types[0]} in {tmp_path}/a.parquet and {types[1]} in {path}; write one of them anew" in str(refused.value)
+        assert f"got {types[0]} in {tmp_path}/a.parquet and {types[1]} in {path}; convert one of them" in str(refused.value)
 
 
 @pytest.mark.parametrize("row_group_size", [7, 1000])

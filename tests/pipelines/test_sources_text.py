@@ -396,7 +396,7 @@ def test_files_with_numbers_and_with_text_in_the_column_that_orders_are_refused_
         planned_types(tmp_path, ordered())
     assert str(refused.value) == (
         f"order_by: column t must be of one kind, numbers, times or text, in all files; got {kinds[first]} in {tmp_path}/a.csv and "
-        f"{kinds[second]} in {tmp_path}/c.csv; write one of them anew"
+        f"{kinds[second]} in {tmp_path}/c.csv; convert one of them"
     )
     assert planned_types(tmp_path, ordered("text")) == (["text"] * 3, {first, second, None}, [])
 
@@ -560,7 +560,7 @@ def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
     noise = np.random.default_rng(1).bytes(300_000).replace(b"\n", b"")
     assert "i.csv: no column 'y' among its header: " in message("i.csv", noise.replace(b'"', b""))
     assert "i.csv: no column 'y' among its header: " in message("i.csv", b'"' + noise.replace(b'"', b"").replace(b",", b""))
-    assert "i.csv:3: the header cannot be cut into names" in message("i.csv", b'\n\r\n"y",a\rb\n')
+    assert "i.csv:3: the header cannot be split into names" in message("i.csv", b'\n\r\n"y",a\rb\n')
     # Names may begin like anything.
     for name in ("ORC", "PAR1", "BZh", "ARROW1"):
         (tmp_path / "j.csv").write_bytes(text.replace(b"unused", name.encode()).replace(b"y,", b"", 1))

@@ -76,7 +76,7 @@ def test_who_has_the_token_is_served(server: TokenServer) -> None:
 def test_another_token_or_purpose_is_refused(
     server: TokenServer, refused: list[tuple[str, str]], token: str, purpose: str
 ) -> None:
-    with pytest.raises(WrongToken, match="the token is not the job's"):
+    with pytest.raises(WrongToken, match="the token does not match the job's"):
         asked(server, token, purpose)
     assert [address for address, _ in refused] == ["127.0.0.1"]
     assert asked(server) is not None
@@ -97,7 +97,7 @@ def test_a_server_without_the_token_is_noticed() -> None:
         thread.start()
         with (
             socket.create_connection(listening.getsockname()) as to,
-            pytest.raises(WrongToken, match="what answers there does not have the job's token"),
+            pytest.raises(WrongToken, match="the process that answers there does not have the job's token"),
         ):
             introduce(to, TOKEN, "echo")
         thread.join()

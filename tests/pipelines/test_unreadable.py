@@ -31,10 +31,10 @@ def _read(path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "helps"),
     [
-        (errno.EMFILE, "raise the limit of open files (ulimit -n), and go on"),
-        (errno.EACCES, "let this user read it, and go on"),
-        (errno.EIO, "its disk fails: see the system's log; once it can be read, go on"),
-        (errno.ENOMEM, "free memory, and go on"),
+        (errno.EMFILE, "raise the limit of open files (ulimit -n), then try again"),
+        (errno.EACCES, "let this user read it, then try again"),
+        (errno.EIO, "its disk fails: see the system's log; try again once the file can be read"),
+        (errno.ENOMEM, "free memory, then try again"),
     ],
 )
 @pytest.mark.parametrize("name", ["schedule.json", "header.json", "segment-*.json", "moves-*.arrow", "samples-*.arrow"])

@@ -271,7 +271,7 @@ def test_the_header_says_the_rule_and_what_goes_on_keeps_it(tmp_path: Path) -> N
     before = Header.of(told | {"version": 1})
     assert (before.version, before.features.rule) == (1, 1)
     assert to_stored(before) == told | {"version": 1}
-    with pytest.raises(ScheduleError, match="schedule format version: must be 1 or 2, is 3"):
+    with pytest.raises(ScheduleError, match="schedule format version: must be 1 or 2; got 3"):
         Header.of(told | {"version": 3})
 
 

@@ -214,7 +214,7 @@ def test_what_cannot_be_is_refused_before_anything_is_made(case: Case, tmp_path:
     assert "holds checkpoints" in refused("train", schedule, *base)
     assert done("digest", case.run) == before
     taken = ("train", schedule, "--from", case.checkpoint, "--run", tmp_path / "run", "--store", ",".join(case.servers.urls))
-    assert "namespace run belongs to a run already" in refused(*taken)
+    assert "namespace run already belongs to a run" in refused(*taken)
     assert done("digest", case.run) == before
     later = tmp_path / "later"
     shutil.copytree(case.checkpoint, later)

@@ -96,7 +96,7 @@ def test_a_job_file_takes_every_flag_in_either_spelling_and_tells_the_names_ther
 
     for name in ("frob-nicate", "frob_nicate"):
         line = said(f"{name} = 1")
-        assert f"--job {path}: [{table}] knows no '{name}'; it takes " in line
+        assert f"--job {path}: [{table}] has no setting '{name}'; it takes " in line
         names = line.strip().partition("it takes ")[2].split(", ")
         assert {"json", "overwrite"} < set(names)
         assert {"train": {"schedule", "run", "dense-lr"}, "prepare": {"sources", "batch-size", "memory"}}[table] < set(names)

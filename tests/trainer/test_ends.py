@@ -57,7 +57,7 @@ def test_a_run_whose_namespace_another_one_took_says_so(
         others = [owner(other, "shared", shard) for shard in range(3)]
     status, _, err = job.end()
     assert status == 2, err
-    assert "namespace shared is another run's by now, which deleted this one's rows" in err
+    assert "namespace shared now belongs to another run, which deleted this run's rows" in err
     assert "--resume goes on from checkpoint" in err
     status, _, err = run_here(*arguments(schedule, run, *store, "--resume"))
     assert (status, "Traceback" in err) == (2, False), err

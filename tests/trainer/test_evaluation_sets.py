@@ -136,7 +136,7 @@ def test_what_is_named_and_what_is_not(tmp_path: Path, monkeypatch: pytest.Monke
     assert evaluation_sets(["y=a.csv", "z=b=c", "y=*.csv"]) == {"y": ("a.csv", "*.csv"), "z": ("b=c",)}
     assert evaluation_sets(["day=1.csv", "./x=a.csv", "s3://b/k=v"]) == {"": ("day=1.csv", "./x=a.csv", "s3://b/k=v")}
     assert evaluation_sets(["x=./a.csv"]) == {"x": ("./a.csv",)}
-    with pytest.raises(SettingError, match=r"must be clear.*\./x=a\.csv"):
+    with pytest.raises(SettingError, match=r"must not be ambiguous.*\./x=a\.csv"):
         evaluation_sets(["x=a.csv"])
     with pytest.raises(SettingError, match=r"a\.csv has none, but set y has"):
         evaluation_sets(["y=b.csv", "a.csv"])

@@ -135,7 +135,7 @@ def test_a_follower_stops_where_nobody_prepares_any_more_and_goes_on_when_it_is_
         elif how == "removed":
             shutil.rmtree(followed)
     status, _, err = job.end()
-    why = "clicks.csv, line 7" if how == "failed" else "is not complete, and no `foreload prepare` is at work on it"
+    why = "clicks.csv, line 7" if how == "failed" else "is not complete, and no `foreload prepare` is working on it"
     assert why in error_of(status, err)
     assert f"training stopped after step {last}" in err
     assert Run.open(run).saved_status().step == last

@@ -71,7 +71,7 @@ def test_while_it_trains_the_shard_is_lost_and_rebuilt(
     status, _, err = job.end()
     assert status == 0, err
     (lost,) = [line for line in err.splitlines() if "store shard 1: is lost" in line]
-    assert f"store {url}: the key {key.decode()} is not the hash of lane 0's rows" in lost
+    assert f"store {url}: the key {key.decode()} must be the hash of lane 0's rows" in lost
     assert "store shard 1: is whole again" in err
     check_rebuilt(run, url, key, undisturbed)
 
@@ -88,7 +88,7 @@ def test_a_run_at_rest_is_read_without_the_shard_and_a_resume_rebuilds_it(
     told = run_here("stores", "status", run)[1].splitlines()
     assert told[0].endswith("parity 2+1 degraded")
     assert "shard 1  degraded" in told[2]
-    assert f"the key {key.decode()} is not the hash of lane 0's rows" in told[2]
+    assert f"the key {key.decode()} must be the hash of lane 0's rows" in told[2]
     # What was looked at is as it was.
     assert kind(url, key) == "list"
     status, _, err = run_here("train", "--run", run, "--resume")
@@ -111,13 +111,13 @@ def test_without_parity_one_line_says_so(clicks: Clicks, tmp_path: Path, servers
     status, _, err = job.end()
     assert status == 2
     words = (
-        f"store {url}: the key {key.decode()} is not the hash of lane 0's rows, but of another type, so another program wrote it"
+        f"store {url}: the key {key.decode()} must be the hash of lane 0's rows, but has another type: another program wrote it"
     )
     assert words in err.splitlines()[-1]
     done("train", clicks.schedule, "--run", run, "--store", url, "--overwrite", *SMALL)
     key = put_foreign_key(url)
     for command_line in (("digest", run), ("export", run, "--out", tmp_path / "export")):
-        assert f"the key {key.decode()} is not the hash of lane 0's rows" in refused(*command_line)
+        assert f"the key {key.decode()} must be the hash of lane 0's rows" in refused(*command_line)
     assert not (tmp_path / "export").exists()
 
 

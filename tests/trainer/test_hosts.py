@@ -327,7 +327,7 @@ def test_who_has_another_token_is_refused_and_harms_nothing(
     wrong = tmp_path / "wrong"
     wrong.write_text(new_token())
     assert refused("join", place, "--token-file", wrong) == (
-        f"coordinator at {place}: refuses this host: the token is not the job's; give what RUN/token has there, with --token-file"
+        f"coordinator at {place}: refuses this host: the token does not match the job's; give what RUN/token has there, with --token-file"
     )
     with socket.create_connection(("127.0.0.1", int(place.split(":")[1]))) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
@@ -335,7 +335,7 @@ def test_who_has_another_token_is_refused_and_harms_nothing(
     guest = launched("join", place, "--token-file", run / "token")
     status, _, err = coordinator.end()
     assert status == 0, err
-    assert "127.0.0.1: refused at --coordinator: the token is not the job's" in err
+    assert "127.0.0.1: refused at --coordinator: the token does not match the job's" in err
     assert guest.end()[0] == 0
 
 

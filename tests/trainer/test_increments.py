@@ -223,7 +223,7 @@ def test_what_is_wrong_in_a_chain_is_named(case: Case, tmp_path: Path) -> None:
     (name, *_) = sorted(path.name for path in oldest.glob("*.arrow"))
     flip(oldest / name, 500)
     for command in (("checkpoint", "verify"), ("digest",)):
-        assert f"checkpoint {oldest}: {name} is damaged: its checksum is not the manifest's" in refused(*command, newest)
+        assert f"checkpoint {oldest}: {name} is damaged: its checksum does not match the manifest" in refused(*command, newest)
     line = refused("train", case.clicks.schedule, "--from", middle, "--run", tmp_path / "new", "--store", "local:1")
     assert f"checkpoint {oldest}: {name} is damaged" in line
     assert not (tmp_path / "new").exists()

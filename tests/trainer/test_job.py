@@ -103,7 +103,7 @@ def test_a_trainer_is_reached_at_the_address_given_or_that_which_the_rendezvous_
         ({"parity": "2+0"}, "--parity: must be off"),
         ({"parity": "200+100"}, "at most 256 together; got '200\\+100'"),
         ({"spare": "redis://127.0.0.1:1"}, "--spare: is for servers that --store names by URL; local:"),
-        ({"learning_rate": 1}, "train: knows no 'learning_rate'; it takes accept-model, accept-numerics, "),
+        ({"learning_rate": 1}, "train: has no setting 'learning_rate'; it takes accept-model, accept-numerics, "),
         (
             {"checkpoint-every": "0"},
             "--checkpoint-every: must be a number of steps, such as 1000, or a time, such as 90s, 10m or 2h; got '0'",
@@ -135,7 +135,7 @@ def test_a_job_file_that_is_missing_or_no_toml_is_refused(tmp_path: Path) -> Non
     with pytest.raises(SettingError, match=r"may have tables \[prepare\] and \[train\]; got lr"):
         read_job_file(tmp_path / "flat.toml", "train", TrainJob)
     (tmp_path / "bad.toml").write_text("lr = = 1")
-    with pytest.raises(SettingError, match="is no TOML"):
+    with pytest.raises(SettingError, match="is not valid TOML"):
         read_job_file(tmp_path / "bad.toml", "train", TrainJob)
 
 

@@ -292,7 +292,7 @@ def server_of_another_protocol() -> Iterator[str]:
 
 def servers_of_no_use(url: str, in_use: str) -> Iterator[tuple[str, str]]:
     """URLs of servers that cannot take a shard's place, and why; url: of a server that is made so and is good again afterwards."""
-    yield in_use, "is the server of store shard 2 already; name another one"
+    yield in_use, "is already the server of store shard 2; give another one"
     yield f"redis://127.0.0.1:{free_port()}", "cannot be reached"
     with server_of_another_protocol() as other:
         yield other, "Protocol error"
@@ -343,7 +343,7 @@ def test_a_server_of_no_use_is_refused_before_it_is_needed_and_a_healthy_shard_k
             assert why in line
         assert main(["stores", "replace", str(run), "1", servers.urls[3]]) == 0
         assert main(["stores", "replace", str(run), "0", servers.urls[3]]) == 2
-        assert "is the server of store shard 1 already" in capsys.readouterr().err
+        assert "is already the server of store shard 1" in capsys.readouterr().err
         trainer.resume()
         status, _, err = job.end()
         assert status == 0, err
@@ -442,7 +442,7 @@ def test_more_losses_than_parity_covers_end_the_run_with_their_own_status_and_le
     send(run, 1, signal.SIGKILL)
     status, _, err = job.end()
     assert status == 3, err
-    assert "store shards 0, 1 are lost, and parity covers 1" in err
+    assert "store shards 0, 1 are lost, but parity covers only 1" in err
     told = {table: int(count.replace(",", "")) for count, table in re.findall(r"([\d,]+) rows of table (\w+)", err)}
     assert json.loads((run / "status.json").read_text())["state"] == "training"
     assert [(run / STORES / f"shard-{shard}.rdb").exists() for shard in range(3)] == [False, False, True]

@@ -139,8 +139,8 @@ def test_from_three_servers_to_five_to_four_with_parity(
             claim(other, "run", {"run": "another"}, "new")
         for wrong, why in (
             ((urls[3], urls[5]), "namespace run belongs to a run there"),
-            ((urls[3], urls[1]), "is the server of store shard 1 already"),
-            ((urls[3], urls[3]), "is the server of store shard 3 already"),
+            ((urls[3], urls[1]), "is already the server of store shard 1"),
+            ((urls[3], urls[3]), "is already the server of store shard 3"),
             (("local",), "its servers are not its own"),
             ((urls[3], "redis://127.0.0.1:1"), "cannot be reached"),
         ):

@@ -184,7 +184,7 @@ def test_a_flipped_byte_is_named(case: Case, tmp_path: Path) -> None:
     data = bytearray(there.read_bytes())
     data[100] ^= 1
     there.write_bytes(bytes(data))
-    assert f"{file} is damaged: its checksum is not the manifest's" in refused("checkpoint", "verify", one.place)
+    assert f"{file} is damaged: its checksum does not match the manifest" in refused("checkpoint", "verify", one.place)
     assert f"{file} is damaged" in refused("digest", one.place)
     assert f"{file} is damaged" in case.train(
         tmp_path / "next", "--from", one.place, "--store", "local:1", "--trainers", 1, status=2

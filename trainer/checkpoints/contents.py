@@ -327,7 +327,7 @@ class Checkpoint:
             return error.strerror or str(error)
         if size != file.bytes:
             return f"has {size} bytes instead of {file.bytes}"
-        return "" if checksum.hexdigest() == file.sha256 else "its checksum is not the manifest's"
+        return "" if checksum.hexdigest() == file.sha256 else "its checksum does not match the manifest"
 
     @property
     def files_there(self) -> bool:
@@ -341,7 +341,7 @@ class Checkpoint:
         except OSError as error:
             raise damaged(self.place, file.name, error.strerror or str(error)) from error
         if hashlib.sha256(data).hexdigest() != file.sha256:
-            raise damaged(self.place, file.name, "its checksum is not the manifest's")
+            raise damaged(self.place, file.name, "its checksum does not match the manifest")
         return data
 
     @property

@@ -255,7 +255,7 @@ class Encoder:
             values = _transformed(self._numbers(columns[entry["column"]], entry["column"], first), entry)
             for record in np.flatnonzero(np.abs(values) > _LARGEST)[:1].tolist():
                 raise ValueError(
-                    f"records[{first + record}]: {entry['column']}: a dense value must be finite behind its transform; got "
+                    f"records[{first + record}]: {entry['column']}: a dense value must be finite after its transform; got "
                     f"{columns[entry['column']][record]!r:.80}"
                 )
             dense[:, place] = values

@@ -462,7 +462,7 @@ class Migration(Refill):
             # must have been new. Any other answer shows that the shard lost fields.
             must = len(leaving.get(shard, nothing)), (own.held[shard] is None) + (own.migrated[shard] is None)
             if error is None and (there := changed(answers[shard])) != must:
-                why = f"of {must[0]} rows that moved away {there[0]} were there"
+                why = f"of {must[0]} rows that migrated away, {there[0]} were still there"
                 error = StoreUnavailable(f"store {self._shards.urls[shard]}: lost rows of lane {lane}: {why}")
             if error is not None:
                 self._rounds.failover.lose(shard, error)

@@ -29,7 +29,7 @@ from foreload.cache.rows.row_bytes import decode_rows, encode_rows, fields
 from foreload.cache.rows.staging import EndedRows, Rows, put_rows
 from foreload.pipelines.schedule.format import Occupants
 
-REMEDY = "go on from a checkpoint, or start again with --overwrite"
+REMEDY = "continue from a checkpoint, or start again with --overwrite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +180,8 @@ class Look:
         table = self._stored.layouts[int(latest.table[place])].name
         row = f"table {table}, row id {int(latest.id[place])} (lane {self._unsure.lane}, ordinal {int(latest.ordinal[place])})"
         return RowError(
-            f"{row} is none of its versions on store {self._stored.shards.urls[planned.read.shard]}: tag must be {int(latest.tag[place])} or "
-            f"{int(latest.stored_tag[place])}, found {int(tags[place]) or 'none'}; the store lost or mixed up writes: {REMEDY}"
+            f"{row} has an unexpected version on store {self._stored.shards.urls[planned.read.shard]}: tag must be {int(latest.tag[place])} or "
+            f"{int(latest.stored_tag[place])}; got {int(tags[place]) or 'none'}; the store lost or mixed up writes: {REMEDY}"
         )
 
 
@@ -291,7 +291,7 @@ def take_over_lost(
     on_action("fenced")
     if stored.placement.r:
         if log is None:
-            raise CacheError("takeover: needs the log of the batches where there is parity")
+            raise CacheError("takeover: needs the batch log if there is parity")
         _check_fenced(stored, copied, last_owner_dead)
         for taking in takings:
             _judge_logged(stored, taking, found.lanes[taking.lane], log, ownership.term)
@@ -435,8 +435,8 @@ def _check_fenced(stored: StoredRows, lanes: Iterable[int], last_owner_dead: boo
     fenced = len(stored.placement.live) - len(stored.shards.lost)
     if fenced <= stored.placement.r and not last_owner_dead:
         raise CacheError(
-            f"lanes {', '.join(map(str, lanes))}: {fenced} of {len(stored.placement.live)} store shards could be fenced, must be more than "
-            f"{stored.placement.r}, or the owner before may go on with the others; bring the servers back, or see that it is dead"
+            f"lanes {', '.join(map(str, lanes))}: only {fenced} of {len(stored.placement.live)} store shards could be fenced, must be more than "
+            f"{stored.placement.r}, or the previous owner could continue with the rest; bring the servers back, or make sure that this owner is dead"
         )
 
 
@@ -452,7 +452,7 @@ def _judge_logged(stored: StoredRows, taking: _Taking, found: Mapping[int, Found
     # The log must hold the last released batch or a later one, and none of this term yet.
     if not released <= batch.number < taking.number:
         raise CacheError(
-            f"lane {taking.lane}: the log's last batch is {batch.number}, must be from {released} on, and of a term before {term}: it is not the "
+            f"lane {taking.lane}: the log's last batch is {batch.number}, must be at least {released}, and of a term before {term}: it is not the "
             f"log of this run; {REMEDY}"
         )
     verdict = judge_logged(stored, taking.lane, found, batch, released)
@@ -473,10 +473,10 @@ def _judge_marked(stored: StoredRows, taking: _Taking, found: Mapping[int, Found
     (_, released), newest = taking.copied.released, max((there.marker.data for there in found.values()), default=0)
     verdict = judge(stored.placement, found, Expect(newest, range(released, taking.number)))
     for shard in verdict.refused:
-        what = f"its last write-back batch of lane {taking.lane} is {found[shard].marker}, must be from {released} on, and before {taking.number}"
-        raise StoreError(f"store {stored.shards.urls[shard]}: {what}: it lost rows; {REMEDY}")
+        what = f"its last write-back batch of lane {taking.lane} is {found[shard].marker}, must be at least {released}, and before {taking.number}"
+        raise StoreError(f"store {stored.shards.urls[shard]}: {what}: the server lost rows; {REMEDY}")
     for shard in verdict.stale:
-        raise StoreError(f"store {stored.shards.urls[shard]}: lacks rows of lane {taking.lane} that moved there; {REMEDY}")
+        raise StoreError(f"store {stored.shards.urls[shard]}: lacks rows of lane {taking.lane} that migrated to it; {REMEDY}")
     taking.trusted = verdict.trusted
     finish_migration(stored, taking.lane, verdict, term, taking.copied.ordinals)
 
@@ -550,7 +550,7 @@ def _lost_rows(stored: StoredRows, taking: _Taking, shard: int) -> CacheError:
     if not stored.placement.r:
         return StoreError(f"store {url}: lost rows of lane {taking.lane}: has {there} of {must}; {REMEDY}")
     return CacheError(
-        f"store {url}: has {there} rows and parity rows of lane {taking.lane}, must have {must} by what was written: it lost rows; {REMEDY}"
+        f"store {url}: has {there} rows and parity rows of lane {taking.lane}, but {must} were written to it: it lost rows; {REMEDY}"
     )
 
 

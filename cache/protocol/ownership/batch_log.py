@@ -246,7 +246,7 @@ class FileLog:
         number, count, row_bytes, shards = (int(header[place]) for place in (_NUMBER, _COUNT, _ROW_BYTES, _SHARDS))
         end = _HEADER_BYTES + count * (8 + 2 * row_bytes)
         if header[_MAGIC_AT] not in (_MAGIC, _FIRST_MAGIC) or len(data) < end + 24 * shards:
-            raise CacheError(f"{path}: is not the log of a write-back batch; it belongs to the run and cannot be made anew")
+            raise CacheError(f"{path}: is not the log of a write-back batch; it belongs to the run and cannot be recreated")
         previous = None
         if header[_MAGIC_AT] == _MAGIC:
             if header[_CHECKSUM] != checksum(
@@ -380,7 +380,7 @@ def _unpacked(values: Mapping[str, Any], payload: bytearray) -> tuple[int, int, 
     rows, row_bytes, shards = int(values["rows"]), int(values["row_bytes"]), values["shards"]
     sizes = [8 * rows, rows * row_bytes, rows * row_bytes, 24 * int(shards or 0)]
     if min(rows, row_bytes, int(shards or 0)) < 0 or sum(sizes) != len(payload):
-        raise ValueError("record: its sizes are not those of its parts")
+        raise ValueError("record: its sizes do not match its parts")
     fields, old, new, held = (payload[end - size : end] for size, end in zip(sizes, np.cumsum(sizes).tolist(), strict=True))
     batch = LoggedBatch(
         int(values["number"]),
@@ -534,7 +534,7 @@ class CopiedLog:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self.interrupt("it is closed")
+        self.interrupt("the batch log is closed")
         with self._sending, self._changed:
             self._disconnect(list(self._connections))
             if self._wake is not None:
@@ -568,7 +568,9 @@ class CopiedLog:
         except WrongToken as error:
             raise CopyLost(f"trainer {trainer}: at {place[0]}:{place[1]}: {error}") from error
         except OSError as error:
-            raise CopyLost(f"trainer {trainer}: does not take the batch log at {place[0]}:{place[1]} ({error})") from error
+            raise CopyLost(
+                f"trainer {trainer}: cannot be reached for the batch log at {place[0]}:{place[1]} ({error})"
+            ) from error
         connection.setblocking(False)
         self._connections[trainer] = connection
 
@@ -604,7 +606,7 @@ class CopiedLog:
             patience = deadline - time.monotonic()
             if patience <= 0:
                 silent = ", ".join(str(trainer) for trainer, _ in left.values())
-                raise CopyLost(f"trainer {silent}: does not say that it holds the batch log of lane {lane}")
+                raise CopyLost(f"trainer {silent}: did not acknowledge the batch log of lane {lane}")
             for descriptor, event in poll.poll(1000 * patience + 1):
                 if descriptor not in left:
                     # `interrupt` has written to the pipe. The loop checks that next.
@@ -623,13 +625,13 @@ class CopiedLog:
                         answer = connection.recv(1)
                         if answer != _HELD or unsent:
                             why = "another trainer owns the lane in a later term" if answer == _REFUSED else "it has left"
-                            raise CopyLost(f"trainer {trainer}: does not hold the batch log of lane {lane}: {why}")
+                            raise CopyLost(f"trainer {trainer}: did not store the batch log of lane {lane}: {why}")
                         del left[descriptor]
                         poll.unregister(descriptor)
                 except BlockingIOError:
                     continue
                 except OSError as error:
-                    raise CopyLost(f"trainer {trainer}: does not hold the batch log of lane {lane} ({error})") from error
+                    raise CopyLost(f"trainer {trainer}: did not store the batch log of lane {lane} ({error})") from error
 
     def _drain(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -333,7 +333,7 @@ def _count(stored: StoredRows, lane: int, verdict: Verdict, found: Mapping[int, 
         if not stored.placement.r and not (has_all and shard in verdict.trusted):
             raise StoreError(
                 f"store {stored.shards.urls[shard]}: lost rows of lane {lane}: has {there.rows} of {must}, up to write-back "
-                f"batch {there.marker} of {number}; restore it and --resume, or start again with --overwrite"
+                f"batch {there.marker} of {number}; restore its data and --resume, or start again with --overwrite"
             )
         if shard not in verdict.trusted:
             lose(stored, shard)

@@ -90,8 +90,8 @@ def judge_logged(stored: StoredRows, lane: int, found: Mapping[int, Found], batc
     if found and all(there.marker.parity > batch.number for there in found.values()):
         shard, there = next(iter(found.items()))
         raise CacheError(
-            f"store {stored.shards.urls[shard]}: has batch {there.marker} of lane {lane}, later than the log's {batch.number}: the log is not "
-            "the run's; put that one back"
+            f"store {stored.shards.urls[shard]}: has batch {there.marker} of lane {lane}, later than the log's last, {batch.number}: the log is not "
+            "the run's newest; put the newest log back"
         )
     return judge(stored.placement, found, Expect.logged(batch, released))
 

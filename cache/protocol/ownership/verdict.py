@@ -184,7 +184,7 @@ def halfway(version: int, found: Mapping[int, Found], number: int) -> Halfway:
     said = {shard: there.migrated for shard, there in found.items()}
     if any(one is not None and one.version > version for one in said.values()):
         raise StoreError(
-            "store: rows have moved by a later placement than the run's; RUN/placement.json is not the run's last: put that one back"
+            "store: rows have migrated by a later placement than RUN/placement.json has; it is not the run's newest: put the newest one back"
         )
     mine = {shard: own for shard, one in said.items() if (own := _of_this(version, one, number)) is not None}
     others = [shard for shard in found if shard not in mine]

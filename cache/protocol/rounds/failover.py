@@ -364,7 +364,7 @@ class Failover:
             reasons = "; ".join(table.lost[one] for one in sorted(self._kept))
             whose = "They" if self._kept == set(lost.shards) else f"Of these, {', '.join(map(str, sorted(self._kept)))}"
             raise ShardsRefuse(
-                f"store shards {', '.join(map(str, lost.shards))} no longer take part, and parity covers {lost.covered}: {reasons}. "
+                f"store shards {', '.join(map(str, lost.shards))} no longer take part, but parity covers only {lost.covered}: {reasons}. "
                 f"{whose} still have their rows"
             ) from lost
 
@@ -375,7 +375,9 @@ class Failover:
             CacheError: there is no parity, so the rows cannot be rebuilt on another server.
         """
         if not self._stored.placement.r:
-            raise CacheError(f"store shard {shard}: there is no parity, so its rows are nowhere else; restore them and --resume")
+            raise CacheError(
+                f"store shard {shard}: there is no parity, so its rows exist nowhere else; restore them and --resume"
+            )
         with self._monitor:
             self._replaced.append((shard, url))
             self._monitor.signal()
@@ -402,7 +404,7 @@ class Failover:
         for shard, url in ready:
             other = parse_url(url)
             if shard not in self._table.lost:
-                self.lose(shard, StoreUnavailable(f"store {other}: takes the shard over"))
+                self.lose(shard, StoreUnavailable(f"store {other}: replaces the shard's server"))
             self._table.replace_server(shard, other)
             self._probe.want(shard, other)
         if ready:

@@ -187,7 +187,7 @@ class Reconnection:
                     (tried.away if is_away(error) and not died else tried.wrong)[shard] = error
                     continue
                 if there is None:
-                    what = "came back without the run's last write-back batches, or without rows"
+                    what = "came back without the run's last write-back batches, or without some of its rows"
                     tried.wrong[shard] = StoreUnavailable(f"store {urls[shard]}: {what}")
                 else:
                     tried.back[shard] = there
@@ -234,8 +234,8 @@ class Reconnection:
                 return
             if note is not None and not is_run(note, identity):
                 raise NamespaceInUse(
-                    f"store {store.urls[0]}: namespace {namespace} is another run's by now, which deleted this one's rows (--overwrite); this "
-                    "one ends; give each run a --namespace of its own"
+                    f"store {store.urls[0]}: namespace {namespace} now belongs to another run, which deleted this run's rows (--overwrite); this "
+                    "run ends; give each run a --namespace of its own"
                 )
 
         results_of(at_once({shard: partial(check, shard) for shard in shards}))
@@ -331,7 +331,9 @@ def silence(stored: StoredRows, away: Mapping[int, StoreError]) -> StoreError:
         return next(iter(away.values()))
     without = ", ".join(map(str, sorted({*away, *stored.shards.lost})))
     reasons = "; ".join(str(error) for error in away.values())
-    return ShardsSilent(f"store shards {without}: lost, or without an answer, and parity covers {stored.placement.r}: {reasons}")
+    return ShardsSilent(
+        f"store shards {without}: are lost or do not answer, but parity covers only {stored.placement.r}: {reasons}"
+    )
 
 
 def check_answered(stored: StoredRows, failing: Mapping[int, StoreError]) -> None:

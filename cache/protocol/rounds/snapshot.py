@@ -371,7 +371,7 @@ class Snapshot:
             self._bytes += rows.bytes
             self._shared.notify_all()
         if self._bytes > MOST_BYTES:
-            self.abandon("what training fetches meanwhile comes faster than it can be written")
+            self.abandon("training fetches rows faster than they can be written")
 
 
 def warm_up() -> None:
@@ -397,7 +397,7 @@ class Snapshots:
         Args:
             lanes: as `Snapshot` has it.
         """
-        self.abandon("another one began")
+        self.abandon("another snapshot began")
         with self._monitor:
             self._current = Snapshot(step, lanes, self._lanes, self._stored, self._monitor)
             self._monitor.signal()

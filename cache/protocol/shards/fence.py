@@ -102,7 +102,7 @@ def foreign_key(found: Mapping[int, Found]) -> ForeignKey | None:
 
 def _foreign(store: Store, shard: int, key: bytes, lane: int) -> ForeignKey:
     return ForeignKey(
-        f"store {store.urls[shard]}: the key {key.decode()} is not the hash of lane {lane}'s rows, but of another type, so another program wrote it; "
+        f"store {store.urls[shard]}: the key {key.decode()} must be the hash of lane {lane}'s rows, but has another type: another program wrote it; "
         "the rows of this shard are lost"
     )
 
@@ -110,8 +110,8 @@ def _foreign(store: Store, shard: int, key: bytes, lane: int) -> ForeignKey:
 def _foreign_epoch(store: Store, shard: int, namespace: str, lane: int) -> ForeignKey:
     key = epoch_key(namespace, lane).decode()
     return ForeignKey(
-        f"store {store.urls[shard]}: the key {key} is not the fence epoch and term of lane {lane}, so another program wrote it; the rows of "
-        f"this shard cannot be found; to have them again, write it again, in the server's redis-cli: "
+        f"store {store.urls[shard]}: the key {key} must be the fence epoch and term of lane {lane}, but another program wrote it; the rows of "
+        f"this shard cannot be found; to recover them, restore the key in the server's redis-cli: "
         f"SET {key} '{highest_epoch(store, shard, namespace, lane)} 0'"
     )
 
@@ -177,7 +177,7 @@ def fence_everywhere(
             epochs[shard], owner = known_there or (highest_epoch(store, shard, namespace, lane), 0)
             if owner > term:
                 raise Fenced(
-                    f"store {store.urls[shard]}: lane {lane} has an owner of term {owner}, this one's is {term}; it stops"
+                    f"store {store.urls[shard]}: lane {lane} has an owner of a later term, {owner}; this one is of term {term} and stops"
                 )
         old = {shard: lane_key(namespace, lane, epoch) for shard, epoch in epochs.items()}
         # MULTI is sent ahead of the transaction's commands. If a server refused it together with
@@ -212,9 +212,7 @@ def fence_everywhere(
         left = [shard for shard in left if shard not in found and shard not in failures]
         if not left:
             return found, failures
-    raise StoreError(
-        f"store {store.urls[left[0]]}: lane {lane} is being fenced by others all the time; is the run trained twice?"
-    )
+    raise StoreError(f"store {store.urls[left[0]]}: other processes keep fencing lane {lane}; is the run trained twice?")
 
 
 def look_at(store: Store, shard: int, namespace: str, lanes: Sequence[int]) -> dict[int, Found]:
@@ -230,7 +228,7 @@ def look_at(store: Store, shard: int, namespace: str, lanes: Sequence[int]) -> d
     # A fence between the two requests leaves strings at the epochs just read. Only if the epochs
     # have not changed is the key another program's.
     if WRONG_TYPE in answers and read_epochs(store, shard, namespace, lanes) != epochs:
-        raise Fenced(f"store {store.urls[shard]}: another owner takes the lanes of {namespace} over right now; try again")
+        raise Fenced(f"store {store.urls[shard]}: another process is taking over the lanes of {namespace}; try again")
     found: dict[int, Found] = {}
     for i, (lane, epoch) in enumerate(zip(lanes, epochs, strict=True)):
         of_lane = answers[3 * i : 3 * i + 3]

@@ -122,7 +122,7 @@ class Migrated:
         try:
             version, term, begin, end, copied, number, held = _LAYOUT.unpack_from(stored)
         except struct.error as error:
-            raise StoreError("store: what says how far a lane has moved was not written by this program's version") from error
+            raise StoreError("store: the record of a lane's migration was written by another version of this program") from error
         bits = np.unpackbits(np.frombuffer(stored[_LAYOUT.size :], np.uint8), bitorder="little")
         return cls(version, term, begin, end, copied, number, held, tuple(np.flatnonzero(bits).tolist()))
 

@@ -206,14 +206,12 @@ def claim(
     for shard in store.used:
         text = _text(identity, shard, store.shards, folder)
         if store.command(shard, "SET", run_key(namespace), text, "NX") is None:
-            holder, whose = None, "belongs to a run already; --resume goes on with that run, --overwrite removes its rows"
+            holder, whose = None, "already belongs to a run; --resume continues that run, --overwrite removes its rows"
             try:
                 holder = owner(store, namespace, shard)
             except ForeignKey:
                 name = run_key(namespace).decode()
-                whose = (
-                    f"is in use: another program wrote the key {name}; give another --namespace, or --overwrite replaces that key"
-                )
+                whose = f"is in use: another program wrote the key {name}; give another --namespace, or replace that key with --overwrite"
             except StoreError:
                 pass
             if holder is not None and "run" in identity and holder.identity.get("run") == identity["run"]:
@@ -243,7 +241,7 @@ def _claim_again(store: Store, namespace: str, identity: Mapping[str, Any], spar
         except ForeignKey as error:
             text = _text(identity, shard, store.shards, folder)
             gone[shard] = ForeignKey(
-                f"{error}; if the run's rows are on that server, write the note again, in its redis-cli: "
+                f"{error}; if the run's rows are on that server, restore the note in its redis-cli: "
                 f"SET {run_key(namespace).decode()} '{text}'"
             )
     for shard, why in gone.items():
@@ -253,7 +251,7 @@ def _claim_again(store: Store, namespace: str, identity: Mapping[str, Any], spar
             store.give_up(shard, why)
     if len(gone) > spared:
         urls = ", ".join(str(store.urls[shard].plain) for shard in gone)
-        raise RowsLost([*gone], spared, why=f"{urls}: no answer there, or no namespace {namespace}")
+        raise RowsLost([*gone], spared, why=f"{urls}: no answer, or no namespace {namespace}")
 
 
 def _text(identity: Mapping[str, Any], shard: int, shards: int, folder: FolderId | None) -> str:
@@ -364,8 +362,8 @@ def _check_owner(store: Store, namespace: str, identity: Mapping[str, Any], shar
         name = different[0]
         instead = "give another server in its place (--resume --store URL,...), or " if spared else ""
         raise NamespaceInUse(
-            f"store {url}: namespace {namespace} is another run's: {name} there is {note.identity.get(name)!r}, here "
-            f"{wanted.get(name)!r}; {instead}--overwrite removes its rows"
+            f"store {url}: namespace {namespace} belongs to another run: {name} there is {note.identity.get(name)!r}, here "
+            f"{wanted.get(name)!r}; {instead}remove its rows with --overwrite"
         )
 
 
@@ -563,11 +561,11 @@ def check_spare(
     url = parse_url(url.plain)
     for shard, used in in_use:
         if used.place == url.place:
-            raise StoreError(f"store {url}: is the server of store shard {shard} already; name another one")
+            raise StoreError(f"store {url}: is already the server of store shard {shard}; give another one")
     try:
         reached = Store([url], timeout, _CONNECT)
     except StoreAuth as error:
-        raise StoreAuth(f"{error}; here only the one in {PASSWORD_VARIABLE} is used, as trainers were given it") from error
+        raise StoreAuth(f"{error}; this command uses only the one in {PASSWORD_VARIABLE}, like the trainers") from error
     with reached as store:
         note = owner(store, namespace, 0)
         if note is not None and (identity is None or not is_run(note, identity)):

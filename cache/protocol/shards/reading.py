@@ -56,7 +56,7 @@ class StoredRows:
         if self.placement.shard_count != self.store.shards:
             raise StoreError(
                 f"store shards: must be as many as the run's placement has, {self.placement.shard_count}; got {self.store.shards}; "
-                "name those that the run was started with, in order"
+                "give the URLs that the run was started with, in order"
             )
         self.shapes = RowShapes.of(self.layouts)
         self.shards = ShardTable(self.store.urls, self.placement)
@@ -222,7 +222,7 @@ def check_marker(stored: StoredRows, lane: int, read: Read, markers: Sequence[Ma
     if marker not in markers:
         raise StoreError(
             f"store {stored.shards.urls[read.shard]}: stale shard: its last write-back batch of lane {lane} is {marker}, must be {markers[0]}; "
-            "it was emptied, restarted from an older save, or belongs to another run: restore it and --resume, or start again with --overwrite"
+            "it was emptied, restarted from an older save, or belongs to another run: restore its data and --resume, or start again with --overwrite"
         )
 
 
@@ -231,7 +231,7 @@ def check_answer(stored: StoredRows, lane: int, write: Write) -> None:
     if write.surprise is not None:
         raise StoreError(
             f"store {stored.shards.urls[write.shard]}: lost rows of lane {lane}: {write.surprise}; it was emptied, or rows were deleted there: "
-            "restore it and --resume, or start again with --overwrite"
+            "restore its data and --resume, or start again with --overwrite"
         )
 
 
@@ -270,7 +270,7 @@ def accept(stored: StoredRows, expected: Expected, planned: PlannedRead, into: R
     wanted = expected.select(planned.places)
     if (wrong := wrong_rows(wanted, ids, tags)).any():
         first = int(np.flatnonzero(wrong)[0])
-        what = f"is not there, but id {ids[first]}" if ids[first] != wanted.id[first] else "is another version"
+        what = f"has been replaced by id {ids[first]}" if ids[first] != wanted.id[first] else "has another version"
         raise _row_error(stored, expected, planned, wrong, what, int(tags[first]))
     targets = places[planned.places]
     put_rows(weights, targets, into.weights)
@@ -286,7 +286,7 @@ def _row_error(
     tag = ("at most " if expected.tag_at_most else "") + str(int(expected.tag[place]))
     return RowError(
         f"table {layout.name}, row id {int(expected.id[place])} (lane {expected.lane}, ordinal {int(expected.ordinal[place])}) {what} on store "
-        f"{stored.shards.urls[planned.read.shard]}: tag must be {tag}, found {'none' if found is None else found}; the store lost or mixed up "
+        f"{stored.shards.urls[planned.read.shard]}: tag must be {tag}; got {'none' if found is None else found}; the store lost or mixed up "
         "writes: restore its data and --resume, or start again with --overwrite",
         wrong,
     )

@@ -127,7 +127,7 @@ class ShardsAwaited:
         if not self.shards:
             return "the store shards answer again"
         numbers = ", ".join(map(str, self.shards))
-        return f"store shard {numbers}: no answer, and parity does not cover that, so training waits for it ({self.why})"
+        return f"store shard {numbers}: does not answer, and parity does not cover it, so training waits for it ({self.why})"
 
 
 @dataclass(frozen=True, slots=True)

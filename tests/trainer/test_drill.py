@@ -192,7 +192,7 @@ def test_copies_are_whole_again_after_a_trainer_of_three_was_killed(tmp_path: Pa
             "--copies: a drill that loses a trainer needs at least 2, so that another trainer takes over its lanes; got 1",
         ),
         (["--copies", "1"], "--copies: a drill that loses a trainer needs at least 2"),
-        (["--trainer", "2"], "--trainer: must be one of 2, 0 to 1; got 2"),
+        (["--trainer", "2"], "--trainer: must be one of the 2 trainers, 0 to 1; got 2"),
         (["--at", "80"], "--at: must be a step of"),
         (["--follow"], "--follow: cannot be given to a drill"),
     ],

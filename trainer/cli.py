@@ -130,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    top.add_argument("--version", action="version", version=f"foreload {foreload.__version__}", help="print the version, and end")
+    top.add_argument("--version", action="version", version=f"foreload {foreload.__version__}", help="print the version and exit")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     commands.add_parser("prepare", help="compile click logs into a schedule", add_help=False)
     training.add_to(commands)

@@ -1,6 +1,6 @@
-"""The settings by the names of the command line, for those who check types. `foreload prepare --help` and `train --help` explain them.
+"""The settings, by their names on the command line, for type checkers. `foreload prepare --help` and `train --help` explain them.
 
-Made from their declarations by `make golden`.
+`make golden` generates this file from the declarations of the settings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Path = str | os.PathLike[str]
 
 
 class PrepareSettings(TypedDict, total=False):
-    """Those of `foreload prepare`."""
+    """Settings of `foreload prepare`."""
 
     format: Literal["criteo", "csv", "tsv", "parquet", "synthetic"]
     features: Path | None
@@ -43,7 +43,7 @@ class PrepareSettings(TypedDict, total=False):
 
 
 class TrainSettings(TypedDict, total=False):
-    """Those of `foreload train`."""
+    """Settings of `foreload train`."""
 
     run: Path
     model_folder: Path

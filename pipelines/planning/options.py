@@ -92,7 +92,7 @@ class PrepareOptions:
     """
 
     sources: tuple[str, ...] = setting(
-        (), texts, "files or quoted globs, read in the order given; .gz and .zst too", _DATA,
+        (), texts, "files or quoted globs, read in the order given; may be .gz or .zst", _DATA,
         form="places", metavar="SOURCE", flag="SOURCE",
     )  # fmt: skip
     format: Literal["criteo", "csv", "tsv", "parquet", "synthetic"] = setting(
@@ -100,35 +100,47 @@ class PrepareOptions:
         _DATA, metavar="NAME", required=True,
     )  # fmt: skip
     features: Path | None = setting(
-        None, path, "what the columns are (docs/features.md); criteo and synthetic know", _DATA, metavar="FILE.toml"
+        None,
+        path,
+        "feature file, which describes the columns (docs/features.md); criteo and synthetic need none",
+        _DATA,
+        metavar="FILE.toml",
     )
-    rows: int | None = setting(None, integer(1), "synthetic: how many rows to make up", _DATA, metavar="N")
-    seed: int = setting(0, integer(0), "synthetic: which rows to make up", _DATA, metavar="N")
+    rows: int | None = setting(None, integer(1), "synthetic: how many rows to generate", _DATA, metavar="N")
+    seed: int = setting(0, integer(0), "synthetic: seed of the generated rows", _DATA, metavar="N")
     values: int | None = setting(
-        None, integer(1), "synthetic: distinct values of a column, at most (default: its table's rows)", _DATA, metavar="N"
+        None,
+        integer(1),
+        "synthetic: maximum number of distinct values of a column (default: its table's rows)",
+        _DATA,
+        metavar="N",
     )
     table_rows: int | None = setting(
         None, integer(2), "criteo and synthetic: rows of every table (default: those of Criteo's Kaggle data)", _DATA, metavar="N"
     )
     max_rejects: int = setting(
-        0, integer(0), "malformed records to leave out before giving up (default 0: none)", _DATA, metavar="N"
+        0, integer(0), "how many malformed records to skip before failing (default 0: none)", _DATA, metavar="N"
     )
     eval_sources: tuple[str, ...] = setting(
         (),
         texts,
-        "evaluate on this; may be repeated. NAME=SOURCE: on several sets, each with metrics of its own",
+        "evaluate on these samples; may be repeated. NAME=SOURCE: an evaluation set with metrics of its own",
         _DATA,
         form="repeated",
         metavar="[NAME=]SOURCE",
         name="eval_source",
     )
     eval_fraction: float = setting(
-        0.0, _fraction, "or hold out the last part of the data's order: 0.1 is a tenth (default none)", _DATA, metavar="X"
+        0.0,
+        _fraction,
+        "or evaluate on the last part of the data, in its order: 0.1 is a tenth (default none)",
+        _DATA,
+        metavar="X",
     )
     eval_every: int | None = setting(
         None,
         integer(1),
-        "evaluate after so many training steps of each epoch, too (default: after each epoch alone)",
+        "also evaluate each time after this many training steps of an epoch (default: only after each epoch)",
         _DATA,
         metavar="STEPS",
     )
@@ -136,36 +148,43 @@ class PrepareOptions:
         0, integer(1, 2**31 - 1), "samples of a training step, over all lanes", _TRAINING, metavar="B", required=True
     )
     lanes: int = setting(
-        1, integer(1, MOST_LANES), "parts that a step is cut into, 1 to 64: at most as many trainers", _TRAINING, metavar="V"
+        1,
+        integer(1, MOST_LANES),
+        "parts that each step is split into, 1 to 64; no more trainers than this can train",
+        _TRAINING,
+        metavar="V",
     )
     epochs: int = setting(1, integer(1), "passes over the data", _TRAINING, metavar="E")
     shuffle_seed: int | None = setting(
-        None, integer(-(2**63)), "shuffle every epoch by this seed (default: as ordered)", _TRAINING, metavar="S"
+        None, integer(-(2**63)), "shuffle every epoch with this seed (default: keep the order)", _TRAINING, metavar="S"
     )
     placement: SampleAssignment | None = setting(
         None, choice("order", "locality"),
-        "which lane a step's sample goes to: locality, where most of its rows are (default), or order, as they come", _TRAINING, metavar="NAME",
+        "how a step's samples are assigned to lanes: locality, to the lane with most of their rows (default), or order, in their order",
+        _TRAINING, metavar="NAME",
     )  # fmt: skip
     after: Path | None = setting(
         None, path,
-        "continue the model of this schedule with new data; format, features, batch size and lanes are its, unless given. "
-        "With no SOURCE: --eval-source for `foreload evaluate RUN` alone, --epochs for more epochs of its own samples", _TRAINING, metavar="SCHEDULE",
+        "continue the model of this schedule with new data; format, features, batch size and lanes are taken from it, unless given. Without SOURCE: "
+        "--eval-source for `foreload evaluate RUN` alone, or --epochs for more epochs of its own samples", _TRAINING, metavar="SCHEDULE",
     )  # fmt: skip
     slots: LaneSize | None = setting(
-        None, LaneSize.parse, "rows it holds: a number, a size (2GiB), min (as few as a step needs) or all (default: --memory)", _CACHE, metavar="N"
+        None, LaneSize.parse, "rows that it holds: a number, a size (2GiB), min (as few as a step needs) or all (default: what --memory allows)",
+        _CACHE, metavar="N"
     )  # fmt: skip
     memory_bytes: int | None = setting(
-        None, size_bytes, "what it may take, staging and the copies that parity needs included (default 1GiB)", _CACHE, metavar="SIZE", name="memory"
+        None, size_bytes, "memory that it may take, including staging and the copies that parity needs (default 1GiB)",
+        _CACHE, metavar="SIZE", name="memory"
     )  # fmt: skip
     row_bytes: int | None = setting(
         None, integer(16),
-        "for --memory: a stored row, 12 + 4 * columns of weights and optimizer state (default: as wide as any built-in model "
-        "with Adagrad, 12 + 8 * (largest dimension or 32, + 1); Adam and FTRL have 12 * where it has 8 *)", _CACHE, metavar="N",
+        "for --memory: bytes of a stored row, 12 + 4 * columns of weights and optimizer state (default: those of the widest built-in model "
+        "with Adagrad, 12 + 8 * (largest dimension or 32, + 1); Adam and FTRL need 12 * instead of 8 *)", _CACHE, metavar="N",
     )  # fmt: skip
     window: int | None = setting(
         None, integer(1),
-        "compile as the data is read, looking ahead over so many rows used, summed over steps, for `train --follow`; more rows may arrive than must "
-        "(default: look at all of it first)", _CACHE, metavar="N",
+        "compile while the data is read, looking ahead over this many rows used, summed over steps, for `train --follow`; more rows may arrive than "
+        "necessary (default: read all data first)", _CACHE, metavar="N",
     )  # fmt: skip
     out: Path = setting(
         Path(),
@@ -176,8 +195,10 @@ class PrepareOptions:
         required=True,
     )
     overwrite: bool = setting(False, switch, "replace an existing schedule", _OUTPUT, form="switch")
-    segment_bytes: int = setting(64 << 20, size_bytes, "size of its files, about (default 64MiB)", _OUTPUT, metavar="SIZE")
-    json: Path | None = setting(None, path, "write the summary there too, for programs", _OUTPUT, metavar="FILE")
+    segment_bytes: int = setting(
+        64 << 20, size_bytes, "approximate size of the schedule's files (default 64MiB)", _OUTPUT, metavar="SIZE"
+    )
+    json: Path | None = setting(None, path, "also write the summary to this file, as JSON", _OUTPUT, metavar="FILE")
 
     def __post_init__(self) -> None:
         parse_fields(self)
@@ -271,7 +292,7 @@ def _check_together(options: PrepareOptions, given: set[str]) -> None:
     synthetic = options.format == "synthetic"
     if synthetic and options.sources:
         raise SettingError(
-            f"SOURCE: --format synthetic reads none, got {options.sources[0]}; leave it out, or name the file's format"
+            f"SOURCE: --format synthetic reads no files; got {options.sources[0]}; leave it out, or give the file's format"
         )
     if options.again:
         _check_again(given)
@@ -302,7 +323,8 @@ def _check_together(options: PrepareOptions, given: set[str]) -> None:
         raise SettingError("--memory: cannot be given with --slots; choose one of them")
     if options.window is not None and options.slots is not None and options.slots.slots in ("min", "all"):
         raise SettingError(
-            f"--window: cannot be given with --slots {options.slots.slots}, which is known once all was read; give a number, or leave one out"
+            f"--window: cannot be given with --slots {options.slots.slots}, which is known only after all data is read; give a number, or leave one "
+            "of them out"
         )
     if options.json is not None and (why := unwritable(options.json)):
         raise SettingError(f"--json: cannot write {options.json}: {why}")
@@ -326,12 +348,12 @@ def _check_again(given: set[str]) -> None:
     if "epochs" not in given:
         raise SettingError(
             "SOURCE: is missing; name a file or glob of new samples, --eval-source to evaluate alone, or --epochs K for K more epochs of the samples "
-            "that --after has"
+            "of --after"
         )
     for name in _OF_NEW_SAMPLES:
         if name in given:
             raise SettingError(
-                f"{'--' + spelled(name)}: is for new samples; more epochs of those that --after has are as these were; leave it out"
+                f"{'--' + spelled(name)}: is for new samples, and more epochs of the samples of --after keep its value; leave it out"
             )
 
 
@@ -395,7 +417,9 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_arguments(result, PrepareOptions)
-    result.add_argument("--job", metavar="FILE.toml", help="take options from the table [prepare] of this file; flags win")
+    result.add_argument(
+        "--job", metavar="FILE.toml", help="take options from the table [prepare] of this file; flags take precedence"
+    )
     return result
 
 

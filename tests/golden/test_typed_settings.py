@@ -17,9 +17,9 @@ from foreload.pipelines.planning.options import PrepareOptions
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_values import storage_place
 
-HEAD = """\"\"\"The settings by the names of the command line, for those who check types. `foreload prepare --help` and `train --help` explain them.
+HEAD = """\"\"\"The settings, by their names on the command line, for type checkers. `foreload prepare --help` and `train --help` explain them.
 
-Made from their declarations by `make golden`.
+`make golden` generates this file from the declarations of the settings.
 \"\"\"
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_type_checkers_know_the_settings_as_they_are_declared() -> None:
 
 def typed(name: str, command: str, kind: type, arguments: tuple[str, ...]) -> Iterator[str]:
     """The lines of a class with the settings of a command. arguments: those that are arguments of the function."""
-    yield f'\nclass {name}(TypedDict, total=False):\n    """Those of `foreload {command}`."""\n'
+    yield f'\nclass {name}(TypedDict, total=False):\n    """Settings of `foreload {command}`."""\n'
     hints = get_type_hints(kind)
     for setting_name, setting in settings_of(kind).items():
         if setting_name not in arguments:

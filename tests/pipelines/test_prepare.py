@@ -234,7 +234,7 @@ def test_what_can_be_seen_without_the_data_is_refused_at_once(features: Path, tm
         (file,): "--features: --format csv needs a feature file",
         ("--features", features): "SOURCE: --format csv needs at least one file",
         ("--format", "synthetic"): "--rows: --format synthetic needs",
-        (file, "--format", "synthetic", "--rows", "5"): "SOURCE: --format synthetic reads none",
+        (file, "--format", "synthetic", "--rows", "5"): "SOURCE: --format synthetic reads no files",
         (file, "--features", features, "--after", tmp_path / "schedule"): "--out: must not be the schedule that --after",
         (file, "--features", features, "--after", tmp_path / "nowhere"): "nowhere",
         (file, "--features", tmp_path / "nothing.toml"): "nothing.toml: cannot read the feature file",

@@ -166,7 +166,7 @@ def test_weights_that_embeddings_were_given_are_refused_or_dropped(clicks: Click
     ("case", "warnings", "mixes", "told"),
     [
         ("Apart", 0, False, ""),
-        ("Uneven", 1, False, "foreload: warning: outputs of equal samples differ in their last bits by where they stand"),
+        ("Uneven", 1, False, "foreload: warning: outputs of equal samples differ in their last bits by their place in the batch"),
         ("Declared", 0, True, "it declares mixes_samples: an output depends on the other samples of its slice"),
     ],
 )

@@ -151,7 +151,7 @@ def test_a_killed_trainer_s_lanes_are_taken_over_and_the_model_is_that_of_an_und
     assert figures["signal"] == ("SIGSTOP" if "--stop" in further else "SIGKILL")
     assert figures["taken_over"] == [{"lanes": [trainer], "from_trainer": trainer, "to_trainer": 1 - trainer}]
     assert 0 <= figures["seconds_until_noticed"] <= figures["seconds_until_taken_over"]
-    assert figures["seconds_until_whole"] is None, "no trainer is left for copies"
+    assert figures["seconds_until_whole"] is None, "no trainer is left to hold copies"
     assert figures["bytes_taken_over"] > 0
     assert figures["longest_gap_seconds"] > figures["median_step_seconds"] > 0
     assert told["digest"] == figures.get("digest_undisturbed", undisturbed) == undisturbed
@@ -189,10 +189,10 @@ def test_copies_are_whole_again_after_a_trainer_of_three_was_killed(tmp_path: Pa
     [
         (
             ["--trainers", "1"],
-            "--copies: a drill that loses a trainer needs 2 at least, so that another goes on with its lanes; got 1",
+            "--copies: a drill that loses a trainer needs at least 2, so that another trainer takes over its lanes; got 1",
         ),
-        (["--copies", "1"], "--copies: a drill that loses a trainer needs 2 at least"),
-        (["--trainer", "2"], "--trainer: must be one of 2, 0 to 1; got 2"),
+        (["--copies", "1"], "--copies: a drill that loses a trainer needs at least 2"),
+        (["--trainer", "2"], "--trainer: must be one of the 2 trainers, 0 to 1; got 2"),
         (["--at", "80"], "--at: must be a step of"),
         (["--follow"], "--follow: cannot be given to a drill"),
     ],
@@ -210,11 +210,11 @@ def test_what_trainers_cannot_be_drilled_is_refused_in_one_line_before_anything_
 @pytest.mark.parametrize(
     ("further", "message"),
     [
-        (["--to", "1"], "--to: must be two numbers of trainers at least, such as 1,2,1; got 1"),
-        (["--to", "1,0"], "--to: must be two numbers of trainers at least, such as 1,2,1; got 1,0"),
-        (["--to", "1,x"], "--to: must be numbers of trainers with commas between, such as 1,2,1; got 1,x"),
+        (["--to", "1"], "--to: must be at least two numbers of trainers, such as 1,2,1; got 1"),
+        (["--to", "1,0"], "--to: must be at least two numbers of trainers, such as 1,2,1; got 1,0"),
+        (["--to", "1,x"], "--to: must be numbers of trainers, separated by commas, such as 1,2,1; got 1,x"),
         (["--to", "1,3"], "--to: must be at most the schedule's lanes, 2; got 3; prepare with more --lanes"),
-        (["--to", "1,2", "--trainers", "2"], "--trainers: is the first number of --to, 1; got 2; leave it out"),
+        (["--to", "1,2", "--trainers", "2"], "--trainers: must be the first number of --to, 1; got 2; leave it out"),
         (["--to", "1,2", "--follow"], "--follow: cannot be given to a drill"),
     ],
 )
@@ -300,9 +300,9 @@ def test_step_and_shard_follow_from_the_seed(schedule: Path, tmp_path: Path) -> 
         (["--shard", "3"], "--shard: must be a store shard of local:3, 0 to 2; got 3"),
         (["--down", "-1"], "--down: must be 0 to 20 seconds; got -1"),
         (["--down", "21"], "--down: must be 0 to 20 seconds; got 21"),
-        (["--store", "local:2"], "--store: a drill needs parity, which local:2 has not"),
-        (["--parity", "off"], "--store: a drill needs parity, which local:3 has not"),
-        (["--store", "redis://127.0.0.1:1"], "--store: a drill kills servers of its own only"),
+        (["--store", "local:2"], "--store: a drill needs parity, which local:2 does not have"),
+        (["--parity", "off"], "--store: a drill needs parity, which local:3 does not have"),
+        (["--store", "redis://127.0.0.1:1"], "--store: a drill only kills servers that it started"),
         (["--follow"], "--follow: cannot be given to a drill"),
         (["--spare", "redis://127.0.0.1:1"], "--spare: is for servers that --store names by URL"),
     ],

@@ -355,9 +355,9 @@ def test_copies_lie_on_other_hosts_where_there_are_some(machines: dict[int, str]
 @pytest.mark.parametrize(
     ("further", "rule"),
     [
-        (["--coordinator", "0.0.0.0:5000"], "--coordinator: must name an address that other hosts reach"),
+        (["--coordinator", "0.0.0.0:5000"], "--coordinator: must name one address, at which other hosts reach this one"),
         (["--coordinator", "here"], "--coordinator: must be HOST:PORT"),
-        (["--coordinator", "h:1", "--store", "local:3"], "--store: must name servers that all hosts reach"),
+        (["--coordinator", "h:1", "--store", "local:3"], "--store: must be URLs of servers that all hosts reach"),
         (["--local-trainers", "2"], "--local-trainers: is for trainers on several hosts"),
         (["--coordinator", "h:1", "--local-trainers", "2"], "--local-trainers: must be at most --trainers, 1"),
     ],

@@ -52,7 +52,7 @@ def test_a_table_has_the_options_of_all_and_its_own_unless_its_optimizer_is_anot
 
 def test_settings_of_a_table_that_is_not_there_are_refused() -> None:
     job = TrainJob.of(LEAST | {"tables": {"C27": {"lr": 0.1}}})
-    with pytest.raises(SettingError, match=r"\[train.tables.C27\]: must be of a table of the schedule; there are C1, C2, "):
+    with pytest.raises(SettingError, match=r"\[train.tables.C27\]: must name a table of the schedule; there are C1, C2, "):
         job.row_optimizers(FeatureSpec.criteo())
 
 
@@ -94,10 +94,13 @@ def test_a_trainer_is_reached_at_the_address_given_or_that_which_the_rendezvous_
         ),
         ({"device": "tpu"}, "--device: must be one of cpu, cuda"),
         ({"resume": True, "overwrite": True}, "--resume and --overwrite"),
-        ({"accept_numerics": True}, "--accept-numerics: is for a run that goes on; give it with --resume"),
+        ({"accept_numerics": True}, "--accept-numerics: is for continuing a run; give it with --resume"),
         ({"memory": "2 foo"}, "--memory: must be a size"),
         ({"namespace": "a b"}, "--namespace"),
-        ({"tables": {"C1": {"momentum": 1}}}, r"\[train.tables.C1\]: knows row-optimizer, lr and row-options; got momentum"),
+        (
+            {"tables": {"C1": {"momentum": 1}}},
+            r"\[train.tables.C1\]: may have only row-optimizer, lr and row-options; got momentum",
+        ),
         ({"tables": {"C1": {"row-optimizer": "lion"}}}, "row-optimizer: must be one of"),
         ({"parity": "2"}, r"--parity: must be off, or K\+R such as 2\+1"),
         ({"parity": "2+0"}, "--parity: must be off"),
@@ -118,7 +121,7 @@ def test_a_trainer_is_reached_at_the_address_given_or_that_which_the_rendezvous_
         ({"keep-best": ".auc"}, "--keep-best: must be one of"),
         ({"label-weights": ["a=-1"]}, "--label-weights: a: must be at least 0; got -1"),
         ({"label-weights": ["a"]}, "--label-weights: must be given as key=value; got 'a'"),
-        ({"label-weights": ["a=1"], "loss": "a.py:f"}, "--label-weights: is for the losses of the labels' kinds; with --loss"),
+        ({"label-weights": ["a=1"], "loss": "a.py:f"}, "--label-weights: cannot be given with --loss; apply the weights"),
         ({"checkpoint-policy": "planned"}, "--checkpoint-policy: planned needs to know the steps of all checkpoints to come"),
         ({"checkpoint-policy": "planned", "checkpoint-every": "10m"}, "--checkpoint-policy: planned needs to know the steps"),
     ],

@@ -151,7 +151,7 @@ def test_the_page_has_what_each_label_has(run: Path) -> None:
     ("changed", "message"),
     [
         (["--label-weights", "seconds=9"], "--label-weights: must be what the run was started with, {'seconds': 0.1}; got {'seconds': 9.0}"),
-        (["--loss", "losses.py:both"], "--label-weights: is for the losses of the labels' kinds"),
+        (["--loss", "losses.py:both"], "--label-weights: cannot be given with --loss"),
         ([], "is at the end of"),
     ],
 )  # fmt: skip

@@ -112,7 +112,7 @@ def test_from_one_server_of_its_own_to_four_to_three_without_parity(
     # Rows that an earlier call wrote move, too.
     training = hold(case.go_on(run), 20)
     asked("add", run, "local", "local", "local")
-    assert "shard 1, 2, 3 joins: rows move" in capsys.readouterr().out
+    assert "shard 1, 2, 3 joins: rows are moving" in capsys.readouterr().out
     # One at a time.
     assert main(["stores", "remove", str(run), "0"]) == 2
     assert "its rows are on their way to other store shards already" in capsys.readouterr().err

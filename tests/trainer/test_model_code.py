@@ -231,7 +231,7 @@ def test_a_checkpoint_goes_on_with_other_code_that_is_accepted(home: Home, click
     ]
     assert [event["kind"] for event in read_events(Path("on"))].count("code-accepted") == 1
     line = refused("train", clicks.schedule, "--run", "new", *TRAINING, "--accept-model")
-    assert line.startswith("--accept-model: is for a run that goes on; give it with --resume or --from")
+    assert line.startswith("--accept-model: is for continuing a run; give it with --resume or --from")
 
 
 def test_a_loss_of_ones_own_is_code_of_the_model(home: Home, clicks: Clicks) -> None:

@@ -43,7 +43,7 @@ def test_a_run_that_trains_tells_its_trainers_lanes_and_copies(tmp_path: Path, c
         "lane 1  trainer 2  copies: trainer 0 (200 of 500 slots seeded)",
         "lane 2  trainer 2  copies: trainer 0 (not seeded yet)",
         "store shards: 2 ok, 1 rebuilding",
-        "the loss of a trainer is not survived now: no other has all of lane 1, 2",
+        "the run would not survive the loss of a trainer now: no other trainer has a complete copy of lane 1, 2",
     ]
     told = json.loads((tmp_path / "told.json").read_text())
     assert (told["survives"], told["shards"]) == (False, {"ok": 2, "rebuilding": 1})

@@ -15,39 +15,40 @@ from foreload.trainer.job.job_values import POLICIES
 
 def add_to(commands: Any) -> None:
     """Declare the commands."""
-    checkpoint = add_group(commands, "checkpoint", "save all of a run, and look at what was saved")
+    checkpoint = add_group(commands, "checkpoint", "save a run to checkpoints, and manage these")
     saved = add_command(
-        checkpoint, "save", (_save, "save_checkpoint"), "save all of a stopped run, or of one that trains",
-        "Saves every row ever trained, the dense part with its optimizer, and what the run is, into the folder step-N of --to, N being the last step "
-        "trained; `foreload train --from` makes a run of it, on any store. Where --to has one of the run, it may be an increment, of the rows that "
-        "changed since. Whole, or not at all. A run that is being trained saves it behind its next step, as it was told to save its own.",
+        checkpoint, "save", (_save, "save_checkpoint"), "save a checkpoint of a run, which may be stopped or training",
+        "Saves every row ever trained, the dense part with its optimizer, and the run's manifest to the folder step-N in --to, where N is the last "
+        "step trained. `foreload train --from` makes a run of it, on any store. If --to already has a checkpoint of the run, the new one may be an "
+        "increment, which has only the rows that changed since. The checkpoint is written completely or not at all. A run that is training saves it "
+        "after its next step, by its own --checkpoint-policy and --checkpoint-bits.",
     )  # fmt: skip
     saved.add_argument(
         "--to",
         metavar="DIR|URL",
-        help="folder for checkpoints, or its URL in an object store (default: checkpoints in RUN, which goes with the run)",
+        help="folder for checkpoints, or its URL in an object store (default: checkpoints in RUN, which are deleted with the run)",
     )
     _add_kind(saved)
     listed = add_plain(
-        checkpoint, "list", (_list, "checkpoints"), "what checkpoints there are",
-        "Names the checkpoints in a folder, or of a run. Exits with 2 if one cannot be used."
+        checkpoint, "list", (_list, "checkpoints"), "list checkpoints",
+        "Lists the checkpoints in a folder, or those of a run. Exits with status 2 if one of them cannot be used."
     )  # fmt: skip
-    listed.add_argument("folder", metavar="DIR|URL|RUN", help="a folder of checkpoints, or a run's")
+    listed.add_argument("folder", metavar="DIR|URL|RUN", help="a folder of checkpoints, or the folder of a run")
     add_json(listed, "result")
     verified = add_plain(
-        checkpoint, "verify", (_verify, "checkpoints"), "whether a checkpoint is as it was saved",
-        "Reads every file of a checkpoint and compares it with its checksum. Names what is damaged, and exits with 2 then.",
+        checkpoint, "verify", (_verify, "checkpoints"), "check that a checkpoint is as it was saved",
+        "Reads every file of a checkpoint and compares it with its checksum. If a file is damaged, names it and exits with status 2.",
     )  # fmt: skip
     compacted = add_plain(
-        checkpoint, "compact", (_compact, "save_checkpoint"), "make one of an increment that needs no other",
-        "Writes a checkpoint with all rows of an increment, and of those that it needs, which stay. Of an exact one it is what saving all rows would "
-        "have written.",
+        checkpoint, "compact", (_compact, "save_checkpoint"), "make a checkpoint with all rows of an increment",
+        "Combines an increment with the checkpoints that it needs into one checkpoint with all rows. The old checkpoints stay. If the weights are "
+        "exact, the result is what saving all rows would have written.",
     )  # fmt: skip
-    compacted.add_argument("--to", metavar="DIR|URL", required=True, help="folder of checkpoints for it")
+    compacted.add_argument("--to", metavar="DIR|URL", required=True, help="folder of checkpoints to write it to")
     restored = add_plain(
         checkpoint, "restore", (_restore, "train"), "make a stopped run of a checkpoint",
-        "Makes a run of a checkpoint, on any store, as if it had stopped cleanly there: `foreload evaluate`, `export` and the like know it, and "
-        "`foreload train --resume` goes on with it. `foreload train --from` does both at once.",
+        "Makes a run of a checkpoint, on any store, as if the run had stopped cleanly after the checkpoint's step. `foreload evaluate`, `export` and "
+        "other commands then work with it, and `foreload train --resume` continues it. `foreload train --from` restores and continues in one call.",
     )  # fmt: skip
     restored.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder that `foreload checkpoint save` wrote, or its URL")
     add_arguments(restored, TrainJob, RESTORED_SETTINGS)
@@ -57,9 +58,9 @@ def add_to(commands: Any) -> None:
         "delete",
         (_delete, "checkpoints"),
         "delete a checkpoint",
-        "Deletes a checkpoint; asks nothing. Refuses where others need it.",
+        "Deletes a checkpoint without asking. Refuses if other checkpoints need it.",
     )
-    deleted.add_argument("--with-increments", action="store_true", help="delete those that need it, too")
+    deleted.add_argument("--with-increments", action="store_true", help="also delete the checkpoints that need it")
     for one in (verified, compacted, deleted):
         one.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder that `foreload checkpoint save` wrote, or its URL")
         add_json(one, "result")
@@ -73,18 +74,19 @@ RESTORED_SETTINGS = (
 def _add_kind(saved: argparse.ArgumentParser) -> None:
     saved.add_argument(
         "--policy", choices=POLICIES, default="intermittent",
-        help="what it has: full: all rows; one-shot: what changed since the first one with all rows; consecutive: since the last one; intermittent "
-        "(the default): as one-shot, with a new one with all rows once that costs less; planned: so that least is written up to the schedule's end",
+        help="which rows to save: full: all; one-shot: those changed since the first checkpoint with all rows; consecutive: those changed since the "
+        "last checkpoint; intermittent (the default): as one-shot, but all rows again once that costs less; planned: those with which the least is "
+        "written up to the schedule's end",
     )  # fmt: skip
     saved.add_argument(
         "--every", metavar="STEPS", type=_steps, help="with --policy planned: steps between the checkpoints that will be saved"
     )
     saved.add_argument(
-        "--base", metavar="NAME", help="the one in --to of which it is to be an increment (default: as the policy says)"
+        "--base", metavar="NAME", help="checkpoint in --to on which the increment is based (default: the policy chooses)"
     )
     saved.add_argument(
         "--bits", metavar="N", default=BITS[0], type=_bits,
-        help="bits of a weight: 32 (exact, the default), 8, 4, 3, 2, or auto: by the restores to expect",
+        help="bits of a weight: 32 (exact, the default), 8, 4, 3, 2, or auto, which depends on the number of restores to expect",
     )  # fmt: skip
     saved.add_argument(
         "--failures-a-day", metavar="N", default=1.0, type=_rate, help="how often the job fails, for --bits auto (default: 1)"
@@ -93,7 +95,7 @@ def _add_kind(saved: argparse.ArgumentParser) -> None:
         "--keep",
         metavar="N",
         type=_count,
-        help="delete the run's older ones there but N, those needed by others besides (default: keep all)",
+        help="keep the run's N newest checkpoints there, and those that they need; delete its older ones (default: keep all)",
     )
 
 

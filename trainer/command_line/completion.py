@@ -36,9 +36,9 @@ def add_to(commands: Any, top: argparse.ArgumentParser) -> None:
         top: the parser of the whole command line. When the command runs, it has all other commands.
     """
     completion = add_plain(
-        commands, "completion", partial(_completion, top), "print what completes this command line in a shell",
+        commands, "completion", partial(_completion, top), "print a script that completes foreload's command line in a shell",
         "Prints a script by which bash or zsh completes commands, flags, values and paths. In bash: source <(foreload completion bash), "
-        "once or in ~/.bashrc; in zsh: foreload completion zsh > a file _foreload in a folder of $fpath.",
+        "once or in ~/.bashrc. In zsh: save the output of foreload completion zsh as the file _foreload in a folder of $fpath.",
     )  # fmt: skip
     completion.add_argument("shell", choices=SHELLS, help="the shell")
 

@@ -25,20 +25,28 @@ def add_to(commands: Any) -> None:
     _add_check(commands)
     evaluate = add_command(
         commands, "evaluate", (_evaluate, "evaluate"), "measure a run's model on held-out data",
-        "Computes log loss, AUC and normalised entropy of the model, of a number RMSE and MAE, on the evaluation steps of a schedule.",
+        "Computes the model's log loss, AUC and normalised entropy, or RMSE and MAE if the label is a number, on the evaluation steps of a schedule.",
         or_checkpoint=True,
     )  # fmt: skip
     evaluate.add_argument(
-        "schedule", nargs="?", metavar="SCHEDULE", type=a_path("SCHEDULE"), help="evaluate on this one instead of the run's own"
+        "schedule",
+        nargs="?",
+        metavar="SCHEDULE",
+        type=a_path("SCHEDULE"),
+        help="schedule to evaluate on, instead of the run's own",
     )
     add_accept_model(evaluate)
     _add_predict(commands)
     lookup = add_command(
-        commands, "lookup", (_lookup, "lookup"), "rows of a run's model by raw value",
-        "Prints the embedding of each value of a table, encoded as the schedule says: value, id, whether the row was trained (else it has its "
-        "initial value), and the vector.", or_checkpoint=True,
+        commands, "lookup", (_lookup, "lookup"), "print rows of a run's model by raw value",
+        "Encodes each value as the schedule says and prints its embedding: value, id, whether the row was trained (if not, it has its initial "
+        "weights), and the vector.", or_checkpoint=True,
     )  # fmt: skip
-    lookup.add_argument("table", metavar="TABLE", help="as the feature file names it; a feature of its own has one of its name")
+    lookup.add_argument(
+        "table",
+        metavar="TABLE",
+        help="name of the table in the feature file; if a feature does not share its table, the table has the feature's name",
+    )
     lookup.add_argument("values", nargs="+", metavar="VALUE", help="raw values; an empty one is a missing value")
     lookup.add_argument("--ids", action="store_true", help="the values are ids")
     add_schedule(lookup)
@@ -54,8 +62,8 @@ def add_to(commands: Any) -> None:
 def _add_check(commands: Any) -> None:
     check = add_plain(
         commands, "check-model", (_check_model, "check_model"), "try a model of your own on synthetic samples",
-        "Builds a model for a feature file and runs it forward and backward on synthetic samples, without data, store or run, and with --loss a loss "
-        "of your own; says in one line what is wrong, if anything is, or what the model is.",
+        "Builds a model for a feature file and runs it forward and backward on synthetic samples. Needs no data, store or run. With --loss, also "
+        "tries a loss of your own. Prints what is wrong in one line, or a summary of the model if nothing is.",
     )  # fmt: skip
     check.add_argument(
         "model", metavar="MODEL", help="file.py:Class or package.module:Class, as `foreload train --model` takes it"
@@ -65,7 +73,7 @@ def _add_check(commands: Any) -> None:
         required=True,
         metavar="FILE.toml",
         type=a_path("--features"),
-        help="the feature file of the data that it is for",
+        help="the feature file of the data",
     )
     add_arguments(check, TrainJob, _OF_MODELS)
     add_json(check, "result")
@@ -74,19 +82,19 @@ def _add_check(commands: Any) -> None:
 def _add_export(commands: Any) -> None:
     export = add_command(
         commands, "export", (_export, "export"), "write a run's model to files",
-        "Writes every trained row as Parquet, one file a table with columns id, weight and state, and value where a vocabulary has "
-        "it, and the dense part as safetensors; encoding.json says how values become ids. With --since an increment: only the rows "
-        "that changed since, for `foreload apply`.", or_checkpoint=True,
+        "Writes every trained row as Parquet, one file per table with the columns id, weight and state, and value if the table has a vocabulary, and "
+        "the dense part as safetensors. encoding.json says how values become ids. With --since, writes an increment for `foreload apply`: only the "
+        "rows that changed since.", or_checkpoint=True,
     )  # fmt: skip
     export.add_argument(
         "--since",
         metavar="STEP|CHECKPOINT|EXPORT",
-        help="write the increment that goes on from the model after that step, of that checkpoint or export",
+        help="write an increment, based on the model after this step, or on that of this checkpoint or export",
     )
     export.add_argument(
         "--best",
         action="store_true",
-        help="of a run: export its checkpoint with the best evaluation (`train --keep-best`) instead",
+        help="for a run: export its checkpoint with the best evaluation (`train --keep-best`) instead",
     )
     _add_torch(export)
     add_schedule(export)
@@ -97,30 +105,31 @@ def _add_export(commands: Any) -> None:
 def _add_torch(export: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--format", choices=("parquet", "torch"), default="parquet",
-        help="torch: a model to be served, with a model.py that loads it and takes raw records; neither foreload nor the model's class is needed",
+        help="torch: a model for serving, with a model.py that loads it and takes raw records; it needs neither foreload nor the model's class",
     )  # fmt: skip
-    export.add_argument("--onnx", action="store_true", help="with torch: write the dense part as dense.onnx, too")
+    export.add_argument("--onnx", action="store_true", help="with torch: also write the dense part as dense.onnx")
     export.add_argument(
         "--dense", choices=("program", "weights"), default="program",
-        help="with torch: the dense part as torch.export follows it (default), or its parameters alone, to be loaded into the model's class",
+        help="with torch: the dense part as a program that torch.export traces (default), or only its parameters, to load into the model's class",
     )  # fmt: skip
     export.add_argument(
         "--most-rows",
         type=int,
         metavar="N",
-        help="with torch: leave tables of more rows as Parquet, or at --rows-at (default: none)",
+        help="with torch: keep tables with more rows than this as Parquet, or at --rows-at (default: no limit)",
     )
     export.add_argument(
-        "--rows-at", metavar="URL", help="with torch: the Redis server to which `foreload apply` brings these tables, under --key"
+        "--rows-at", metavar="URL", help="with torch: the Redis server to which `foreload apply` writes these tables, under --key"
     )
-    export.add_argument("--key", metavar="TEMPLATE", help="with --rows-at: what keys are called there, as in `foreload apply`")
+    export.add_argument("--key", metavar="TEMPLATE", help="with --rows-at: the pattern of the keys there, as in `foreload apply`")
 
 
 def _add_apply(commands: Any) -> None:
     apply = add_plain(
-        commands, "apply", (_apply, "apply"), "bring an export to where it is served",
-        "Brings a full export to a folder or a Redis server where there is none yet, an increment to where the model is that it goes on from. One "
-        "out of order, applied already, or after a gap is refused, and nothing is changed. Whoever reads there sees the old model or the new one.",
+        commands, "apply", (_apply, "apply"), "write an export to the folder or server that serves it",
+        "Writes a full export to a folder or a Redis server that has none yet, or an increment to the place that has the model on which it is based. "
+        "Refuses an increment that is out of order, already applied, or after a gap, and changes nothing then. Readers see either the old model or "
+        "the new one.",
     )  # fmt: skip
     apply.add_argument("export", metavar="EXPORT", type=a_path("EXPORT"), help="a folder that `foreload export` wrote")
     apply.add_argument(
@@ -131,20 +140,20 @@ def _add_apply(commands: Any) -> None:
     )
     apply.add_argument(
         "--key", metavar="TEMPLATE",
-        help="what keys are called: with {table} and {id}, as emb:{table}:{id}, a string a row; with {table} alone a hash a table",
+        help="pattern of the keys: with {table} and {id}, such as emb:{table}:{id}, a string for each row; with {table} alone, a hash for each table",
     )  # fmt: skip
     apply.add_argument(
-        "--keep", type=int, default=0, metavar="N", help="how many versions before the new one can still be read (default: 0)"
+        "--keep", type=int, default=0, metavar="N", help="how many older versions stay readable beside the new one (default: 0)"
     )
     add_json(apply, "result")
 
 
 def _add_predict(commands: Any) -> None:
     predict = add_command(
-        commands, "predict", (_predict, "predict"), "what a run's model says of raw records",
-        "Writes the probability of each record, in order, or the number where the label is one: records are read and encoded as those that the run "
-        "was trained on, labels are not needed, and values never seen are as in evaluation. Malformed records are left out, as many as the "
-        "schedule's --max-rejects allows.",
+        commands, "predict", (_predict, "predict"), "predict raw records with a run's model",
+        "Writes the predicted probability of each record, in order, or the predicted number if the label is a number. Records are read and encoded "
+        "like those that the run was trained on; they need no labels. Values never seen in training are treated as in evaluation. Malformed records "
+        "are skipped, up to the schedule's --max-rejects.",
         or_checkpoint=True,
     )  # fmt: skip
     predict.add_argument(
@@ -152,23 +161,23 @@ def _add_predict(commands: Any) -> None:
         nargs="+",
         metavar="FILE",
         type=a_path("FILE"),
-        help="files or quoted globs, read in the order given; .gz and .zst too",
+        help="files or quoted globs, read in the order given; may be .gz or .zst",
     )
     predict.add_argument(
         "--out",
         required=True,
         metavar="SCORES",
-        help="file to write, .csv or .parquet, with a column score; of several labels one each, of its name",
+        help="file to write, .csv or .parquet, with a column score, or, with several labels, a column for each, named after it",
     )
     predict.add_argument(
         "--format", metavar="NAME", help="criteo, csv, tsv or parquet (default: as the files' names or the schedule say)"
     )
     predict.add_argument(
         "--steps-of", metavar="SCHEDULE", type=a_path("--steps-of"),
-        help="whose evaluation samples these records are, in order: the logits are then those of `foreload evaluate`, bit for bit",
+        help="schedule whose evaluation samples these records are, in order; the logits are then those of `foreload evaluate`, bit for bit",
     )  # fmt: skip
     predict.add_argument(
-        "--logits", action="store_true", help="write logits instead of probabilities; a column score is called logit then"
+        "--logits", action="store_true", help="write logits instead of probabilities; the column score is then called logit"
     )
     add_schedule(predict)
     add_accept_model(predict)
@@ -241,7 +250,7 @@ def _export_torch(parsed: argparse.Namespace, path: str) -> int:
     from foreload.trainer.serving.torch_folder import TorchOptions
 
     if parsed.since is not None:
-        raise SettingError("--since: is for --format parquet; a model to be served is whole")
+        raise SettingError("--since: is for --format parquet; --format torch writes the whole model; leave one of them out")
     options = TorchOptions(parsed.dense == "program", parsed.onnx, parsed.most_rows, parsed.rows_at, parsed.key)
     about = export_torch.run(path, parsed.store, parsed.out, options, parsed.schedule, parsed.accept_model)
     rows = sum(table["rows"] for table in about["tables"])

@@ -40,29 +40,31 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 def add_to(commands: Any) -> None:
     """Declare the commands."""
     listed = add_plain(
-        commands, "history", (_history, "history"), "what runs took: steps, times, memory",
-        "Lists the profiles that runs left at their end, the oldest first: model, schedule, trainers and store, milliseconds a step, memory. "
+        commands, "history", (_history, "history"), "list the steps, times and memory of past runs",
+        "Lists the profiles that runs record at their end, the oldest first: model, schedule, trainers and store, milliseconds a step, memory. "
         "`foreload plan` predicts from them.",
     )  # fmt: skip
     _add_history(listed)
     add_json(listed, "profiles")
     plan = add_plain(
-        commands, "plan", (_plan, "plan"), "how many trainers, store shards and slots a schedule is best trained with",
-        "Predicts, from what the schedule states of its steps and from profiles of runs on this machine, how long it would train with other numbers "
-        "of trainers, store shards and slots, and what that costs; tells which of them no other one beats, which one to take and why, and the "
-        "command lines. Where no profile tells, a few seconds of the schedule are run.",
+        commands, "plan", (_plan, "plan"), "choose the numbers of trainers, store shards and slots for a schedule",
+        "Predicts how long a schedule would train with other numbers of trainers, store shards and slots, and what that costs, from the schedule's "
+        "steps and from profiles of runs on this machine. Prints the choices that no other one beats in both time and cost, the one to take and why, "
+        "and the command lines. If a profile is missing, trains a few seconds of the schedule to measure one.",
     )  # fmt: skip
     plan.add_argument("schedule", metavar="SCHEDULE", type=a_path("SCHEDULE"), help="the folder that `foreload prepare` wrote")
-    group = plan.add_argument_group("what there is, and what is wanted")
+    group = plan.add_argument_group("resources and goals")
     group.add_argument(
         "--pool",
         metavar="cores=N,memory=SIZE,stores=N",
-        help="what may be used; by default this machine's, and up to 5 store shards",
+        help="resources that may be used; by default those of this machine, and up to 5 store shards",
     )
-    group.add_argument("--deadline", metavar="TIME", help="the cheapest that ends within this time, such as 90s, 10m or 2h")
-    group.add_argument("--budget", metavar="X", help="the fastest that costs at most so many core hours")
-    group.add_argument("--gb-price", metavar="X", default="0.13", help="what a GB hour costs, in core hours (default 0.13)")
-    group.add_argument("--plot", metavar="FILE", help="draw all choices there, by time and cost")
+    group.add_argument(
+        "--deadline", metavar="TIME", help="choose the cheapest that ends within this time, such as 90s, 10m or 2h"
+    )
+    group.add_argument("--budget", metavar="X", help="choose the fastest that costs at most this many core hours")
+    group.add_argument("--gb-price", metavar="X", default="0.13", help="price of a GB hour, in core hours (default 0.13)")
+    group.add_argument("--plot", metavar="FILE", help="draw all choices by time and cost to this file")
     _add_history(group)
     add_arguments(plan, TrainJob, _OF_THE_JOB)
     plan.add_argument("--job", metavar="FILE.toml", type=a_path("--job"), help="take settings of the training from this file")
@@ -72,10 +74,10 @@ def add_to(commands: Any) -> None:
 
 def _add_report(commands: Any) -> None:
     report = add_plain(
-        commands, "report", (_report, "report"), "a page to look at, of a run, of two, or of a schedule",
-        "Writes one HTML file, which needs nothing from elsewhere: of a run, which may be training, losses and metrics, throughput, where step time "
-        "goes, the cache, store shards over time, slots and memory, calibration, the settings; of two runs the same beside each other; of a schedule "
-        "rows by frequency, the working set over time, arrivals against slots, tables' shares.",
+        commands, "report", (_report, "report"), "write an HTML page about a run, two runs, or a schedule",
+        "Writes one self-contained HTML file. For a run, which may be training: losses and metrics, throughput, where step time goes, the cache, "
+        "store shards over time, slots and memory, calibration, and the settings. For two runs: the same, side by side. For a schedule: rows by "
+        "frequency, the working set over time, arrivals against slots, and each table's share.",
     )  # fmt: skip
     report.add_argument(
         "place", metavar="RUN|SCHEDULE", type=a_path("RUN|SCHEDULE"), help="the folder of a run, or of a schedule"
@@ -84,7 +86,7 @@ def _add_report(commands: Any) -> None:
     report.add_argument(
         "--out",
         metavar="FILE",
-        help="where to; by default report.html in RUN, of two runs or a schedule NAME-report.html in this folder",
+        help="file to write; by default report.html in RUN, or, for two runs or a schedule, NAME-report.html in the working directory",
     )
 
 
@@ -100,7 +102,7 @@ def _add_history(command: Any) -> None:
         "--history",
         metavar="FILE",
         type=a_path("--history"),
-        help="the file of the profiles; by default that in the user's data folder",
+        help="file of the profiles; by default the one in the user's data folder",
     )
 
 
@@ -113,7 +115,9 @@ def _history(parsed: argparse.Namespace) -> int:
 
 def _plan(parsed: argparse.Namespace) -> int:
     if parsed.deadline is not None and parsed.budget is not None:
-        raise SettingError("--deadline and --budget: only one of them can be given; each names what the other is to be least in")
+        raise SettingError(
+            "--deadline and --budget: only one of them can be given; --deadline minimises the cost, --budget the time"
+        )
     deadline = None if parsed.deadline is None else _seconds(parsed.deadline)
     budget = None if parsed.budget is None else _positive("--budget", parsed.budget)
     price = _positive("--gb-price", parsed.gb_price, zero=True)
@@ -169,6 +173,6 @@ def _pool(text: str | None) -> tuple[int, int, int]:
             pool[name] = int(value)
         else:
             raise SettingError(
-                f"--pool: must be cores=N, memory=SIZE and stores=N, any of them, with commas between; got {part!r}"
+                f"--pool: must be cores=N, memory=SIZE and stores=N, any of them, separated by commas; got {part!r}"
             )
     return pool["cores"], pool["memory"], pool["stores"]

@@ -47,7 +47,7 @@ def add_command(
     added.add_argument(
         "--store",
         metavar="URL,...",
-        help="URLs of the run's store shards, where they need a password that FORELOAD_STORE_PASSWORD does not give",
+        help="URLs of the run's store shards, if they need a password that FORELOAD_STORE_PASSWORD does not give",
     )
     add_json(added, "result")
     return added
@@ -67,7 +67,7 @@ def add_moved(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--moved",
         action="store_true",
-        help="RUN was moved to where it is now, from another disk or host, and no other copy of it is still used",
+        help="confirm that RUN was moved here from another disk or host, and that no other copy of it is still used",
     )
 
 
@@ -86,7 +86,7 @@ def add_accept_model(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--accept-model",
         action="store_true",
-        help="go on although the code of the model is not what it was trained with; the run notes that",
+        help="continue although the code of the model is not the code that it was trained with; the run records that",
     )
 
 
@@ -112,7 +112,7 @@ def add_group(commands: Any, name: str, help: str) -> Any:
 
 def add_json(command: argparse.ArgumentParser, what: str) -> None:
     """Add --json to a command that prints a result."""
-    command.add_argument("--json", metavar="FILE", type=a_path("--json"), help=f"write the {what} there too, for programs")
+    command.add_argument("--json", metavar="FILE", type=a_path("--json"), help=f"also write the {what} to this file, as JSON")
 
 
 def check_json(path: str | Path | None) -> None:

@@ -18,77 +18,79 @@ DAMAGED = 4
 
 # The launcher checks the new server before it answers.
 _REPLACE_TIMEOUT = timedelta(minutes=1)
-_NEW_HELP = "URL of an empty server; local: one more of the run's own, where it has such"
-_SERVERS_HELP = "servers, as --store takes them"
+_NEW_HELP = "URL of an empty server, or local: one more local server, for a run that has these"
+_SERVERS_HELP = "URLs of servers, as in --store"
 
 
 def add_to(commands: Any) -> None:
     """Declare the commands."""
-    _add_stores(add_group(commands, "stores", "look at a run's store shards"))
+    _add_stores(add_group(commands, "stores", "show and change a run's store shards"))
     deleted = add_command(
-        commands, "delete", (_delete, "rows"), "delete a run, its rows on the store too",
-        "Deletes a run's rows on its store shards, its local stores and its folder; asks nothing. A run that trains is refused, and so is a copy of "
-        "a run's folder, whose rows are another one's. Where a shard cannot be reached, it says what is left there, and exits with 2.",
+        commands, "delete", (_delete, "rows"), "delete a run, including its rows on the store",
+        "Deletes a run's rows on its store shards, its local stores and its folder, without asking. Refuses a run that trains, and a copy of a run's "
+        "folder, because the rows belong to the original. If a shard cannot be reached, prints what is left there and exits with status 2.",
     )  # fmt: skip
     add_moved(deleted)
     deleted.add_argument(
-        "--force", action="store_true", help="delete the rows even if they are another folder's; says whose they were"
+        "--force", action="store_true", help="delete the rows even if they belong to another folder, and print which one"
     )
     scrubbed = add_command(
-        commands, "scrub", (_scrub, "scrub"), "check the parity of a run's rows, and repair them",
-        "Reads every stripe of a run, also while it is trained. Repairs a row that is missing, or has a wrong id or tag, a parity row that is "
-        "missing, and what several parity rows single out; names every other stripe that does not agree, leaves it alone, and exits with 4.",
+        commands, "scrub", (_scrub, "scrub"), "check a run's rows against their parity, and repair them",
+        "Reads every stripe of a run, which may be training. Repairs rows that are missing or have a wrong id or tag, parity rows that are missing, "
+        "and rows that several parity rows identify as wrong. Names every other stripe whose rows and parity do not match, leaves it as it is, and "
+        "exits with status 4.",
     )  # fmt: skip
     add_moved(scrubbed)
 
 
 def _add_stores(commands: Any) -> None:
     add_command(
-        commands, "status", (_stores_status, "stores"), "whether each shard is up, and what it holds",
-        "Asks each store shard of a run for its state, rows and memory. Exits with 2 if one is down or lost.",
+        commands, "status", (_stores_status, "stores"), "show whether each shard is up, and what it holds",
+        "Asks each store shard of a run for its state, rows and memory. Exits with status 2 if one is down or lost.",
     )  # fmt: skip
     replaced = add_plain(
-        commands, "replace", _stores_replace, "use another server in place of a shard's, while the run trains",
-        "Has a run that trains use another, empty server in place of a store shard's; its rows are rebuilt there from parity.",
+        commands, "replace", _stores_replace, "replace a shard's server while the run trains",
+        "Makes a run that trains use another, empty server for a store shard. The shard's rows are rebuilt there from parity.",
     )  # fmt: skip
     replaced.add_argument("run", metavar="RUN", type=a_path("RUN"), help="the folder of a run that trains")
-    replaced.add_argument("old", metavar="OLD", help="the URL of the shard's server now, or the shard's number")
+    replaced.add_argument("old", metavar="OLD", help="the URL of the shard's present server, or the shard's number")
     replaced.add_argument("new", metavar="NEW", help="the URL of an empty server")
     added = add_command(
-        commands, "add", (_stores_add, "migrate"), "have further servers hold a part of the rows",
-        "Has rows move to further, empty servers, so that all hold alike: while the run trains, and returns at once then, or of a stopped run.",
+        commands, "add", (_stores_add, "migrate"), "add servers, and migrate a part of the rows to them",
+        "Migrates rows to further, empty servers, so that all servers hold about the same number. If the run trains, the command returns at once, "
+        "and the trainers migrate the rows. If the run is stopped, the command migrates them.",
     )  # fmt: skip
     added.add_argument("urls", nargs="+", metavar="URL", help=_NEW_HELP)
     removed = add_command(
-        commands, "remove", (_stores_remove, "migrate"), "have the other servers hold a shard's rows, and do without it",
-        "Has all rows of a store shard move to the others; then the run uses its server no more, and removes what it has there. While the run "
-        "trains, and returns at once then, or of a stopped run.",
+        commands, "remove", (_stores_remove, "migrate"), "migrate a shard's rows to the other servers, and remove the shard",
+        "Migrates all rows of a store shard to the others. Then the run no longer uses the shard's server, and deletes its data there. If the run "
+        "trains, the command returns at once, and the trainers migrate the rows. If the run is stopped, the command migrates them.",
     )  # fmt: skip
     removed.add_argument("shard", metavar="SHARD", help="the shard's number, or the URL of its server")
     moved = add_command(
-        commands, "move", (_stores_move, "migrate"), "have another server hold a shard's rows, which both serve meanwhile",
-        "Has all rows of a store shard move to another, empty server, which is a further shard; then the run uses the old one no more, and removes "
-        "what it has there. Nothing is decoded, and no loss less survived meanwhile. While the run trains, and returns at once then, or of a run "
-        "that rests.",
+        commands, "move", (_stores_move, "migrate"), "migrate a shard's rows to another server, while both serve them",
+        "Migrates all rows of a store shard to another, empty server, which becomes a new shard. Then the run no longer uses the old server, and "
+        "deletes its data there. No row is decoded from parity, and the run survives as many losses as before all the while. If the run trains, the "
+        "command returns at once, and the trainers migrate the rows. If the run is stopped, the command migrates them.",
     )  # fmt: skip
     moved.add_argument("old", metavar="OLD", help="the shard's number, or the URL of its server")
     moved.add_argument("new", metavar="NEW", help=_NEW_HELP)
     for changed in (added, removed, moved):
         add_moved(changed)
     listed = add_plain(
-        commands, "list", (_stores_list, "rows"), "what runs have rows on servers",
-        "Names every namespace that has rows on the servers, with its size and the run that it is of. Exits with 2 if one is down.",
+        commands, "list", (_stores_list, "rows"), "list the runs that have rows on servers",
+        "Lists every namespace that has rows on the servers, with its size and its run. Exits with status 2 if a server is down.",
     )  # fmt: skip
     listed.add_argument("urls", metavar="URL[,URL...]", help=_SERVERS_HELP)
     add_json(listed, "result")
     gone = add_plain(
         commands, "delete", (_stores_delete, "rows"), "delete the rows of a run whose folder was lost",
-        "Deletes a namespace from servers, whatever run it is of; asks nothing. One of a run that trains on this host is refused. Exits with 2 if "
-        "rows are left.",
+        "Deletes a namespace from servers without asking, whichever run it belongs to. Refuses the namespace of a run that trains on this host. "
+        "Exits with status 2 if rows are left.",
     )  # fmt: skip
     gone.add_argument("urls", metavar="URL[,URL...]", help=_SERVERS_HELP)
-    gone.add_argument("namespace", metavar="NAMESPACE", help="as `foreload stores list` names it")
-    gone.add_argument("--force", action="store_true", help="even if its run trains, which that ends")
+    gone.add_argument("namespace", metavar="NAMESPACE", help="the namespace, as `foreload stores list` prints it")
+    gone.add_argument("--force", action="store_true", help="delete it even if its run trains; this ends the training")
     add_json(gone, "result")
 
 
@@ -107,8 +109,8 @@ def _stores_replace(parsed: argparse.Namespace) -> int:
     answer = ask(Path(parsed.run), AskReplace(parsed.old, parsed.new), _REPLACE_TIMEOUT)
     if answer is None:
         raise RunError(
-            f"run {parsed.run}: is not being trained; foreload train --run {parsed.run} --resume --store URL,... with the new server in the place "
-            "of the old one uses that, and rebuilds the shard there"
+            f"run {parsed.run}: is not being trained; resume it by `foreload train --run {parsed.run} --resume --store URL,...`, with the new server "
+            "in the place of the old one, to rebuild the shard there"
         )
     if isinstance(answer, Refused):
         raise RunError(f"stores replace: {answer.error}")

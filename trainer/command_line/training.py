@@ -30,15 +30,17 @@ def add_to(commands: Any) -> None:
     """Declare the commands."""
     train = add_plain(
         commands, "train", (_train, "train"), "train a model from a schedule",
-        "Trains a model from a schedule. Ctrl-C stops after the step, with everything saved; --resume goes on.",
+        "Trains a model from a schedule. Ctrl-C stops after the current step, with everything saved; --resume continues.",
     )  # fmt: skip
-    train.epilog = 'Every flag can also stand in the table [train] of a job file, as in `row-optimizer = "adagrad"`; flags win.'
+    train.epilog = (
+        'Every flag can also be set in the table [train] of a job file, as in `row-optimizer = "adagrad"`; flags take precedence.'
+    )
     train.formatter_class = argparse.RawDescriptionHelpFormatter
     _add_settings(train)
     status = add_plain(
-        commands, "status", (_status, "status"), "how far a run is, and who has which lanes",
-        "Tells how far a run is. While it trains: its term, its trainers with their lanes and processes, which of them have copies of which "
-        "lanes and how far these are, and whether the loss of a trainer is survived now.",
+        commands, "status", (_status, "status"), "show how far a run is, and which trainer has which lanes",
+        "Shows how far a run is. If it trains, also shows its term, its trainers with their lanes and processes, which trainers have copies of which "
+        "lanes and how complete these are, and whether the run would survive the loss of a trainer now.",
     )  # fmt: skip
     status.add_argument("run", metavar="RUN", type=a_path("RUN"), help="the folder that `foreload train --run` wrote")
     add_json(status, "result")
@@ -50,10 +52,10 @@ def add_to(commands: Any) -> None:
 def _add_join(commands: Any) -> None:
     join = add_plain(
         commands, "join", (_join, "join"), "train as one more trainer of a job on another host",
-        "Offers a trainer on this host to `foreload train --coordinator HOST:PORT`, before training begins or while it goes on, and stays until "
-        "it has ended. Ctrl-C hands its lanes over to the others, and leaves. Of the run's folder nothing is needed here.",
+        "Joins `foreload train --coordinator HOST:PORT` with a trainer on this host, before training begins or during it, and stays until training "
+        "has ended. Ctrl-C hands the trainer's lanes over to the others, and leaves. The run's folder is not needed on this host.",
     )  # fmt: skip
-    join.add_argument("coordinator", metavar="HOST:PORT", help="what `foreload train --coordinator` was given")
+    join.add_argument("coordinator", metavar="HOST:PORT", help="the address given to `foreload train --coordinator`")
     join.add_argument(
         "--token-file",
         metavar="FILE",
@@ -64,21 +66,19 @@ def _add_join(commands: Any) -> None:
         "--schedule",
         metavar="PATH",
         type=a_path("--schedule"),
-        help="the schedule on this host, where it is not in the same place as there",
+        help="path of the schedule on this host, if it differs from that on the coordinator's host",
     )
     join.add_argument(
         "--address",
         metavar="HOST",
-        help="address of this host at which other trainers reach it; by default that towards the coordinator",
+        help="address at which other trainers reach this host; by default the one from which this host reaches the coordinator",
     )
     join.add_argument(
         "--store",
         metavar="URL,...",
-        help="the store shards as this host reaches them, in the coordinator's order, where that takes other URLs",
+        help="URLs by which this host reaches the store shards, in the coordinator's order, if they differ from the coordinator's",
     )
-    join.add_argument(
-        "--wait", metavar="S", type=float, default=300.0, help="seconds for the coordinator to be there (default 300)"
-    )
+    join.add_argument("--wait", metavar="S", type=float, default=300.0, help="seconds to wait for the coordinator (default 300)")
 
 
 def _join(parsed: argparse.Namespace) -> int:
@@ -91,13 +91,16 @@ def _join(parsed: argparse.Namespace) -> int:
 
 def _add_scale(commands: Any) -> None:
     scale = add_plain(
-        commands, "scale", (_scale, "scale"), "train with more or fewer trainers, while the run trains",
-        "Has a run that trains go on with N trainers, from where it is: new ones are started and get copies of lanes first, then "
-        "lanes are handed over; trainers that are too many hand theirs over and leave. The model does not depend on it. Returns when it is done.",
+        commands, "scale", (_scale, "scale"), "change the number of trainers while a run trains",
+        "Changes the number of trainers of a run that trains. New trainers are started and first get copies of lanes; then they take lanes over. "
+        "Trainers that are no longer needed hand their lanes over and leave. The model does not depend on the number of trainers. Returns when the "
+        "change is done.",
     )  # fmt: skip
     scale.add_argument("run", metavar="RUN", type=a_path("RUN"), help="the folder of a run that trains")
-    scale.add_argument("trainers", metavar="N", type=int, help="how many trainers, 1 to the schedule's lanes")
-    scale.add_argument("--no-wait", action="store_true", help="return at once; it is done meanwhile")
+    scale.add_argument(
+        "trainers", metavar="N", type=int, help="the new number of trainers, 1 to the number of the schedule's lanes"
+    )
+    scale.add_argument("--no-wait", action="store_true", help="return at once, without waiting for the change")
 
 
 def _scale(parsed: argparse.Namespace) -> int:
@@ -109,17 +112,17 @@ def _scale(parsed: argparse.Namespace) -> int:
 
 def _add_drill(drills: Any) -> None:
     lost = add_plain(
-        drills, "lost-shard", (_drill_shard, "lost_shard"), "train, kill a store shard on the way, and see what that does to the training",
-        "Trains, kills a local store shard at a step, and goes on. Reports the longest gap between steps and the throughput meanwhile, "
-        "and draws it in RUN/drill.png. Without SCHEDULE, clicks are synthetic; without --run and --store, these are drill and local:3.",
+        drills, "lost-shard", (_drill_shard, "lost_shard"), "train, kill a store shard during training, and measure the effect",
+        "Trains, kills a local store shard after a step, and trains on. Reports the longest gap between steps and the throughput meanwhile, "
+        "and draws them in RUN/drill.png. Without SCHEDULE, it generates synthetic clicks. By default, --run is drill and --store is local:3.",
     )  # fmt: skip
     group = lost.add_argument_group("the drill")
     group.add_argument(
-        "--at", type=int, metavar="STEP", help="after this step (default: one of the second quarter, drawn by --seed)"
+        "--at", type=int, metavar="STEP", help="kill it after this step (default: a step in the second quarter, drawn by --seed)"
     )
     group.add_argument("--shard", type=int, metavar="N", help="kill this store shard (default: drawn by --seed)")
     group.add_argument(
-        "--stop", action="store_true", help="stop it (SIGSTOP) and let it go on later, instead of killing it (SIGKILL)"
+        "--stop", action="store_true", help="stop it (SIGSTOP) and continue it later, instead of killing it (SIGKILL)"
     )
     group.add_argument(
         "--down",
@@ -130,13 +133,14 @@ def _add_drill(drills: Any) -> None:
     _add_check(group)
     _add_settings(lost)
     trainer = add_plain(
-        drills, "lost-trainer", (_drill_trainer, "lost_trainer"), "train, kill a trainer on the way, and see what that does to the training",
-        "Trains with copies, kills a trainer in a step, and goes on. Reports the longest gap between steps, who took over what, and draws it in "
-        "RUN/drill.png. Without SCHEDULE, clicks are synthetic; without --run, --store, --trainers and --copies, these are drill, local:3, 2 and 2.",
+        drills, "lost-trainer", (_drill_trainer, "lost_trainer"), "train, kill a trainer during training, and measure the effect",
+        "Trains with copies, kills a trainer during a step, and trains on. Reports the longest gap between steps and which trainer took over which "
+        "lanes, and draws the throughput in RUN/drill.png. Without SCHEDULE, it generates synthetic clicks. By default, --run is drill, --store is "
+        "local:3, and --trainers and --copies are 2.",
     )  # fmt: skip
     group = trainer.add_argument_group("the drill")
     group.add_argument(
-        "--at", type=int, metavar="STEP", help="in this step (default: one of the second quarter, drawn by --seed)"
+        "--at", type=int, metavar="STEP", help="kill it during this step (default: a step in the second quarter, drawn by --seed)"
     )
     group.add_argument("--trainer", type=int, metavar="N", help="kill this trainer (default: drawn by --seed)")
     group.add_argument("--stop", action="store_true", help="stop it for good (SIGSTOP), instead of killing it (SIGKILL)")
@@ -147,16 +151,16 @@ def _add_drill(drills: Any) -> None:
 
 def _add_drill_scale(drills: Any) -> None:
     scale = add_plain(
-        drills, "scale", (_drill_scale, "scale_drill"), "train with more and fewer trainers, and see what each change costs",
-        "Trains, and has trainers join and leave while it does. Reports the longest gap between steps in each change and the throughput after it, "
-        "and draws it in RUN/drill.png. Without SCHEDULE, clicks are synthetic; without --run and --store, these are drill and local:3.",
+        drills, "scale", (_drill_scale, "scale_drill"), "train with more and fewer trainers, and measure what each change costs",
+        "Trains while trainers join and leave. Reports the longest gap between steps during each change and the throughput after it, "
+        "and draws them in RUN/drill.png. Without SCHEDULE, it generates synthetic clicks. By default, --run is drill and --store is local:3.",
     )  # fmt: skip
     group = scale.add_argument_group("the drill")
     group.add_argument(
         "--to",
         default="1,2,4,2,1",
         metavar="N,N,...",
-        help="numbers of trainers, the first from the beginning (default 1,2,4,2,1)",
+        help="numbers of trainers in turn; training begins with the first (default 1,2,4,2,1)",
     )
     _add_check(group)
     _add_settings(scale)

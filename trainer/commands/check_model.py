@@ -81,7 +81,7 @@ def run(
     warnings = []
     if not equal_samples_tie(module, spec):
         warnings.append(
-            "outputs of equal samples differ in their last bits by where they stand, so equal records may not tie in AUC"
+            "outputs of equal samples differ in their last bits by their place in the batch, so equal records may not tie in AUC"
         )
     mixing = mixes_samples(module)
     check_uses(module, spec)

@@ -319,7 +319,7 @@ def run(drill: Drill, check: bool, make: bool, start_process: StartProcess = Chi
     if figures.get("digest_undisturbed", summary.get("digest")) != summary.get("digest"):
         raise TrainerError(
             f"drill: the model is not that of an undisturbed run: digest {summary['digest']}, undisturbed {figures['digest_undisturbed']}; "
-            f"this must not be: please report it with {place / SUMMARY}"
+            f"this is a bug: please report it with {place / SUMMARY}"
         )
     if (reason := drill.not_done(ending)) is not None:
         raise TrainerError(f"drill: {reason}")
@@ -385,7 +385,7 @@ def plot(path: Path, timeline: Timeline, picture: Picture) -> str | None:
         from matplotlib.figure import Figure
     except ImportError:
         sys.stderr.write(
-            "drill: no picture is drawn, since matplotlib is not installed; `pip install matplotlib` and drill again\n"
+            "drill: no picture is drawn, since matplotlib is not installed; `pip install matplotlib` and run the drill again\n"
         )
         return None
     begin, end = timeline.begin, timeline.end

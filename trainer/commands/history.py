@@ -56,9 +56,7 @@ class Listed:
     def text(self) -> str:
         """Return a table of the newest profiles."""
         if not self.profiles:
-            return (
-                f"{self.history}: no profile yet; every `foreload train` leaves one at its end, unless it is given --history off"
-            )
+            return f"{self.history}: no profile yet; every `foreload train` records one at its end, unless --history off is given"
         lines = aligned([_HEAD, *map(_row, self.profiles[-_SHOWN:])])
         if len(self.profiles) > _SHOWN:
             lines.append(f"the newest {_SHOWN} of {len(self.profiles)}; --json FILE has all")

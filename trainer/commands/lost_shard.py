@@ -54,10 +54,10 @@ class LostShard(FaultDrill):
     ) -> None:
         count = job.store.local
         if count is None:
-            raise SettingError("--store: a drill kills servers of its own only; give local:N")
+            raise SettingError("--store: a drill only kills servers that it started; give local:N")
         if not job.code(count)[1]:
             raise SettingError(
-                f"--store: a drill needs parity, which {job.store} has not; give local:3 or more without --parity off, or --parity 1+1"
+                f"--store: a drill needs parity, which {job.store} does not have; give local:3 or more without --parity off, or --parity 1+1"
             )
         super().__init__(job, at, shard, count, stop)
         if shard is not None and not 0 <= shard < count:
@@ -140,10 +140,10 @@ class LostShard(FaultDrill):
         fault = f"{figures['signal']} after step {figures['step']}, {figures['struck_at_seconds']:.2f} s into the training"
         return [
             f"store shard {figures['shard']}: {fault}; its server was away for {figures['down_seconds']:g} s",
-            f"given up {after(figures, 'lost')}, back {after(figures, 'back')}, whole {after(figures, 'whole')}: {figures['rows_rebuilt']:,} rows "
-            "rebuilt",
+            f"considered lost {after(figures, 'lost')}, back {after(figures, 'back')}, complete {after(figures, 'whole')}: "
+            f"{figures['rows_rebuilt']:,} rows rebuilt",
             f"longest gap between steps {milliseconds(figures['longest_gap_seconds'])}, counted from the fault; "
             f"median step {milliseconds(figures['median_step_seconds'])}",
-            f"throughput, of {figures['samples_per_second_normal'] or 0:,.0f} samples a second: {percent(figures['throughput_degraded'])} while the "
-            f"shard was lost, {percent(figures['throughput_rebuilding'])} while it was rebuilt",
+            f"throughput, where normal is {figures['samples_per_second_normal'] or 0:,.0f} samples a second: "
+            f"{percent(figures['throughput_degraded'])} while the shard was lost, {percent(figures['throughput_rebuilding'])} while it was rebuilt",
         ]

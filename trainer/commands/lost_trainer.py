@@ -35,7 +35,7 @@ class LostTrainer(FaultDrill):
 
     kind = "trainer"
     title = "Trainer {trainer} {done} in step {step}"
-    words: ClassVar = {"noticed": "noticed", "taken_over": "taken over", "whole": "copies whole"}
+    words: ClassVar = {"noticed": "noticed", "taken_over": "taken over", "whole": "copies complete"}
     spans = (("injected", "taken_over"), ("taken_over", "whole"))
     shares: ClassVar = {"after": ("taken_over", "end")}
     over = "taken_over"
@@ -45,12 +45,12 @@ class LostTrainer(FaultDrill):
     def __init__(self, job: TrainJob, at: int | None = None, trainer: int | None = None, stop: bool = False) -> None:
         if job.replicas_held < 2:
             raise SettingError(
-                f"--copies: a drill that loses a trainer needs 2 at least, so that another goes on with its lanes; got {job.replicas_held} "
+                f"--copies: a drill that loses a trainer needs at least 2, so that another trainer takes over its lanes; got {job.replicas_held} "
                 f"with --trainers {job.trainers}; give --trainers 2, and no --copies 1"
             )
         super().__init__(job, at, trainer, job.trainers, stop)
         if trainer is not None and not 0 <= trainer < job.trainers:
-            raise SettingError(f"--trainer: must be one of {job.trainers}, 0 to {job.trainers - 1}; got {trainer}")
+            raise SettingError(f"--trainer: must be one of the {job.trainers} trainers, 0 to {job.trainers - 1}; got {trainer}")
         self._lost_in = -1
         """The term of the loss; -1 until the fault is injected."""
         self._left: dict[int, float] = {}
@@ -137,12 +137,12 @@ class LostTrainer(FaultDrill):
         return [
             f"trainer {figures['trainer']}: {figures['signal']} in step {figures['step']}, {figures['struck_at_seconds']:.2f} s into the training",
             f"noticed {after(figures, 'noticed')}, taken over {after(figures, 'taken_over')}: {taken or 'nothing'}, "
-            f"{readable(figures['bytes_taken_over'])} from memory; went on after step {figures['went_on_after_step']}",
-            "no trainer is left for copies"
+            f"{readable(figures['bytes_taken_over'])} from memory; training continued after step {figures['went_on_after_step']}",
+            "no trainer is left to hold copies"
             if figures["seconds_until_whole"] is None
-            else f"all copies whole again {after(figures, 'whole')}, {readable(figures['bytes_seeded'])} sent for that",
+            else f"all copies complete again {after(figures, 'whole')}, {readable(figures['bytes_seeded'])} sent for that",
             f"longest gap between steps {milliseconds(figures['longest_gap_seconds'])}, counted from the signal; "
             f"median step {milliseconds(figures['median_step_seconds'])}",
-            f"throughput, of {figures['samples_per_second_normal'] or 0:,.0f} samples a second: {percent(figures['throughput_after'])} with one "
-            "trainer less",
+            f"throughput, where normal is {figures['samples_per_second_normal'] or 0:,.0f} samples a second: {percent(figures['throughput_after'])} "
+            "with one trainer fewer",
         ]

@@ -56,7 +56,7 @@ class Moves:
         """Describe the migration for the terminal."""
         joins, leaves = (", ".join(map(str, which)) for which in (self.joining, self.leaving))
         said = [f"shard {joins} joins"] * bool(joins) + [f"shard {leaves} leaves"] * bool(leaves)
-        through = "all rows have moved" if self.moved == 1.0 else "rows move; foreload stores status shows how far that is"
+        through = "all rows have moved" if self.moved == 1.0 else "rows are moving; foreload stores status shows how far"
         return f"{', '.join(said)}: {through}"
 
 
@@ -102,8 +102,8 @@ def _move_at_rest(moved: Run, store: str | None, change: ShardChange, folder_mov
             driver.ask(change)
         elif not change.is_under_way(moved.placement, servers.urls):
             raise RunError(
-                f"stores {change.change}: its rows are on their way to other store shards already, as an earlier command asked; the same "
-                "command, or --resume, goes on with that"
+                f"stores {change.change}: its rows are already moving to other store shards, as an earlier command asked; repeat that "
+                "command, or use --resume, to finish it"
             )
         driver.go_on(Step.NAME, Step.PLACE, Step.MOVE)
     # Local stores save their rows as the block above is left. What they save fits the migrating
@@ -194,7 +194,7 @@ def _status_of(moved: Run) -> Status:
     status = moved.saved_status()
     if status.step < moved.manifest.stages[0].first_step:
         raise RunError(
-            f"run {moved.path}: never stopped cleanly, so it has no rows to move; --resume it, and ask while it trains"
+            f"run {moved.path}: never stopped cleanly, so it has no rows to move; resume it with --resume, and ask again while it trains"
         )
     check_whole(status.lost, (), REBUILT_BY_RESUME)
     return status

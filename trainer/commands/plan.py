@@ -390,7 +390,7 @@ def _by_slots(schedule: Schedule, tell: Tell) -> list[StepCounts]:
     stated = step_counts(schedule)
     needed = BYTES_OF_USE * schedule.manifest["counts"]["rows_used"]
     if needed > available_bytes() / 2:
-        tell(f"other slots are left out: counting what they would move takes {needed / 2**30:.1f} GiB")
+        tell(f"other numbers of slots are not tried: counting the rows that they would move takes {needed / 2**30:.1f} GiB")
         return [stated]
     accesses = [lane_uses(schedule, lane) for lane in range(schedule.header.lanes)]
     return [
@@ -431,7 +431,7 @@ def check_writable(path: str | None) -> None:
         raise PlanError(f"--plot: must be a file whose name ends in .png, .svg or .pdf; got {path}")
     folder = Path(path).absolute().parent
     if not os.access(folder, os.W_OK):
-        raise PlanError(f"--plot: cannot write {path}: {folder} is no folder that can be written to; give another place")
+        raise PlanError(f"--plot: cannot write {path}: {folder} is not a writable folder; give another place")
 
 
 _ROWS = 14  # choices of the front in the text; --json has all
@@ -447,8 +447,8 @@ def text(plan: dict[str, Any]) -> str:
         f"schedule     {plan['schedule']}: {plan['steps']:,} steps of {settings['batch_size']:,} samples, {settings['lanes']} lane(s), "
         f"{settings['slots']:,} slots a lane",
         f"pool         {pool['cores']} cores, {pool['memory_bytes'] / GIB:.1f} GiB, up to {pool['stores']} store shards",
-        f"known from   {profiles}",
-        f"intervals    {plan['confidence']:.0%}: x / {1 + plan['margin']:.2f}",
+        f"based on     {profiles}",
+        f"intervals    {plan['confidence']:.0%}: the time divided, and multiplied, by {1 + plan['margin']:.2f}",
         "",
         "Choices that no other one beats in both time and cost, the fastest first:",
     ]
@@ -502,7 +502,7 @@ def draw(plan: dict[str, Any], path: str) -> None:
         [one["cost"] for one in plan["front"]],
         color="black",
         linewidth=1,
-        label="front",
+        label="no other choice is better",
     )
     choice = plan["choice"]
     off = [[choice["seconds"] - choice["seconds_low"]], [choice["seconds_high"] - choice["seconds"]]]

@@ -64,12 +64,14 @@ class ScaleDrill(Drill):
 
     def __init__(self, job: TrainJob, numbers: str) -> None:
         if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", numbers):
-            raise SettingError(f"--to: must be numbers of trainers with commas between, such as 1,2,1; got {numbers}")
+            raise SettingError(f"--to: must be numbers of trainers, separated by commas, such as 1,2,1; got {numbers}")
         self._numbers = [int(number) for number in numbers.split(",")]
         if len(self._numbers) < 2 or min(self._numbers) < 1:
-            raise SettingError(f"--to: must be two numbers of trainers at least, such as 1,2,1; got {numbers}")
+            raise SettingError(f"--to: must be at least two numbers of trainers, such as 1,2,1; got {numbers}")
         if job.trainers not in (1, self._numbers[0]):
-            raise SettingError(f"--trainers: is the first number of --to, {self._numbers[0]}; got {job.trainers}; leave it out")
+            raise SettingError(
+                f"--trainers: must be the first number of --to, {self._numbers[0]}; got {job.trainers}; leave it out"
+            )
         super().__init__(job)
         self._changes: list[Change] = []
         self._last = -1
@@ -129,11 +131,11 @@ class ScaleDrill(Drill):
         """Do what `_failure` does. Raises RunError and MessageError."""
         begun = ask(run, AskScale(change.after))
         if begun is None or isinstance(begun, Refused):
-            return "training was over" if begun is None else begun.error
+            return "training had ended" if begun is None else begun.error
         while True:
             progress = ask(run, AskScaled(begun.number))
             if progress is None or isinstance(progress, Refused):
-                return "training was over" if progress is None else progress.error
+                return "training had ended" if progress is None else progress.error
             if progress.failed is not None or progress.done:
                 return progress.failed
             time.sleep(_PAUSE.total_seconds())
@@ -142,7 +144,7 @@ class ScaleDrill(Drill):
         """Return the first change that was not done, with the reason, or None."""
         for change in self._changes:
             if change.done is None:
-                why = change.failed or f"training stopped {after_step(ending.step)}, before it was to begin"
+                why = change.failed or f"training stopped {after_step(ending.step)}, before this change"
                 return f"{change.before} -> {change.after} trainers: {why}; a longer schedule leaves more time"
         return None
 

@@ -160,8 +160,8 @@ def _broken_off(scrubbed_run: Run, urls: str | None, moved: bool) -> Iterator[tu
             recover(stored, lane, log, ownership)
         if lost := sorted(stored.shards.lost):
             raise RunError(
-                f"run {scrubbed_run.path}: crashed, and store shard {', '.join(map(str, lost))} is lost: which of its rows were "
-                "ever written is not known, so the stripes cannot be checked; a server that still has them can be started again"
+                f"run {scrubbed_run.path}: crashed, and store shard {', '.join(map(str, lost))} is lost: it is not known which of its "
+                "rows were ever written, so the stripes cannot be checked; if a server still has them, start it again and repeat the scrub"
             )
         yield stored, schedule
 

@@ -29,7 +29,7 @@ class TrainerLanes:
 
     def text(self) -> str:
         """Return the trainer as one line."""
-        process = "of another host or scheduler" if self.pid is None else f"process {self.pid}"
+        process = "on another host, or under a scheduler" if self.pid is None else f"process {self.pid}"
         return f"trainer {self.trainer}  {process}  {_lanes(self.lanes)}"
 
 
@@ -100,7 +100,9 @@ class Status:
             lines.append(f"store shards: {', '.join(f'{count} {state}' for state, count in self.shards.items())}")
         if self.survives is False:
             exposed = tuple(one.lane for one in self.lanes if not any(copy.complete for copy in one.copies))
-            lines.append(f"the loss of a trainer is not survived now: no other has all of {_lanes(exposed)}")
+            lines.append(
+                f"the run would not survive the loss of a trainer now: no other trainer has a complete copy of {_lanes(exposed)}"
+            )
         return "\n".join(lines)
 
 

@@ -75,8 +75,10 @@ class Move:
     def text(self) -> str:
         """Return the migration as one line."""
         joins, leaves = (", ".join(map(str, which)) for which in (self.joining, self.leaving))
-        said = [f"to shard {joins}"] * bool(joins) + [f"from shard {leaves}, which leaves"] * bool(leaves)
-        return f"rows move {', '.join(said)}: {'not all have moved yet' if self.moved is None else f'{self.moved:.0%} moved'}"
+        said = [f"to shard {joins}"] * bool(joins) + [f"from shard {leaves}, which is to be removed"] * bool(leaves)
+        return (
+            f"rows are moving {', '.join(said)}: {'not all have moved yet' if self.moved is None else f'{self.moved:.0%} moved'}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class Forecast:
         measured = ", measured" if self.overhead_measured else ""
         return [
             f"at the end of the schedule: {self.rows:,} rows and {self.parity_rows:,} parity rows, {self.memory_bytes / 2**20:,.1f} MiB in all "
-            f"shards ({self.overhead_bytes_a_row:.0f} bytes a row beyond its own{measured})",
+            f"shards ({self.overhead_bytes_a_row:.0f} bytes of overhead a row{measured})",
             *map(shortage_text, self.full),
         ]
 
@@ -152,7 +154,8 @@ class StoresStatus:
         lines += map(_line, self.shards)
         if (lag := self.lag) is not None:
             lines.append(
-                f"on the way to the store: {lag.rows:,} rows of {lag.boundaries:,} boundaries, {lag.batches:,} batches not yet released"
+                f"on the way to the store: {lag.rows:,} rows of {lag.boundaries:,} boundaries between steps, "
+                f"{lag.batches:,} write-back batches that not all shards have acknowledged"
             )
         return "\n".join(lines + shard_loads.lines(self.loads) + ([] if self.forecast is None else self.forecast.lines()))
 

@@ -63,16 +63,14 @@ def check_together(job: TrainJob) -> None:
             "--resume and --overwrite: only one of them can be given; --overwrite deletes the run that --resume continues"
         )
     if job.resume and job.from_checkpoint:
-        raise SettingError(
-            "--resume and --from: only one of them can be given; --from makes a new run, --resume goes on with one"
-        )
+        raise SettingError("--resume and --from: only one of them can be given; --from makes a new run, --resume continues one")
     for flag, accepts in (("--accept-numerics", job.accept_numerics), ("--accept-model", job.accept_model)):
         if accepts and not (job.resume or job.from_checkpoint):
-            raise SettingError(f"{flag}: is for a run that goes on; give it with --resume or --from, or leave it out")
+            raise SettingError(f"{flag}: is for continuing a run; give it with --resume or --from, or leave it out")
     if job.namespace is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", job.namespace):
         raise SettingError(f"--namespace: must be 1 to 64 letters, digits, dots, dashes or underscores; got {job.namespace!r}")
     if job.loss is not None and job.label_weights:
-        raise SettingError("--label-weights: is for the losses of the labels' kinds; with --loss, let that weigh its labels")
+        raise SettingError("--label-weights: cannot be given with --loss; apply the weights in the loss itself")
     _check_hosts(job)
     _check_checkpoints(job)
     if job.store.local and job.spare:
@@ -86,13 +84,11 @@ def _check_hosts(job: TrainJob) -> None:
                 raise SettingError(f"{flag}: is for trainers on several hosts; give --coordinator, or leave it out")
         return
     if job.coordinator.host in ("0.0.0.0", "::"):
-        raise SettingError(f"--coordinator: must name an address that other hosts reach, not all of them; got {job.coordinator}")
+        raise SettingError(f"--coordinator: must name one address, at which other hosts reach this one; got {job.coordinator}")
     if job.trainers_here > job.trainers:
         raise SettingError(f"--local-trainers: must be at most --trainers, {job.trainers}; got {job.local_trainers}")
     if job.store.local:
-        raise SettingError(
-            f"--store: must name servers that all hosts reach, by URL, where there is --coordinator; got {job.store}"
-        )
+        raise SettingError(f"--store: must be URLs of servers that all hosts reach, with --coordinator; got {job.store}")
 
 
 def _check_checkpoints(job: TrainJob) -> None:
@@ -130,7 +126,7 @@ class TrainJob:
     run: str = setting(
         "",
         local,
-        "folder for everything this training leaves: model, metrics, summary",
+        "folder for everything that the training writes: model, metrics, summary",
         _WHAT,
         metavar="DIR",
         required=True,
@@ -144,22 +140,24 @@ class TrainJob:
         metavar="MODEL",
     )
     model_folder: str = setting(
-        "", local, "folder of a --model of one's own, remembered by the run; by default the one where this is called",
+        "", local, "folder with the code of your own --model, recorded in the run; by default the working directory",
         _WHAT, metavar="DIR", resume="free"
     )  # fmt: skip
-    dim: int = setting(32, integer(1), "columns of an embedding, for tables whose feature file gives none", _WHAT, metavar="D")
+    dim: int = setting(
+        32, integer(1), "columns of an embedding, for tables with no dimension in the feature file", _WHAT, metavar="D"
+    )
     model_options: dict[str, Any] = setting(
         {}, key_values, "options of the model, such as top=64-32-1", _WHAT, form="several", metavar="K=V"
     )
     loss: str | None = setting(
-        None, text, "a loss of one's own, package.module:function or file.py:function, found as --model is; by default that of the labels' kinds",
+        None, text, "your own loss, package.module:function or file.py:function, found like --model; by default the loss of each label's kind",
         _WHAT, metavar="FUNCTION",
     )  # fmt: skip
     label_weights: dict[str, float] = setting(
-        {}, label_weights, "where there are several labels: what the loss of each is multiplied by, else 1", _WHAT, form="several", metavar="LABEL=X"
+        {}, label_weights, "with several labels: factors for the losses of single labels; 1 for the others", _WHAT, form="several", metavar="LABEL=X"
     )  # fmt: skip
     drop_weights: bool = setting(
-        False, switch, "train a wrapped module whose embeddings were given weights; these are lost, and rows begin with random values", _WHAT,
+        False, switch, "train a wrapped module although its embeddings have weights; these are dropped, and rows begin with random values", _WHAT,
         form="switch", resume="free",
     )  # fmt: skip
     seed: int = setting(0, integer(0), "seed of the initial model and of everything random in training", _WHAT, metavar="S")
@@ -170,7 +168,7 @@ class TrainJob:
     lr_schedule: RateSchedule | None = setting(
         None,
         RateSchedule.parse,
-        "what --lr is multiplied by, such as warmup:1000,cosine:20000:0.1",
+        "factors for --lr over the steps, such as warmup:1000,cosine:20000:0.1",
         _HOW,
         metavar="FACTORS",
         resume="rates",
@@ -184,25 +182,26 @@ class TrainJob:
     dense_optimizer: str = setting("Adagrad", text, "optimizer of the dense part, as torch.optim names it", _HOW, metavar="NAME")
     dense_lr: float = setting(0.01, number(0), "learning rate of the dense part", _HOW, metavar="X", resume="rates")
     dense_lr_schedule: RateSchedule | None = setting(
-        None, RateSchedule.parse, "the same of --dense-lr", _HOW, metavar="FACTORS", resume="rates"
+        None, RateSchedule.parse, "factors for --dense-lr, likewise", _HOW, metavar="FACTORS", resume="rates"
     )
     dense_clip: float | None = setting(
         None,
         positive,
-        "the most that the norm of the dense gradients may be; they are scaled down to it",
+        "maximum norm of the dense gradients; larger ones are scaled down to it",
         _HOW,
         metavar="X",
         resume="rates",
     )
     dense_ema: float | None = setting(
-        None, decay, "evaluate, export and serve a moving average of the dense parameters, of which each step keeps this much, such as 0.999",
+        None, decay, "evaluate, export and serve a moving average of the dense parameters; each step keeps this share of it, such as 0.999",
         _HOW, metavar="D",
     )  # fmt: skip
     dense_options: dict[str, Any] = setting(
         {}, key_values, "options of the dense optimizer, such as momentum=0.9", _HOW, form="several", metavar="K=V"
     )
     store: Servers = setting(
-        "", Servers.parse, "where rows live: local:N starts N redis-servers for this job, or the URLs of running ones, with commas between",
+        "", Servers.parse, "servers that store the rows: local:N starts N redis-servers for this job; or the URLs of running ones, separated by "
+        "commas",
         _WHERE, metavar="local:N|URL,...", required=True, resume="free",
     )  # fmt: skip
     # The value is free on resuming because `check_place` compares it with the run's placement.
@@ -211,11 +210,11 @@ class TrainJob:
         _WHERE, metavar="off|K+R", resume="free",
     )  # fmt: skip
     spare: str | None = setting(
-        None, text, "URLs of servers, empty ones, to take the place of store shards that are lost and do not come back",
+        None, text, "URLs of empty servers that replace store shards that are lost and do not come back",
         _WHERE, metavar="URL,...", stated=False,
     )  # fmt: skip
     no_restart: bool = setting(
-        False, switch, "do not start a local server, or a trainer, again when it has died", _WHERE, form="switch", stated=False
+        False, switch, "do not restart a local server or a trainer that has died", _WHERE, form="switch", stated=False
     )
     trainers: int = setting(
         1,
@@ -235,13 +234,13 @@ class TrainJob:
     )
     cpu_capability: Literal["avx2", "avx512", "avx512-onednn"] = setting(
         "avx2", choice("avx2", "avx512", "avx512-onednn"),
-        "vector instructions of the arithmetic, which every host of the run must have; part of the numerics fingerprint", _WHERE,
+        "vector instructions of the arithmetic, which every host of the run must support; part of the numerics fingerprint", _WHERE,
         metavar="{avx2,avx512,avx512-onednn}", resume="numerics",
     )  # fmt: skip
     device: Literal["cpu", "cuda"] = setting(
         "cpu",
         choice("cpu", "cuda"),
-        "where the partitions and the dense part live",
+        "device for the cache of each lane and the dense part",
         _WHERE,
         metavar="{cpu,cuda}",
         resume="numerics",
@@ -249,17 +248,17 @@ class TrainJob:
     memory: Size | None = setting(
         None,
         Size.parse,
-        "most bytes a lane's slots may take; the schedule's own bound by default",
+        "maximum size of a lane's slots; by default the schedule's own limit",
         _WHERE,
         metavar="SIZE",
         resume="free",
     )
     namespace: str | None = setting(
-        None, text, "name of the run on the store; the name of the run's folder by default", _WHERE, metavar="NAME", resume="free"
+        None, text, "name of the run on the store; by default the name of the run's folder", _WHERE, metavar="NAME", resume="free"
     )
     address: str | None = setting(
         None, text,
-        "address of this machine at which other trainers reach this call's; by default 127.0.0.1, under a scheduler that on the way to MASTER_ADDR",
+        "address at which other trainers reach this machine; by default 127.0.0.1, or, under a scheduler, the one from which MASTER_ADDR is reached",
         _WHERE, metavar="HOST", stated=False,
     )  # fmt: skip
     store_timeout: float | None = setting(
@@ -267,13 +266,13 @@ class TrainJob:
         _WHERE, metavar="S", resume="free"
     )  # fmt: skip
     store_patience: float = setting(
-        10.0, number(0), "seconds for which store shards that do not answer are waited for, at the start, too, where parity does not cover them",
+        10.0, number(0), "seconds to wait for store shards that do not answer and that parity does not cover, also at the start",
         _WHERE, metavar="S", stated=False, resume="free",
     )  # fmt: skip
     copies: int | None = setting(
         None, integer(1),
-        "how many trainers hold each lane's rows, its own included: one less may be lost at once; by default 2 where there are so many, "
-        "but 1 under a scheduler and with --device cuda",
+        "how many trainers hold each lane's rows, its owner included; one fewer than this may be lost at once; by default 2, but 1 with "
+        "a single trainer, under a scheduler, or with --device cuda",
         _WHERE, metavar="N", resume="free", alias="replicas",
     )  # fmt: skip
     peer_timeout: float | None = setting(
@@ -283,40 +282,41 @@ class TrainJob:
     rebalance: bool = setting(
         False,
         switch,
-        "have lanes leave a trainer that is persistently slower than the others",
+        "move lanes away from a trainer that is persistently slower than the others",
         _WHERE,
         form="switch",
         stated=False,
     )
     coordinator: Place | None = setting(
-        None, Place.parse, "have trainers on other hosts, which join here: the address of this machine that they reach, and a free port",
+        None, Place.parse, "let trainers on other hosts join: the address at which they reach this machine, and a free port",
         _WHERE, metavar="HOST:PORT", stated=False,
     )  # fmt: skip
     local_trainers: int | None = setting(
-        None, integer(1, MOST_LANES), "with --coordinator: how many of the trainers are started here; by default one", _WHERE,
+        None, integer(1, MOST_LANES), "with --coordinator: how many of the trainers to start on this host; by default one", _WHERE,
         metavar="K", stated=False,
     )  # fmt: skip
     token_file: str | None = setting(
-        None, local, "with --coordinator: a file with the token that other hosts show; by default FORELOAD_JOB_TOKEN, else a new one in RUN/token",
+        None, local, "with --coordinator: file with the token that other hosts show; by default FORELOAD_JOB_TOKEN, else a new token in RUN/token",
         _WHERE, metavar="FILE", stated=False,
     )  # fmt: skip
     checkpoint: str | None = setting(
-        None, storage_place, "folder, or URL, for checkpoints that are saved while it trains, which all hosts reach; by default checkpoints in RUN",
+        None, storage_place, "folder or URL, reached by all hosts, for the checkpoints saved during training; by default checkpoints in RUN",
         _CALL, metavar="DIR|URL", resume="free",
     )  # fmt: skip
     checkpoint_every: Interval | None = setting(
-        None, Interval.parse, "save a checkpoint while it trains: behind every so many steps, or every so often, such as 10m", _CALL,
+        None, Interval.parse, "save a checkpoint during training, each time after this many steps or this time, such as 10m", _CALL,
         metavar="STEPS|TIME", stated=False,
     )  # fmt: skip
     checkpoint_policy: Policy = setting(
         "intermittent", choice(*POLICIES),
-        "which of these have all rows: each; the first; the first, each other having what changed since the one before; whenever that costs less; "
-        "or as costs least up to the schedule's end",
+        "which of these checkpoints have all rows: full: each; one-shot: the first; consecutive: the first, and each other has what changed since "
+        "the one before; intermittent: the first, and others when that costs less; planned: so that the cost up to the schedule's end is least",
         _CALL, metavar="POLICY", stated=False,
     )  # fmt: skip
     checkpoint_bits: int | Literal["auto"] = setting(
         32, weight_bits,
-        "bits of a weight in these, or auto, by the restores to expect; with fewer than 32, a run that goes on from one is not exact", _CALL,
+        "bits of a weight in these, or auto, by the number of restores to expect; with fewer than 32, a run that continues from one is not exact",
+        _CALL,
         metavar="{auto,32,8,4,3,2}", stated=False,
     )  # fmt: skip
     failures_a_day: float = setting(
@@ -324,57 +324,63 @@ class TrainJob:
     )
     keep_best: str | None = setting(
         None, metric_name,
-        "save a checkpoint after an evaluation that is better in this than all before, log_loss, auc, rmse and the like, of one label LABEL.METRIC, "
-        "of one evaluation set SET/METRIC; the best one stays, for `foreload export --best`", _CALL,
+        "save a checkpoint after each evaluation that is the best so far by this metric: log_loss, auc, rmse and so on, LABEL.METRIC for one label, "
+        "SET/METRIC for one evaluation set; the best one is kept, for `foreload export --best`", _CALL,
         metavar="METRIC", stated=False,
     )  # fmt: skip
     keep: int = setting(
-        2, integer(1), "how many of these checkpoints stay, the newest, and what they need", _CALL, metavar="N", stated=False
+        2,
+        integer(1),
+        "how many of these checkpoints to keep: the newest, and also those that they need",
+        _CALL,
+        metavar="N",
+        stated=False,
     )
     stop_early: StopEarly | None = setting(
         None, StopEarly.parse,
-        "end training after PATIENCE evaluations in a row that are not better, by more than MIN_CHANGE, than the best, such as auc:3; off", _CALL,
+        "end training after PATIENCE evaluations in a row that do not beat the best by more than MIN_CHANGE, such as auc:3; or off", _CALL,
         metavar="METRIC:PATIENCE[:MIN_CHANGE]", resume="free",
     )  # fmt: skip
     history: str = setting(
-        "", local, "file for the figures that a run leaves at its end, for foreload history and plan; by default in the user's data folder", _CALL,
+        "", local, "file for the profile that a run records at its end, for foreload history and plan; by default in the user's data folder", _CALL,
         metavar="FILE|off", stated=False,
     )  # fmt: skip
     no_report: bool = setting(
-        False, switch, "leave no RUN/report.html at the end; `foreload report` makes one at any time", _CALL, form="switch", stated=False
+        False, switch, "do not write RUN/report.html at the end; `foreload report` can write it at any time", _CALL, form="switch", stated=False
     )  # fmt: skip
     until_full: bool = setting(
-        False, switch, "train though the store's memory will not suffice for the schedule, and stop cleanly before a store shard is full", _CALL,
+        False, switch, "train although the store has too little memory for the whole schedule, and stop cleanly before a store shard is full", _CALL,
         form="switch", stated=False,
     )  # fmt: skip
     follow: bool = setting(False, switch, "start while the schedule is still being prepared", _CALL, form="switch", stated=False)
     resume: bool | Literal["auto"] = setting(
-        False, switch_or(AUTO), "go on with a run that was stopped, or with the schedule prepared after it", _CALL, form="switch", stated=False,
-        words={AUTO: "start the run, or go on with it, whatever it takes: one command for a scheduler that starts it again and again"},
+        False, switch_or(AUTO), "continue a stopped run, with its schedule or with one prepared after it", _CALL, form="switch", stated=False,
+        words={AUTO: "start the run, or continue it, whichever applies: one command that a scheduler can repeat"},
     )  # fmt: skip
     from_checkpoint: str | None = setting(
-        None, storage_place, "make a new run as it was when this checkpoint was saved, on any store, and go on with it", _CALL,
+        None, storage_place, "make a new run from this checkpoint, on any store, and continue it", _CALL,
         metavar="CHECKPOINT", flag="--from", stated=False,
     )  # fmt: skip
     accept_numerics: bool = setting(
-        False, switch, "with --resume or --from: go on although this machine's arithmetic is not the run's; the run then says from which step on",
+        False, switch, "with --resume or --from: continue although this machine's arithmetic is not the run's; the run records from which step on",
         _CALL, form="switch", stated=False,
     )  # fmt: skip
     accept_model: bool = setting(
-        False, switch, "with --resume or --from: go on although the code of the model is not what the run was trained with; the run then says so",
+        False, switch, "with --resume or --from: continue although the model's code is not the code that the run was trained with; the run records "
+        "that",
         _CALL, form="switch", stated=False,
     )  # fmt: skip
     folder_moved: bool = setting(
-        False, switch, "the run's folder was moved to where it is now, from another disk or host, and no other copy of it is still used", _CALL,
+        False, switch, "confirm that the run's folder was moved here from another disk or host, and that no other copy of it is still used", _CALL,
         form="switch", flag="--moved", stated=False,
     )  # fmt: skip
     overwrite: bool = setting(
-        False, switch, "delete what the run's folder and its namespace on the store hold, and start anew", _CALL, form="switch", stated=False
+        False, switch, "delete what the run's folder and its namespace on the store hold, and start again", _CALL, form="switch", stated=False
     )  # fmt: skip
     allow_nan: bool = setting(
         False,
         switch,
-        "go on where a loss is NaN or infinite, instead of stopping before that step",
+        "continue when a loss is NaN or infinite, instead of stopping before that step",
         _CALL,
         form="switch",
         stated=False,
@@ -447,7 +453,7 @@ class TrainJob:
         """
         names = [table.name for table in features.tables]
         if unknown := sorted(set(self.tables) - set(names)):
-            raise SettingError(f"[train.tables.{unknown[0]}]: must be of a table of the schedule; there are {', '.join(names)}")
+            raise SettingError(f"[train.tables.{unknown[0]}]: must name a table of the schedule; there are {', '.join(names)}")
         return [self._row_optimizer(self.tables.get(name)) for name in names]
 
     def _row_optimizer(self, own: TableSettings | None = None, place: str = "--") -> RowOptimizer:

@@ -43,14 +43,14 @@ class Servers:
             return value
         words = value.split(",") if isinstance(value, str) else value
         if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
-            raise SettingError(f"{flag}: must be local:N, or URLs with commas between; got {masked(repr(value))}")
+            raise SettingError(f"{flag}: must be local:N, or URLs separated by commas; got {masked(repr(value))}")
         given = ",".join(words)
         if not given.startswith("local"):
             return cls(None, tuple(words))
         match = re.fullmatch(r"local:(\d{1,3})", given)
         if match is None or not int(match[1]):
             raise SettingError(
-                f"{flag}: must be local:N with N from 1 to 999, or URLs with commas between; got {masked(given)!r}"
+                f"{flag}: must be local:N with N from 1 to 999, or URLs separated by commas; got {masked(given)!r}"
             )
         return cls(int(match[1]))
 
@@ -184,7 +184,7 @@ class TableSettings:
         parsers = {"row_optimizer": choice(*ROW_OPTIMIZERS), "lr": number(0), "row_options": row_options}
         unknown = sorted(set(given) - set(parsers))
         if unknown:
-            raise SettingError(f"{place}: knows row-optimizer, lr and row-options; got {unknown[0]}")
+            raise SettingError(f"{place}: may have only row-optimizer, lr and row-options; got {unknown[0]}")
         return cls(**{name: parsers[name](f"{place} {spelled(name)}", own) for name, own in given.items()})
 
     def to_dict(self) -> dict[str, Any]:

@@ -255,7 +255,7 @@ def test_a_class_of_ones_own_is_trained_by_its_file(
     with pytest.raises(ModelError, match=r"must be found in its module by its name.*write it into a file of its own"):
         foreload.train(schedule, run=tmp_path / "no", store="local:1", model=Local)
     with pytest.raises(
-        ModelError, match="must be a class, or a function that builds one, for each trainer builds its own; got Object"
+        ModelError, match="must be a class, or a function that builds one, since each trainer builds its own; got Object"
     ):
         foreload.train(schedule, run=tmp_path / "no", store="local:1", model=type("Object", (), {})())
 

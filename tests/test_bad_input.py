@@ -327,7 +327,7 @@ def test_a_training_that_is_stopped_goes_on_with_its_own_settings_only_and_to_th
         assert words in refused(*start, "--resume", *further)
     line = refused(*start, "--resume", MKL_CBWR="COMPATIBLE")
     assert "numerics fingerprint: mkl_cbwr is COMPATIBLE here" in line
-    assert "go on in these numerics with --resume --accept-numerics" in line
+    assert "accept these numerics with --resume --accept-numerics" in line
     assert "does not continue" in refused("train", other, "--run", run, "--resume")
     assert "holds a run already; give --resume to go on with it, --overwrite to delete it" in refused(
         *start, "--store", "local:2"
@@ -399,7 +399,7 @@ def test_a_changed_byte_in_the_row_table_does_not_stop_training_and_is_told_by_w
     flip(schedule / "rows.arrow", len(rows) // 2)
     # What is trained is there still: once the row table is whole again, it can be read.
     line = refused("train", schedule, "--run", run, "--store", "local:1", "--digest", *SMALL)
-    assert f"row table {schedule / 'rows.arrow'}: its checksum is not the manifest's" in line
+    assert f"row table {schedule / 'rows.arrow'}: its checksum does not match the manifest" in line
     assert "rows.arrow" in refused("digest", run)
     (schedule / "rows.arrow").write_bytes(rows)
     assert done("digest", run).strip() == digest_of(undisturbed)

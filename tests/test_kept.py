@@ -55,12 +55,12 @@ def test_a_model_is_read_though_its_schedule_is_gone_or_another_one(clicks: Clic
     for seed in (1, 2):
         done("prepare", clicks.log, *clicks.options(schedule, batch_size=50, slots=60, shuffle_seed=seed), "--overwrite")
         assert models(run, tmp_path / f"over-{seed}") == before
-    assert "is not the one that the run was trained on, but was prepared in its place" in refused(
+    assert "is not the one that the run was trained on: it was prepared in its place" in refused(
         "train", "--run", run, "--resume"
     )
     shutil.rmtree(run / "kept")
     assert refused("digest", run).endswith(
-        f"needs the schedule that it was trained on: {schedule} is another one now; put that one back"
+        f"needs the schedule that it was trained on: {schedule} is now a different schedule; put that one back"
     )
 
 

@@ -179,14 +179,14 @@ def test_what_is_infinite_behind_its_transform_is_malformed(case: Case, tmp_path
     rows = [dict(row) for row in case.usual[:20]]
     rows[4]["near"] = value
     log = write(tmp_path / "log.csv", rows)
-    rule = "near: a dense value must be finite behind its transform"
+    rule = "near: a dense value must be finite after its transform"
     assert rule in refused("predict", case.run, log, "--out", tmp_path / "scores.csv")
     assert not (tmp_path / "scores.csv").exists()
     after = ("--after", case.home / "schedule", "--slots", "min", "--out", tmp_path / "schedule")
     said = refused("prepare", "--format", "csv", "--eval-source", log, *after)
     assert re.search(rf"log\.csv:6: {rule}, \(x - 1\) / (4\.99\d*|5)e-10, not '{value}'", said)
     model = model_of(case.home / "model-0")
-    with pytest.raises(ValueError, match=r"records\[4\]: near: a dense value must be finite behind its transform; got"):
+    with pytest.raises(ValueError, match=r"records\[4\]: near: a dense value must be finite after its transform; got"):
         model.predict(rows)
     # Left out where that is allowed, and all others are there.
     done("prepare", "--format", "csv", "--eval-source", log, *after, "--max-rejects", 1, "--json", tmp_path / "told.json")

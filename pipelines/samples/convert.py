@@ -188,7 +188,7 @@ def _check_standard(values: np.ndarray, column: pa.Array, entry: Dense, scale: S
         column: the same values as the source has them, for messages.
     """
     for row in np.flatnonzero(np.abs(scale.standard(values)) > _LARGEST):
-        reason = f"a dense value must be finite behind its transform, (x - {scale.mean:.6g}) / {scale.deviation:.6g}"
+        reason = f"a dense value must be finite after its transform, (x - {scale.mean:.6g}) / {scale.deviation:.6g}"
         faults.add(int(row), entry.column, shown(column, row), reason)
 
 

@@ -63,7 +63,9 @@ def map_file(path: Path, entry: FileEntry, what: str) -> mmap.mmap:
     except OSError as error:
         raise ScheduleError(f"{what} {path}: {unreadable(error, 'prepare the schedule again')}") from None
     if source is None or zlib.crc32(source) != entry["crc32"]:
-        raise ScheduleError(f"{what} {path}: its checksum is not the manifest's: the file is damaged; prepare the schedule again")
+        raise ScheduleError(
+            f"{what} {path}: its checksum does not match the manifest: the file is damaged; prepare the schedule again"
+        )
     return source
 
 

@@ -121,7 +121,7 @@ class Schedule:
         self._header_file = self._stat(HEADER)
         if self.complete and self.manifest["header"] != self.identity:
             raise ScheduleError(
-                f"schedule header {self.path / HEADER}: its checksum is not the manifest's: prepare the schedule again"
+                f"schedule header {self.path / HEADER}: its checksum does not match the manifest: prepare the schedule again"
             )
         used = self.manifest["occupied"] if self.complete else self.header.slots
         self.slots = tuple(max(slots, 1) for slots in used)
@@ -235,7 +235,9 @@ class Schedule:
             path = self.path / segment_name(k)
             value, checksum = _load_json(path, "segment manifest")
             if self.complete and self.manifest["segments"][k] != checksum:
-                raise ScheduleError(f"segment manifest {path}: its checksum is not the manifest's: prepare the schedule again")
+                raise ScheduleError(
+                    f"segment manifest {path}: its checksum does not match the manifest: prepare the schedule again"
+                )
             with _parsing(path, "segment manifest"):
                 segment = of_json(value, Segment)
                 segment.check(k, self.header)

@@ -403,10 +403,10 @@ def test_a_shard_is_whole_when_every_trainer_says_so_and_only_a_server_in_use_is
     tell(1, "ok", spares[2])
     assert is_now("ok", 1.0)
     assert capsys.readouterr().err.splitlines() == [
-        "store shard 1: is lost; training goes on, its rows come from parity (it was closed)",
+        "store shard 1: is lost; training goes on and reads its rows from parity (it was closed)",
         "store shard 1: 30% rebuilt",
         "store shard 1: 40% rebuilt",
-        "store shard 1: is lost; training goes on, its rows come from parity (it was reset)",
+        "store shard 1: is lost; training goes on and reads its rows from parity (it was reset)",
         "store shard 1: no server for it yet (it refuses)",
         "store shard 1: is whole again",
     ]

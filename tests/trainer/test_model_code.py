@@ -167,7 +167,7 @@ def test_other_code_is_refused_wherever_the_model_is_run_or_handed_out(home: Hom
     home.write(f"{home.package}/further.py", "")
     line = refused("evaluate", run)
     assert f"{home.path / 'net.py'} has other contents, {home.path / home.scale} has other" in line
-    assert f"{home.path / home.package / 'further.py'} was not imported then" in line
+    assert f"{home.path / home.package / 'further.py'} was not imported before" in line
     shutil.copytree(of_run, home.path, dirs_exist_ok=True)
     home.forget()
     assert done("evaluate", run) == figures

@@ -167,7 +167,7 @@ def test_a_run_that_rests_is_saved_read_compacted_and_deleted(case: Case, tmp_pa
     sums = [[(Path(file.name).name, file.sha256) for file in one.files] for one in (local, there)]
     assert sums[0] == sums[1]
     assert done("digest", there.place).strip() == case.digest
-    assert "is made of it" in refused("checkpoint", "delete", first.place)
+    assert "builds on it" in refused("checkpoint", "delete", first.place)
     done("checkpoint", "delete", there.place)
     done("checkpoint", "delete", first.place, "--with-increments")
     assert case.store.names(tmp_path.name) == []
@@ -184,7 +184,7 @@ def test_a_flipped_byte_is_named(case: Case, tmp_path: Path) -> None:
     data = bytearray(there.read_bytes())
     data[100] ^= 1
     there.write_bytes(bytes(data))
-    assert f"{file} is damaged: its checksum is not the manifest's" in refused("checkpoint", "verify", one.place)
+    assert f"{file} is damaged: its checksum does not match the manifest" in refused("checkpoint", "verify", one.place)
     assert f"{file} is damaged" in refused("digest", one.place)
     assert f"{file} is damaged" in case.train(
         tmp_path / "next", "--from", one.place, "--store", "local:1", "--trainers", 1, status=2

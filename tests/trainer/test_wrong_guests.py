@@ -168,7 +168,7 @@ def test_before_training_begins(
     assert (summary(run)["digest"], summary(run)["trainers"]) == (undisturbed, 2)
     assert "Traceback" not in err
     for wrong in given:
-        assert not wrong.told or re.search(f"its trainer is refused: .*{wrong.told}", err), (wrong, err)
+        assert not wrong.told or re.search(f"its trainer was refused: .*{wrong.told}", err), (wrong, err)
     assert [event["kind"] for event in read_events(run)].count("call-began") == 1
 
 

@@ -258,7 +258,9 @@ class TrainerTerms:
             while self._rendezvous.poll(HandedOver, number, trainer) is None:
                 self.check()
                 if self._rendezvous.poll(Orphaned) is not None:
-                    raise PeerLost(f"trainer {self._trainer}: the launcher has died, and trainer {trainer} hands nothing over")
+                    raise PeerLost(
+                        f"trainer {self._trainer}: the launcher has died, and trainer {trainer} has not handed over its lanes"
+                    )
                 time.sleep(BOARD_PAUSE.total_seconds())
 
     def depart(self, departed: Departed) -> None:
@@ -336,7 +338,7 @@ class TrainerTerms:
             time.sleep(BOARD_PAUSE.total_seconds())
         if self._trainer not in (*term.members, *term.left):
             raise TrainerError(
-                f"trainer {self._trainer}: was taken for lost {after_step(term.committed)}, and the others went on without it; it stops"
+                f"trainer {self._trainer}: the others took it for lost {after_step(term.committed)}, and went on without it; it stops"
             )
         self.term = term
 

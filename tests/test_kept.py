@@ -48,7 +48,7 @@ def test_a_model_is_read_though_its_schedule_is_gone_or_another_one(clicks: Clic
     assert done("evaluate", run, elsewhere) == before[1]
     done("scrub", run)
     line = refused("train", "--run", run, "--resume")
-    assert line.startswith(f"run {run}: to go on it needs its whole schedule")
+    assert line.startswith(f"run {run}: to go on, it needs its whole schedule")
     assert line.endswith(f"or name the folder that has it now: foreload train SCHEDULE --run {run} --resume")
     assert "is at the end of" in refused("train", elsewhere, "--run", run, "--resume")
     # Prepared over twice: what stands there is another schedule, and then yet another.

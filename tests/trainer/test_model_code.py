@@ -156,7 +156,8 @@ def test_other_code_is_refused_wherever_the_model_is_run_or_handed_out(home: Hom
     for place, words in commands:
         kind, copy = ("run", of_run) if place == run else ("checkpoint", checkpoint / "model")
         assert refused(*words) == (
-            f"{kind} {place}: the code of its model is not what it was trained with: {home.path / home.scale} has other contents; put that back, of "
+            f"{kind} {place}: the code of its model is not what it was trained with: {home.path / home.scale} has other contents; "
+            "put the former code back, of "
             f"which {copy} has a copy, or go on with the code as it is with --accept-model"
         )
         assert (copy / home.scale).read_text() == "FACTOR = 1.0\n"

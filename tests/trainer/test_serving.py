@@ -175,7 +175,7 @@ def test_since_names_a_step_a_checkpoint_or_an_export(case: Case, tmp_path: Path
     assert json.loads((tmp_path / "0" / ABOUT).read_text())["since"] == {"step": first, "state": None}
     for since, why in (
         ("nowhere", "must be the number of a step, a checkpoint or an export; got 'nowhere'"),
-        (last + 1, f"must be of a step in 0 .. {last - 1}, before that of run "),
+        (last + 1, f"must be from a step in 0 .. {last - 1}, before that of run "),
         (case.models[2], f"got {last}; nothing was trained since"),
     ):
         assert why in refused("export", case.run, "--since", since, "--out", tmp_path / "none")

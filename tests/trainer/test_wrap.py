@@ -450,7 +450,7 @@ def test_a_sequence_that_forward_pools_itself_is_refused_with_what_to_do(name: s
     assert line.startswith("wrap: Net: forward failed: ")
     assert (
         "; if it uses a sequence: an embedding gives the rows of its feature pooled, [b, dimension], and sequences that are not pooled are not "
-        "supported yet; use them pooled, or leave them out" in line
+        "supported yet; pool them, or leave them out" in line
     )
     with pytest.raises(ModelError) as refused:
         foreload.wrap(Net(forward, nn.EmbeddingBag(9, 4)))

@@ -155,7 +155,12 @@ def test_before_training_begins(
     given = [
         *wrongs(tmp_path, other, urls, count),
         Wrong("was killed by SIGKILL", "was killed by SIGKILL", how="killed when it is ready", folder=tmp_path),
-        Wrong("refused by the coordinator: it is silent", "it is silent", how="stopped when it is ready", folder=tmp_path),
+        Wrong(
+            "refused by the coordinator: it sends no messages",
+            "it sends no messages",
+            how="stopped when it is ready",
+            folder=tmp_path,
+        ),
         Wrong("refused by the coordinator: ", "does not take the batch log", how="elsewhere", folder=tmp_path),
     ][: count + 1]
     for wrong in given:

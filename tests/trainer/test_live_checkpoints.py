@@ -193,7 +193,7 @@ def test_one_can_be_asked_for_while_it_trains(case: Case, tmp_path: Path) -> Non
     train = arguments(case.schedule, run, "--store", "local:3", "--trainers", "2", "--peer-timeout", "600", "--digest")
     begun = Command(*train, faults=[stands])
     process = standing(begun, run, 1)
-    assert "--bits: is for a run that rests" in refused("checkpoint", "save", run, "--bits", 8)
+    assert "--bits: is for a stopped run" in refused("checkpoint", "save", run, "--bits", 8)
     asked = ask(run, AskCheckpoint(str(tmp_path / "asked")))
     assert isinstance(asked, CheckpointBegun)
     process.resume()

@@ -490,7 +490,7 @@ def test_after_too_many_losses_a_run_goes_on_from_its_last_clean_stop(
     status, _, err = job.end()
     assert status == 3, err
     assert main(["train", str(schedule), "--run", str(run), "--resume", "--digest"]) == 0
-    assert f"resumed after step {stopped}: the run was broken off since" in capsys.readouterr().err
+    assert f"resumed after step {stopped}: the run has crashed since" in capsys.readouterr().err
     assert summary(run)["digest"] == undisturbed
 
 

@@ -250,7 +250,7 @@ def test_where_all_are_killed_the_newest_whole_one_counts(case: Case, tmp_path: 
     assert listed(folder) == [str(before.place)]
     before.verify()
     err = case.train(run, "--resume", "--checkpoint", folder, "--checkpoint-every", 5, "--trainers", 1)
-    assert f"resumed after step {before.contents.step}: the run was broken off since" in err
+    assert f"resumed after step {before.contents.step}: the run has crashed since" in err
     assert summary(run)["digest"] == case.digest
     assert len(case.check_whole(folder)) > 1
 

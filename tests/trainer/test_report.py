@@ -238,11 +238,11 @@ def test_of_a_run_of_an_earlier_version_it_is_said_what_is_missing(copied: Path,
     (copied / "manifest.json").write_text(manifest.replace(str(clicks.schedule), "/nowhere/schedule"))
     page = checked(run_page([read_run(copied)]))
     for why in (
-        "its evaluations do not tell it",
+        "its evaluations do not have it",
         "it has no events.jsonl",
-        "memory is told at the end",
-        "its schedule is not there",
-        "LRU are not told",
+        "memory is recorded at the end",
+        "its schedule no longer exists",
+        "LRU are not shown",
     ):
         assert page.text.count(why) == 1, why
 

@@ -539,7 +539,7 @@ def test_what_wrap_is_told_must_fit_the_module() -> None:
         (lambda: foreload.wrap(nn.Linear(3, 3)), "Linear has no nn.Embedding, nn.EmbeddingBag or EmbeddingBagCollection"),
         (
             lambda: foreload.wrap(Net(lambda net, x: net.table(x[2])), columns={"ids": ["a", "b"]}),
-            "ids has 2 columns, as wrap was told",
+            "ids has 2 columns, as given to wrap",
         ),
         (
             lambda: foreload.wrap(Net(lambda net, x: net.table(x.flatten())), columns={"ids": ["a", "b"]}),

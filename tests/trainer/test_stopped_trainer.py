@@ -116,7 +116,7 @@ def test_what_it_still_writes_is_refused_it_stops_and_a_further_death_is_survive
     assert summary(run)["digest"] == digest
     assert stored(servers, run) == rows
     assert re.search(
-        r"trainer 1: was lost, and has stopped now: .*(the others took it for lost after step|another owner has taken)", err
+        r"trainer 1: was lost, and has stopped now: .*(was taken for lost after step|another owner has taken)", err
     ), err
     assert job.statuses[1] == 2
     # In the exchange nothing may be on its way to the store.

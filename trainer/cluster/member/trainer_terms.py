@@ -338,7 +338,7 @@ class TrainerTerms:
             time.sleep(BOARD_PAUSE.total_seconds())
         if self._trainer not in (*term.members, *term.left):
             raise TrainerError(
-                f"trainer {self._trainer}: the others took it for lost {after_step(term.committed)}, and went on without it; it stops"
+                f"trainer {self._trainer}: was taken for lost {after_step(term.committed)}, and the others went on without it; it stops"
             )
         self.term = term
 

@@ -221,7 +221,7 @@ def test_what_is_trained_is_what_the_command_line_trains(run: foreload.Run, sche
 
 
 def test_errors_are_those_of_the_project(schedule: foreload.Schedule, folder: Path) -> None:
-    with pytest.raises(RunError, match="no run"):
+    with pytest.raises(RunError, match="it is not a run"):
         foreload.open_run(folder)
     with pytest.raises(SettingError, match="--lr: must be at least 0"):
         foreload.train(schedule, run=folder / "no", store="local:1", lr=-1.0)

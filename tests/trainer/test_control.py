@@ -96,7 +96,7 @@ def test_the_control_socket_answers_requests_and_refuses_others(tmp_path: Path, 
             "members": [], "copies": [],
         }  # fmt: skip
         assert said(run, b'{"do": "fly"}') == {
-            "error": "cannot do 'fly'; there are status, stop, replace, move, scrub, scrubbed, row_counts, scale, scaled, checkpoint, checkpointed"
+            "error": "cannot do 'fly'; use one of status, stop, replace, move, scrub, scrubbed, row_counts, scale, scaled, checkpoint, checkpointed"
         }
         for malformed in (b"status", b"[]", b'{"ask": 1}', b"[" * 200_000, b'{"do": ' + b"[" * 200_000):
             assert said(run, malformed) == {"error": 'a request is a line such as {"do": "status"}'}

@@ -179,7 +179,7 @@ def test_the_schedule_may_have_other_slots_if_its_rows_are_the_same(case: Case, 
     assert Run.open(tmp_path / "run").manifest.stages[0].path == str(many)
     call = ("--from", checkpoint, "--store", "local:3", "--run", tmp_path / "new")
     other = prepared("other", write_log(tmp_path / "other.csv", CLICKS_ROWS, {(7, "user"): "another"}))
-    assert f"its rows are not those that schedule {other} has trained after step" in refused("train", other, *call)
+    assert f"its rows are not those that schedule {other} trains up to this point, after step" in refused("train", other, *call)
     longer = prepared("longer", case.clicks.log, epochs=3)
     trained_on = Checkpoint.open(checkpoint).contents.run.stages[-1].path
     assert f"schedule {longer}: does not continue {trained_on}" in refused("train", longer, *call)

@@ -113,7 +113,7 @@ def test_a_cosine_is_one() -> None:
         ("linear:10:0,cosine:20:0", "must be warmup:STEPS"),
         ("", "must be warmup:STEPS"),
         (7, "must be warmup:STEPS"),
-        ("warmup:10,linear:10:0", "linear must end behind step 10, where it begins"),
+        ("warmup:10,linear:10:0", "linear must end after step 10, where it begins"),
         ("step:0:0.5", "step must have an interval of at least 1 step"),
         ("10:1,10:2", "steps of points must ascend"),
         ("10:1,5:2", "steps of points must ascend"),

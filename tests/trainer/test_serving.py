@@ -248,7 +248,9 @@ def test_an_increment_of_another_training_is_refused(case: Case, tmp_path: Path)
     done("apply", case.full[0], "--to", served)
     since = {"step": case.steps[0], "state": "another"}
     other = resealed(case.increments[0], tmp_path / "state", since=since)
-    assert f"not that of {served}: at step {case.steps[0]} their dense parts differ" in refused("apply", other, "--to", served)
+    assert f"of another training than {served}: at step {case.steps[0]} their dense parts differ" in refused(
+        "apply", other, "--to", served
+    )
     told = json.loads((case.increments[0] / ABOUT).read_text())
     fewer = [{**table, "whole_rows": table["whole_rows"] - 1} for table in told["tables"]]
     other = resealed(case.increments[0], tmp_path / "rows", tables=fewer)

@@ -474,7 +474,7 @@ class Export:
             )
         if since_state is not None and since_state != state:
             raise ExportError(
-                f"{self.what} of another training than {where}: at step {step} their dense parts differ; export from the run that {where} is from"
+                f"{self.what} of another training than {where}: at step {step} their dense parts differ; export from the same run"
             )
 
 
@@ -517,7 +517,7 @@ def check_rows(export: Export, table: int, rows: int, where: str) -> None:
     if entry["whole_rows"] != rows:
         raise ExportError(
             f"{export.what} of another training than {where}: table {entry['name']} must have {entry['whole_rows']} rows then, and would "
-            f"have {rows}; export from the run that it is from"
+            f"have {rows}; export from the same run"
         )
 
 

@@ -350,7 +350,7 @@ def request_of(line: bytes) -> ControlRequest:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MessageError(_MALFORMED) from error
     if not isinstance(do, str) or do not in _REQUESTS:
-        raise MessageError(f"cannot do {do!r}; it must be one of {', '.join(_REQUESTS)}")
+        raise MessageError(f"cannot do {do!r}; use one of {', '.join(_REQUESTS)}")
     try:
         return of_json(fields, _REQUESTS[do])
     except MessageError as error:

@@ -221,7 +221,7 @@ def test_what_is_trained_is_what_the_command_line_trains(run: foreload.Run, sche
 
 
 def test_errors_are_those_of_the_project(schedule: foreload.Schedule, folder: Path) -> None:
-    with pytest.raises(RunError, match="no run"):
+    with pytest.raises(RunError, match="it is not a run"):
         foreload.open_run(folder)
     with pytest.raises(SettingError, match="--lr: must be at least 0"):
         foreload.train(schedule, run=folder / "no", store="local:1", lr=-1.0)
@@ -255,7 +255,7 @@ def test_a_class_of_ones_own_is_trained_by_its_file(
     with pytest.raises(ModelError, match=r"must be found in its module by its name.*write it into a file of its own"):
         foreload.train(schedule, run=tmp_path / "no", store="local:1", model=Local)
     with pytest.raises(
-        ModelError, match="must be a class, or a function that builds one, for each trainer builds its own; got Object"
+        ModelError, match="must be a class, or a function that builds one, since each trainer builds its own; got Object"
     ):
         foreload.train(schedule, run=tmp_path / "no", store="local:1", model=type("Object", (), {})())
 

@@ -327,7 +327,7 @@ def test_a_training_that_is_stopped_goes_on_with_its_own_settings_only_and_to_th
         assert words in refused(*start, "--resume", *further)
     line = refused(*start, "--resume", MKL_CBWR="COMPATIBLE")
     assert "numerics fingerprint: mkl_cbwr is COMPATIBLE here" in line
-    assert "go on in these numerics with --resume --accept-numerics" in line
+    assert "accept these numerics with --resume --accept-numerics" in line
     assert "does not continue" in refused("train", other, "--run", run, "--resume")
     assert "holds a run already; give --resume to go on with it, --overwrite to delete it" in refused(
         *start, "--store", "local:2"

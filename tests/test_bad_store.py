@@ -87,7 +87,7 @@ def test_a_store_that_does_not_answer_is_said_to_be_waited_for(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
         status, _, err = run_here(*train(clicks, run, url, "--store-timeout", 0.1, "--store-patience", 0.2))
-    assert f"store {url}: does not answer yet; it is waited for, 0 s more at most\n" in err
+    assert f"store {url}: does not answer yet; waiting 0 s more at most\n" in err
     assert f"store {url}: cannot be reached" in error_of(status, err)
     assert not run.exists()
 
@@ -102,7 +102,7 @@ def test_a_store_that_dies_while_training_leaves_a_run_that_keeps_what_it_lacked
     assert f"store {server.url}: " in error_of(status, err)
     # It may come back with its rows, for all that is known.
     for further in (("digest", run), ("evaluate", run), ("export", run, "--out", tmp_path / "export")):
-        assert "ended while its servers lacked rows, which it keeps in" in refused(*further)
+        assert "ended while its servers lacked rows; it keeps these in" in refused(*further)
     assert "cannot be reached" in refused("train", clicks.schedule, "--run", run, "--resume")
     assert not (tmp_path / "export").exists()
 

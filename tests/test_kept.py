@@ -48,19 +48,19 @@ def test_a_model_is_read_though_its_schedule_is_gone_or_another_one(clicks: Clic
     assert done("evaluate", run, elsewhere) == before[1]
     done("scrub", run)
     line = refused("train", "--run", run, "--resume")
-    assert line.startswith(f"run {run}: to go on it needs its whole schedule")
+    assert line.startswith(f"run {run}: to go on, it needs its whole schedule")
     assert line.endswith(f"or name the folder that has it now: foreload train SCHEDULE --run {run} --resume")
     assert "is at the end of" in refused("train", elsewhere, "--run", run, "--resume")
     # Prepared over twice: what stands there is another schedule, and then yet another.
     for seed in (1, 2):
         done("prepare", clicks.log, *clicks.options(schedule, batch_size=50, slots=60, shuffle_seed=seed), "--overwrite")
         assert models(run, tmp_path / f"over-{seed}") == before
-    assert "is not the one that the run was trained on, but was prepared in its place" in refused(
+    assert "is not the one that the run was trained on: it was prepared in its place" in refused(
         "train", "--run", run, "--resume"
     )
     shutil.rmtree(run / "kept")
     assert refused("digest", run).endswith(
-        f"needs the schedule that it was trained on: {schedule} is another one now; put that one back"
+        f"needs the schedule that it was trained on: {schedule} is now a different schedule; put that one back"
     )
 
 

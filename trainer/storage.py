@@ -167,7 +167,7 @@ class ObjectPath:
         except (OSError, pa.ArrowException) as error:
             said = re.sub(r"\s+", " ", str(error)).rstrip(".")
             raise CheckpointUnreachable(
-                f"{self}: cannot be {doing}: {said}; try again when the object store answers, and see that its address, region and keys are right"
+                f"{self}: cannot be {doing}: {said}; try again when the object store answers, and check that its address, region and keys are right"
             ) from error
 
 

@@ -140,7 +140,7 @@ class Run(Model):
 
     def _missing(self, name: str) -> RunError:
         what = {"summary.json": "it has not ended yet", "status.json": "it never began to train"}
-        return RunError(f"run {self.path}: has no {name}: {what.get(name, 'it is no run; give the folder that train wrote')}")
+        return RunError(f"run {self.path}: has no {name}: {what.get(name, 'it is not a run; give the folder that train wrote')}")
 
 
 class Checkpoint(Model):
@@ -178,7 +178,7 @@ class Checkpoint(Model):
 
     def _missing(self, name: str) -> CheckpointError:
         return CheckpointError(
-            f"checkpoint {self.path}: has no {name}, so it is none; give a folder that `foreload checkpoint save` wrote"
+            f"checkpoint {self.path}: has no {name}, so it is not a checkpoint; give a folder that `foreload checkpoint save` wrote"
         )
 
 
@@ -286,7 +286,7 @@ def train(
             values[setting], folder = _location(setting, own)
             if setting == "loss" and values.get("model_folder", folder) != folder:
                 raise ModelError(
-                    f"loss: must be of a module in the folder of the model, {values['model_folder']}; got one in {folder}; put it there"
+                    f"loss: must come from a module in the model's folder, {values['model_folder']}; got one in {folder}; move it there"
                 )
             values["model_folder"] = folder
         elif own is not None:
@@ -312,7 +312,7 @@ def _location(setting: str, own: Callable[..., object]) -> tuple[str, str]:
         ModelError: another process cannot find it.
     """
     if not (isinstance(own, type) and setting == "model") and not inspect.isfunction(own):
-        what = "a class, or a function that builds one, for each trainer builds its own" if setting == "model" else "a function"
+        what = "a class, or a function that builds one, since each trainer builds its own" if setting == "model" else "a function"
         raise ModelError(f"{setting}: must be {what}; got {type(own).__name__}")
     module, name = sys.modules.get(own.__module__), own.__qualname__
     remedy = (
@@ -323,10 +323,10 @@ def _location(setting: str, own: Callable[..., object]) -> tuple[str, str]:
     except (TypeError, OSError):
         file = Path()
     if not file.is_file():
-        raise ModelError(f"{setting}: {name} must be of a module that has a file, for trainers import it; {remedy}")
+        raise ModelError(f"{setting}: {name} must come from a module that has a file, since trainers import it; {remedy}")
     if "." in name or (module is not None and getattr(module, name, None) is not own):
         raise ModelError(
-            f"{setting}: {own.__module__}.{name} must be found in its module by its name, for trainers import it; {remedy}"
+            f"{setting}: {own.__module__}.{name} must be found in its module by its name, since trainers import it; {remedy}"
         )
     if own.__module__ == "__main__" or "." not in own.__module__:
         return f"{file.name}:{name}", str(file.parent)

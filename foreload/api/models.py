@@ -70,7 +70,7 @@ class Model:
         import numpy as np
 
         if (values is None) == (ids is None):
-            raise SettingError("rows: needs values=[...] or ids=[...], one of them")
+            raise SettingError("rows: needs either values=[...] or ids=[...], not both")
         asked = {"table": table, "values": _plain_list(values), "ids": _plain_list(ids)}
         with contextlib.closing(client.parts("rows", self._named(asked), self._numerics())) as parts:
             message = list(parts)[-1]

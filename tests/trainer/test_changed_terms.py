@@ -271,7 +271,7 @@ def test_another_number_that_is_asked_for_meanwhile_is_told() -> None:
     wanted = Wanted(2)
     first = wanted.number(4)
     wanted.number(3)
-    assert wanted.of.progress(AskScaled(first)) == Refused("another number of trainers was asked for meanwhile, 3")
+    assert wanted.of.progress(AskScaled(first)) == Refused("another number of trainers was requested meanwhile, 3")
 
 
 def test_the_last_one_stays_until_another_joins_though_it_was_asked_to_leave() -> None:

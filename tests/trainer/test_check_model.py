@@ -48,8 +48,8 @@ def checked(clicks: Clicks, model: object, *rest: object) -> tuple[object, ...]:
         ("Crowded", "Crowded: forward failed on 64 synthetic samples: AssertionError"),
         ("Layered", "in deep.1.1 (Logarithm)"),
         ("Rooted", "in its own forward, not in a layer"),
-        ("Norm", "does not for feature ad; look for a root or norm of what is 0"),
-        ("Probable", "ends in a sigmoid; return what goes into it"),
+        ("Norm", "does not for feature ad; look for a root or norm of a value that is 0"),
+        ("Probable", "ends in a sigmoid; return the sigmoid's input"),
         ("Nothing", "model: cannot import model_cases.py:Nothing: AttributeError: "),
     ],
 )
@@ -98,7 +98,7 @@ def test_dlrm_of_next_to_nothing_is_told(tmp_path: Path, features: int, dense: b
         + "".join(f'[[feature]]\nname = "f{k}"\nrows = 9\n' for k in range(features))
     )
     said = done("check-model", "dlrm", "--features", path)
-    line = f"foreload: warning: dlrm learns from {products} here, and from no embedding itself; deepfm, dcn and wide_deep do: --model deepfm"
+    line = f"foreload: warning: dlrm learns from {products} here, not from the embeddings themselves; deepfm, dcn and wide_deep do: --model deepfm"
     assert (line in said) == bool(products)
     assert "warning" not in done("check-model", "deepfm", "--features", path)
 
@@ -106,7 +106,7 @@ def test_dlrm_of_next_to_nothing_is_told(tmp_path: Path, features: int, dense: b
 def test_dlrm_of_one_feature_alone_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "features.toml"
     path.write_text('label = "y"\n[[feature]]\nname = "f"\nrows = 9\n')
-    assert "dlrm: there must be two features, or dense values, for a dot product; got 1 feature alone; use deepfm" in refused(
+    assert "dlrm: needs two features, or one and dense values, for a dot product; got 1 feature alone; use deepfm" in refused(
         "check-model", "dlrm", "--features", path
     )
 
@@ -151,7 +151,7 @@ def test_weights_that_embeddings_were_given_are_refused_or_dropped(clicks: Click
     if not given:
         done(*check)
         return
-    line = f"wrap: Theirs: {path} was given weights, the same under any seed, and would lose them, for rows begin with random values of --seed; "
+    line = f"wrap: Theirs: {path} was given weights, the same under any seed, and would lose them, since rows begin with random values of --seed; "
     for command in (check, (*train, "--run", tmp_path / "run")):
         assert line in refused(*command)
     assert not (tmp_path / "run").exists()
@@ -218,7 +218,7 @@ def test_a_loss_of_ones_own_is_tried_as_training_would(clicks: Clicks, tmp_path:
     for loss, message in (
         ("mean", "must return a loss for each sample, torch.float32 [5], for 5 sample(s); got torch.float32 []"),
         ("root", "must give finite losses for synthetic samples"),
-        ("detached", "must have a gradient by the outputs"),
+        ("detached", "must have a gradient with respect to the outputs"),
         ("nothing", "cannot import loss_cases.py:nothing"),
     ):
         assert message in refused(*checked(clicks, "dcn"), "--loss", f"loss_cases.py:{loss}")

@@ -144,7 +144,7 @@ def test_none_is_deleted_amid_an_increment_and_one_whose_base_has_gone_is_told(c
     told = summary(run)
     assert told["digest"] == case.digest
     assert (told["checkpoints"]["failed"], err.count("a checkpoint was not saved: ")) == (1, 1)
-    assert f"checkpoint {there[-1]}: was taken away while an increment of it was being saved" in err
+    assert f"checkpoint {there[-1]}: was removed while an increment of it was being saved" in err
     saved(run / CHECKPOINTS)
     done("checkpoint", "save", run)
     assert done("digest", run / CHECKPOINTS / f"step-{2 * EPOCH - 1}").strip() == case.digest

@@ -225,7 +225,7 @@ def test_what_cannot_be_is_refused_before_anything_is_made(case: Case, tmp_path:
     told["run"]["fingerprint"]["mkl_cbwr"] = "COMPATIBLE"
     write_sealed(later / MANIFEST, told)
     line = refused("train", schedule, "--from", later, "--run", tmp_path / "elsewhere", "--store", "local:1")
-    assert "go on in these numerics with --from --accept-numerics" in line
+    assert "accept these numerics with --from --accept-numerics" in line
     assert not (tmp_path / "elsewhere").exists()
 
 

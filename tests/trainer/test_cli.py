@@ -159,7 +159,7 @@ def test_a_resumed_run_keeps_its_settings(tmp_path: Path) -> None:
             ["train", "s", "--run", "r", "--store", "local:1", "--model-options", "top"],
             "--model-options: must be given as key=value",
         ),
-        (["train", "s", "--run", "r", "--resume"], "run r: has no manifest.json, so it is no run"),
+        (["train", "s", "--run", "r", "--resume"], "run r: has no manifest.json, so it is not a run"),
         (["train", "s", "--job", "absent.toml"], "--job: cannot read absent.toml"),
         (["evaluate", "r"], "run r: has no manifest.json"),
         (["digest", "r"], "run r: has no manifest.json"),

@@ -96,7 +96,7 @@ def test_the_control_socket_answers_requests_and_refuses_others(tmp_path: Path, 
             "members": [], "copies": [],
         }  # fmt: skip
         assert said(run, b'{"do": "fly"}') == {
-            "error": "cannot do 'fly'; there are status, stop, replace, move, scrub, scrubbed, row_counts, scale, scaled, checkpoint, checkpointed"
+            "error": "cannot do 'fly'; use one of status, stop, replace, move, scrub, scrubbed, row_counts, scale, scaled, checkpoint, checkpointed"
         }
         for malformed in (b"status", b"[]", b'{"ask": 1}', b"[" * 200_000, b'{"do": ' + b"[" * 200_000):
             assert said(run, malformed) == {"error": 'a request is a line such as {"do": "status"}'}
@@ -130,7 +130,7 @@ def test_where_the_runs_folder_takes_no_socket_it_is_elsewhere_or_left_out(
     control.close()
     assert not list(elsewhere.iterdir())
     assert not list(tmp_path.iterdir())
-    told = f"foreload: warning: {tmp_path / 'control.sock'}: cannot be made (Operation not supported), so the run cannot be asked anything"
+    told = f"foreload: warning: {tmp_path / 'control.sock'}: cannot be made (Operation not supported), so the run answers no commands"
     assert capfd.readouterr().err == ("" if anywhere else f"{told} while it trains\n")
     monkeypatch.undo()
     elsewhere.rmdir()
@@ -180,7 +180,7 @@ def test_a_launcher_that_was_stopped_is_told_of(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "control.sock"))
         listening.listen()
-        with pytest.raises(RunError, match="its launcher does not answer"):
+        with pytest.raises(RunError, match="its launcher has not answered"):
             ask(tmp_path, AskStatus(), timedelta(seconds=0.2))
 
 
@@ -216,7 +216,7 @@ def test_requests_are_answered_by_the_coordinators_thread_alone(tmp_path: Path, 
             assert [one.result() for one in several] == [
                 STATUS,
                 Refused("shard 1 is lost"),
-                Refused("it cannot be answered: ZeroDivisionError: a fault"),
+                Refused("the request failed: ZeroDivisionError: a fault"),
             ]
             assert not later.done()
             counted.set_result(RowCountsAnswer(()))

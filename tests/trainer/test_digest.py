@@ -63,9 +63,9 @@ def test_rows_without_state_are_hashed_by_id_and_weights_also_where_these_are_no
 
 def test_rows_must_ascend() -> None:
     for pieces in ([slice(1, 3), slice(0, 1)], [slice(0, 2), slice(1, 3)]):
-        with pytest.raises(ValueError, match="ascending id"):
+        with pytest.raises(ValueError, match="ascending order of id"):
             digest(pieces)
     rows = Digest()
     rows.table("t")
-    with pytest.raises(ValueError, match="ascending id"):
+    with pytest.raises(ValueError, match="ascending order of id"):
         rows.rows(IDS[::-1], WEIGHTS, SUMS)

@@ -171,7 +171,9 @@ def test_a_schedule_that_is_removed_or_replaced_under_a_training_is_used_no_more
         assert summary(run)["digest"] == undisturbed
         return
     # What the run keeps of its schedule cannot be brought up to date, which is told, too.
-    told = [line for line in err.splitlines() if not line.startswith("the run cannot keep what its model is read by")]
+    told = [
+        line for line in err.splitlines() if not line.startswith("the run cannot keep a copy of what it needs of its schedule")
+    ]
     assert f"{used}" in error_of(status, "\n".join(told))
     assert "training stopped after step " in err
     stopped = Run.open(run).saved_status().step

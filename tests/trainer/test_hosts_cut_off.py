@@ -114,7 +114,7 @@ def test_a_host_that_is_cut_off_is_lost_and_the_other_goes_on(
         status, _, err = coordinator.end()
         assert status == 0, err
         told = guest.end()
-    assert "trainer 1: lost (it is silent); training goes on after step" in err
+    assert "trainer 1: lost (it sends no messages); training goes on after step" in err
     assert told[0] == 2
     assert "so this host counts as lost; it stops" in told[2]
     assert summary(run)["digest"] == summary(undisturbed)["digest"]

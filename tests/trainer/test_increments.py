@@ -158,7 +158,7 @@ def test_a_chain_is_the_run_to_the_bit(case: Case, tmp_path: Path, policy: str) 
         )
         for path in whole.iterdir():
             assert (tmp_path / f"step-{step}" / path.name).read_bytes() == path.read_bytes(), path.name
-    assert f"the {Checkpoint.open(one).rows_here:,} changed since {bases[2]} here" in done("checkpoint", "list", one.parent)
+    assert f"{Checkpoint.open(one).rows_here:,} of them here, changed since {bases[2]}" in done("checkpoint", "list", one.parent)
 
 
 @pytest.mark.parametrize("policy", ["consecutive", pytest.param("default", marks=pytest.mark.full)])
@@ -179,13 +179,13 @@ def test_the_schedule_may_have_other_slots_if_its_rows_are_the_same(case: Case, 
     assert Run.open(tmp_path / "run").manifest.stages[0].path == str(many)
     call = ("--from", checkpoint, "--store", "local:3", "--run", tmp_path / "new")
     other = prepared("other", write_log(tmp_path / "other.csv", CLICKS_ROWS, {(7, "user"): "another"}))
-    assert f"its rows are not those that schedule {other} has trained after step" in refused("train", other, *call)
+    assert f"its rows are not those that schedule {other} trains up to this point, after step" in refused("train", other, *call)
     longer = prepared("longer", case.clicks.log, epochs=3)
     trained_on = Checkpoint.open(checkpoint).contents.run.stages[-1].path
     assert f"schedule {longer}: does not continue {trained_on}" in refused("train", longer, *call)
     with held(many, tmp_path / "growing", 10) as grows:
         line = refused("train", grows.path, "--follow", *call)
-        assert f"other --slots than schedule {grows.path} has, which is to be complete" in line
+        assert f"other --slots than schedule {grows.path} has, which must be complete first" in line
     # Of one that does not say by what schedules are compared.
     older = shutil.copytree(case.checkpoint("full", 1), tmp_path / "older")
     told = contents_of(older)
@@ -231,10 +231,10 @@ def test_what_is_wrong_in_a_chain_is_named(case: Case, tmp_path: Path) -> None:
     assert f"damaged: No such file or directory, and 1 more: {oldest.name}/{name}" in refused("checkpoint", "verify", newest)
     for path in middle.iterdir():
         path.unlink()
-    assert f"needs {middle}, of which it is an increment, and which is not there" in refused("checkpoint", "verify", newest)
+    assert f"is an increment of {middle}, which does not exist" in refused("checkpoint", "verify", newest)
     shutil.rmtree(middle)
     shutil.copytree(case.checkpoint("full", 1), middle)
-    assert f"needs {middle}, of which it is an increment, and which is another one now" in refused("checkpoint", "verify", newest)
+    assert f"is an increment of {middle}, which is now a different checkpoint" in refused("checkpoint", "verify", newest)
     assert "cannot be used: " in run_here("checkpoint", "list", chain)[1]
 
 
@@ -246,7 +246,7 @@ def test_a_row_that_is_in_no_file_is_missed(case: Case, tmp_path: Path) -> None:
     assert any(file["name"].endswith(".parquet") for file in told["rows"])
     told["ordinals"][1][2] += 1
     write_sealed(newest / MANIFEST, told)
-    assert "its files must have all rows; 1 of lane 1, table 2 are in none" in refused("digest", newest)
+    assert "its files must have all rows; 1 of lane 1, table 2 are missing" in refused("digest", newest)
 
 
 def test_none_is_deleted_that_others_need(case: Case, tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_none_is_deleted_that_others_need(case: Case, tmp_path: Path) -> None:
     with at_work(chain / LOCK):
         assert "another checkpoint is being saved in" in refused("checkpoint", "delete", newest)
     line = refused("checkpoint", "delete", oldest)
-    assert f"must not be needed by others; {middle.name}, {newest.name} is made of it" in line
+    assert f"must not be needed by other checkpoints; {middle.name}, {newest.name} builds on it" in line
     assert done("checkpoint", "delete", middle, "--with-increments").split() == ["deleted", str(newest), "deleted", str(middle)]
     assert done("digest", oldest).strip() == case.digests[case.steps[0]]
     # Of increments of the first, the older go.
@@ -291,7 +291,7 @@ def test_a_base_is_of_the_same_run_and_as_exact(case: Case, tmp_path: Path) -> N
     other["run"]["run_id"] = "another"
     write_sealed(two / steps[0] / MANIFEST, other)
     shutil.rmtree(two / steps[2])
-    assert "is of run another, not of this one" in refused(*save, "--bits", 2, "--base", steps[0])
+    assert "belongs to run another, not to this one" in refused(*save, "--bits", 2, "--base", steps[0])
 
 
 def test_a_run_of_rounded_weights_says_so_wherever_it_goes(case: Case, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_run_whose_servers_all_stand_still_is_kept_and_goes_on(
     status, _, err = job.end()
     assert status == 2, err
     assert "Traceback" not in err
-    assert "what its servers lack is kept in" in err
+    assert "the rows that its servers lack are kept in" in err
     kept, failed = list(read_events(run))[-2:]
     assert (kept["kind"], kept["step"], failed["kind"]) == ("rows-kept", step, "call-failed")
     # While they stand still nothing can be done, and nothing is lost by trying.
@@ -90,7 +90,7 @@ def test_a_run_whose_servers_all_stand_still_is_kept_and_goes_on(
         ["export", run, "--out", tmp_path / "export"],
         ["checkpoint", "save", run],
     ):
-        assert "ended while its servers lacked rows, which it keeps in" in refused(*command)
+        assert "ended while its servers lacked rows; it keeps these in" in refused(*command)
     assert state(run) == "kept"
     send(servers, signal.SIGCONT)
     status, err = resumed(schedule, run, store)
@@ -205,7 +205,7 @@ def test_rows_that_are_gone_from_the_servers_are_missed(
         process.wait()
         assert servers.restart(shard)
     line = refused(*arguments(schedule, run, *store, "--resume"))
-    assert f"what is kept in {folder_of(run)} is of no use: delete that folder, and --resume goes on from " in line
+    assert f"those kept in {folder_of(run)} are of no use: delete that folder, and --resume goes on from " in line
     assert state(run) == "kept"
     shutil.rmtree(folder_of(run))
     status, err = resumed(schedule, run, store)

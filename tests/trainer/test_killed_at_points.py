@@ -238,13 +238,13 @@ def test_where_all_that_have_a_lane_are_killed_the_run_ends_and_a_resume_begins_
     assert ask(run, AskStop()) == Stopping()
     status, _, err = job.stopped()
     assert status == 0, err
-    assert "resumed from the beginning: the run was broken off since" in err
+    assert "resumed from the beginning: the run has crashed since" in err
     stopped = job.step
     both = [killed(2, "committed", 70), killed(3, "committed", 70)]
     status, _, err = Command(*command, "--resume", faults=both).end()
     assert status == 3, err
     status, _, err = Command(*command, "--resume").end()
     assert status == 0, err
-    assert f"resumed after step {stopped}: the run was broken off since" in err
+    assert f"resumed after step {stopped}: the run has crashed since" in err
     assert summary(run)["digest"] == summary(undisturbed)["digest"]
     assert rows_of(run)[-1] == rows_of(undisturbed)[-1]

@@ -193,7 +193,7 @@ def test_one_can_be_asked_for_while_it_trains(case: Case, tmp_path: Path) -> Non
     train = arguments(case.schedule, run, "--store", "local:3", "--trainers", "2", "--peer-timeout", "600", "--digest")
     begun = Command(*train, faults=[stands])
     process = standing(begun, run, 1)
-    assert "--bits: is for a run that rests" in refused("checkpoint", "save", run, "--bits", 8)
+    assert "--bits: is for a stopped run" in refused("checkpoint", "save", run, "--bits", 8)
     asked = ask(run, AskCheckpoint(str(tmp_path / "asked")))
     assert isinstance(asked, CheckpointBegun)
     process.resume()
@@ -229,7 +229,8 @@ def test_who_asks_for_one_is_told_of_it_though_the_launcher_does_not_say_that_it
     if sent == signal.SIGSTOP:
         assert status == 2
         assert (
-            "its launcher does not answer for 5 s; is that process stopped? If it goes on, it still saves the checkpoint: " in err
+            "its launcher has not answered for 5 s; is that process stopped? If it goes on, it still saves the checkpoint: "
+            in err
         )
         assert f"`foreload checkpoint list {to}` shows it then" in err
         psutil.Process(begun.process.pid).resume()
@@ -295,7 +296,7 @@ def test_the_checkpoint_of_the_best_evaluation_stays_and_is_exported(case: Case,
     assert (told["step"], told["log_loss"]) == (best["step"], best["log_loss"])
     done("export", run, "--best", "--out", tmp_path / "best")
     assert json.loads((tmp_path / "best" / "export.json").read_text())["step"] == best["step"]
-    assert "no best checkpoint is noted" in refused("export", tmp_path, "--best", "--out", tmp_path / "none")
+    assert "no best checkpoint is recorded" in refused("export", tmp_path, "--best", "--out", tmp_path / "none")
 
 
 @pytest.mark.full

@@ -403,10 +403,10 @@ def test_a_shard_is_whole_when_every_trainer_says_so_and_only_a_server_in_use_is
     tell(1, "ok", spares[2])
     assert is_now("ok", 1.0)
     assert capsys.readouterr().err.splitlines() == [
-        "store shard 1: is lost; training goes on, its rows come from parity (it was closed)",
+        "store shard 1: is lost; training goes on and reads its rows from parity (it was closed)",
         "store shard 1: 30% rebuilt",
         "store shard 1: 40% rebuilt",
-        "store shard 1: is lost; training goes on, its rows come from parity (it was reset)",
+        "store shard 1: is lost; training goes on and reads its rows from parity (it was reset)",
         "store shard 1: no server for it yet (it refuses)",
         "store shard 1: is whole again",
     ]
@@ -490,7 +490,7 @@ def test_after_too_many_losses_a_run_goes_on_from_its_last_clean_stop(
     status, _, err = job.end()
     assert status == 3, err
     assert main(["train", str(schedule), "--run", str(run), "--resume", "--digest"]) == 0
-    assert f"resumed after step {stopped}: the run was broken off since" in capsys.readouterr().err
+    assert f"resumed after step {stopped}: the run has crashed since" in capsys.readouterr().err
     assert summary(run)["digest"] == undisturbed
 
 

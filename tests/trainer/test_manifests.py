@@ -445,7 +445,7 @@ def test_from_takes_the_newest_complete_checkpoint_of_a_folder(case: Case, tmp_p
         f"the newest complete checkpoint in {saved} is {first}" in err,
     ) == (0, True, True), err
     assert f"checkpoint {saved / second}: lacks files" in err
-    assert "has no checkpoint.json, so it is none" in refused(
+    assert "has no checkpoint.json, so it is not a checkpoint" in refused(
         "train", "--from", tmp_path, "--run", tmp_path / "x", "--store", "local:1"
     )
 

@@ -72,5 +72,5 @@ def test_where_the_first_is_gone_with_the_store_the_others_leave(store: Any, poo
     own = host_store("127.0.0.1", TIMEOUT)
     _, other, _ = met(own, pool)
     del own
-    with pytest.raises(PeerLost, match="rank 0 is gone"):
+    with pytest.raises(PeerLost, match="rank 0 has died"):
         other.receive()

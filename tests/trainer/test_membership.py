@@ -178,7 +178,7 @@ def test_one_that_alone_has_lanes_and_may_be_alive_is_waited_for() -> None:
     assert not job.of.poll({1: "gone"}, ())
     assert not job.of.poll({1: "gone"}, ())
     assert len(job.told) == 1
-    assert "it does not leave the term; waited for, since no other trainer has a complete copy of lane" in job.told[0]
+    assert "it does not leave the term; waiting for it, since no other trainer has a complete copy of lane" in job.told[0]
     assert not job.killed
     job.leave(2, 3, step=4)
     assert job.of.poll({1: "gone"}, ())
@@ -234,7 +234,7 @@ def test_a_trainer_that_renews_no_lease_is_lost_unless_the_coordinator_itself_wa
     assert job.of.poll({}, ())
     assert job.of.term.members == (0,)
     assert job.killed == [1]
-    assert "it is silent" in job.told[0]
+    assert "it sends no messages" in job.told[0]
 
 
 def test_two_that_cannot_reach_each_other_end_terms_until_one_of_them_goes() -> None:

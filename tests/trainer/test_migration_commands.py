@@ -115,14 +115,14 @@ def test_from_one_server_of_its_own_to_four_to_three_without_parity(
     assert "shard 1, 2, 3 joins: rows are moving" in capsys.readouterr().out
     # One at a time.
     assert main(["stores", "remove", str(run), "0"]) == 2
-    assert "its rows are on their way to other store shards already" in capsys.readouterr().err
+    assert "its rows are already moving to other store shards" in capsys.readouterr().err
     training.until(all_moved(run, 1))
     asked("remove", run, "0")
     training.until(all_moved(run, 2))
     err = ended(training, "added", "removed")
     assert "shard 1 joins, shard 2 joins, shard 3 joins; rows move while training goes on" in err
     case.check(run, [1, 2, 3], protected=False)
-    for wrong, why in (("7", "no store shard of the run is 7"), ("redis://127.0.0.1:1", "no store shard of the run is redis")):
+    for wrong, why in (("7", "the run has no store shard 7"), ("redis://127.0.0.1:1", "the run has no store shard redis")):
         assert main(["stores", "remove", str(run), wrong]) == 2
         assert why in capsys.readouterr().err
     assert not (run / STORES / "shard-0.rdb").exists()
@@ -166,7 +166,7 @@ def test_from_three_servers_to_five_to_four_with_parity(
         assert Run.open(run).manifest.store_urls == (urls[0], "", *urls[2:5])
         capsys.readouterr()
         assert main(["stores", "remove", str(run), "0"]) == 2
-        assert "no store shard of the run is 0" in capsys.readouterr().err
+        assert "the run has no store shard 0" in capsys.readouterr().err
         assert Run.open(run).manifest.store_urls == ("", "", *urls[2:5])
         with Store([urls[0]]) as left:
             assert owner(left, "run", 0) is None

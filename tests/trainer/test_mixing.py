@@ -74,7 +74,7 @@ def test_where_and_how_it_shows_is_told(name: str, what: str) -> None:
     with pytest.raises(ModelError) as error:
         tried(name)
     assert what in str(error.value)
-    assert str(error.value).endswith("; where it is meant, declare mixes_samples = True in its class")
+    assert str(error.value).endswith("; if it is intended, declare mixes_samples = True in its class")
     assert "\n" not in str(error.value)
 
 
@@ -124,11 +124,11 @@ def test_a_model_that_declares_it_says_so_wherever_it_is_asked(schedule: Path, t
     done(*train(schedule, tmp_path / "run", "Declared"))
     status, _, err = run_here("predict", tmp_path / "run", schedule.parent / "log.csv", "--out", tmp_path / "scores.csv")
     assert status == 0
-    assert "mixing_cases.py:Declared declares mixes_samples: a score depends on the records beside it" in err
+    assert "mixing_cases.py:Declared declares mixes_samples: a score depends on the records around it" in err
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["mixes_samples"] is True
     status, _, err = run_here("evaluate", tmp_path / "run")
     assert status == 0
-    assert "mixing_cases.py:Declared declares mixes_samples: a score depends on the records beside it" in err
+    assert "mixing_cases.py:Declared declares mixes_samples: a score depends on the records around it" in err
     done("export", tmp_path / "run", "--out", tmp_path / "plain")
     assert json.loads((tmp_path / "plain" / "export.json").read_text())["mixes_samples"] is True
     done("apply", tmp_path / "plain", "--to", tmp_path / "applied")

@@ -156,7 +156,8 @@ def test_other_code_is_refused_wherever_the_model_is_run_or_handed_out(home: Hom
     for place, words in commands:
         kind, copy = ("run", of_run) if place == run else ("checkpoint", checkpoint / "model")
         assert refused(*words) == (
-            f"{kind} {place}: the code of its model is not what it was trained with: {home.path / home.scale} has other contents; put that back, of "
+            f"{kind} {place}: the code of its model is not what it was trained with: {home.path / home.scale} has other contents; "
+            "put the former code back, of "
             f"which {copy} has a copy, or go on with the code as it is with --accept-model"
         )
         assert (copy / home.scale).read_text() == "FACTOR = 1.0\n"
@@ -167,7 +168,7 @@ def test_other_code_is_refused_wherever_the_model_is_run_or_handed_out(home: Hom
     home.write(f"{home.package}/further.py", "")
     line = refused("evaluate", run)
     assert f"{home.path / 'net.py'} has other contents, {home.path / home.scale} has other" in line
-    assert f"{home.path / home.package / 'further.py'} was not imported then" in line
+    assert f"{home.path / home.package / 'further.py'} was not imported before" in line
     shutil.copytree(of_run, home.path, dirs_exist_ok=True)
     home.forget()
     assert done("evaluate", run) == figures

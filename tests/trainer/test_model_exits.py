@@ -56,7 +56,7 @@ def test_a_call_that_ends_the_process_is_told_with_its_line(clicks: Clicks, call
     said, _, rest = line.partition(": ")
     assert said in (["foreload train"] if where == "any" else ["trainer 0", "trainer 1"])
     assert rest == (
-        f"the model's code, or a library, called {call} (leaves.py, line {LINE}), which would end the process without a word; raise an exception "
+        f"the model's code, or a library, called {call} (leaves.py, line {LINE}), which would end the process without a message; raise an exception "
         "there that says what is wrong"
     )
     assert os._exit.__module__ == "posix"
@@ -74,7 +74,7 @@ def test_commands_that_run_a_saved_model_tell_it_too(clicks: Clicks, monkeypatch
 
 def test_an_exit_that_python_does_not_see_is_told_by_the_trainers_status(clicks: Clicks) -> None:
     assert refused(*training(clicks, IN_C, "trainer")).startswith(
-        "trainer 0 (lanes 0, 1): exited with status 3 without a word: the model's code, or a library, called exit; the others were stopped"
+        "trainer 0 (lanes 0, 1): exited with status 3 without a message: the model's code, or a library, called exit; the others were stopped"
     )
 
 
@@ -87,7 +87,7 @@ def test_a_crash_of_native_code_leaves_the_line_that_it_was_in(clicks: Clicks) -
 
 def test_no_status_of_a_trainer_means_what_it_does_of_a_command() -> None:
     assert [ended_how(status).partition(":")[0] for status in (0, 2, 3)] == [
-        f"exited with status {status} without a word" for status in (0, 2, 3)
+        f"exited with status {status} without a message" for status in (0, 2, 3)
     ]
     assert ended_how(-signal.SIGSEGV) == "was killed by SIGSEGV"
 

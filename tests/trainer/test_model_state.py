@@ -69,7 +69,7 @@ def test_it_is_what_the_generators_give_under_that_seed() -> None:
         ("UnseededBuffer", "built twice under one seed, buffer noise differs"),
         ("SharedGenerator", "built twice under one seed, parameter hidden.bias differs"),
         ("SystemAttribute", "its forward gives different outputs for the same samples, though parameters and buffers are equal"),
-        ("FirstBatch", "keep nothing of the first samples in attributes"),
+        ("FirstBatch", "do not keep the first samples in attributes"),
     ],
 )  # fmt: skip
 def test_a_constructor_that_gives_another_model_each_time_is_refused(case: str, message: str) -> None:
@@ -104,7 +104,7 @@ def test_a_forward_that_keeps_a_state_is_refused_with_the_attribute(place: str, 
     with pytest.raises(
         ModelError,
         match=f"^Keeping: forward must keep no state of its own.* after two forwards{mode} of the same samples under one seed an attribute differs: "
-        f"{change}.*; for what changes as training goes on, take the step: forward\\(self, dense, embeddings, step\\)",
+        f"{change}.*; if something is to change during training, make it depend on the step: forward\\(self, dense, embeddings, step\\)",
     ):
         build("Keeping", place=place)
 

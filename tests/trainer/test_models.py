@@ -298,8 +298,8 @@ def test_a_users_model_gets_options_of_the_types_of_its_defaults() -> None:
             "Norm: backward must give finite gradients for synthetic samples, and does not for feature c0; look for a root or norm",
         ),
         ("Layered", r"must return finite logits .*; got (nan|-inf); look for .* negative, in deep.1.1 \(Logarithm\)"),
-        ("Rooted", "or a logarithm or root of what may be negative, in its own forward, not in a layer"),
-        ("Probable", "Probable: forward must return logits, and ends in a sigmoid; return what goes into it"),
+        ("Rooted", "or a logarithm or root of a value that may be negative, in its own forward, not in a layer"),
+        ("Probable", "Probable: forward must return logits, and ends in a sigmoid; return the sigmoid's input"),
         ("Failing", r"KeyError: 'nothing of this name' \(model_cases.py, line \d+\); it must work on slices"),
         ("not_a_model", "not_a_model: must return a torch.nn.Module; got NoneType"),
         ("wide_and_deep", "wide_and_deep: returns WideDeep, which has further_columns; name that class as the model"),
@@ -318,7 +318,10 @@ def test_modules_that_cannot_be_trained_exactly_are_refused(case: str, message: 
         ("no_such_module:Model", "cannot import no_such_module:Model: ModuleNotFoundError"),
         ("model_cases:Nothing", "cannot import model_cases:Nothing: AttributeError"),
         ("model_cases:POISON_ABOVE", "must be a subclass of torch.nn.Module, or a function that builds one from a ModelSpec$"),
-        ("model_cases:BUILT", "a function that builds one from a ModelSpec; it is built when it is imported, so not from --seed"),
+        (
+            "model_cases:BUILT",
+            "a function that builds one from a ModelSpec; it is built when it is imported, so --seed does not affect it",
+        ),
         ("model_cases:BadColumns", "must map names .not weights. to positive integers"),
     ],
 )

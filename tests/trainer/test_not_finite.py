@@ -166,7 +166,7 @@ def test_a_diverged_training_is_told_and_can_be_read(clicks: Clicks, tmp_path: P
     saved = Run.open(run).saved_status()
     assert error.startswith(f"step {saved.step + 1}: the loss must be finite in every lane; got ")
     assert error.endswith(
-        f"; training stopped as after step {saved.step}, with everything saved; train anew with a lower --lr or --dense-lr, or go on with "
+        f"; training stopped in its state after step {saved.step}, with everything saved; train anew with a lower --lr or --dense-lr, or go on with "
         "--resume --allow-nan"
     )
     assert saved.state == "stopped"

@@ -167,7 +167,7 @@ def test_a_run_that_rests_is_saved_read_compacted_and_deleted(case: Case, tmp_pa
     sums = [[(Path(file.name).name, file.sha256) for file in one.files] for one in (local, there)]
     assert sums[0] == sums[1]
     assert done("digest", there.place).strip() == case.digest
-    assert "is made of it" in refused("checkpoint", "delete", first.place)
+    assert "builds on it" in refused("checkpoint", "delete", first.place)
     done("checkpoint", "delete", there.place)
     done("checkpoint", "delete", first.place, "--with-increments")
     assert case.store.names(tmp_path.name) == []
@@ -250,7 +250,7 @@ def test_where_all_are_killed_the_newest_whole_one_counts(case: Case, tmp_path: 
     assert listed(folder) == [str(before.place)]
     before.verify()
     err = case.train(run, "--resume", "--checkpoint", folder, "--checkpoint-every", 5, "--trainers", 1)
-    assert f"resumed after step {before.contents.step}: the run was broken off since" in err
+    assert f"resumed after step {before.contents.step}: the run has crashed since" in err
     assert summary(run)["digest"] == case.digest
     assert len(case.check_whole(folder)) > 1
 

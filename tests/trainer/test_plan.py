@@ -204,7 +204,7 @@ def test_where_nothing_is_known_moments_are_run_and_remembered(
     known = tmp_path / "history.sqlite"
     assert main(["plan", str(clicks.schedule), *SMALL, "--pool", "cores=1,stores=3", "--history", str(known)]) == 0
     shown = capsys.readouterr()
-    assert "runs a moment of it: 1 trainer, local:1" in shown.err
+    assert "running it briefly: 1 trainer, local:1" in shown.err
     assert "2 of them made now by short runs" in shown.out
     assert len(history.read(known)) == 2
     assert main(["plan", str(clicks.schedule), *SMALL, "--pool", "cores=1,stores=3", "--history", str(known)]) == 0

@@ -63,7 +63,7 @@ def check_whole(ended: Ended, err: str) -> None:
 
 
 def test_a_lost_shard_is_rebuilt_on_its_own_server(ended: Ended) -> None:
-    assert "the next --resume, with a server there, rebuilds it" in ended.err
+    assert "the next --resume rebuilds it, once a server runs there" in ended.err
     resume = ("train", "--run", ended.run, "--resume")
     status, _, err = run_here(*resume)
     assert status == 2

@@ -154,9 +154,9 @@ def test_the_figures_of_plots_are_those_of_the_metrics(run: Path, clicks: Clicks
     rates = [1000 * sum(step["samples"] for step in group) / sum(step["ms"] for step in group) for group in groups]
     assert page.column("Throughput (samples a second)", "samples a second") == pytest.approx(rates, rel=1e-5)
     waits = [np.mean([step["ms_waiting"] for step in group]) for group in groups]
-    assert page.column("A step on the way (milliseconds a step)", "milliseconds a step", "waiting for rows") == pytest.approx(
-        waits, rel=1e-5, abs=1e-6
-    )
+    assert page.column(
+        "A step during training (milliseconds a step)", "milliseconds a step", "waiting for rows"
+    ) == pytest.approx(waits, rel=1e-5, abs=1e-6)
     fetched = [np.mean([step["rows_fetched"] for step in group]) for group in groups]
     assert page.column("Arrivals (rows a step)", "rows a step", "fetched from the store") == pytest.approx(fetched, rel=1e-5)
     calibration = evaluations[-1]["calibration"]
@@ -238,11 +238,11 @@ def test_of_a_run_of_an_earlier_version_it_is_said_what_is_missing(copied: Path,
     (copied / "manifest.json").write_text(manifest.replace(str(clicks.schedule), "/nowhere/schedule"))
     page = checked(run_page([read_run(copied)]))
     for why in (
-        "its evaluations do not tell it",
+        "its evaluations do not have it",
         "it has no events.jsonl",
-        "memory is told at the end",
-        "its schedule is not there",
-        "LRU are not told",
+        "memory is recorded at the end",
+        "its schedule no longer exists",
+        "LRU are not shown",
     ):
         assert page.text.count(why) == 1, why
 
@@ -254,7 +254,7 @@ def test_a_run_that_has_hardly_begun_has_a_page(steps: int, copied: Path) -> Non
     (copied / METRICS).write_text("".join(f"{json.dumps(line | {'loss': None})}\n" for line in first))
     page = checked(run_page([read_run(copied), read_run(copied)]))
     assert page.tiles["steps"] == [str(steps)] * 2
-    assert page.text.count("No step is trained yet.") == (0 if steps else 4)
+    assert page.text.count("No step has been trained yet.") == (0 if steps else 4)
 
 
 def test_a_long_run_is_read_in_few_points(run: Path, copied: Path) -> None:
@@ -299,7 +299,7 @@ def test_a_schedule_has_a_page(clicks: Clicks, tmp_path: Path, monkeypatch: pyte
     assert number(page.tiles["rows used"][0]) == counts["rows_used"]
     assert number(page.tiles["arrivals"][0]) == counts["arrivals"]
     head, *rows = page.tables["Arrivals against slots (rows, over all steps)"]
-    assert head == ["slots a lane", "the minimum", "an LRU cache", "LRU / minimum"]
+    assert head == ["slots per lane", "the minimum", "an LRU cache", "LRU / minimum"]
     fewest = {int(number(row[0])): int(number(row[1])) for row in rows}
     assert fewest[max(schedule.manifest["occupied"])] == counts["arrivals"]
     assert fewest[max(fewest)] == schedule.manifest["rows"]["rows"] == sum(schedule.rows_per_table())

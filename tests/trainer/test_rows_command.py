@@ -71,7 +71,7 @@ def test_runs_with_rows_are_listed_and_each_is_deleted_by_itself(clicks: Clicks,
         told = done("stores", "delete", urls, "second").splitlines()
         assert all("deleted" in line for line in told)
         told = done("stores", "delete", urls, "second").splitlines()
-        assert all(line.endswith("nothing of namespace second was there") for line in told)
+        assert all(line.endswith("has nothing in namespace second") for line in told)
         assert [keys(url) for url in servers.urls] == [["other:run", "{user:1}:2"], []]
         assert "no run has rows here" in done("stores", "list", urls)
         assert "namespace: must be" in refused("stores", "delete", urls, "a b")
@@ -92,7 +92,7 @@ def test_a_run_is_deleted_though_a_shard_is_down_and_what_is_left_is_told(clicks
         assert lines[1].startswith(f"left  {down_url}: store {down_url}: cannot be reached")
         later = f"foreload stores delete {down_url} run"
         assert lines[1].endswith(f"; later: {later}")
-        assert lines[2] == f"deleted  {run}, but for files that are not the run's: notes.txt"
+        assert lines[2] == f"deleted  {run}, except files that are not the run's: notes.txt"
         assert [path.name for path in run.iterdir()] == ["notes.txt"]
         assert keys(up_url) == []
         assert run_here("stores", "list", f"{up_url},{down_url}")[0] == 2
@@ -109,7 +109,7 @@ def test_what_another_run_has_taken_stays(clicks: Clicks, tmp_path: Path) -> Non
         first, second = tmp_path / "a" / "run", tmp_path / "b" / "run"
         train(clicks, first, server.urls[0])
         done("train", clicks.schedule, "--run", second, "--store", server.urls[0], *SMALL, "--overwrite")
-        assert f"left  {server.urls[0]}: namespace run is another run's there" in done("delete", first)
+        assert f"left  {server.urls[0]}: namespace run there belongs to another run" in done("delete", first)
         assert not first.exists()
         done("digest", second)
 

@@ -132,7 +132,7 @@ def test_a_checkpoint_needs_its_schedule_for_evaluation_alone(case: Case, tmp_pa
         done("export", case.models[0], "--out", tmp_path / "out")
         assert files(tmp_path / "out") == files(case.full[0])
         line = refused("evaluate", case.models[0])
-        assert "needs the schedule that it was trained on for this: " in line
+        assert "this needs the schedule that it was trained on: " in line
         assert "say where it is now: --schedule, or SCHEDULE of evaluate" in line
         assert "after step" in done("evaluate", case.models[0], elsewhere)
         # What is raw is encoded without it, too, where there is no vocabulary.
@@ -175,7 +175,7 @@ def test_since_names_a_step_a_checkpoint_or_an_export(case: Case, tmp_path: Path
     assert json.loads((tmp_path / "0" / ABOUT).read_text())["since"] == {"step": first, "state": None}
     for since, why in (
         ("nowhere", "must be the number of a step, a checkpoint or an export; got 'nowhere'"),
-        (last + 1, f"must be of a step in 0 .. {last - 1}, before that of run "),
+        (last + 1, f"must be from a step in 0 .. {last - 1}, before that of run "),
         (case.models[2], f"got {last}; nothing was trained since"),
     ):
         assert why in refused("export", case.run, "--since", since, "--out", tmp_path / "none")
@@ -196,7 +196,7 @@ def test_an_export_says_that_weights_were_rounded_and_follows_only_what_is_round
     line = refused("export", rounded, "--since", case.full[0], "--out", tmp_path / "increment")
     assert "inexact must be None, as there; got {" in line
     line = refused("export", rounded, "--since", case.steps[0], "--out", tmp_path / "increment")
-    assert "must be a checkpoint or an export where weights were rounded" in line
+    assert "must be a checkpoint or an export, since weights were rounded" in line
 
 
 # -- To a folder ---------------------------------------------------------------------------------------------------------------------
@@ -220,18 +220,18 @@ def test_what_is_not_the_next_one_is_refused_in_one_line_and_nothing_changes(cas
     assert not list(tmp_path.iterdir())
     done("apply", case.full[0], "--to", served)
     # The one before is missing.
-    line = f"{two} goes from step {second} to step {third}, and {served} is at step {first}; needed is the increment that goes from step {first}"
+    line = f"{two} goes from step {second} to step {third}, and {served} is at step {first}; apply the increment that goes from step {first}"
     assert refused("apply", two, "--to", served) == line
     done("apply", one, "--to", served)
-    line = f"is at step {second} already; needed is the increment that goes from step {second}"
+    line = f"is at step {second} already; apply the increment that goes from step {second}"
     assert line in refused("apply", one, "--to", served), "twice"
     done("apply", two, "--to", served)
     assert f"is at step {third} already" in refused("apply", one, "--to", served), "out of order"
-    assert f"has one of step {third} already; a full export goes where there is none yet" in refused(
+    assert f"has one of step {third} already; apply a full export only where there is none yet" in refused(
         "apply", case.full[0], "--to", served
     )
     assert files(served) == files(case.full[2])
-    assert "so it is an increment, and not to be served" in refused("apply", two, "--to", one)
+    assert "so it is an increment, and cannot be served" in refused("apply", two, "--to", one)
 
 
 def resealed(source: Path, out: Path, **changes: object) -> Path:
@@ -248,7 +248,9 @@ def test_an_increment_of_another_training_is_refused(case: Case, tmp_path: Path)
     done("apply", case.full[0], "--to", served)
     since = {"step": case.steps[0], "state": "another"}
     other = resealed(case.increments[0], tmp_path / "state", since=since)
-    assert f"not that of {served}: at step {case.steps[0]} their dense parts differ" in refused("apply", other, "--to", served)
+    assert f"of another training than {served}: at step {case.steps[0]} their dense parts differ" in refused(
+        "apply", other, "--to", served
+    )
     told = json.loads((case.increments[0] / ABOUT).read_text())
     fewer = [{**table, "whole_rows": table["whole_rows"] - 1} for table in told["tables"]]
     other = resealed(case.increments[0], tmp_path / "rows", tables=fewer)
@@ -298,7 +300,7 @@ def test_a_flipped_bit_in_any_file_is_named(case: Case, tmp_path: Path) -> None:
     (served / MODEL).unlink()
     assert f"{MODEL} is damaged: No such file" in refused("apply", case.increments[0], "--to", served)
     (served / ABOUT).unlink()
-    assert f"{served}: has no {ABOUT}, so it is no export" in refused("apply", case.increments[0], "--to", served)
+    assert f"{served}: has no {ABOUT}, so it is not an export" in refused("apply", case.increments[0], "--to", served)
     assert f"has no {ABOUT}" in refused("apply", tmp_path / "nowhere", "--to", served)
     later = resealed(case.increments[0], tmp_path / "later", format=9)
     assert "its format must be 1; got 9" in refused("apply", later, "--to", served)
@@ -377,7 +379,7 @@ def test_whoever_is_interrupted_at_the_exchange_leaves_the_old_one(
     with at_work(tmp_path / ".served.applying"):
         assert "something else is being applied" in refused("apply", case.increments[0], "--to", served)
     monkeypatch.setattr(folder, "_RENAME_EXCHANGE", 1 << 20)  # as a file system answers that cannot
-    assert "cannot change places at once (Invalid argument)" in refused("apply", case.increments[0], "--to", served)
+    assert "cannot swap two folders at once (Invalid argument)" in refused("apply", case.increments[0], "--to", served)
     assert names(tmp_path) == ["served"]
 
 
@@ -463,7 +465,7 @@ def test_redis_has_each_version_that_is_kept(case: Case, url: str, key: str) -> 
         assert f"has one of step {second} already" in refused("apply", case.full[2], *call)
         told = done("apply", case.increments[1], *call)
         assert told.strip().endswith(f"also kept: {second}")
-        with pytest.raises(ExportError, match=f"asked for that after {first}, which is not kept"):
+        with pytest.raises(ExportError, match=f"the one after {first} was requested, which is not kept"):
             reader.read("user", [1])
     for full, step in zip(case.full[1:], (second, third), strict=True):
         check_served(url, key, full, step)
@@ -525,7 +527,7 @@ def test_a_second_call_takes_over_and_the_first_one_stops(case: Case, url: str, 
         write(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(redis_keys._Application, "_write", overtaken)
-    assert "another call applies an export" in refused(*call)
+    assert "another call is applying an export" in refused(*call)
     check_served(url, KEY, case.full[0], case.steps[0])
 
 
@@ -604,7 +606,9 @@ def test_a_model_for_torch_takes_its_rows_from_redis_as_long_as_they_are_there(
     columns = click_columns(200) | {"ad": list(range(200))}
     wanted = standalone.load(with_rows).predict(columns, logits=True)
     assert standalone.load(in_parquet).predict(columns, logits=True).tobytes() == wanted.tobytes()
-    with pytest.raises(RuntimeError, match=f"must have this model's, after step {case.steps[0]}; it has nothing"):
+    with pytest.raises(
+        RuntimeError, match=f"must have the rows of this model after step {case.steps[0]}; it has those of nothing"
+    ):
         standalone.load(without)
     done("apply", case.full[0], "--to", url, "--key", key, "--keep", 1)
     served = standalone.load(without)

@@ -113,7 +113,7 @@ def test_a_run_that_is_killed_ten_times_ends_in_the_undisturbed_model(words: Wor
         fault = TrainerFault(time % 2, points[time % 3], 5 * time + 3, signal.SIGKILL)
         job = Command(*words("--trainers", "2", "--copies", "1", "--checkpoint-every", "4"), faults=[fault])
         status, _, err = job.end()
-        assert "now that it rests" not in err
+        assert "now that it is stopped" not in err
         ends.append(status)
     assert ends == [2] * 10
     status, out, err = run_here(*words("--trainers", "2", "--copies", "1", "--checkpoint-every", "4"))

@@ -64,9 +64,9 @@ def test_copies_that_are_not_complete_are_told_until_they_are(tmp_path: Path) ->
     copies.on_copies(0, CopiesTold(3, {1: SeededCopy(200, 500, False), 2: SeededCopy(0, 500, False)}))
     copies.on_copies(0, CopiesTold(3, {1: WHOLE, 2: SeededCopy(499, 500, False)}))
     assert copies.status[2] == CopyStatus(2, 0, 499, 500, False)
-    assert said == ["lane 1, 2: no complete copy yet; until there is, the loss of its trainer is not survived"]
+    assert said == ["lane 1, 2: has no complete copy yet; until it has one, the run does not survive the loss of its trainer"]
     copies.on_copies(0, CopiesTold(3, {1: WHOLE, 2: WHOLE}))
-    assert said[1:] == ["every lane has a complete copy again; a further loss is survived"]
+    assert said[1:] == ["every lane has a complete copy again; the run survives a further loss"]
     assert [(event["kind"], event.get("lanes")) for event in read_events(tmp_path)] == [
         ("copies-incomplete", [1, 2]),
         ("copies-complete", None),

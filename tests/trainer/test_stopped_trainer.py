@@ -102,7 +102,7 @@ def test_what_it_still_writes_is_refused_it_stops_and_a_further_death_is_survive
     job = Command(*words, faults=faults, may_kill=False)
     # Others have its lanes, and train.
     job.until(reached(run, 20))
-    assert "trainer 1: lost (it is silent)" in job.said
+    assert "trainer 1: lost (it sends no messages)" in job.said
     job.until(lambda: training_status(run) is not None)
     told = training_status(run)
     assert told is not None

@@ -330,7 +330,7 @@ def test_weights_of_each_model_that_comes_with_foreload(tmp_path: Path, model: s
 def test_weights_that_no_constructor_makes_anew_are_not_exported(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     trained = ModelInMemory.of("mine.py:Otherwise", FEATURES, model_folder=str(tmp_path))
-    with pytest.raises(ExportError, match=r"--dense weights: mine\.py:Otherwise cannot be built anew as it was trained: "):
+    with pytest.raises(ExportError, match=r"--dense weights: mine\.py:Otherwise cannot be built again as it was trained: "):
         trained.write(tmp_path / "weights", program=False)
     assert trained.write(tmp_path / "program")["program"] == "dense.pt2"
 
@@ -341,7 +341,7 @@ def test_onnx_that_onnxruntime_cannot_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ExportError) as error:
         trained.write(tmp_path / "onnx", onnx=True)
     assert re.fullmatch(
-        r"--onnx: onnxruntime \S+ cannot run on the CPU what was written of mine.py:Half: .*; use operations in float32, or leave it out",
+        r"--onnx: onnxruntime \S+ cannot run on the CPU the exported mine.py:Half: .*; use operations in float32, or leave it out",
         str(error.value),
     )
     columns = records(50)
@@ -531,9 +531,9 @@ def test_several_labels_come_by_name_and_numbers_as_they_are(tmp_path: Path) -> 
     ("options", "message"),
     [
         ({"most_rows": -1}, "--most-rows: must be at least 0; got -1"),
-        ({"onnx": True, "program": False}, "--onnx: is made of the program"),
+        ({"onnx": True, "program": False}, "--onnx: is made from the program"),
         ({"key": "emb:{table}"}, "--key: is for --rows-at"),
-        ({"rows_at": "redis://here"}, "--rows-at: is for the tables of more rows than --most-rows"),
+        ({"rows_at": "redis://here"}, "--rows-at: is for tables with more rows than --most-rows"),
         ({"rows_at": "redis://here", "most_rows": 0}, "--key: is missing"),
         ({"rows_at": "redis://here", "most_rows": 0, "key": "emb"}, "--key: must have {table}"),
     ],

@@ -248,7 +248,7 @@ def test_trainers_find_out_that_they_share_a_device(world: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_trainer_that_does_not_say_its_device_is_lost() -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=SHORT)
-    with pytest.raises(PeerLost, match="trainer 1: cannot form the group of term 0: not all of its 2 trainers came"):
+    with pytest.raises(PeerLost, match="trainer 1: cannot form the group of term 0: not all of its 2 trainers joined"):
         share_devices(store, 0, 1, [0, 1], torch.device("cuda:0"), SHORT, lambda: None)
 
 

@@ -419,7 +419,7 @@ def test_a_sequence_that_is_not_pooled_is_refused_unless_samples_are_to_be_mixed
         foreload.wrap(Sequence(how))
     line = str(refused.value)
     assert line.startswith(f"wrap: Sequence: forward pairs every sample with every other, in a tensor {shape} (")
-    assert "sequences that are not pooled are not supported yet; use them pooled, or leave them out" in line
+    assert "sequences that are not pooled are not supported yet; pool them, or leave them out" in line
     monkeypatch.setattr(Sequence, "mixes_samples", True, raising=False)
     assert len(foreload.wrap(Sequence(how)).features) == 2
 
@@ -449,8 +449,8 @@ def test_a_sequence_that_forward_pools_itself_is_refused_with_what_to_do(name: s
     line = str(refused.value)
     assert line.startswith("wrap: Net: forward failed: ")
     assert (
-        "; if it uses a sequence: an embedding gives the rows of its feature pooled, [b, dimension], for sequences that are not pooled are not "
-        "supported yet; use them pooled, or leave them out" in line
+        "; if it uses a sequence: an embedding gives the rows of its feature pooled, [b, dimension], and sequences that are not pooled are not "
+        "supported yet; pool them, or leave them out" in line
     )
     with pytest.raises(ModelError) as refused:
         foreload.wrap(Net(forward, nn.EmbeddingBag(9, 4)))
@@ -507,7 +507,7 @@ def test_what_a_table_was_given_is_told_from_what_its_constructor_drew(how: str)
         build_model(net, spec, {}, 3, twice=True)
         return
     with pytest.raises(
-        ModelError, match=f"user was given {told}, and would lose them, for rows begin with random values of --seed"
+        ModelError, match=f"user was given {told}, and would lose them, since rows begin with random values of --seed"
     ):
         build_model(net, spec, {}, 3, twice=True)
     build_model(net, spec, {}, 3, twice=True, drop_weights=True)
@@ -518,7 +518,7 @@ def test_what_wrap_is_told_must_fit_the_module() -> None:
         (lambda: foreload.wrap(Net(), dense={"x": ["a"]}), "forward of Net has no argument x; it has ids"),
         (
             lambda: foreload.wrap(Net(), dense={"ids": ["a"]}, columns={"ids": "a"}),
-            "argument ids: must be dense values or ids, not both, but for the keys of a dict",
+            "argument ids: must be dense values or ids, not both, except for the keys of a dict",
         ),
         (
             lambda: foreload.wrap(Net(), dense={"ids": {"a": "a"}}, columns={"ids": {"a": "a"}}),
@@ -533,13 +533,13 @@ def test_what_wrap_is_told_must_fit_the_module() -> None:
         (lambda: foreload.wrap(Net(), keep=["tabel"]), "keep: Net has no table at tabel; it has table, other"),
         (
             lambda: foreload.wrap(Net(), names={"table": "other"}),
-            "table other: table and other would both be called so; give one a name",
+            "table other: table and other would both have this name; give one another name",
         ),
         (lambda: foreload.wrap(nn.Embedding(3, 3)), "Embedding: is an embedding itself"),
         (lambda: foreload.wrap(nn.Linear(3, 3)), "Linear has no nn.Embedding, nn.EmbeddingBag or EmbeddingBagCollection"),
         (
             lambda: foreload.wrap(Net(lambda net, x: net.table(x[2])), columns={"ids": ["a", "b"]}),
-            "ids has 2 columns, as wrap was told",
+            "ids has 2 columns, as given to wrap",
         ),
         (
             lambda: foreload.wrap(Net(lambda net, x: net.table(x.flatten())), columns={"ids": ["a", "b"]}),
@@ -592,7 +592,7 @@ def test_an_embedding_of_indices_of_its_own_may_be_kept() -> None:
 def test_names_that_collide_are_refused() -> None:
     net = Net(lambda net, ids: net.table(ids["a"]) + net.table(ids["b"]) + net.table_a(ids["c"]))
     net.table_a = nn.Embedding(3, 3)
-    with pytest.raises(ModelError, match="feature table_a: table and table_a would both be called so"):
+    with pytest.raises(ModelError, match="feature table_a: table and table_a would both have this name"):
         foreload.wrap(net)
 
 
@@ -629,7 +629,7 @@ def test_dense_values_must_be_those_that_wrap_was_told(names: tuple[str, ...]) -
 
 def test_a_forward_that_looks_up_something_else_in_training_is_refused() -> None:
     wrapped_of = lambda spec: foreload.wrap(Net(lambda net, ids: net.table(ids["b" if net.training else "a"])))  # noqa: E731
-    with pytest.raises(ModelError, match=r'table: is given ids\["b"\], which it was not when `wrap` looked'):
+    with pytest.raises(ModelError, match=r'table: is given ids\["b"\], which it was not when `wrap` examined forward'):
         build_model(wrapped_of, ModelSpec(0, (("table", 3, "t"),)), {}, 0)
 
 
@@ -676,7 +676,7 @@ def test_layers_of_features_give_the_rows_that_the_model_is_called_with(kind: ty
     with pytest.raises(KeyError):
         module(dense, {})
     for part in module.parts:  # type: ignore[union-attr]
-        with pytest.raises(ModelError, match="its rows are there while the model's forward runs"):
+        with pytest.raises(ModelError, match="its rows exist only while the model's forward runs"):
             part()
 
 

@@ -33,6 +33,6 @@ def read_dense(path: Path, step: int) -> tuple[dict[str, np.ndarray], dict[str, 
         raise RunError(f"{path}: cannot be read ({error}); restore the run's folder or train anew with --overwrite") from error
     if saved_step != str(step):
         raise RunError(
-            f"{path}: must be of step {step}, is of {saved_step}; restore the run's folder or train anew with --overwrite"
+            f"{path}: must be from step {step}; it is from step {saved_step}; restore the run's folder or train anew with --overwrite"
         )
     return parameters, state

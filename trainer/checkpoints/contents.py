@@ -100,18 +100,18 @@ class Contents:
         lanes, tables = self.run.lanes, len(self.tables)
         numbered = [table.table for table in self.tables] == list(range(tables))
         if not numbered or [len(lane) for lane in self.ordinals] != [tables] * lanes:
-            raise CheckpointError(f"ordinals: must be of {lanes} lanes and {tables} tables, which are numbered in order")
+            raise CheckpointError(f"ordinals: must cover {lanes} lanes and {tables} tables, numbered in order")
         held: Counter[tuple[int, int]] = Counter()
         for file in self.rows:
             in_model = file.lane < lanes and file.table < tables and file.last < self.ordinals[file.lane][file.table]
             if not in_model or file.rows > file.last - file.first + 1:
-                raise CheckpointError(f"rows: {file.name} must have ordinals of the model, each once")
+                raise CheckpointError(f"rows: {file.name} must have only ordinals of the model, each once")
             held[file.lane, file.table] += file.rows
         counted = tuple(tuple(held[lane, table] for table in range(tables)) for lane in range(lanes))
         if self.base is None and counted != self.ordinals:
-            raise CheckpointError("rows: must have each row of the model")
+            raise CheckpointError("rows: must include every row of the model")
         if [table.name for table in self.features.tables] != [table.name for table in self.tables]:
-            raise CheckpointError("features: must be those of the tables")
+            raise CheckpointError("features: must match the tables")
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
@@ -227,16 +227,16 @@ class Checkpoint:
             if opened is not None and opened.place.resolve() == folder:
                 break
             opened = None
-            needed = f"checkpoint {read[-1][0]}: needs {folder}, of which it is an increment"
+            needed = f"checkpoint {read[-1][0]}: is an increment of {folder}"
             if not (folder / MANIFEST).is_file():
-                raise CheckpointError(f"{needed}, and which is not there; put it back, or use another checkpoint")
+                raise CheckpointError(f"{needed}, which does not exist; put it back, or use another checkpoint")
             contents, sha256 = _contents(folder)
             if sha256 != base.sha256:
                 raise CheckpointError(
-                    f"{needed}, and which is another one now; put the right one there, or use another checkpoint"
+                    f"{needed}, which is now a different checkpoint; put the right one back, or use another checkpoint"
                 )
             if contents.tables != read[-1][1].tables or contents.run.lanes != read[-1][1].run.lanes:
-                raise CheckpointError(f"{needed}, and which has other tables or lanes; use another checkpoint")
+                raise CheckpointError(f"{needed}, which has other tables or lanes; use another checkpoint")
             read.append((folder, contents, sha256))
         checkpoint = opened
         for one in reversed(read):
@@ -392,7 +392,8 @@ def _manifest(path: AnyFolder) -> tuple[dict[str, Any], str]:
         stored, sha256 = unsealed((path / MANIFEST).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
-            f"checkpoint {path}: has no {MANIFEST}, so it is none, or was never finished; give a folder that `foreload checkpoint save` wrote"
+            f"checkpoint {path}: has no {MANIFEST}, so it is not a checkpoint, or was never finished; "
+            "give a folder that `foreload checkpoint save` wrote"
         ) from None
     except OSError as error:
         raise CheckpointError(f"checkpoint {path}: cannot read {MANIFEST}: {error.strerror}; make it readable") from error

@@ -62,7 +62,9 @@ def holding(folder: AnyFolder, what: str) -> Iterator[None]:
             try:
                 stack.enter_context(at_work(folder / LOCK))
             except BlockingIOError as error:
-                raise FolderBusy(f"{what}: another checkpoint is being saved in {folder} right now; wait for it") from error
+                raise FolderBusy(
+                    f"{what}: another checkpoint is being saved in {folder} right now; wait until it is finished"
+                ) from error
         yield
 
 
@@ -159,7 +161,7 @@ def check_absent(folder: AnyFolder, step: int) -> None:
 def _failure(field: str, folder: AnyFolder, error: OSError) -> CheckpointError:
     """Return the CheckpointError for an OSError met while a draft was written."""
     if is_full(error):
-        why = "the disk is full, and nothing of the checkpoint is left there; free space, or choose another folder"
+        why = "the disk is full, and the unfinished checkpoint was deleted; free space, or choose another folder"
     else:
         why = f"{error.strerror or error}; make it writable, or choose another folder"
     return CheckpointError(f"{field}: cannot write to {folder}: {why}")
@@ -315,7 +317,7 @@ class ObjectDraft:
     def _check_there(self, there: bool) -> None:
         if not there:
             raise CheckpointError(
-                f"{self._field}: {self._place}: something of it, or of its base, was deleted while it was saved; save one at a time there"
+                f"{self._field}: {self._place}: part of it, or of its base, was deleted while it was being saved; save one checkpoint at a time there"
             )
 
     def discard(self) -> None:

@@ -45,7 +45,7 @@ class Increment:
             there = False
         if not there:
             raise CheckpointError(
-                f"checkpoint {self.base.place}: was taken away while an increment of it was being saved; the next one will do without it"
+                f"checkpoint {self.base.place}: was removed while an increment of it was being saved; the next checkpoint will not need it"
             )
 
 
@@ -129,7 +129,7 @@ def named_or_newest(path: str) -> Checkpoint:
 def unusable(path: AnyFolder, why: CheckpointError) -> CheckpointError:
     """Return the error for an unusable checkpoint from which a crashed run would go on."""
     return CheckpointError(
-        f"{why}; or have --resume go on from what there is before it, with `foreload checkpoint delete {path}`"
+        f"{why}; or delete it with `foreload checkpoint delete {path}`, so that --resume goes on from the one before it"
     )
 
 
@@ -150,7 +150,7 @@ def _there(folder: AnyFolder) -> list[AnyFolder]:
         return []
     except OSError as error:
         raise CheckpointError(
-            f"checkpoints in {folder}: cannot be read: {error.strerror}; make that readable, or choose another folder"
+            f"checkpoints in {folder}: cannot be read: {error.strerror}; make it readable, or choose another folder"
         ) from error
 
 
@@ -165,13 +165,13 @@ def why_no_base(base: Checkpoint, run: Manifest, step: int, bits: int) -> str:
     """
     contents = base.contents
     if contents.run.run_id != run.run_id:
-        return f"is of run {contents.run.run_id}, not of this one, {run.run_id}"
+        return f"belongs to run {contents.run.run_id}, not to this one, {run.run_id}"
     if contents.step >= step:
-        return f"is of step {contents.step}, and must be of one before {step}"
+        return f"is from step {contents.step}; it must be from a step before {step}"
     if contents.run.inexact != run.inexact:
         # The run has gone on from a rounded checkpoint since. It trained the steps after that
         # again, so this checkpoint's rows may not be the run's.
-        return "was saved before the run went on from a rounded checkpoint"
+        return "was saved before the run was restored from a rounded checkpoint"
     if base.bits < bits:
         return f"has weights of {base.bits} bits, fewer than {bits}"
     return "" if base.files_there else "lacks files"
@@ -278,8 +278,8 @@ def delete(path: AnyFolder, with_increments: bool) -> list[AnyFolder]:
         needing = dependents(bases_in(folder.parent), folder.name)
         if needing and not with_increments:
             raise CheckpointError(
-                f"checkpoint {path}: must not be needed by others; {', '.join(needing)} is made of it; delete that first, or give "
-                "--with-increments, or make one that needs none of it with `foreload checkpoint compact`"
+                f"checkpoint {path}: must not be needed by other checkpoints; {', '.join(needing)} builds on it; delete that first, or give "
+                "--with-increments, or make one that does not need it with `foreload checkpoint compact`"
             )
         gone = [*(folder.parent / name for name in reversed(needing)), path]
         for one in gone:
@@ -357,11 +357,11 @@ def best_checkpoint(folder: AnyFolder) -> AnyFolder:
         pass
     except FormError as error:
         raise CheckpointError(
-            f"--best: {folder / BEST} is damaged: {error}; name a checkpoint, or delete the file: training with --keep-best writes it anew"
+            f"--best: {folder / BEST} is damaged: {error}; name a checkpoint, or delete the file: training with --keep-best writes it again"
         ) from error
     best = best_in(folder)
     if best is None:
         raise CheckpointError(
-            f"--best: no best checkpoint is noted in {folder}; train with --keep-best METRIC, on a schedule with evaluation"
+            f"--best: no best checkpoint is recorded in {folder}; train with --keep-best METRIC, on a schedule with evaluation"
         )
     return folder / folder_of(best.step)

@@ -52,14 +52,15 @@ def on_other_slots(checkpoint: Checkpoint, schedule: Schedule) -> Manifest:
         return run
     if not schedule.complete:
         raise CheckpointError(
-            f"checkpoint {checkpoint.place}: was saved with other --slots than schedule {schedule.path} has, which is to be complete for that; wait "
+            f"checkpoint {checkpoint.place}: was saved with other --slots than schedule {schedule.path} has, which must be complete first; wait "
             "for `foreload prepare`"
         )
     ordinals = given_ordinals(schedule, contents.step)
     if ordinals.tolist() != [list(lane) for lane in contents.ordinals] or not _same_rows(checkpoint, schedule, ordinals):
         raise CheckpointError(
-            f"checkpoint {checkpoint.place}: its rows are not those that schedule {schedule.path} has trained {after_step(contents.step)}; prepare "
-            f"that from the same log as {last.path}, with the same options but for --slots"
+            f"checkpoint {checkpoint.place}: its rows are not those that schedule {schedule.path} trains up to this point, "
+            f"{after_step(contents.step)}; prepare "
+            f"that schedule from the same log as {last.path}, with the same options except --slots"
         )
     # The manifest is to be that of a run trained on this schedule, in which the segments up to the
     # one with the checkpoint's step have begun.
@@ -120,7 +121,8 @@ def check_restorable(checkpoint: Checkpoint, job: TrainJob, model: DenseModel, o
     contents = checkpoint.contents
     if contents.tables != tuple(model.layouts):
         raise CheckpointError(
-            f"checkpoint {checkpoint.place}: its rows must be as the model of this call has them; is {job.model} another one now? Use that of the run"
+            f"checkpoint {checkpoint.place}: its rows must have the layout that this call's model gives them; "
+            f"if {job.model} has changed, use the model of the run"
         )
     checkpoint.verify(on_bytes)
     with checkpoint.local_dense() as path:

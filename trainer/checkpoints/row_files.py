@@ -453,7 +453,7 @@ def newest_rows(checkpoint: Checkpoint, lane: int, table: int, most: int = _ROWS
         missing = int(np.count_nonzero((rows.tag == 0) | (rows.id == -1)))
         if missing:
             raise CheckpointError(
-                f"checkpoint {checkpoint.place}: its files must have all rows; {missing} of lane {lane}, table {table} are in none; use another "
+                f"checkpoint {checkpoint.place}: its files must have all rows; {missing} of lane {lane}, table {table} are missing; use another "
                 "checkpoint"
             )
         yield first, rows

@@ -66,7 +66,7 @@ def rows_by_id(checkpoint: Checkpoint, tables: Collection[int] | None = None) ->
         except OSError as error:
             why = "is full" if is_full(error) else f"cannot be written to: {error.strerror}"
             raise CheckpointError(
-                f"checkpoint {checkpoint.place}: its rows are put together in {folder}, which {why}; give TMPDIR a folder with room for a checkpoint"
+                f"checkpoint {checkpoint.place}: its rows are assembled in {folder}, which {why}; set TMPDIR to a folder with room for a checkpoint"
             ) from error
         yield from _mapped_by_id(copy, tables)
 
@@ -178,7 +178,7 @@ class SavedCheckpoint:
         if isinstance(folder, Path) and folder.name == CHECKPOINTS:
             places.append(folder.parent / KEPT / stage.identity[:16])
         # If no place has it, the error says what is wrong with the first one.
-        why = f"{stage.path} is another one now"
+        why = f"{stage.path} is now a different schedule"
         for path in places:
             try:
                 schedule = Schedule(path)
@@ -188,7 +188,7 @@ class SavedCheckpoint:
             if schedule.identity == stage.identity:
                 return schedule
         raise RunError(
-            f"{self.name}: needs the schedule that it was trained on for this: {why}; say where it is now: --schedule, or SCHEDULE of evaluate"
+            f"{self.name}: this needs the schedule that it was trained on: {why}; say where it is now: --schedule, or SCHEDULE of evaluate"
         )
 
     def check_code(self) -> None:
@@ -299,5 +299,5 @@ def open_model(path: str, store: str | None, schedule: str | None = None, accept
         return
     with open_stopped(path, store, accept_model) as saved:
         if schedule is not None:
-            raise RunError(f"--schedule: is for checkpoints; run {path} keeps what its model is read by; leave it out")
+            raise RunError(f"--schedule: is for checkpoints; run {path} keeps what it needs of its schedule; leave it out")
         yield saved

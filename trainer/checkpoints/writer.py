@@ -50,7 +50,7 @@ def save(
     def write(temporary: AnyFolder) -> Contents:
         if base is not None and not base.files_there:
             raise CheckpointError(
-                f"checkpoint {base.place}: was deleted while an increment of it was to be saved; save that again"
+                f"checkpoint {base.place}: was deleted while an increment of it was being saved; save the increment again"
             )
         # Called because it raises if the dense part is damaged or belongs to another step.
         saved.dense()

@@ -247,4 +247,4 @@ def ended_how(status: int) -> str:
         return "its host can no longer be reached"
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
-    return f"exited with status {status} without a word: the model's code, or a library, called exit"
+    return f"exited with status {status} without a message: the model's code, or a library, called exit"

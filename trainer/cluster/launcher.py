@@ -137,7 +137,7 @@ class Profiling:
         try:
             history.add(self._path, history.Profile(settings, machine(), processes, steps, stride))
         except HistoryError as error:
-            sys.stderr.write(f"foreload: warning: {error}; this run leaves no profile\n")
+            sys.stderr.write(f"foreload: warning: {error}; no profile of this run is saved\n")
 
     def _used_by(self, urls: Sequence[str]) -> dict[int, dict[str, Any]]:
         """Return what each shard's server has used. Servers that do not report it are left out."""
@@ -217,7 +217,7 @@ def train(
         )
     if under_scheduler() and job.rebalance:
         raise SettingError(
-            "--rebalance: is for trainers that foreload starts itself; leave it out under torchrun, where lanes stay"
+            "--rebalance: is for trainers that foreload starts itself; leave it out under torchrun, where lanes do not move"
         )
     if not under_scheduler():
         with Interrupts() as interrupts:
@@ -394,7 +394,8 @@ class Launcher:
         if checkpoint is not None:
             if checkpoint.place.resolve().is_relative_to(path.resolve()):
                 raise CheckpointError(
-                    f"--from: {checkpoint.place} lies in the folder of --run, which is made anew; give --run another folder, or move the checkpoint; "
+                    f"--from: {checkpoint.place} lies in the folder of --run, which is created anew; "
+                    "give --run another folder, or move the checkpoint; "
                     "a crashed run continues from it with --resume"
                 )
             if goes_on and not self._job.accept_model:
@@ -596,7 +597,9 @@ class Launcher:
         if local is None:
             return
         if run.keeps_lanes:
-            sys.stderr.write(f"foreload: the servers in {local.directory} run on: what is kept goes with their rows\n")
+            sys.stderr.write(
+                f"foreload: the servers in {local.directory} keep running: the rows kept in the run's folder belong with theirs\n"
+            )
         elif self._group is not None and self._group.at_rest:
             local.stop(save=True, lost=self._group.status.lost)
         elif isinstance(error, ShardsLost) and not any(start.batches.values()):

@@ -123,7 +123,7 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
     if checkpoint is None:
         if job.checkpoint is not None and "://" not in job.checkpoint and not os.path.isdir(job.checkpoint):
             sys.stderr.write(
-                f"foreload: warning: run {run.path}: crashed, and {job.checkpoint}, where its checkpoints were to be, is not there\n"
+                f"foreload: warning: run {run.path}: crashed, and {job.checkpoint}, where its checkpoints should be, does not exist\n"
             )
         return job
     contents = checkpoint.contents
@@ -157,9 +157,7 @@ def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedu
     placement.save(run.path / PLACEMENT)
     run.forget_saved_placement()
     reported = reported_step(run.path / METRICS)
-    again = (
-        f"; steps {contents.step + 1} to {reported} are done again" if reported is not None and reported > contents.step else ""
-    )
+    again = f"; steps {contents.step + 1} to {reported} are repeated" if reported is not None and reported > contents.step else ""
     sys.stderr.write(f"run {run.path}: crashed, and continues from its newest checkpoint{again}\n")
     job = replace(job, resume=False, from_checkpoint=str(checkpoint.place), overwrite=True, namespace=manifest.namespace)
     stores = LocalStores(placement.shard_count, run.path / STORES, removed=placement.removed) if count else None
@@ -252,7 +250,7 @@ def restore(job: TrainJob, run: Run, checkpoint: Checkpoint, start: Status, loca
         if local is None:
             raise
         raise RunError(
-            f"--run: the restored rows cannot be saved in {run.path}; free the disk, and make the same call again"
+            f"--run: the restored rows cannot be saved in {run.path}; free disk space, and run the same command again"
         ) from error
     finally:
         if local is not None:
@@ -286,7 +284,7 @@ def at_rest_again(job: TrainJob, run: Run, before: Status, schedule: Schedule, m
             raise
         newest = run.newest_checkpoint(job.checkpoint)
         raise RunRefused(
-            f"{error}; without these rows, what is kept in {folder_of(run.path)} is of no use: delete that folder, and --resume goes on from "
+            f"{error}; without these rows, those kept in {folder_of(run.path)} are of no use: delete that folder, and --resume goes on from "
             f"{'the last clean stop, if it can' if newest is None else f'checkpoint {newest}'}"
         ) from error
     if status is None:
@@ -322,7 +320,8 @@ def rest_at_end(job: TrainJob, group: TrainerGroup, shards: StoreShards, schedul
         status = put_back(run, impatient, schedule, kept, shards.urls)
     except CacheError as error:
         raise TrainerError(
-            f"{why}; training ended {after_step(kept.status.step)}, and what its servers lack is kept in {run.path}: once they answer, go on with "
+            f"{why}; training ended {after_step(kept.status.step)}, and the rows that its servers lack are kept in {run.path}: "
+            "once they answer, go on with "
             "--resume"
         ) from error
     group.status, group.at_rest = status, True

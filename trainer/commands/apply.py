@@ -61,7 +61,7 @@ def run(export: str, to: str, key: str | None, keep: int) -> Applied:
         return Applied(export, to, opened.step, rows, folders)
     if key is None:
         raise SettingError(
-            "--key: is missing: what keys are to be called, such as 'emb:{table}:{id}', or 'emb:{table}' for a hash a table"
+            "--key: is missing: give the pattern of the keys, such as 'emb:{table}:{id}', or 'emb:{table}' for a hash a table"
         )
     # The imports take a while, and a folder does not need them.
     from foreload.cache.client.url import parse_url

@@ -66,7 +66,7 @@ class Saved:
         """Return one line, and another if checkpoints were deleted."""
         rows = f"{self.rows:,} rows"
         if self.base is not None:
-            rows += f", the {self.rows_here:,} changed since {self.base} here"
+            rows += f", {self.rows_here:,} of them here, changed since {self.base}"
         size = f"{self.files:,} files, {self.bytes / 2**20:,.1f} MiB"
         bits = "" if self.bits == EXACT_BITS else f", weights of {self.bits} bits"
         inexact = f"; {inexact_text(to_stored(self.inexact))}" if self.inexact else ""

@@ -181,7 +181,7 @@ def predecessor(since: str) -> Predecessor:
             return Predecessor(model.step, state_with(contents, dense_files(model)), contents, since)
     if not (Path(since) / ABOUT).exists():
         raise ExportError(
-            f"--since: must be the number of a step, a checkpoint or an export; got {since!r}, which has neither's manifest"
+            f"--since: must be the number of a step, a checkpoint or an export; got {since!r}, which has the manifest of neither"
         )
     export = Export.open(since)
     return Predecessor(export.step, export.state, export.about, since)
@@ -191,12 +191,12 @@ def _check_since(model: SavedModel, before: Predecessor, contents: Contents) -> 
     first = model.manifest.stages[0].first_step
     if not first <= before.step < model.step:
         raise ExportError(
-            f"--since: must be of a step in {first} .. {model.step - 1}, before that of {model.name}, {model.step}; got {before.step}"
+            f"--since: must be from a step in {first} .. {model.step - 1}, before that of {model.name}, {model.step}; got {before.step}"
             + ("; nothing was trained since" if before.step == model.step else "")
         )
     if before.about is None and contents["inexact"] is not None:
         raise ExportError(
-            f"--since: must be a checkpoint or an export where weights were rounded, as in {model.name}: the number of a step does not say whether "
+            f"--since: must be a checkpoint or an export, since weights were rounded in {model.name}: the number of a step does not show whether "
             f"that was before; got {before.step}"
         )
     if before.about is not None:

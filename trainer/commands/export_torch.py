@@ -56,7 +56,7 @@ def _checked(options: TorchOptions) -> TorchOptions:
         from foreload.trainer.serving.dense_program import check_onnx
 
         if not options.program:
-            raise SettingError("--onnx: is made of the program of the dense part; give it without --dense weights")
+            raise SettingError("--onnx: is made from the program of the dense part; give it without --dense weights")
         check_onnx()
     if options.rows_at is None:
         if options.key is not None:
@@ -66,7 +66,7 @@ def _checked(options: TorchOptions) -> TorchOptions:
     from foreload.trainer.serving.redis_keys import Keys
 
     if options.most_rows is None:
-        raise SettingError("--rows-at: is for the tables of more rows than --most-rows says; give that, 0 for all")
+        raise SettingError("--rows-at: is for tables with more rows than --most-rows; give that too, 0 for all tables")
     if options.key is None:
         raise SettingError(
             "--key: is missing: the pattern of the keys at --rows-at, as given to `foreload apply --key`, such as 'emb:{table}:{id}'"

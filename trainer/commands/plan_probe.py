@@ -56,7 +56,7 @@ def probe(one: Probe, settings: Sequence[str], tell: Callable[[str], None]) -> P
     Raises:
         TrainerError: the run failed.
     """
-    tell(f"runs a moment of it: {one}")
+    tell(f"running it briefly: {one}")
     with _folder() as (folder, lock):
         history, run = folder / "history.sqlite", folder / "run"
         command = command_of("foreload.trainer.cli", "train", *settings, "--run", str(run), "--history", str(history))
@@ -76,7 +76,7 @@ def probe(one: Probe, settings: Sequence[str], tell: Callable[[str], None]) -> P
             words = said.read().decode(errors="replace").strip().splitlines()
         profiles = read(history)
         if not profiles:
-            why = next((line for line in reversed(words) if "error" in line), words[-1] if words else "it said nothing")
+            why = next((line for line in reversed(words) if "error" in line), words[-1] if words else "it printed nothing")
             raise TrainerError(f"plan: a short run with {one} left no profile: {why}")
         return profiles[-1]
 

@@ -152,7 +152,7 @@ def _check_finite(outputs: np.ndarray, labels: Sequence[Label], before: int) -> 
         row, label = wrong[0].tolist()
         raise RecordError(
             f"predict: record {before + row + 1:,}: {labels[label].name}: the model must give a finite number; got "
-            f"{by_label[row, label]}; look for numbers in it that are far beyond those of training"
+            f"{by_label[row, label]}; look for numbers in it that are far outside the range of the training data"
         )
 
 
@@ -225,7 +225,7 @@ def _cut(samples: Iterator[Samples], cuts: Iterator[_Cut], records: Records) -> 
 
 def _no_evaluation(records: Records, what: str) -> RunError:
     return RunError(
-        f"predict: {', '.join(records.sources)}: {what} than the evaluation samples of {records.steps_of}; give what that was prepared with, "
+        f"predict: {', '.join(records.sources)}: {what} than the evaluation samples of {records.steps_of}; give the data that it was prepared with, "
         "or leave out --steps-of"
     )
 
@@ -366,7 +366,7 @@ def _format(schedule: Schedule, sources: Sequence[str]) -> str:
         return endings.pop()
     if made in ("criteo", "csv", "tsv"):
         return str(made)
-    raise SourceError(f"{', '.join(sources)}: the name does not say the format; give --format, one of {', '.join(FORMATS)}")
+    raise SourceError(f"{', '.join(sources)}: the name does not show the format; give --format, one of {', '.join(FORMATS)}")
 
 
 # -- Scores ----------------------------------------------------------------------------------------

@@ -115,9 +115,9 @@ class ShardDeleted:
         if self.why:
             return f"left  {self.url}: {self.why}; later: foreload stores delete {self.url} {namespace}"
         if self.deleted is None:
-            return f"left  {self.url}: namespace {namespace} is another run's there"
+            return f"left  {self.url}: namespace {namespace} there belongs to another run"
         if self.deleted.run is None and not self.deleted.lanes:
-            return f"{self.url}: nothing of namespace {namespace} was there"
+            return f"{self.url}: has nothing in namespace {namespace}"
         return f"deleted  {self.url}: namespace {namespace}, {self.deleted.text()}"
 
 
@@ -158,7 +158,7 @@ class RunDeleted:
         if self.local_stores:
             lines.append(f"deleted  its {self.local_stores} local store shards")
         kept = ", ".join(self.kept[:3]) + (" and others" if len(self.kept) > 3 else "")
-        return "\n".join([*lines, f"deleted  {self.run}" + (f", but for files that are not the run's: {kept}" if kept else "")])
+        return "\n".join([*lines, f"deleted  {self.run}" + (f", except files that are not the run's: {kept}" if kept else "")])
 
 
 def listed(urls: str) -> Listed:

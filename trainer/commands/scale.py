@@ -31,7 +31,7 @@ def run(folder: str | Path, trainers: int, wait: bool, tell: Callable[[str], Non
     """
     begun = ask(Path(folder), AskScale(trainers))
     if begun is None:
-        raise RunError(f"run {folder}: is not being trained; go on with it by `foreload train --resume --trainers {trainers}`")
+        raise RunError(f"run {folder}: is not being trained; continue it with `foreload train --resume --trainers {trainers}`")
     if isinstance(begun, Refused):
         raise RunError(f"run {folder}: {begun.error}")
     tell(f"{begun.before} -> {begun.after} trainers")
@@ -39,12 +39,12 @@ def run(folder: str | Path, trainers: int, wait: bool, tell: Callable[[str], Non
     while wait:
         progress = ask(Path(folder), AskScaled(begun.number))
         if progress is None:
-            raise RunError(f"run {folder}: ended before it had {trainers} trainers; go on with it by --resume --trainers")
+            raise RunError(f"run {folder}: ended before it had {trainers} trainers; continue it with --resume --trainers")
         if isinstance(progress, Refused):
             raise RunError(f"run {folder}: {progress.error}")
         if progress.failed is not None:
             raise RunError(
-                f"run {folder}: trains with {progress.trainers} trainers: {progress.failed}; see what its launcher says"
+                f"run {folder}: trains with {progress.trainers} trainers: {progress.failed}; see the messages of its launcher"
             )
         if progress.done:
             tell(f"done: {progress.trainers} trainer{'s' if progress.trainers > 1 else ''}")
@@ -60,5 +60,5 @@ def _text(progress: ScaleProgress) -> str:
     if progress.starting:
         return f"{progress.starting} starting"
     if progress.lanes_to_move:
-        return f"{progress.lanes_to_move} lanes to be handed over, as soon as their copies are complete"
+        return f"{progress.lanes_to_move} lanes will be handed over as soon as their copies are complete"
     return ""

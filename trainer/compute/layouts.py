@@ -149,7 +149,7 @@ class UpdateRules(NamedTuple):
             ValueError: the optimizers are not those of the rows.
         """
         if [row.optimizer for row in rows] != [optimizer.name for optimizer in optimizers]:
-            raise ValueError(f"optimizers: must be those of the rows, one a table; got {optimizers}")
+            raise ValueError(f"optimizers: must be those of the rows, one per table; got {optimizers}")
         return cls(
             np.array([ROW_OPTIMIZERS.index(row.optimizer) for row in rows], np.int8),
             *rule_arrays(optimizers, 0),

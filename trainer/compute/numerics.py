@@ -59,7 +59,7 @@ _REMEDY = {
     "onednn_isa": "set ONEDNN_MAX_CPU_ISA alike on all hosts",
     "torch": "install the run's version of torch",
     "device": "use the run's kind of device",
-    "flush_to_zero": "start the trainer without what switches it on",
+    "flush_to_zero": "start the trainer without the setting that enables it",
     "probe": "its arithmetic differs for another reason; use hosts of one kind",
 }
 # MKL's numbers for the code branches that MKL_CBWR selects, and the arguments of mkl_serv_cbwr_get.
@@ -235,7 +235,7 @@ def check(mine: Mapping[str, str], run: Mapping[str, str], goes_on: str | None =
         here, there = mine.get(field, "nothing"), run.get(field, "nothing")
         remedy = _REMEDY.get(field, "use the run's version of foreload")
         if goes_on is not None:
-            remedy += f", or go on in these numerics with {goes_on} --accept-numerics: the run then says from which step on"
+            remedy += f", or accept these numerics with {goes_on} --accept-numerics: the run then records from which step on"
         raise FingerprintError(f"numerics fingerprint: {field} is {here} here and {there} in the run; {remedy}")
 
 

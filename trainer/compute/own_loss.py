@@ -63,7 +63,8 @@ def check_loss(loss: OwnLoss, spec: ModelSpec) -> None:
             if not value.isfinite().all():
                 raise ModelError(
                     f"{what}: must give finite {('losses', 'gradients')[place]} for synthetic samples (outputs around 0, clicks of both kinds, "
-                    f"numbers above 0); got {value[~value.isfinite()][0].item()}; look for a logarithm, root or division of what may be 0 or less"
+                    f"numbers above 0); got {value[~value.isfinite()][0].item()}; look for a logarithm, root or division of "
+                    "a value that may be 0 or less"
                 )
         _check_memory(what, loss, losses, outputs, labels)
         for sample in range(_SAMPLES):
@@ -111,6 +112,6 @@ def _gradient(what: str, losses: Tensor, outputs: Tensor) -> Tensor:
     (gradient,) = torch.autograd.grad(losses.sum(), [outputs], allow_unused=True) if losses.requires_grad else (None,)
     if gradient is None:
         raise ModelError(
-            f"{what}: must have a gradient by the outputs; compute it from them with torch's operations, without detach or no_grad"
+            f"{what}: must have a gradient with respect to the outputs; compute it from them with torch's operations, without detach or no_grad"
         )
     return gradient

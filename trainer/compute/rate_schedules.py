@@ -98,7 +98,9 @@ def _decay(flag: str, words: list[str]) -> Callable[[int], float] | None:
     if then is not None:
         name, steps, least = then[1], int(then[2]), float(then[3])
         if steps <= (0 if name == "step" else begin):
-            where = "must be every step, or every few" if name == "step" else f"must end behind step {begin}, where it begins"
+            where = (
+                "must have an interval of at least 1 step" if name == "step" else f"must end after step {begin}, where it begins"
+            )
             raise SettingError(f"{flag}: {name} {where}; got {then[0]}")
         after = _AFTER[name](begin, steps, least)
 

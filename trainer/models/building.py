@@ -45,7 +45,7 @@ def load_model(name: str, folder: str = "") -> ModelBuilder:
     model: ModelBuilder = load_named("model", name, path, folder)
     if not (issubclass(model, nn.Module) if isinstance(model, type) else inspect.isfunction(model)):
         remedy = (
-            "; it is built when it is imported, so not from --seed: build it in a function"
+            "; it is built when it is imported, so --seed does not affect it: build it in a function"
             if isinstance(model, nn.Module)
             else ""
         )

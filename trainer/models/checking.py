@@ -135,8 +135,9 @@ def doubts(name: str, module: nn.Module, spec: ModelSpec) -> list[str]:
     if labels := probable_probabilities(module, spec):
         of_labels = f" of {', '.join(labels)}" if len(spec.labels) > 1 else ""
         lines.append(
-            f"outputs{of_labels} lie between 0 and 1 for all synthetic samples, so they are probably probabilities; return logits, "
-            "since the loss applies a sigmoid"
+            f"outputs{of_labels} lie between 0 and 1 for all synthetic samples, so they are probably probabilities; "
+            "return logits, since the loss has a "
+            "sigmoid of its own"
         )
     if name == "dlrm" and (said := little_to_interact(spec)):
         lines.append(said)
@@ -333,12 +334,13 @@ def check_model(module: nn.Module, spec: ModelSpec) -> None:
         outputs = "logits" if spec.label_kinds == ("click",) else "outputs"
         raise ModelError(
             f"{name}: forward must return finite {outputs} for synthetic samples (dense values and embeddings around 0); got "
-            f"{first[~first.isfinite()][0].item()}; look for a division by zero, or a logarithm or root of what may be negative, in "
+            f"{first[~first.isfinite()][0].item()}; look for a division by zero, or a logarithm or root of a value that may be negative, in "
             f"{first_not_finite(module, lambda: _trial(module, spec, _FEW))}"
         )
     if infinite := not_finite_gradient(module, spec.names, of_block):
         raise ModelError(
-            f"{name}: backward must give finite gradients for synthetic samples, and does not for {infinite}; look for a root or norm of what is 0"
+            f"{name}: backward must give finite gradients for synthetic samples, and does not for {infinite}; "
+            "look for a root or norm of a value that is 0"
         )
     for training in (True, False):
         module.train(training)
@@ -378,7 +380,7 @@ def _check_memory(module: nn.Module, spec: ModelSpec) -> None:
     if change := first_change(*states[1:]):
         raise ModelError(
             f"{name}: forward must keep no state of its own, since each lane runs it on its own slices; after two forwards{mode} of the same "
-            f"samples under one seed an attribute differs: {change}; for what changes as training goes on, take the step: "
+            f"samples under one seed an attribute differs: {change}; if something is to change during training, make it depend on the step: "
             "forward(self, dense, embeddings, step)"
         )
     if any(not torch.equal(outputs[0], other) for other in outputs[1:]):
@@ -401,7 +403,7 @@ def check_built_alike(module: nn.Module, again: nn.Module, spec: ModelSpec) -> N
         ModelError: the parameters, buffers or outputs differ.
     """
     name = model_name(module)
-    sources = "draw random numbers from torch, numpy.random or random, which --seed seeds, and take nothing from the time, the process or the system"
+    sources = "draw random numbers from torch, numpy.random or random, which --seed seeds, and use neither the time, the process nor the system"
     if (differs := first_difference(dict(_values(module)), dict(_values(again)))) is not None:
         kind = "parameter" if differs in dict(module.named_parameters()) else "buffer"
         raise ModelError(f"{name}: built twice under one seed, {kind} {differs} differs; {sources}")
@@ -410,7 +412,7 @@ def check_built_alike(module: nn.Module, again: nn.Module, spec: ModelSpec) -> N
     if not torch.equal(_checked_trial(module, spec, _FEW)[0], _checked_trial(again, spec, _FEW)[0]):
         raise ModelError(
             f"{name}: built twice under one seed, its forward gives different outputs for the same samples, though parameters and buffers are "
-            f"equal; keep nothing of the first samples in attributes; and {sources}"
+            f"equal; do not keep the first samples in attributes; and {sources}"
         )
     for parameter in module.parameters():
         parameter.grad = None

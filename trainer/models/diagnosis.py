@@ -78,7 +78,8 @@ def check_outputs(name: str, outputs: object, spec: ModelSpec, samples: int) -> 
     if (column := ends_in_sigmoid(outputs, clicks)) is not None:
         of_label = f" for {spec.labels[column]}" if len(clicks) > 1 else ""
         raise ModelError(
-            f"{name}: forward must return logits{of_label}, and ends in a sigmoid; return what goes into it, for the loss has one of its own"
+            f"{name}: forward must return logits{of_label}, and ends in a sigmoid; return the sigmoid's input, "
+            "since the loss has a sigmoid of its own"
         )
 
 
@@ -132,7 +133,7 @@ def first_not_finite(module: nn.Module, forward: Callable[[], object]) -> str:
     finally:
         for handle in handles:
             handle.remove()
-    return places[0] if places else "its own forward, now and then"
+    return places[0] if places else "its own forward, in some of its calls"
 
 
 def not_finite_gradient(module: nn.Module, names: tuple[str, ...], of_block: Tensor | None) -> str | None:
@@ -435,7 +436,8 @@ def _check_place(name: str, forward: Forward, dense: Tensor, block: Tensor, outp
 
 def _refused(name: str, what: str) -> ModelError:
     return ModelError(
-        f"{name}: an output must depend on its own sample alone, for slices differ from training to predictions; {what}; look for attention without "
-        "batch_first=True, norms over the batch, and [b] with [b, 1], which broadcasts to [b, b]; where it is meant, declare mixes_samples = True in "
+        f"{name}: an output must depend on its own sample alone, since slices differ between training and prediction; "
+        f"{what}; look for attention without "
+        "batch_first=True, norms over the batch, and [b] with [b, 1], which broadcasts to [b, b]; if it is intended, declare mixes_samples = True in "
         "its class"
     )

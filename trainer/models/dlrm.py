@@ -334,7 +334,8 @@ def little_to_interact(spec: ModelSpec) -> str | None:
         return None
     beside = " and the dense values" if spec.dense_width else ""
     return (
-        f"dlrm learns from {products} dot product{'s' * (products != 1)}{beside} here, and from no embedding itself; deepfm, dcn and wide_deep do: "
+        f"dlrm learns from {products} dot product{'s' * (products != 1)}{beside} here, not from the embeddings themselves; "
+        "deepfm, dcn and wide_deep do: "
         "--model deepfm"
     )
 
@@ -374,7 +375,7 @@ class DLRM(nn.Module):
         vectors = len(spec.features) + bool(spec.dense_width)
         if vectors < 2:
             raise ModelError(
-                "dlrm: there must be two features, or dense values, for a dot product; got 1 feature alone; use deepfm"
+                "dlrm: needs two features, or one and dense values, for a dot product; got 1 feature alone; use deepfm"
             )
         rows, columns = torch.tril_indices(vectors, vectors, -1)
         places = torch.full((vectors, vectors), len(rows))

@@ -39,7 +39,7 @@ class StepRows:
         """
         if self.embeddings is None:
             raise ModelError(
-                f"feature {feature}: its rows are there while the model's forward runs, called with (dense, embeddings); nothing is before or after"
+                f"feature {feature}: its rows exist only while the model's forward runs, called with (dense, embeddings), not before or after"
             )
         return self.embeddings[feature].clone(memory_format=torch.contiguous_format)
 

@@ -38,7 +38,7 @@ class _Replaced(FeatureLayer):
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise AttributeError(
-                f"forward takes .weight of the embedding {self.path}; a module has its rows of the step, not the table"
+                f"forward takes .weight of the embedding {self.path}; a module gets the rows of its step, not the whole table"
             )
         return super().__getattr__(name)
 
@@ -94,7 +94,7 @@ class Lookup(_Replaced):
             return torch.randn(ids.shape[0], self.embedding_dim, device=ids.device)
         if ids.path not in self.features:
             raise ModelError(
-                f"{self.path}: is given {text_of(ids.path)}, which it was not when `wrap` looked; forward must always do the same"
+                f"{self.path}: is given {text_of(ids.path)}, which it was not when `wrap` examined forward; forward must always do the same"
             )
         return self.wrapped_rows.of(self.features[ids.path])
 
@@ -242,7 +242,7 @@ class Arguments:
             values, ids = dense.get(name), columns.get(name)
             both = values is not None and ids is not None
             if both and not (isinstance(values, Mapping) and isinstance(ids, Mapping) and not values.keys() & ids.keys()):
-                raise ModelError(f"wrap: argument {name}: must be dense values or ids, not both, but for the keys of a dict")
+                raise ModelError(f"wrap: argument {name}: must be dense values or ids, not both, except for the keys of a dict")
         return cls(signature, dict(dense), dict(columns), step)
 
     @property

@@ -74,7 +74,7 @@ class ModelSpec:
         if len(dimensions) != 1:
             by_feature = ", ".join(f"{name} {dimension}" for name, dimension, _ in self.features)
             raise ModelError(
-                f"{model}: needs tables of one dimension; got {by_feature}; give the tables one, or use wide_deep or dcn"
+                f"{model}: needs tables of one dimension; got {by_feature}; give all tables the same, or use wide_deep or dcn"
             )
         return dimensions.pop()
 

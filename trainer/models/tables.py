@@ -57,9 +57,9 @@ def torch_table(path: str, name: str, layer: nn.Embedding | nn.EmbeddingBag) -> 
             "padding_idx",
             layer.padding_idx,
             None,
-            "a row that is no row of a value is not in the data: a missing value is id 0, which is trained",
+            "there is no padding row: a missing value is id 0, whose row is trained",
         ),
-        ("max_norm", layer.max_norm, None, "rows change by their optimizer alone; clip what the layer gives"),
+        ("max_norm", layer.max_norm, None, "only their optimizer changes rows; clip the output of the layer"),
         ("scale_grad_by_freq", layer.scale_grad_by_freq, False, "a row's gradient would depend on how a batch is cut into lanes"),
     ]
     for option, value, default, why in options:

@@ -48,7 +48,7 @@ dimension of the samples.
 
 
 _POOLED = (
-    "an embedding gives the rows of its feature pooled, [b, dimension], for sequences that are not pooled are not supported yet; use them pooled, or "
+    "an embedding gives the rows of its feature pooled, [b, dimension], and sequences that are not pooled are not supported yet; pool them, or "
     "leave them out"
 )
 
@@ -241,7 +241,7 @@ def check_weights(module: nn.Module, again: nn.Module, otherwise: Callable[[int]
 
 def _given(part: Wrapped, path: str, where: str, how: str) -> ModelError:
     return ModelError(
-        f"wrap: {type(part.module).__name__}: {path} was given weights{where}, {how}, and would lose them, for rows begin "
+        f"wrap: {type(part.module).__name__}: {path} was given weights{where}, {how}, and would lose them, since rows begin "
         "with random values of --seed; leave them out, or give --drop-weights to train without them"
     )
 
@@ -302,7 +302,7 @@ def _replace(module: nn.Module, rows: WrappedRows, names: dict[str, str], keep: 
     for path, parameter in module.named_parameters():
         if id(parameter) in weights:
             raise ModelError(
-                f"wrap: {weights[id(parameter)]}: its weight is also {path}, which the module would keep; tables stand for themselves"
+                f"wrap: {weights[id(parameter)]}: its weight is also {path}, which the module would keep; a table cannot share its weight"
             )
     return layers
 
@@ -319,7 +319,7 @@ def _refuse_twice(kind: str, named: Sequence[tuple[str, str]]) -> None:
         if count > 1:
             places = [place for other, place in named if other == name]
             raise ModelError(
-                f'wrap: {kind} {name}: {" and ".join(places)} would both be called so; give one a name: names={{"{places[0]}": "..."}}'
+                f'wrap: {kind} {name}: {" and ".join(places)} would both have this name; give one another name: names={{"{places[0]}": "..."}}'
             )
 
 
@@ -349,7 +349,7 @@ def _calls(wrapped: Wrapped, arguments: Arguments, rows: WrappedRows) -> list[tu
     except _Paired as error:
         raise ModelError(
             f"wrap: {type(wrapped.module).__name__}: forward pairs every sample with every other, in a tensor {error}{raised_at(error)}: {_POOLED}; "
-            "a module that is to mix samples says so, by mixes_samples = True in its class"
+            "if the module is meant to mix samples, declare mixes_samples = True in its class"
         ) from error
     except Exception as error:  # a user's module may raise anything
         # torch raises these types if forward takes [b, dimension] for the rows of a sequence,

@@ -23,7 +23,7 @@ def cache(runs: Sequence[RunFigures]) -> list[Html]:
     else:
         arrivals = _arrivals(runs[0])
     rates = lines(runs, "hits", lambda steps: [100 * steps.hit_rate], dashed=True)
-    read = "Higher is better: of the rows that a step uses, how many are in a slot already. The first steps have to bring everything."
+    read = "Higher is better: the share of the rows that a step uses which are in a slot already. The first steps have to bring in every row."
     hits = Plot("Cache hits", "per cent of rows used", read, rates).html()
     return [tag("div", arrivals, hits, class_="plots"), *(_compared(run, several) for run in runs)]
 
@@ -41,7 +41,7 @@ def _arrivals(run: RunFigures) -> Html:
         lru = _in_points(run.cache, steps.first, steps.last)
         drawn.append(Series("an LRU cache's arrivals", steps.middle, lru, "c1", "dash"))
         beside = " The dashed line is what an LRU cache of as many slots would have brought in."
-    read = f"Rows that come into a slot for a step; lower is less traffic. New rows ask nothing of the store.{beside}"
+    read = f"Rows that come into a slot for a step; lower is less traffic. New rows need no read from the store.{beside}"
     return Plot("Arrivals", "rows a step", read, drawn, from_zero=True).html()
 
 
@@ -66,7 +66,7 @@ def _compared(run: RunFigures, several: bool) -> Html:
     fetched, written = run.steps.total("rows_fetched"), run.steps.total("rows_written_back")
     text = (
         f"{f'{run.name}: ' if several else ''}{count(used)} rows used, {count(arrived)} arrived, {count(fetched)} of them fetched; "
-        f"{count(written)} were written back on the way."
+        f"{count(written)} were written back during training."
     )
     if counts is None:
         why = "The minimum and LRU are not shown: the schedule is not where it was, or is not complete yet."
@@ -77,9 +77,9 @@ def _compared(run: RunFigures, several: bool) -> Html:
     ]
     read = (
         "Over all steps of the schedule, shorter is less traffic. The minimum is Belady's: no cache of as many slots has fewer arrivals. "
-        "LRU drops the row that was not used for longest, as a cache that does not know the future does."
+        "LRU, which does not know the future, drops the row that was not used for longest."
     )
-    drawn = bars(named(run, "Arrivals beside the minimum and LRU", several), "rows; of the rows used", read, rows)
+    drawn = bars(named(run, "Arrivals compared with the minimum and LRU", several), "rows; of the rows used", read, rows)
     return tag("div", tag("p", text), drawn, missing(f"LRU is not shown: {counts.why}.") if counts.why else None)
 
 
@@ -96,8 +96,8 @@ def memory(runs: Sequence[RunFigures]) -> list[Html]:
             drawn.append(Series(named(run, "slots", several), ends, slots, used.colour if several else "c4", "dash"))
     if drawn:
         read = (
-            "The line has to stay below the slots, of all lanes together. What is free above it keeps rows for later steps: more of it, "
-            "fewer arrivals."
+            "The line has to stay below the slots, of all lanes together. The free slots above it keep rows for later steps: with more of them, "
+            "fewer rows arrive."
         )
         plots.append(Plot("Rows a step uses, and slots", "rows", read, drawn, from_zero=True).html())
     columns = [_memory_rows(run) for run in runs]
@@ -119,13 +119,13 @@ def _memory_rows(run: RunFigures) -> dict[str, str]:
     rows = {}
     if run.schedule is not None:
         rows["lanes"] = count(run.schedule.header.lanes)
-        rows["slots a lane that a row ever takes"] = " / ".join(map(count, _ends(run.schedule.slots)))
+        rows["slots per lane that are ever used"] = " / ".join(map(count, _ends(run.schedule.slots)))
         if run.schedule.complete:
             needed = _ends(run.schedule.manifest["minimum_slots"])
-            rows["slots a lane that the largest step needs"] = " / ".join(map(count, needed))
+            rows["slots per lane that the largest step needs"] = " / ".join(map(count, needed))
     figures = (run.summary or {}).get("memory") or {}
     if "lane_bytes" in figures:
-        rows["memory of a lane, with staging"] = readable(figures["lane_bytes"])
+        rows["memory of a lane, including staging"] = readable(figures["lane_bytes"])
     for place, peak in enumerate(figures.get("trainers_peak_bytes", ())):
         rows[f"peak memory of trainer process {place + 1}"] = readable(peak)
     traffic = (run.summary or {}).get("store_traffic") or {}

@@ -54,19 +54,19 @@ def learning(runs: Sequence[RunFigures]) -> list[Html]:
         else f"each point is the mean of {points:.0f} steps, with the lowest and highest of a step as a band"
     )
     read = f"Lower is better; {each}. Dots are evaluations: a gap that widens between them and the line shows overfitting."
-    unit = "loss, as it is trained" if "loss" in losses else "log loss, nats a sample"
+    unit = "training loss" if "loss" in losses else "log loss, nats a sample"
     loss = Plot("Loss", unit, read, drawn, x_from_zero=True)
-    listed = metric_table(runs) or missing("No evaluation: the schedule has none, or none is over yet.")
+    listed = metric_table(runs) or missing("No evaluation: the schedule has none, or none has finished yet.")
     return [tag("div", [loss.html(), *metric_plots(runs)], class_="plots"), listed]
 
 
 def throughput(runs: Sequence[RunFigures]) -> list[Html]:
     """Return samples a second over the steps, with the events of the run as marks."""
     drawn = lines(runs, "samples a second", lambda steps: (steps.rate, steps.rate_low, steps.rate_high))
-    read = "Higher is faster, by the time of the steps alone, without start and evaluation; the band has the slowest and the fastest step."
+    read = "Higher is faster. Only the time of the steps counts, not start or evaluation; the band shows the slowest and the fastest step."
     marks = [mark for run in runs for mark in run.story.marks[-_MOST_MARKS:]]
     if marks:
-        read += " Dotted upright lines are losses of store shards and trainers, and their end: a dip beside one is what it cost."
+        read += " Dotted vertical lines mark when store shards or trainers were lost, and when they were back: a dip beside one is what it cost."
     return [Plot("Throughput", "samples a second", read, drawn, marks, from_zero=True, cut=True).html()]
 
 
@@ -81,14 +81,15 @@ def step_time(runs: Sequence[RunFigures]) -> list[Html]:
         total = {name: float((values * steps.steps).sum() / steps.steps.sum()) for name, values in means.items()}
         bar = [(name, colour, total[part], f"{number(total[part])} ms") for part, name, colour in _PARTS]
         read = (
-            f"A step takes {number(steps.total('ms') / steps.steps.sum())} ms on average, of the slowest trainer. Waiting for rows is that of the "
-            "trainer which waited most: where it is wide, the store is slow, or there are few slots. Where the exchange is wide, fewer trainers or "
+            f"A step takes {number(steps.total('ms') / steps.steps.sum())} ms on average, of the slowest trainer. "
+            "Waiting for rows is the time of the "
+            "trainer that waited longest: if it is wide, the store is slow, or there are few slots. If the exchange is wide, fewer trainers or "
             "a faster link between them help."
         )
         drawn.append(whole(named(run, "A step on average", several), "milliseconds", read, bar))
         areas = [Series(name, steps.middle, means[part], colour, "area") for part, name, colour in _PARTS]
-        read = "The height is the time of a step; the colours say on what. A part that grows on the way is worth a look."
-        title = named(run, "A step on the way", several)
+        read = "The height is the time of a step; the colours show how it is spent. A part that grows during training is worth a look."
+        title = named(run, "A step during training", several)
         drawn.append(Plot(title, "milliseconds a step", read, areas, from_zero=True, cut=True).html())
     return [tag("div", drawn, class_="plots")]
 
@@ -114,7 +115,7 @@ def calibration(runs: Sequence[RunFigures]) -> list[Html]:
         of_runs = [None if last is None else labels_of(last).get(name) for last in map(last_of_first_set, runs)]
         if not any(one is not None and "rmse" in one for one in of_runs):
             parts += _calibration_of(runs, name, of_runs)
-    return parts or [missing("Numbers have no calibration; predicted over observed is above.")]
+    return parts or [missing("Labels that are numbers have no calibration plot; predicted over observed is above.")]
 
 
 def _calibration_of(runs: Sequence[RunFigures], name: str, of_runs: Sequence[Mapping[str, Any] | None]) -> list[Html]:
@@ -155,8 +156,8 @@ def _calibration_of(runs: Sequence[RunFigures], name: str, of_runs: Sequence[Map
         return words
     ideal = Series("as predicted", np.array([0.0, most]), np.array([0.0, most]), "c4", "dash")
     read = (
-        "Each dot is as many evaluation samples as the others, put together by what is predicted of them. On the dashed line, as many were clicked "
-        "as predicted; above it the model says too little, below too much. The bars are two standard errors of chance."
+        "Each dot is the same number of evaluation samples, grouped by their predicted value. On the dashed line, as many were clicked "
+        "as predicted; above it the model predicts too few clicks, below it too many. The bars are two standard errors."
     )
     title = of_label("Predicted against observed", name)
     plot = Plot(title, "share clicked", read, [*drawn, ideal], x_unit="mean prediction", from_zero=True, x_from_zero=True)

@@ -143,10 +143,10 @@ def metric_plots(runs: Sequence[RunFigures]) -> list[Html]:
                 values = np.array([_number(one.get(metric)) for one in metrics])
                 into.append(Series(named(run, in_set(word, of), len(runs) > 1), at, values, line_colour(place), "dots"))
         if _drawable(areas):
-            read = "Higher is better: the share of pairs of a click and no click that the model orders rightly; 0.5 is chance."
+            read = "Higher is better: the share of pairs of a click and no click that the model orders correctly; 0.5 is chance."
             plots.append(Plot(of_label("AUC", name), "share of pairs", read, areas, x_from_zero=True).html())
         if _drawable(errors):
-            read = "Lower is better: the root of the mean square of what is predicted less what was observed."
+            read = "Lower is better: the root mean square of predicted minus observed values."
             plots.append(Plot(of_label("RMSE", name), "as the label", read, errors, x_from_zero=True).html())
     return plots
 
@@ -198,7 +198,7 @@ def metric_tiles(runs: Sequence[RunFigures]) -> list[tuple[str, list[str], str]]
     of_sets = "".join(f" of {name}" for name in dict.fromkeys(_set(one) for one in last if one is not None) if name)
     if any(one is not None and "loss" in one for one in last):
         values = [fixed(None if one is None else one.get("loss"), 5) for one in last]
-        tiles.append(("loss", values, f"what is trained, mean of the last evaluation{of_sets}"))
+        tiles.append(("loss", values, f"the training loss, mean of the last evaluation{of_sets}"))
     for name in names:
         of_runs = [{} if one is None else labels_of(one).get(name, {}) for one in last]
         metrics, foremost = (_NUMBERS, _RMSE) if any(map(_is_number, of_runs)) else (_CLICKS, _AUC)

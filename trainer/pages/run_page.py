@@ -28,7 +28,7 @@ def run_page(runs: Sequence[RunFigures]) -> str:
     colours = key((f"c{place}", run.name) for place, run in enumerate(runs)) if len(runs) > 1 else None
     trained = any(len(run.steps.steps) for run in runs)
     sections = [
-        section(title, contents(runs) if trained or not of_steps else missing("No step is trained yet."))
+        section(title, contents(runs) if trained or not of_steps else missing("No step has been trained yet."))
         for title, contents, of_steps in _SECTIONS
     ]
     made_from = "Made by foreload from metrics.jsonl, events.jsonl, summary.json and manifest.json of the run, and its schedule."

@@ -29,7 +29,7 @@ def settings(runs: Sequence[RunFigures]) -> list[Html]:
     head = ["setting", *(run.name for run in runs)]
     listed = table(head, rows, words=range(1, len(head)), differing=differing)
     words = (
-        f"{len(differing)} of {len(rows)} differ: these stand first, in bold."
+        f"{len(differing)} of {len(rows)} differ: these come first, in bold."
         if several
         else "What the run was started with, its schedule, and what its arithmetic depends on. Passwords are not kept in a run."
     )
@@ -45,7 +45,7 @@ def _of_run(run: RunFigures) -> dict[str, str]:
         header = run.schedule.header
         for name in _OF_SCHEDULE:
             entries[f"schedule: {name.replace('_', ' ')}"] = _value(getattr(header, name))
-        entries["schedule: slots a lane"] = _value(sorted({*header.slots}))
+        entries["schedule: slots per lane"] = _value(sorted({*header.slots}))
     for name, value in (run.manifest.fingerprint or {}).items():
         entries[f"numerics: {name.replace('_', ' ')}"] = _value(value)
     return {name: value for name, value in entries.items() if value}

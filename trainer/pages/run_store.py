@@ -23,12 +23,17 @@ def _of_run(run: RunFigures, several: bool) -> list[Html]:
     rows = [(f"store shard {shard}", story.shards[shard]) for shard in sorted(story.shards)]
     rows += [(f"trainer {trainer}", story.trainers[trainer]) for trainer in sorted(story.trainers)]
     read = (
-        "A bar for each, from left to right over the time in which it takes part. While a shard is lost or being rebuilt, training goes on, and its "
-        "rows come from the parity on the others: until it is whole again, one loss less is survived."
+        "A bar for each, from left to right over the time in which it takes part. "
+        "While a shard is lost or being rebuilt, training goes on, and its rows come from the "
+        "parity on the others: until it is whole again, the run survives one loss less."
     )
     drawn = [
         spans(
-            named(run, "Who was there", several), "seconds of all calls, start and evaluation included", read, rows, story.seconds
+            named(run, "Store shards and trainers that took part", several),
+            "seconds of all calls, start and evaluation included",
+            read,
+            rows,
+            story.seconds,
         )
     ]
     answers = (run.summary or {}).get("store_shards") or []
@@ -44,7 +49,7 @@ def _of_run(run: RunFigures, several: bool) -> list[Html]:
             }
             for one in answers
         ]
-        read = "Of the last call. A shard that takes longer than the others holds all of them up: look at its host and its link."
+        read = "Of the last call. A shard that takes longer than the others delays all of them: check its host and its link."
         drawn.append(tag("div", table_of(listed, words=("stands out",)), tag("p", read, class_="read")))
     elif run.summary is None:
         drawn.append(missing("How long shards take to answer is recorded at the end of a call."))

@@ -52,7 +52,7 @@ def _tiles(figures: ScheduleFigures) -> Html:
         ("arrivals", count(counts["arrivals"]), "rows that come into a slot"),
         ("of them fetched", count(counts["stored"]), "from the store"),
         ("cache hits", share(1 - counts["arrivals"] / used if used else None), "of rows used"),
-        ("slots a lane", count(max(slots)), f"{count(max(figures.manifest['minimum_slots']))} needed"),
+        ("slots per lane", count(max(slots)), f"{count(max(figures.manifest['minimum_slots']))} needed"),
         ("on disk", readable(figures.bytes), "all files"),
     ]
     return tag("div", [tile(name, [value], more) for name, value, more in tiles], class_="tiles")
@@ -62,7 +62,7 @@ def _frequency(figures: ScheduleFigures) -> Html | None:
     if (groups := figures.by_frequency) is None:
         return None
     names = [f"{least:,}" if least == 1 else f"{least:,} to {2 * least - 1:,}" for least in groups.least.tolist()]
-    read = "How many rows are used in so many steps. A long bar at 1: many rows are seen once, and no cache helps these."
+    read = "How many rows are used in how many steps. A long bar at 1: many rows are seen once, and no cache helps with these."
     of_rows = dict(zip(names, groups.rows.tolist(), strict=True))
     drawn = [bars_of("Rows by how many steps use them", "rows; of all rows", read, "c0", of_rows)]
     read = "The same rows, by how often they are used: few frequent rows make up most of the uses where the lower bars are long. These stay in slots."
@@ -81,8 +81,8 @@ def _over_steps(figures: ScheduleFigures) -> Html | None:
         Series("slots of all lanes", ends, np.full(2, slots), "c4", "dash"),
     ]
     read = (
-        "A row is alive from its first use to its last. Where that line is above the slots, rows have to go and come back; the part below costs "
-        "nothing but the first arrival. What a step uses has to fit, whatever else does."
+        "A row is alive from its first use to its last. Where that line is above the slots, rows have to leave and return; the part below costs "
+        "nothing but the first arrival. The rows that a step uses always have to fit."
     )
     working = Plot("Working set", "rows", read, lines, from_zero=True)
     read = "Rows that come into a slot for a step, as planned; the other rows used are in a slot already. Lower is less traffic with the store."
@@ -109,12 +109,12 @@ def _slots(figures: ScheduleFigures) -> Html | None:
         f"Of {of}. To the left are the fewest slots that the largest step can be trained with, to the right as many as a lane has rows: there every "
         "row arrives once, and more slots change nothing. Prepare with --slots where the curve flattens."
     )
-    x_unit = "slots a lane (logarithmic)"
+    x_unit = "slots per lane (logarithmic)"
     plot = Plot("Arrivals against slots", "rows, over all steps", read, lines, x_unit=x_unit, log_x=True, from_zero=True)
     listed = table_of(
         [
             {
-                "slots a lane": count(slots),
+                "slots per lane": count(slots),
                 "the minimum": count(fewest),
                 "an LRU cache": count(lru),
                 "LRU / minimum": f"{lru / fewest:.2f} x" if fewest else "-",
@@ -131,9 +131,9 @@ def _tables(figures: ScheduleFigures) -> Html | None:
     shown = sorted(figures.tables, key=lambda one: -one.rows)
     drawn = []
     for title, colour, read in (
-        ("Rows", "c0", "Rows ever trained: what the store has to hold, and most of what is saved."),
-        ("Uses", "c2", "Rows used, over all steps: what trainers exchange and update."),
-        ("Arrivals", "c1", "Rows that come into slots: what is fetched or made anew."),
+        ("Rows", "c0", "Rows ever trained: these fill the store, and most of a checkpoint."),
+        ("Uses", "c2", "Rows used, over all steps: trainers exchange and update these."),
+        ("Arrivals", "c1", "Rows that come into slots: these are fetched, or newly created."),
     ):
         values = {one.name: getattr(one, title.lower()) for one in shown}
         drawn.append(bars_of(title, "rows; of all tables", read, colour, values, _MOST_TABLES))

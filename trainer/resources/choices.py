@@ -107,7 +107,7 @@ def choose(
         if one.prepared and one.seconds <= _ALIKE * chosen.seconds and one.cost(gb_price) <= _ALIKE * chosen.cost(gb_price)
     ]
     if near and not chosen.prepared:
-        return _cheapest(near, gb_price), f"{reason}, but for one that is hardly better and would have to be prepared"
+        return _cheapest(near, gb_price), f"{reason}, apart from one that is hardly better and would have to be prepared"
     return chosen, reason
 
 
@@ -121,7 +121,7 @@ def _best(choices: Sequence[Choice], gb_price: float, deadline: float | None, bu
         if perhaps:
             return (
                 min(perhaps, key=lambda one: (one.seconds_high, one.cost(gb_price))),
-                f"it ends within {duration(deadline)} as predicted; no choice does so with its whole interval, and of this one least lies beyond",
+                f"it ends within {duration(deadline)} as predicted; no choice does so with its whole interval, and this one exceeds it least",
             )
         return fastest, f"none ends within {duration(deadline)}: this is the fastest"
     if budget is not None:

@@ -108,7 +108,7 @@ def locked(path: Path, alone: bool = True) -> Iterator[int | None]:
         assert descriptor is not None
         os.close(descriptor)
         raise RunError(
-            f"run {path}: is being trained or read right now, or its trainers are still about to stop; stop that with Ctrl-C first, or "
+            f"run {path}: is being trained or read right now, or its trainers are still stopping; stop it with Ctrl-C first, or "
             "choose another folder"
         ) from error
     except OSError as error:
@@ -178,7 +178,9 @@ class Run:
         """Return the run in an existing folder. Raises RunError if the folder holds no run."""
         run = cls(path, lock)
         if not (run.path / MANIFEST).exists():
-            raise RunError(f"run {path}: has no {MANIFEST}, so it is no run; give the folder that `foreload train --run` wrote")
+            raise RunError(
+                f"run {path}: has no {MANIFEST}, so it is not a run; give the folder that `foreload train --run` wrote"
+            )
         return run
 
     def _empty(self) -> None:
@@ -243,7 +245,7 @@ class Run:
             return None
         status = self._parsed(STATUS, self._read(STATUS), Status)
         if status.batches and status.batches.keys() != {str(lane) for lane in range(self.manifest.lanes)}:
-            raise self._damaged(STATUS, "batches: must have each lane of the run")
+            raise self._damaged(STATUS, "batches: must include every lane of the run")
         return status
 
     def write_status(self, status: Status) -> None:
@@ -275,7 +277,7 @@ class Run:
         assert status is not None
         if term < status.term:
             raise RunError(
-                f"run {self.path}: its term is {status.term} already, so {term} must not be; is the run trained twice?"
+                f"run {self.path}: its term is {status.term} already, so {term} cannot begin; is the run being trained twice?"
             )
         self.write_status(replace(status, term=term))
 
@@ -315,8 +317,8 @@ class Run:
             raise RunError(f"run {self.path}: never began to train, so there is no model; train it, without --resume")
         if self.keeps_lanes:
             raise RunError(
-                f"run {self.path}: ended while its servers lacked rows, which it keeps in {self.path / KEPT}; foreload train --run {self.path} "
-                "--resume brings them there, and goes on"
+                f"run {self.path}: ended while its servers lacked rows; it keeps these in {self.path / KEPT}; foreload train --run {self.path} "
+                "--resume writes them to the servers, and goes on"
             )
         return status
 

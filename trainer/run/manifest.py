@@ -336,7 +336,7 @@ class Manifest:
         try:
             return TrainJob.of(self.job)
         except SettingError as error:
-            raise SettingError(f"the settings that the run notes: {error}") from error
+            raise SettingError(f"the settings that the run recorded: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

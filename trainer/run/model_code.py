@@ -37,7 +37,8 @@ def check_code(what: str, manifest: Manifest, job: TrainJob, copy: str) -> None:
     """
     if manifest.code and (change := changed(code_sums(manifest.code), code_of(job))) is not None:
         raise ModelError(
-            f"{what}: the code of its model is not what it was trained with: {change}; put that back, of which {copy} has a copy, or go on with "
+            f"{what}: the code of its model is not what it was trained with: {change}; put the former code back, "
+            f"of which {copy} has a copy, or go on with "
             "the code as it is with --accept-model"
         )
 
@@ -63,7 +64,7 @@ def changed(recorded: Mapping[str, str], code: tuple[CodeFile, ...]) -> str | No
     differences = [
         f"{file.path} has other contents" for name, file in now.items() if recorded.get(name, file.sha256) != file.sha256
     ]
-    differences += [f"{file.path} was not imported then" for name, file in now.items() if name not in recorded]
+    differences += [f"{file.path} was not imported before" for name, file in now.items() if name not in recorded]
     differences += [f"{name} was removed, or is no longer imported" for name in recorded if name not in now]
     return ", ".join(differences) or None
 
@@ -125,6 +126,6 @@ def exit_error(who: str, error: SystemExit) -> ModelError:
     call = "os._exit" if isinstance(error, _Exit) else "sys.exit"
     given = "" if error.code is None else repr(error.code)
     return ModelError(
-        f"{who}: the model's code, or a library, called {call}({given}){raised_at(error)}, which would end the process without a word; raise an "
+        f"{who}: the model's code, or a library, called {call}({given}){raised_at(error)}, which would end the process without a message; raise an "
         "exception there that says what is wrong"
     )

@@ -30,7 +30,7 @@ def reach(urls: Sequence[str | StoreUrl], silence: timedelta, patience: timedelt
 
     def reached(url: StoreUrl) -> None:
         left_seconds = (patience + silence - SAID_AFTER).total_seconds()
-        words = f"store {url}: does not answer yet; it is waited for, {left_seconds:.0f} s more at most\n"
+        words = f"store {url}: does not answer yet; waiting {left_seconds:.0f} s more at most\n"
         timer = threading.Timer(SAID_AFTER.total_seconds(), sys.stderr.write, [words])
         timer.daemon = True
         timer.start()

@@ -136,7 +136,7 @@ def continued(
         return replace(manifest.with_rates(job, step + 1), stages=(*manifest.stages[:-1], stage), watched=watched), step
     if stage.path == last.path:
         raise RunRefused(
-            f"schedule {schedule.path}: is not the one that the run was trained on, but was prepared in its place since; prepare that one "
+            f"schedule {schedule.path}: is not the one that the run was trained on: it was prepared in its place later; prepare the old one "
             "again, with the same data and options, or give one that was prepared --after it"
         )
     if schedule.header.parent is None or schedule.header.parent != last.checksum:

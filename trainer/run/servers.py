@@ -204,7 +204,7 @@ def open_stores(run: Run, status: Status) -> LocalStores | None:
     # nothing was ever written, all shards start empty.
     if len(missing) > placement.r and any(status.batches.values()):
         raise CacheError(
-            f"run {run.path}: the rows of local store shard {', '.join(map(str, missing))} {after_step(status.step)} are nowhere: neither saved in "
-            f"{stores.directory} nor in a server that runs; put the files back, or delete the run with --overwrite and train it anew"
+            f"run {run.path}: the rows of local store shard {', '.join(map(str, missing))} {after_step(status.step)} exist nowhere: neither saved in "
+            f"{stores.directory} nor in a running server; put the files back, or delete the run with --overwrite and train it anew"
         )
     return stores

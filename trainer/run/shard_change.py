@@ -95,7 +95,7 @@ def shard_named(text: str, urls: Sequence[str]) -> int:
         if text and not text.isdigit() and _plain(text) == url:
             return shard
     named = ", ".join(f"{shard} ({url})" for shard, url in there.items())
-    raise RunError(f"no store shard of the run is {text}; there are {named}")
+    raise RunError(f"the run has no store shard {text}; it has {named}")
 
 
 def _plain(text: str) -> str:

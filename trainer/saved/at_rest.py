@@ -53,12 +53,12 @@ def check_rows(run: Run, store: Store, status: Status) -> None:
 def _broken_off(run: Run, status: Status, stale: Sequence[int]) -> str:
     first = run.manifest.stages[0].first_step
     anew = status.step < first
-    of = "of no step, for it never stopped cleanly" if anew else f"of step {status.step}, where it last stopped cleanly"
+    of = "of no step, since it never stopped cleanly" if anew else f"of step {status.step}, where it last stopped cleanly"
     reported = reported_step(run.path / METRICS)
     to = "" if reported is None else f" (steps up to {reported} were reported)"
     message = (
         f"run {run.path}: crashed: its dense part is {of}, but rows on store shard {', '.join(map(str, stale))} are of later steps{to}, "
-        "and the dense part of those is nowhere; "
+        "and the dense part of those steps was not saved; "
     )
     local = LocalStores.find(run.path / STORES)
     # Local stores have saved the rows of the last clean stop, which is better than an older

@@ -41,7 +41,9 @@ def keep_schedule(run: Run, schedule: Schedule, step: int | None = None) -> None
         # A damaged schedule could not be trained on either.
         if step is None and isinstance(error, ScheduleError):
             raise
-        sys.stderr.write(f"the run cannot keep what its model is read by, so {schedule.path} must stay where it is: {error}\n")
+        sys.stderr.write(
+            f"the run cannot keep a copy of what it needs of its schedule, so {schedule.path} must stay where it is: {error}\n"
+        )
 
 
 def schedule_of(run: Run) -> Schedule:
@@ -50,7 +52,7 @@ def schedule_of(run: Run) -> Schedule:
     Raises RunError if neither exists.
     """
     stage = run.manifest.stages[-1]
-    why = f"{stage.path} is another one now"
+    why = f"{stage.path} is now a different schedule"
     for path in (Path(stage.path), run.path / KEPT / stage.identity[:16]):
         try:
             schedule = Schedule(path)
@@ -74,6 +76,6 @@ def open_schedule(job: TrainJob) -> Schedule:
         if not job.resume:
             raise
         raise RunError(
-            f"run {job.run}: to go on it needs its whole schedule, of which it keeps but what evaluate, export and digest need: {error}; "
+            f"run {job.run}: to go on, it needs its whole schedule; it keeps only what evaluate, export and digest need of it: {error}; "
             f"or name the folder that has it now: foreload train SCHEDULE --run {job.run} --resume"
         ) from error

@@ -110,10 +110,10 @@ def checked(run: Path, file: KeptFile) -> Path:
     try:
         if _sha256(path) == file.sha256:
             return path
-        why = "its checksum is another one"
+        why = "its checksum does not match"
     except OSError as error:
         why = str(error)
-    raise RunRefused(f"run {run}: {path} is damaged ({why}), and what it has is nowhere else; restore it")
+    raise RunRefused(f"run {run}: {path} is damaged ({why}), and its rows exist nowhere else; restore it")
 
 
 def read_lane(run: Path, file: KeptFile) -> KeptLane:

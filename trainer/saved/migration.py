@@ -63,9 +63,9 @@ class NewServers:
         """
         if (LOCAL in wanted) != (self._local is not None) and wanted:
             raise RunError(
-                "its servers are its own, in its folder; give local in the place of a URL"
+                "its servers are its own, in its folder; give local instead of a URL"
                 if self._local is not None
-                else "its servers are not its own; give the URLs of further ones"
+                else "its servers are not its own; give the URLs of further servers"
             )
         first = placement.shard_count - len(wanted)
         urls = (list(in_use) + [""] * first)[:first]
@@ -107,7 +107,7 @@ class NewServers:
             if self._local is not None:
                 self._local.take_back(shard)
             elif (why := self._left(url)) is not None:
-                sys.stderr.write(f"store shard {shard}: is not added, and is not as it was: {why}\n")
+                sys.stderr.write(f"store shard {shard}: was not added, and the run's data on it could not be deleted: {why}\n")
 
     def leave(self, servers: Mapping[int, str]) -> set[str]:
         """Delete the run's rows from the servers of removed shards.
@@ -124,7 +124,7 @@ class NewServers:
             if (why := left[shard]) is None:
                 emptied.add(url)
             else:
-                sys.stderr.write(f"store shard {shard}: is removed, but not all of it: {why}\n")
+                sys.stderr.write(f"store shard {shard}: was removed, but the run's rows there could not all be deleted: {why}\n")
         return emptied
 
     def _left(self, url: str) -> str | None:
@@ -139,12 +139,12 @@ class NewServers:
                 if note is not None and is_run(note, manifest.identity):
                     remove(store, manifest.namespace)
         except CacheError as error:
-            return f"{error}; what is left there goes with: foreload stores delete {url} {manifest.namespace}"
+            return f"{error}; delete what is left there with: foreload stores delete {url} {manifest.namespace}"
         return None
 
 
 def check_whole(
-    lost: Sequence[int], rebuilding: Sequence[int], remedy: str = "have a server take its place (foreload stores replace)"
+    lost: Sequence[int], rebuilding: Sequence[int], remedy: str = "replace its server (foreload stores replace)"
 ) -> None:
     """Raise RunError if rows cannot begin to move, because shards are lost or being rebuilt.
 

@@ -287,7 +287,7 @@ def delete_replaced(run: Run, given: Sequence[StoreUrl], moved: bool) -> None:
             return
         used, former = servers_had(run, None)
     except (RunError, CacheError) as error:
-        sys.stderr.write(f"foreload: warning: which servers have rows of the old run is not known ({error})\n")
+        sys.stderr.write(f"foreload: warning: the servers that have rows of the old run are not known ({error})\n")
         return
     with_passwords = {url.place: url for url in given}
     servers, _ = delete_rows(run, (), [with_passwords.get(url.place, url) for url in (*used, *former)], Overrule(moved))

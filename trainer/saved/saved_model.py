@@ -123,7 +123,7 @@ def encoder_of(model: SavedModel) -> tuple[FeatureSpec, Encoder]:
     schedule = model.schedule
     folder = schedule.path / ENCODING_FOLDER
     if encoding_state.identity(folder) != model.encoding:
-        raise RunError(f"schedule {schedule.path}: its encoding is not what it was prepared with; put that folder back")
+        raise RunError(f"schedule {schedule.path}: its encoding is not the one that it was prepared with; put that folder back")
     return encoding_state.load(folder, model.features)
 
 
@@ -199,7 +199,7 @@ class Digest:
         if not len(ids):
             return
         if (self._last is not None and ids[0] <= self._last) or not (ids[1:] > ids[:-1]).all():
-            raise ValueError("rows of a digest must come by ascending id, each once")
+            raise ValueError("rows of a digest must come in ascending order of id, each once")
         self._last = int(ids[-1])
         # A row is hashed as its id, its weights and its state, little-endian.
         pieces = [np.ascontiguousarray(ids, "<i8").view(np.uint8).reshape(len(ids), 8)]

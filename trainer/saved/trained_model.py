@@ -57,7 +57,7 @@ class DenseForward:
         """
         if self.mixes_samples:
             sys.stderr.write(
-                f"foreload: note: {self._name} declares mixes_samples: {what} depends on the records beside it, as many as in a slice of training\n"
+                f"foreload: note: {self._name} declares mixes_samples: {what} depends on the records around it, as many as a slice has in training\n"
             )
 
     def outputs(self, rows: np.ndarray | Tensor, index: np.ndarray, offsets: np.ndarray | None, dense: np.ndarray) -> Tensor:

@@ -99,7 +99,7 @@ def trace(model: BlockModel, dense_width: int, name: str) -> torch.export.Export
             )
     except Exception as error:  # a user's module may do anything
         raise ExportError(
-            f"--format torch: torch.export cannot follow forward of {name}: {type(error).__name__}: {_reason(error)}; make it operations of "
+            f"--format torch: torch.export cannot follow forward of {name}: {type(error).__name__}: {_reason(error)}; use only operations of "
             "torch on tensors of any number of samples, or give --dense weights, for its parameters alone"
         ) from error
     # Example inputs would be the only pickled part of the file.
@@ -136,8 +136,9 @@ def write_program(program: torch.export.ExportedProgram, path: Path, model: Bloc
             wanted, got = model(*given), written(*given)
         if wanted.shape != got.shape or not torch.allclose(wanted, got, rtol=_NEAR, atol=_NEAR):
             raise ExportError(
-                f"--format torch: forward of {name} gives other logits than what torch.export made of it, for {samples} synthetic samples; it "
-                "depends on more than its inputs' values, such as how many there are; give --dense weights, for its parameters alone"
+                f"--format torch: forward of {name} gives other logits than the program that torch.export made of it, "
+                f"for {samples} synthetic samples; it depends "
+                "on more than its inputs' values, such as how many there are; give --dense weights, for its parameters alone"
             )
 
 
@@ -192,13 +193,13 @@ def _try_onnx(path: Path, model: BlockModel, dense_width: int, name: str) -> Non
                 wanted = model(**given).numpy()
             if got.shape != wanted.shape or not np.allclose(got, wanted, rtol=_NEAR_ONNX, atol=_NEAR_ONNX):
                 raise ExportError(
-                    f"--onnx: onnxruntime gives other logits for what was written of {name} than its forward, for {samples} samples; leave it out"
+                    f"--onnx: onnxruntime gives other logits for the exported {name} than its forward, for {samples} samples; leave it out"
                 )
     except ExportError:
         raise
     except Exception as error:  # the exceptions of onnxruntime have no common class
         raise ExportError(
-            f"--onnx: onnxruntime {onnxruntime.__version__} cannot run on the CPU what was written of {name}: {_reason(error)}; use operations in "
+            f"--onnx: onnxruntime {onnxruntime.__version__} cannot run on the CPU the exported {name}: {_reason(error)}; use operations in "
             "float32, or leave it out"
         ) from error
 
@@ -222,7 +223,7 @@ def _reason(error: Exception) -> str:
     Only the first two lines are used. The lines after them describe how to debug the error.
     """
     lines = [line.strip(" -.") for line in str(error).splitlines() if line.strip()]
-    return f"{': '.join(lines[:2]):.{_MOST_TEXT}}" or "it says nothing"
+    return f"{': '.join(lines[:2]):.{_MOST_TEXT}}" or "no reason given"
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ def _copy_full(export: Export, folder: Path) -> About:
 def _apply_increment(export: Export, folder: Path, keep: int) -> About:
     before = Export.open(folder)
     if before.since is not None:
-        raise ExportError(f"--to: {before.what}, so it is an increment, and not to be served; name the folder of a full export")
+        raise ExportError(f"--to: {before.what}, so it is an increment, and cannot be served; name the folder of a full export")
     check_same_model(str(export.path), export.about, before.about, before.about["tables"], str(folder))
     export.check_next(str(folder), before.step, before.state)
     export.verify()
@@ -142,7 +142,7 @@ def _write(before: Export, export: Export, folder: Path) -> About:
         has_values = before.has_values(table)
         if has_values != export.has_values(table):
             raise ExportError(
-                f"{export.path}: the rows of table {layout.name} must have values as those of {before.path} do, or neither"
+                f"{export.path}: the rows of table {layout.name} must have values if those of {before.path} have them, and only then"
             )
         entry.pop("whole_rows", None)
         # A table without changed rows is linked and not written again.
@@ -236,7 +236,7 @@ def _check_exchange(folder: Path) -> None:
             _exchange(one, other)
         except OSError as error:
             raise ExportError(
-                f"--to: folders in {folder.parent} cannot change places at once ({error.strerror}), as the file system must let them; use a local one"
+                f"--to: the file system of {folder.parent} cannot swap two folders at once ({error.strerror}); use a local one"
             ) from error
 
 

@@ -355,7 +355,9 @@ class Export:
             # Making the layouts checks them.
             assert export.layouts is not None
         except (FileNotFoundError, NotADirectoryError):
-            raise ExportError(f"{path}: has no {ABOUT}, so it is no export; give a folder that `foreload export` wrote") from None
+            raise ExportError(
+                f"{path}: has no {ABOUT}, so it is not an export; give a folder that `foreload export` wrote"
+            ) from None
         except OSError as error:
             raise ExportError(f"{path}: cannot read {ABOUT}: {error.strerror}; make it readable") from error
         except (ValueError, CacheError) as error:
@@ -421,7 +423,7 @@ class Export:
                     if (size := os.fstat(file.fileno()).st_size) != entry["bytes"]:
                         raise _damaged(self.path, name, f"has {size} bytes instead of {entry['bytes']}")
                     if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                        raise _damaged(self.path, name, f"its checksum is not that of {ABOUT}")
+                        raise _damaged(self.path, name, f"its checksum does not match {ABOUT}")
             except OSError as error:
                 raise _damaged(self.path, name, error.strerror or str(error)) from error
         for table, layout in zip(self.about["tables"], self.layouts, strict=True):
@@ -462,17 +464,17 @@ class Export:
         """
         if self.since is None:
             raise ExportError(
-                f"{self.what}, and {where} has one of step {step} already; a full export goes where there is none yet"
+                f"{self.what}, and {where} has one of step {step} already; apply a full export only where there is none yet"
             )
         since, since_state = self.since
         if since != step or self.step <= step:
             already = " already" if self.step <= step else ""
             raise ExportError(
-                f"{self.what}, and {where} is at step {step}{already}; needed is the increment that goes from step {step}"
+                f"{self.what}, and {where} is at step {step}{already}; apply the increment that goes from step {step}"
             )
         if since_state is not None and since_state != state:
             raise ExportError(
-                f"{self.what} of a training that is not that of {where}: at step {step} their dense parts differ; export from the run that this is of"
+                f"{self.what} of another training than {where}: at step {step} their dense parts differ; export from the same run"
             )
 
 
@@ -514,8 +516,8 @@ def check_rows(export: Export, table: int, rows: int, where: str) -> None:
     entry = export.about["tables"][table]
     if entry["whole_rows"] != rows:
         raise ExportError(
-            f"{export.what} of a training that is not that of {where}: table {entry['name']} must have {entry['whole_rows']} rows then, and would "
-            f"have {rows}; export from the run that this is of"
+            f"{export.what} of another training than {where}: table {entry['name']} must have {entry['whole_rows']} rows then, and would "
+            f"have {rows}; export from the same run"
         )
 
 

@@ -64,7 +64,7 @@ class OwnModule(nn.Module):
         saved, own = read_weights(weights), weights_of(module)
         if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in saved.items()}:
             raise ValueError(
-                f"load: module must have the parameters and buffers of {about['model']['model']}; got others; give that one"
+                f"load: module must have the parameters and buffers of {about['model']['model']}; got others; give that module"
             )
         for name, value in own.items():
             value.copy_(saved[name])
@@ -74,7 +74,7 @@ class OwnModule(nn.Module):
         if logits.shape != given["logits"].shape or not torch.allclose(logits, given["logits"], rtol=_NEAR, atol=_NEAR):
             raise ValueError(
                 f"load: module must give the logits that {about['model']['model']} gave when it was exported; it gives others for the same "
-                "parameters and buffers; give its class, or what builds it, so that its constructor draws what it drew then"
+                "parameters and buffers; give its class, or what builds it, so that its constructor draws the same random numbers as then"
             )
 
     def forward(self, dense: Tensor, block: Tensor) -> Tensor:

@@ -378,5 +378,7 @@ def columns_of(records: Any, names: Sequence[str]) -> dict[str, Sequence[Any]]:
     for place, record in enumerate(records):
         for name in names:
             if not isinstance(record, Mapping) or name not in record:
-                raise ValueError(f"records[{place}]: must be a dict with {name}, None where that is missing; got {record!r:.80}")
+                raise ValueError(
+                    f"records[{place}]: must be a dict with {name}, None where a value is missing; got {record!r:.80}"
+                )
     return {name: [record[name] for record in records] for name in names}

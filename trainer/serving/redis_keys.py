@@ -106,7 +106,7 @@ class Keys:
         between = re.search(r"\{\w+\}(.*)\{\w+\}", self.template)
         if between is not None and not re.search(r"\D", between[1]):
             raise SettingError(
-                f"--key: between {{table}} and {{id}} must stand something that is no digit, or two rows might have one key; got {self.template!r}"
+                f"--key: must have something other than digits between {{table}} and {{id}}, or two rows might have one key; got {self.template!r}"
             )
 
     @property
@@ -314,7 +314,7 @@ class _Application:
             if value is not None:
                 if len(value) % entry or not value:
                     raise ExportError(
-                        f"--key: the value of row {row_id} of table {name} at {self._where} is none of an export; choose other keys"
+                        f"--key: the value of row {row_id} of table {name} at {self._where} was not written by an export; choose other keys"
                     )
                 older = b"".join(_needed(value, entry, self._export.step, readable))
             values.append(head + row.tobytes() + older)
@@ -339,7 +339,7 @@ class _Application:
             raise self._another()
 
     def _another(self) -> ExportError:
-        return ExportError(f"{self._export.path}: another call applies an export to {self._where} now; this one stops")
+        return ExportError(f"{self._export.path}: another call is applying an export to {self._where} now; this one stops")
 
     def _ask(self, *commands: Sequence[bytes | str]) -> list[object]:
         return self._store.commands_at_once(0, commands)
@@ -458,7 +458,7 @@ class ServedRows:
             if value is None:
                 continue
             if len(value) % entry:
-                raise ExportError(f"{self._where}: the value of row {ids[place]} of table {table} is none of an export")
+                raise ExportError(f"{self._where}: the value of row {ids[place]} of table {table} was not written by an export")
             for start in range(0, len(value), entry):
                 if int.from_bytes(value[start : start + _STEP_BYTES], "little") <= self.step:
                     weights[place] = np.frombuffer(value, "<f4", width, start + _STEP_BYTES)
@@ -485,5 +485,5 @@ class ServedRows:
         if self.step not in (version["step"], *version["kept"]):
             there = ", ".join(map(str, (version["step"], *version["kept"])))
             raise ExportError(
-                f"{self._where}: has the model after step {there}; asked for that after {self.step}, which is not kept"
+                f"{self._where}: has the model after step {there}; the one after {self.step} was requested, which is not kept"
             )

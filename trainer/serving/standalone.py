@@ -126,7 +126,7 @@ class RedisRows:
         if self._step not in there or (version["step"] == self._step and version["state"] != self._state):
             steps = ", ".join(map(str, there)) or "nothing"
             raise RuntimeError(
-                f"rows: {self._where} must have this model's, after step {self._step}; it has {steps}, or another model's"
+                f"rows: {self._where} must have the rows of this model after step {self._step}; it has those of {steps}, or another model's"
             )
 
 
@@ -319,7 +319,7 @@ class Model(nn.Module):
         for row, place in np.argwhere(~np.isfinite(whole))[:1].tolist():
             raise ValueError(
                 f"records[{first + row}]: {self.labels[place]}: the model must give a finite number; got {whole[row, place]}; look for numbers in "
-                "the record that are far beyond those of training"
+                "the record that are far outside the range of the training data"
             )
         by_label = {}
         for place, label in enumerate(self.about["labels"]):

@@ -121,7 +121,8 @@ def _try_weights(model: SavedModel, folder: Path) -> None:
         standalone.load(folder, module=load_model(model.job.model, model.job.model_folder))
     except ValueError as error:
         raise ExportError(
-            f"--dense weights: {model.job.model} cannot be built anew as it was trained: {error}; keep what its constructor draws in buffers, or "
+            f"--dense weights: {model.job.model} cannot be built again as it was trained: {error}; "
+            "keep the random numbers that its constructor draws in buffers, or "
             "leave out --dense weights"
         ) from error
 
@@ -312,11 +313,12 @@ def _readme(about: Mapping[str, Any]) -> str:
         )
     if about["mixes_samples"]:
         lines.append(
-            "An output depends on the other samples of its call, as the model declares (`mixes_samples`): scores differ by what is asked at once.\n"
+            "An output depends on the other samples of its call, as the model declares (`mixes_samples`): "
+            "scores depend on the other records of the call.\n"
         )
     if about["rows_at"] is not None:
         lines.append(
-            f"Tables of which no file is here are looked up at {about['rows_at']['url']}, where `foreload apply` brings them.\n"
+            f"Tables without a file here are looked up at {about['rows_at']['url']}, where `foreload apply` writes them.\n"
         )
     if about["inexact"] is not None:
         lines.append(f"{inexact_text(about['inexact']).capitalize()}.\n")

@@ -175,5 +175,5 @@ def share_devices(
     with peers_lost(f"trainer {trainer}: cannot form the group of term {term}"):
         group.set(str(trainer), str(torch.cuda.get_device_properties(device).uuid))
         if not await_keys(group, keys, patience, check):
-            raise PeerLost(f"trainer {trainer}: cannot form the group of term {term}: not all of its {len(keys)} trainers came")
+            raise PeerLost(f"trainer {trainer}: cannot form the group of term {term}: not all of its {len(keys)} trainers joined")
         return len({group.get(key) for key in keys}) < len(keys)

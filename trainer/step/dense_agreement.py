@@ -88,7 +88,7 @@ def check_alike(sums: Mapping[int, Mapping[str, str]], step: int) -> None:
             )
             raise DenseDiverged(
                 f"dense part: must be the same on all trainers; {after_step(step)}, {name} has one value {held}; the model's constructor must "
-                "draw random numbers from torch, numpy.random or random, which --seed seeds, and take nothing from the time, the process or the "
+                "draw random numbers from torch, numpy.random or random, which --seed seeds, and use neither the time, the process nor the "
                 "machine; "
                 "forward must change neither parameters nor buffers"
             )

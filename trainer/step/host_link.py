@@ -194,7 +194,7 @@ class HostLink(Link):
         length = _ALIGNED + -(-size // _ALIGNED) * _ALIGNED
         number, place = _first_gap(self._in_use, length)
         if place + length > _REGION_BYTES:
-            raise LinkClosed(f"{_REGION_BYTES} bytes are on their way")
+            raise LinkClosed(f"{_REGION_BYTES} bytes are in transit")
         self._in_use.insert(number, (place, place + length))
         return place
 

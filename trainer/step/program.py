@@ -91,7 +91,7 @@ class Trainer:
             commits: the commit state, needed if lanes have replicas.
         """
         if sorted(lanes.numbers) != sorted(session.hosted):
-            raise ValueError(f"lanes: must be those that the term says, {session.hosted}; {lanes.numbers} are open")
+            raise ValueError(f"lanes: must be those of the term, {session.hosted}; {lanes.numbers} are open")
         self.parts, self.lanes, self.session = parts, lanes, session
         self.commits = commits
         lanes.keeps = commits is not None

@@ -439,7 +439,7 @@ class Replication:
         # What a step says of the next step's users must agree with the next step.
         if places.size != part.later.size:
             raise ScheduleError(
-                f"lane {part.lane}: {part.later.size} rows that a step changes are said to be used in the next, {places.size} are: the schedule is "
+                f"lane {part.lane}: {part.later.size} rows that a step changes should be used in the next, {places.size} are: the schedule is "
                 "damaged; prepare it again"
             )
         values = torch.empty((places.size, weights.shape[1]), device=self._transport.device)

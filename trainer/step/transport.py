@@ -211,7 +211,7 @@ class LinkedTransport(Transport):
                 group.set(str(self.rank), f"{address} {server.port} {name}")
                 if not await_keys(group, [str(rank) for rank in range(self.world)], forming or timeout, check):
                     raise PeerLost(
-                        f"trainer {trainer}: cannot form the group of term {term}: not all of its {self.world} trainers came"
+                        f"trainer {trainer}: cannot form the group of term {term}: not all of its {self.world} trainers joined"
                     )
                 # Each trainer connects to the lower ranks and accepts the higher ones, so each pair
                 # has one link.

@@ -249,9 +249,9 @@ class Checkpointing:
             return
         if not saving.taken:
             if self.wanted.is_sooner(saving.wanted, self._report.last_step):
-                self._give_up("another one is wanted", again=True)
+                self._give_up("another checkpoint must be saved first", again=True)
         elif self.wanted.gives_way(saving.wanted, saving.step, self._report.last_step):
-            self._give_up("an evaluation is near, whose checkpoint may be the best", again=True)
+            self._give_up("an evaluation is near, and its checkpoint may be the best", again=True)
 
     def _change(self, **fields: Any) -> None:
         """Publish changed fields of the plan of the checkpoint under way."""
@@ -285,7 +285,7 @@ class Checkpointing:
                 self._best.go_on(OVERDUE)
             return
         if saving is not None and not saving.taken and saving.number != held.number:
-            self._give_up("that of the best evaluation so far comes before it", again=True)
+            self._give_up("the checkpoint of the best evaluation so far must be saved first", again=True)
         if self._saving is None:
             self._begin(Wanted(self._folder, None, None, (step,)), held.best)
             held.number = self._count
@@ -315,7 +315,7 @@ class Checkpointing:
         if better and there:
             self._best.note(best)
         elif better and not in_memory:
-            self._best.tell_missing(best, "the copy of it was given up")
+            self._best.tell_missing(best, "its snapshot was given up")
         if saving is not None and in_memory:
             saving.best = best if better else saving.best
             if saving.opening is None and better:
@@ -514,8 +514,8 @@ class Checkpointing:
         self._call.say(
             f"checkpoint {checkpoint.place}: {after_step(contents.step)}, {line['rows']:,} of {contents.row_count:,} rows{bits}, "
             f"{line['bytes'] / 2**20:,.1f} MiB in "
-            f"{line['seconds']:.1f} s, during which training stood still for {1000 * line['seconds_stalled']:.0f} ms"
-            + (f", after it had waited {saving.seconds_waited:.1f} s for the one before" if saving.seconds_waited else "")
+            f"{line['seconds']:.1f} s, during which training paused for {1000 * line['seconds_stalled']:.0f} ms"
+            + (f", after waiting {saving.seconds_waited:.1f} s for the checkpoint before it" if saving.seconds_waited else "")
         )
         self.wanted.now_saved(wanted, str(checkpoint.place), saving.since, self._report.last_step - contents.step)
         if wanted.asked is None:

@@ -94,7 +94,7 @@ class ControlSocket:
                 self._server = None
             self._remove()
             sys.stderr.write(
-                f"foreload: warning: {self._path}: cannot be made ({why}), so the run cannot be asked anything while it trains\n"
+                f"foreload: warning: {self._path}: cannot be made ({why}), so the run answers no commands while it trains\n"
             )
             return
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="control", daemon=True)
@@ -139,7 +139,7 @@ def _refused(error: BaseException) -> Refused:
     # Any other error is a fault in the handling. It is logged and answered, and does not end the
     # training.
     traceback.print_exception(error, file=sys.stderr)
-    return Refused(f"it cannot be answered: {type(error).__name__}: {error}")
+    return Refused(f"the request failed: {type(error).__name__}: {error}")
 
 
 class RequestQueue:
@@ -298,7 +298,7 @@ class RunRequests:
     def scrub(self, request: AskScrub) -> ScrubBegun | Refused:
         """Begin a scrub unless it must be refused, as while another one is under way."""
         if not self._call.run.placement.r:
-            return Refused("it has no parity, so there is nothing to check its rows against; train with --parity")
+            return Refused("it has no parity rows to check its rows against; train with --parity")
         if self._call.job.coordinator is not None:
             return Refused("it trains on several hosts, which cannot get the list of its rows; scrub it when it is stopped")
         if self._scrub is not None and self._scrub.under_way:

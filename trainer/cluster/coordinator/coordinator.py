@@ -399,7 +399,7 @@ class Coordinator:
     def _why_not(self, request: ControlRequest) -> str | None:
         """Return why a request is refused while training begins or ends, or None if it is not."""
         if isinstance(request, AskScale) and under_scheduler():
-            return "a scheduler starts its trainers: stop it, and go on with --resume and another number of them"
+            return "a scheduler starts its trainers: stop the run, and go on with --resume and another number of trainers"
         if isinstance(request, AskMove | AskScale | AskScrub) and self._phase == "starting":
             return "its trainers are still starting; try again in a moment"
         if self._phase == "ending" or self._stop_wanted:
@@ -409,7 +409,7 @@ class Coordinator:
                 case AskScale():
                     return "it is about to end; go on with --resume and another --trainers"
                 case AskCheckpoint():
-                    return "it is about to end; save a checkpoint of it then"
+                    return "it is about to end; save a checkpoint once it is stopped"
         return None
 
     def _status(self) -> RunStatus:

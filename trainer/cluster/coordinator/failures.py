@@ -102,7 +102,7 @@ def guests_to_blame(guests: Collection[int], reports: Sequence[tuple[int, Failed
     # Every report blames another trainer. The guests that reported nothing are then to blame or, if
     # all guests have reported, all of them.
     heard = {trainer for trainer, _ in reports}
-    why = f"the trainers do not reach each other: {reports[0][1].message}"
+    why = f"the trainers cannot reach each other: {reports[0][1].message}"
     return dict.fromkeys(set(guests) - heard or guests, why)
 
 

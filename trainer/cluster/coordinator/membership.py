@@ -34,7 +34,7 @@ LEAVE_TIMEOUT = timedelta(seconds=30)
 # How long to wait for members that are silent, or do not leave, if the others lack a complete
 # replica of one of their lanes. As long as such a member is not dead, training may still go on.
 UNCOVERED_TIMEOUT = timedelta(seconds=300)
-SILENT, _LATE = "it is silent", "it does not leave the term"
+SILENT, _LATE = "it sends no messages", "it does not leave the term"
 # After so many terms in a row that ended without a committed step although all members were alive,
 # two members cannot reach each other, and one of them must go.
 FRUITLESS_TERMS = 3
@@ -188,7 +188,7 @@ class Membership:
         if self._waited_for != alive:
             named = ", ".join(f"trainer {trainer}: {self._lost[trainer]}" for trainer in alive)
             self._call.say(
-                f"{named}; waited for, since no other trainer has a complete copy of lane {', '.join(map(str, lacking))}"
+                f"{named}; waiting for it, since no other trainer has a complete copy of lane {', '.join(map(str, lacking))}"
             )
         self._waited_for = alive
         return True
@@ -266,7 +266,7 @@ class Membership:
             count = len(term.members)
             self._call.say(
                 f"{count} trainer{'s are' if count > 1 else ' is'} left: "
-                + ("a further loss is not survived" if count == 1 else f"each lane is held by {count} at most")
+                + ("the run does not survive a further loss" if count == 1 else f"at most {count} trainers have each lane")
             )
 
     def _tell_changed(self, before: Term) -> None:
@@ -354,10 +354,12 @@ class LaneReplicas:
         lacking = self.lacking
         if lacking and not self._exposed:
             lanes = ", ".join(map(str, lacking))
-            self._call.say(f"lane {lanes}: no complete copy yet; until there is, the loss of its trainer is not survived")
+            self._call.say(
+                f"lane {lanes}: has no complete copy yet; until it has one, the run does not survive the loss of its trainer"
+            )
             self._call.events.note(CopiesIncomplete(lanes=tuple(lacking)))
         elif self._exposed and not lacking:
-            self._call.say("every lane has a complete copy again; a further loss is survived")
+            self._call.say("every lane has a complete copy again; the run survives a further loss")
             self._call.events.note(CopiesComplete())
         self._exposed = bool(lacking)
 

@@ -72,7 +72,7 @@ class RowMigration:
             CacheError, RunError: The migration cannot be begun; the error is the reason.
         """
         if self._preparing is not None:
-            return Refused("another change of its store shards is asked for right now; try again in a moment")
+            return Refused("another change of its store shards was requested just now; try again in a moment")
         change = ShardChange(request.change, request.shard, request.urls)
         self._check_free()
         placement = change.placement_after(self._program.placement, self._shards.urls)
@@ -99,13 +99,13 @@ class RowMigration:
             placement = self._program.placement
             share = self._shards.share_moved(placement.version) if placement.migrating else 1.0
             raise RunError(
-                f"its rows are on their way to other store shards already ({share:.0%} moved); wait until `foreload stores status` says no "
-                "more of that"
+                f"its rows are already moving to other store shards ({share:.0%} moved); wait until `foreload stores status` no longer "
+                "shows that"
             )
         together = self._shards.together
         check_whole(together.lost, [shard for shard in together.not_whole if shard not in together.lost])
         if self._shards.about_to_come:
-            raise RunError("a server is about to take a store shard's place; ask again when that is whole")
+            raise RunError("a store shard is about to get another server; ask again when that shard is whole")
 
     def poll(self, members: Collection[int]) -> None:
         """Announce replacement servers; start a requested migration, report it, and complete it."""

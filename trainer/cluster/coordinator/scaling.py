@@ -213,7 +213,7 @@ class Scaling:
         """Return the progress of a request for another number of trainers."""
         seen, progress = self._progress
         if request.number != self._asked:
-            return Refused(f"another number of trainers was asked for meanwhile, {self._wanted}")
+            return Refused(f"another number of trainers was requested meanwhile, {self._wanted}")
         if seen != request.number:
             return ScaleProgress(progress.trainers, self._wanted, progress.starting, progress.lanes_to_move, False)
         return progress
@@ -284,8 +284,8 @@ class Scaling:
         staying = self._staying(members)
         if self._fruitless >= FRUITLESS_STARTS and self._wanted > len(staying) + len(self._starting):
             self._wanted = len(staying) + len(self._starting)
-            self._failed = f"{self._fruitless} trainers in a row were lost before they trained a step; no further one is started"
-            self._call.say(f"{self._failed}, until `foreload scale` asks for it")
+            self._failed = f"{self._fruitless} trainers in a row were lost before they trained a step; no more are started"
+            self._call.say(f"{self._failed}, until `foreload scale` requests them")
         # A starting process uses a core for seconds, so none is started during a takeover.
         self._start_and_end(staying, goes_on, members.begun)
         joining = self._can_join_now()

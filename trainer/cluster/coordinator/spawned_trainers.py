@@ -122,7 +122,7 @@ class Hosts:
         kept = []
         for trainer, hosted in enumerate(self.first, self._job.trainers_here):
             if trainer in refused.why:
-                sys.stderr.write(f"foreload: {hosted.host}: its trainer is refused: {refused.why[trainer]}\n")
+                sys.stderr.write(f"foreload: {hosted.host}: its trainer was refused: {refused.why[trainer]}\n")
                 self.refuse(hosted, "see above" if trainer in refused.said else refused.why[trainer])
             elif hosted.poll() is None:
                 hosted.tell(StartAgain())
@@ -213,7 +213,7 @@ class SpawnedTrainers:
         while self._hosts is not None and (hosted := self._hosts.take()) is not None:
             trainer = offer()
             if trainer is None:
-                self._hosts.refuse(hosted, "the job has as many trainers as lanes, or ends")
+                self._hosts.refuse(hosted, "the job has as many trainers as lanes already, or is ending")
                 continue
             self._start_elsewhere(trainer, hosted, plan)
             taken.append(trainer)

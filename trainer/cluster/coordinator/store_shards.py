@@ -42,7 +42,9 @@ def check_spares(job: TrainJob, manifest: Manifest, urls: Sequence[StoreUrl | st
     if job.spare is None:
         return
     if not placement.r:
-        raise SettingError("--spare: needs parity, for a shard's rows are nowhere else without; give --parity, or leave it out")
+        raise SettingError(
+            "--spare: needs parity, since a lost shard's rows exist nowhere else without it; give --parity, or leave it out"
+        )
     in_use = [(shard, parse_url(url) if isinstance(url, str) else url) for shard, url in enumerate(urls) if url]
     for url in parse_urls(job.spare):
         try:
@@ -154,8 +156,8 @@ class StoreShards:
             return
         for shard in range(self._restarted.count):
             if self._call.observer.may_start(shard) and self._restarted.restart(shard):
-                self._call.say(f"store shard {shard}: its server died, and was started again, empty")
-                self._call.events.note(ShardReplaced(shard=shard, cause="its server died, and was started again, empty"))
+                self._call.say(f"store shard {shard}: its server died and was restarted empty")
+                self._call.events.note(ShardReplaced(shard=shard, cause="its server died and was restarted empty"))
 
     @property
     def together(self) -> ShardSnapshot:
@@ -200,7 +202,7 @@ class StoreShards:
         after = self.together
         for shard, status in after.changes_since(before).items():
             if status.state == LOST:
-                self._call.say(f"store shard {shard}: is lost; training goes on, its rows come from parity ({status.why})")
+                self._call.say(f"store shard {shard}: is lost; training goes on and reads its rows from parity ({status.why})")
                 self._call.events.note(ShardLost(shard=shard, cause=status.why))
                 self._shown[shard] = 0.0
             elif status.state == OK:
@@ -240,7 +242,7 @@ class StoreShards:
             CacheError, RunError: The request is refused; the error is the reason.
         """
         if not self.protected:
-            return Refused("the run has no parity, so a shard's rows are nowhere else; train with --parity")
+            return Refused("the run has no parity, so a shard's rows exist nowhere else; train with --parity")
         shard = shard_named(request.old, self.plain_urls)
         url = parse_url(request.new)
         in_use = [(number, parse_url(used)) for number, used in [*enumerate(self.urls), *self.about_to_come] if used]

@@ -98,12 +98,12 @@ class StoreWatch:
         if not self.shortages:
             return
         first, others = self.shortages[0], len(self.shortages) - 1
-        problem = shortage_text(first) + (f" (and so would {others} more)" if others else "")
+        problem = shortage_text(first) + (f" (and that of {others} more shards)" if others else "")
         assert self._memory is not None
         assert self.stop_by is not None
         help_ = remedy(self._memory, self.shortages)
         if self.stop_by < self._start.step + _LEAST_STEPS:
-            raise StoreTooSmall(f"{problem}; there is no room for the rows of a further step: {help_}")
+            raise StoreTooSmall(f"{problem}; the rows of one more step would not fit: {help_}")
         if not self._job.until_full:
             raise StoreTooSmall(
                 f"{problem}; {help_}, or train with --until-full, which stops cleanly after step {self.stop_by:,}"

@@ -167,7 +167,7 @@ class TrainerGroup:
         if self.status.lost:
             call.say(
                 f"foreload: warning: store shard {', '.join(map(str, self.status.lost))} is lost, and its rows come from parity; "
-                "the next --resume, with a server there, rebuilds it"
+                "the next --resume rebuilds it, once a server runs there"
             )
         summary = report.summary(
             state=self.status.state,

@@ -105,7 +105,7 @@ class WantedCheckpoints:
     def progress(self, request: AskCheckpointed) -> CheckpointProgress | Refused:
         """Return the progress of a requested checkpoint."""
         if not 0 <= request.number < len(self._asked):
-            return Refused(f"no checkpoint {request.number} was asked for")
+            return Refused(f"no checkpoint {request.number} was requested")
         return self._asked[request.number].progress
 
     def next(self, last: int) -> Wanted | None:
@@ -235,7 +235,7 @@ class WantedCheckpoints:
         self._to_begin.clear()
 
 
-OVERDUE = f"it could not be begun within {GRACE_SECONDS:.0f} s, and training was to end, or trainers to change"
+OVERDUE = f"it could not begin within {GRACE_SECONDS:.0f} s, and training was about to end, or the trainers to change"
 
 
 @dataclass(slots=True)
@@ -283,7 +283,7 @@ class BestEvaluation:
             try:
                 best.write(self._folder)
             except (OSError, CheckpointError) as error:
-                self._say(f"foreload: warning: {self._folder}: the best checkpoint cannot be noted: {error}")
+                self._say(f"foreload: warning: {self._folder}: the best checkpoint cannot be recorded: {error}")
 
         self._folder_work.submit(note)
 

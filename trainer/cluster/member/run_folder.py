@@ -177,7 +177,7 @@ class FolderElsewhere(RunFolder):
         """See RunFolder."""
         fact, data = self._rendezvous.read_bytes(DenseAtStart)
         if fact.step != step:
-            raise RunError(f"dense part: must be of step {step}, is of {fact.step}; restore the run's folder")
+            raise RunError(f"dense part: must be from step {step}; it is from step {fact.step}; restore the run's folder")
         load_dense_bytes(data, dense.module, dense.optimizer)
 
     def save_dense(self, dense: DenseModel, step: int, term: int, written: Callable[[], None]) -> None:

@@ -183,7 +183,7 @@ class TrainerCheckpoints:
             plan: The plan's checkpoint. If None, the checkpoint under way is dropped.
         """
         if self._wanted is not None and (plan is None or plan.number != self._wanted.number):
-            self.drop("it is given up")
+            self.drop("it was given up")
         if plan is None:
             return
         if plan.number > self._last:

@@ -64,7 +64,7 @@ def _ends(rendezvous: Rendezvous, term: Term, silence: timedelta) -> dict[int, T
         reported = {trainer: end for trainer in missing if (end := rendezvous.poll(TrainerEnd, term.number, trainer)) is not None}
         ended |= reported
         if not reported and time.monotonic() >= deadline:
-            raise PeerLost(f"trainer {missing[0]}: ended without a word, and so did the launcher")
+            raise PeerLost(f"trainer {missing[0]}: ended without a message, and so did the launcher")
         time.sleep(_PAUSE.total_seconds())
     return {trainer: ended[trainer] for trainer in term.members}
 

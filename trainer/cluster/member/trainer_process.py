@@ -456,7 +456,7 @@ class TrainerProcess:
         except LossNotFinite as error:
             trainer.commit_last()
             failure = (
-                f"{error}; training stopped as {after_step(self._last_step)}, with everything saved; train anew with a lower --lr or "
+                f"{error}; training stopped in its state {after_step(self._last_step)}, with everything saved; train anew with a lower --lr or "
                 "--dense-lr, or go on with --resume --allow-nan"
             )
             return True, failure, False

@@ -258,7 +258,9 @@ class TrainerTerms:
             while self._rendezvous.poll(HandedOver, number, trainer) is None:
                 self.check()
                 if self._rendezvous.poll(Orphaned) is not None:
-                    raise PeerLost(f"trainer {self._trainer}: the launcher has died, and trainer {trainer} hands nothing over")
+                    raise PeerLost(
+                        f"trainer {self._trainer}: the launcher has died, and trainer {trainer} has not handed over its lanes"
+                    )
                 time.sleep(BOARD_PAUSE.total_seconds())
 
     def depart(self, departed: Departed) -> None:

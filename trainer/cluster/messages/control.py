@@ -350,7 +350,7 @@ def request_of(line: bytes) -> ControlRequest:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MessageError(_MALFORMED) from error
     if not isinstance(do, str) or do not in _REQUESTS:
-        raise MessageError(f"cannot do {do!r}; there are {', '.join(_REQUESTS)}")
+        raise MessageError(f"cannot do {do!r}; use one of {', '.join(_REQUESTS)}")
     try:
         return of_json(fields, _REQUESTS[do])
     except MessageError as error:
@@ -398,7 +398,7 @@ def ask(run: Path, request: Asks[_Answer], timeout: timedelta = timedelta(second
                 answer = answers.readline()
         except TimeoutError as error:
             raise RunError(
-                f"run {run}: is being trained, but its launcher does not answer for {timeout.total_seconds():g} s; is that process stopped?"
+                f"run {run}: is being trained, but its launcher has not answered for {timeout.total_seconds():g} s; is that process stopped?"
             ) from error
         except OSError:
             return None
@@ -407,7 +407,7 @@ def ask(run: Path, request: Asks[_Answer], timeout: timedelta = timedelta(second
     try:
         fields = json.loads(answer)
     except RecursionError as error:
-        raise MessageError(f"run {run}: its answer is nested too deeply to be one") from error
+        raise MessageError(f"run {run}: its answer is nested too deeply to be valid") from error
     except ValueError:  # training ended in the middle of the answer
         return None
     if isinstance(fields, dict) and "error" in fields:

@@ -70,7 +70,7 @@ def join_store(address: str, timeout: timedelta) -> Any:
     try:
         return dist.TCPStore(host, int(port), None, False, timeout)
     except RuntimeError as error:
-        raise PeerLost(f"coordinator at {address}: cannot be reached; is the launcher still there?") from error
+        raise PeerLost(f"coordinator at {address}: cannot be reached; is the launcher still running?") from error
 
 
 class Rendezvous:
@@ -143,7 +143,9 @@ class Rendezvous:
         with _reachable():
             data = b"".join(self._store.get(f"{name}/{part}") for part in range(-(-fact.size // PART_BYTES)))
         if len(data) != fact.size or hashlib.sha256(data).hexdigest() != fact.checksum:
-            raise MessageError(f"{name}: must be {fact.size} bytes with checksum {fact.checksum}; got {len(data)} others")
+            raise MessageError(
+                f"{name}: must be {fact.size} bytes with checksum {fact.checksum}; got {len(data)} bytes that differ"
+            )
         return fact, data
 
 
@@ -221,7 +223,7 @@ def _reachable() -> Iterator[None]:
         yield
     except RuntimeError as error:
         line = str(error).strip().splitlines()[0]
-        raise PeerLost(f"coordinator: the rendezvous store does not answer ({line}); is the launcher still there?") from error
+        raise PeerLost(f"coordinator: the rendezvous store does not answer ({line}); is the launcher still running?") from error
 
 
 FLUSH_SECONDS = 0.1  # a step is held back if events were sent less than this time ago

@@ -178,7 +178,9 @@ class HostConnections:
             # Messages carry no version number, so all hosts must run the same version.
             if asked.version != self._version:
                 offered.tell(
-                    NotWanted(f"this host has foreload {asked.version}, the coordinator {self._version}; install that one")
+                    NotWanted(
+                        f"this host has foreload {asked.version}, the coordinator {self._version}; install the coordinator's version"
+                    )
                 )
                 return
             with self._changed:

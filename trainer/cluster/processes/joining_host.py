@@ -160,7 +160,7 @@ def run_host(job: HostJob, interrupts: Interrupts, tell: Callable[[str], None], 
     """
     with contextlib.closing(_reached(job, tell)) as connection:
         coordinator = _Coordinator(connection)
-        tell(f"coordinator at {job.host}:{job.port}: reached; it says when there is something to train")
+        tell(f"coordinator at {job.host}:{job.port}: reached; waiting until there is something to train")
         while _run_trainer(job, connection.getsockname()[0], coordinator, interrupts, tell, start_process):
             tell("training could not begin because of another host's trainer; waiting until it begins again")
 
@@ -230,7 +230,7 @@ def _reached(job: HostJob, tell: Callable[[str], None]) -> socket.socket:
                 ) from error
             if not said:
                 said = True
-                tell(f"coordinator at {job.host}:{job.port}: not there yet ({error}); it is tried again")
+                tell(f"coordinator at {job.host}:{job.port}: cannot be reached yet ({error}); trying again")
             time.sleep(_PAUSE.total_seconds())
 
 
@@ -275,7 +275,7 @@ def _follow(
         if len(interrupts.received) > heeded:
             heeded = len(interrupts.received)
             if heeded > 1:
-                raise TrainerError(f"{name}: ended at once, by a second signal; the others go on if its lanes have copies")
+                raise TrainerError(f"{name}: ended at once by a second signal; the others go on if they have copies of its lanes")
             # The trainer handles SIGTERM by handing over its lanes (`worker`).
             tell(f"{name}: leaves, as soon as others have its lanes; a second signal ends it at once")
             with contextlib.suppress(ProcessLookupError):
@@ -285,13 +285,13 @@ def _follow(
             tell(f"{name}: the launcher has died; it stops cleanly if it can")
         if not coordinator.gone and time.monotonic() - coordinator.heard_at > start.silence:
             raise PeerLost(
-                f"{name}: the coordinator has said nothing for {start.silence:.0f} s, so this host counts as lost; it stops"
+                f"{name}: the coordinator has sent nothing for {start.silence:.0f} s, so this host counts as lost; it stops"
             )
         coordinator.await_change()
     if status:
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else "stopped before its time"
-        raise TrainerError(f"{name}: {how}; see above, or what the coordinator says")
-    tell(f"{name}: ended in order")
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else "stopped too early"
+        raise TrainerError(f"{name}: {how}; see above, or the coordinator's messages")
+    tell(f"{name}: ended normally")
     return False
 
 

@@ -123,7 +123,7 @@ def wrongs(folder: Path, other: Path, urls: Sequence[str], count: int) -> list[W
         Wrong("is not the one that the job trains", "is not the one that the job trains", ["--schedule", str(other)], folder=folder),
         Wrong("is not a folder", "is not a folder", ["--schedule", str(folder / "nowhere")], folder=folder),
         Wrong("this host has foreload 0.0.1, the coordinator ", "", how="version", folder=folder),
-        Wrong("refuses this host: the token is not the job's", "", environment={"FORELOAD_JOB_TOKEN": new_token()}),
+        Wrong("refuses this host: the token does not match the job's", "", environment={"FORELOAD_JOB_TOKEN": new_token()}),
         Wrong("model: .*net.py", "model: .*net.py"),  # it is not in the working directory
         Wrong("alike on all hosts", "alike on all hosts", how="numerics", folder=folder),
         Wrong("--address: must be an address", "--address: must be an address", ["--address", "192.0.2.1"], folder=folder),
@@ -262,7 +262,7 @@ def test_a_lost_trainer_explains_nothing() -> None:
     """Whoever lost another trainer, or its copy of a batch log, speaks first; the others get time to say why."""
     failures = Failures({0: "", 1: "other"})
     failures.receive(0, LOST, survived=False)
-    failures.receive(0, Failed(CopyLost.code, "trainer 1: does not take the batch log"), survived=False)
+    failures.receive(0, Failed(CopyLost.code, "trainer 1: cannot be reached for the batch log"), survived=False)
     assert not failures.explained
     failures.receive(1, OTHER_NUMERICS, survived=False)
     assert failures.explained

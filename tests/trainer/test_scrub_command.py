@@ -149,7 +149,7 @@ def test_a_run_that_was_killed_is_brought_to_its_last_batch_and_is_clean(
                 assert Marker.parse(marker).parity == Marker.parse(marker).data > 0
             store.command(1, "FLUSHALL")
         assert main(["scrub", str(run)]) == 2
-        assert "was broken off, and store shard 1 is lost" in capsys.readouterr().err
+        assert "crashed, and store shard 1 is lost" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("trainers", [pytest.param("1", marks=pytest.mark.full), "2"])

@@ -28,7 +28,7 @@ from foreload.trainer.assembly.assembly import DenseModel  # noqa: E402
 from foreload.trainer.assembly.dense_file import save_dense  # noqa: E402
 from foreload.trainer.cluster.messages.control import AskStop, ask  # noqa: E402
 from foreload.trainer.cluster.messages.faults import RunObserver  # noqa: E402
-from foreload.trainer.cluster.messages.trainers import ShardsTold, StepEnded, TrainerEvent  # noqa: E402
+from foreload.trainer.cluster.messages.trainers import ShardsReport, StepEnded, TrainerEvent  # noqa: E402
 from foreload.trainer.commands.train import train  # noqa: E402
 from foreload.trainer.job.job import TrainJob  # noqa: E402
 from foreload.trainer.run.directory import STORES, Run  # noqa: E402
@@ -98,7 +98,7 @@ class ShardInjector(RunObserver):
                 self._steps.note(report, at)
                 if not self.first_step_at:
                     self.first_step_at = self._whole_at = at
-            case ShardsTold(shards, at):
+            case ShardsReport(shards, at):
                 for shard, status in shards.changes_since(self._told.get(trainer)).items():
                     self._note(shard, status.state, at)
                 self._told[trainer] = shards

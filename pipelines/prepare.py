@@ -161,10 +161,10 @@ def _shape(options: PrepareOptions, plan: Plan, rows: Mapping[str, int]) -> Shap
     """
     training = rows[TRAINING] - held_out(rows[TRAINING], options.eval_fraction)
     steps = -(-training // options.batch_size)
-    amid = 0 if options.eval_every is None else options.epochs * (max(steps - 1, 0) // options.eval_every)
-    evaluated_amid = amid * (sum(rows.values()) - training)
+    passes = 0 if options.eval_every is None else options.epochs * (max(steps - 1, 0) // options.eval_every)
+    evaluated_within = passes * (sum(rows.values()) - training)
     return Shape(
-        sum(rows.values()), options.epochs, options.shuffle_seed is not None, plan.spec.order_by is not None, evaluated_amid
+        sum(rows.values()), options.epochs, options.shuffle_seed is not None, plan.spec.order_by is not None, evaluated_within
     )
 
 

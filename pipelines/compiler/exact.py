@@ -170,7 +170,7 @@ class Reading:
                 place = first % read
                 share.end(samples, self._used[place + len(samples.samples)] - self._used[place])
                 yield PlannedSegment(samples, entry)
-                if header.evaluates_amid(samples.end - 1):
+                if header.evaluates_within(samples.end - 1):
                     yield from evaluation(epoch, samples.end - header.first_step)
             yield from evaluation(epoch, (epoch + 1) * header.steps_per_epoch)
 

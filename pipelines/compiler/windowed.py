@@ -289,7 +289,7 @@ class WindowedCompiler:
                         steps = min(steps, self._reader.closed[0].end - self.header.first_step - self.planned)
                     self._plan(pool, output, steps)
                     progress(self.planned, self.steps)
-                    if self.header.evaluates_amid(self.header.first_step + self.planned - 1):
+                    if self.header.evaluates_within(self.header.first_step + self.planned - 1):
                         self._evaluate(pool, output, epoch, next(passes))
                 self._evaluate(pool, output, epoch, next(passes))
             occupied, ratio = [planner.occupied for planner in self._planners], min(lane.lookahead_ratio for lane in self.lanes)

@@ -108,14 +108,14 @@ class Shape:
         epochs: Epochs of the training samples.
         shuffled: Whether every epoch is shuffled anew.
         ordered: Whether the samples are ordered by a column.
-        evaluated_amid: The evaluation samples of all passes within epochs, summed up.
+        evaluated_within: The evaluation samples of all passes within epochs, summed up.
     """
 
     samples: int
     epochs: int
     shuffled: bool
     ordered: bool
-    evaluated_amid: int = 0
+    evaluated_within: int = 0
 
 
 def schedule_bytes(shape: Shape, spec: FeatureSpec) -> int:
@@ -138,7 +138,7 @@ def schedule_bytes(shape: Shape, spec: FeatureSpec) -> int:
     schedule = (
         written * (8 + labels + dense + (4 + _ACCESS_BYTES) * lookups) + shape.samples * shape.epochs * lookups * _MOVES_BYTES
     )
-    schedule += shape.evaluated_amid * lookups * _MOVES_BYTES
+    schedule += shape.evaluated_within * lookups * _MOVES_BYTES
     return shape.samples * sample * copies + schedule + _row_table_bytes(shape.samples, values, spec)
 
 

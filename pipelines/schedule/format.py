@@ -219,11 +219,11 @@ class Header:
         """The number of the training step after the last one."""
         return self.first_step + self.steps_per_epoch * self.epochs
 
-    def is_amid(self, step: int) -> bool:
+    def is_within_epoch(self, step: int) -> bool:
         """Return whether an evaluation after training step `step` lies before its epoch's end."""
         return (step + 1 - self.first_step) % max(self.steps_per_epoch, 1) != 0
 
-    def evaluates_amid(self, step: int) -> bool:
+    def evaluates_within(self, step: int) -> bool:
         """Return whether an evaluation follows training step `step` within its epoch."""
         place = (step + 1 - self.first_step) % max(self.steps_per_epoch, 1)
         return self.eval_every is not None and place != 0 and place % self.eval_every == 0

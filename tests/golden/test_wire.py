@@ -119,9 +119,9 @@ def test_frames_between_hosts() -> None:
         for message in made(kind):
             first, second = socket.socketpair()
             with first, second:
-                host_messages.tell_host(first, message)
+                host_messages.send_host_message(first, message)
                 told.setdefault(kind.__name__, []).append(repr(second.recv(1 << 16, socket.MSG_PEEK)))
-                assert host_messages.hear_host(second) == message
+                assert host_messages.receive_host_message(second) == message
     pinned("wire-hosts.json", told)
 
 

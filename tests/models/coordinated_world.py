@@ -30,7 +30,7 @@ from foreload.trainer.cluster.messages.facts import Admitted, HandedOver, Lease,
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous, StopAgreement
 from foreload.trainer.cluster.messages.trainers import (
     CanJoin,
-    CopiesTold,
+    CopiesReport,
     Ended,
     Events,
     LeaveWanted,
@@ -200,7 +200,7 @@ class Trainer:
             return False  # who leads has yet to send it what the others have in memory
         self.joins = False
         self.say(Ready(term.number, {}))
-        self._tell_copies()
+        self._report_copies()
         self.stage = "ready"
         return True
 
@@ -305,13 +305,13 @@ class Trainer:
         missing = [lane for lane, holders in enumerate(self.term.copies) if self.number in holders and lane not in self.knows]
         if missing and self.stage == "training":
             self.knows[self.world.draw.choice(missing)] = self.step
-            self._tell_copies()
+            self._report_copies()
 
-    def _tell_copies(self) -> None:
+    def _report_copies(self) -> None:
         assert self.term is not None
         held = [lane for lane, holders in enumerate(self.term.copies) if self.number in holders]
         if held:
-            self.say(CopiesTold(self.term.number, {lane: SeededCopy(1, 1, lane in self.knows) for lane in held}))
+            self.say(CopiesReport(self.term.number, {lane: SeededCopy(1, 1, lane in self.knows) for lane in held}))
 
     def _end(self, stopped: bool) -> bool:
         assert self.term is not None
@@ -467,7 +467,7 @@ class World:
             one.deliver()
         elif kind < 0.5 and one.acts and one.term is not None and one.stage == "training":
             one.seed()
-        elif kind < 0.52 and (reported := [event for event in one.sent if isinstance(event, Ready | TermLeft | CopiesTold)]):
+        elif kind < 0.52 and (reported := [event for event in one.sent if isinstance(event, Ready | TermLeft | CopiesReport)]):
             one.repeat(self.draw.choice(reported))
         elif kind < 0.56:
             self.checkpoints.work.do_one()
@@ -530,7 +530,7 @@ class World:
             self.checkpoints.work.do_one()
             self.look()
             trained = [self.trainers[trainer] for trainer in members.term.members]
-            if members.at_rest and all(one.stage in TRAINS for one in trained):
+            if members.is_stable and all(one.stage in TRAINS for one in trained):
                 step = min(one.step for one in trained)
                 begun = step if begun is None else begun
                 saved = len(self.checkpoints.published) - published
@@ -553,7 +553,7 @@ class World:
         """The call ends, as `TrainerGroup` ends it. Raises Broken where a checkpoint is half there, or somebody is not told."""
         if self.failed is None and self.coordinator.all_ended:
             self.checkpoints.finish(self.coordinator.members.term.members, lambda future, at_most: self.checkpoints.work.close())
-        self.checkpoints.close(at_rest=self.failed is None)
+        self.checkpoints.close(stopped=self.failed is None)
         if self.failed is None and self.coordinator.all_ended:
             self.checkpoints.check_best()
         self.checkpoints.check_over()

@@ -129,7 +129,7 @@ class CoordinatedCheckpoints(Checkpointing):
         self._folder_work, self._draw = self.work, draw
         self.evaluated_steps, self.missing = dict[int, float](), set[int]()
         self._best.note = self._note_best  # type: ignore[method-assign]
-        self._best.tell_missing = lambda best, why: self.missing.add(best.step)  # type: ignore[method-assign]
+        self._best.warn_missing = lambda best, why: self.missing.add(best.step)  # type: ignore[method-assign]
 
     def _note_best(self, best: Best) -> None:
         if best.step not in self.published:
@@ -210,7 +210,7 @@ class MemberCheckpoints(TrainerCheckpoints):
 
     def look(self) -> None:
         """Report what is written, and do what is planned, as `CoordinatorLink.tell` does."""
-        self.tell()
+        self.report()
         while (plan := self._world.board.poll(Plan, self._plan.version + 1)) is not None:
             self._plan = plan
         self.follow(self._plan.checkpoint)

@@ -13,7 +13,7 @@ from foreload.trainer.cluster.coordinator.scaling import FRUITLESS_STARTS, JOIN_
 from foreload.trainer.cluster.coordinator.terms import NO_CHANGE, Change, changed_term, first_term, next_term, wants_change
 from foreload.trainer.cluster.messages.control import AskScale, AskScaled, Refused, ScaleBegun, ScaleProgress
 from foreload.trainer.cluster.messages.facts import Admitted, HandedOver, StopWanted, Term, TermOver
-from foreload.trainer.cluster.messages.trainers import CopiesTold, SeededCopy, TermLeft
+from foreload.trainer.cluster.messages.trainers import CopiesReport, SeededCopy, TermLeft
 
 
 def planned(term: Term, trainer: int, complete: bool = True, step: int = 9) -> TermLeft:
@@ -136,9 +136,9 @@ def test_a_term_ends_as_planned_and_the_next_has_who_joins() -> None:
     assert (job.of.term.members, job.of.term.joined) == ((0, 1, 2), (2,))
     job.of.change = NO_CHANGE
     job.ready()
-    assert not job.of.at_rest
+    assert not job.of.is_stable
     whole = {lane: SeededCopy(9, 9, True) for lane, holders in enumerate(job.of.term.copies) if 2 in holders}
-    job.of.receive(2, CopiesTold(2, whole))
+    job.of.receive(2, CopiesReport(2, whole))
     assert not job.of.poll({}, ())
     assert job.rendezvous.read(StopWanted) == StopWanted(2)
 

@@ -30,7 +30,7 @@ from foreload.trainer.cluster.messages.trainers import (
     Ready,
     RequestReport,
     ScrubPlan,
-    ShardsTold,
+    ShardsReport,
     StepEnded,
     TermLeft,
     TrainerEnd,
@@ -47,7 +47,7 @@ EVENTS = Events(
         TermLeft(1, 8, (0, 3), False, "trainer 1 is gone"),
         StepEnded(step_report(3), 1.25),
         EvaluationEnded(EvaluationReport(3, 0, 100, 0.5, 0.75, 0.125)),
-        ShardsTold(ShardSnapshot((ShardStatus("redis://a:1"), ShardStatus("redis://b:1", "rebuilding", "", 0.25))), 2.5),
+        ShardsReport(ShardSnapshot((ShardStatus("redis://a:1"), ShardStatus("redis://b:1", "rebuilding", "", 0.25))), 2.5),
         ServerUnreachable(1, "redis://a:1", "it refuses"),
         RequestReport(1, Scrubbed(9, FINDINGS, False)),
         RequestReport(2, held=HeldRows((1, 2), (3, 4), (5, 6), Lag(0, 1, 2))),
@@ -122,8 +122,8 @@ def test_files_say_null_where_messages_say_nothing_and_leave_out_what_is_marked(
         ('{"kind": "SegmentVerdict", "begin": 1, "failure": null}', SegmentVerdict, "SegmentVerdict.begin: must be bool; got 1"),
         ('{"kind": "Events", "events": [{"kind": "Started"}]}', Events, "Events.events: must be Ready or .* or Ended; got 'Started'"),
         (
-            '{"kind": "Events", "events": [{"kind": "ShardsTold", "at": 1, "shards": {"shards": [{"url": "", "state": "well"}]}}]}',
-            Events, "ShardsTold.shards.shards.state: must be 'ok' or .*; got 'well'",
+            '{"kind": "Events", "events": [{"kind": "ShardsReport", "at": 1, "shards": {"shards": [{"url": "", "state": "well"}]}}]}',
+            Events, "ShardsReport.shards.shards.state: must be 'ok' or .*; got 'well'",
         ),
     ],
 )  # fmt: skip

@@ -24,7 +24,7 @@ from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.coordinator.wanted_checkpoints import BestEvaluation, WantedCheckpoints
 from foreload.trainer.cluster.member.trainer_checkpoints import TrainerCheckpoints
 from foreload.trainer.cluster.messages.facts import Term
-from foreload.trainer.cluster.messages.trainers import CheckpointPlan, CheckpointReport, CopiesTold, Ready, TermLeft
+from foreload.trainer.cluster.messages.trainers import CheckpointPlan, CheckpointReport, CopiesReport, Ready, TermLeft
 
 BEST = "best"
 CHECKPOINTS = (None, "1", "4", BEST)
@@ -118,7 +118,7 @@ def _all_complete(before: Term, positions: Mapping[int, TermLeft]) -> object:
     return LEFT_OF(before, {trainer: replace(position, copies=everything) for trainer, position in positions.items()})
 
 
-def _any_report(members: Membership, trainer: int, event: Ready | TermLeft | CopiesTold) -> None:
+def _any_report(members: Membership, trainer: int, event: Ready | TermLeft | CopiesReport) -> None:
     RECEIVE(members, trainer, replace(event, term=members.term.number))
 
 

@@ -33,7 +33,7 @@ from foreload.trainer.cluster.coordinator import store_shards
 from foreload.trainer.cluster.coordinator.store_shards import StoreShards
 from foreload.trainer.cluster.member.coordinator_link import CoordinatorLink
 from foreload.trainer.cluster.messages.control import AskReplace, Replacing
-from foreload.trainer.cluster.messages.trainers import ShardsTold
+from foreload.trainer.cluster.messages.trainers import ShardsReport
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.event_log import read_events
 
@@ -566,9 +566,9 @@ def test_a_trainer_tells_of_shards_that_it_finds_not_whole_as_it_takes_lanes_ove
     whole, rebuilding = (ShardSnapshot((ShardStatus(urls[0], state),)) for state in ("ok", "rebuilding"))
     traffic = mock.Mock(shards=whole)
     link.serve(mock.Mock(traffic=traffic), [])
-    link.tell_shards()
+    link.report_shards()
     assert sent == []
     for shards in (rebuilding, rebuilding, whole):
         traffic.shards = shards
-        link.tell_shards()
-    assert [told.shards for told in sent if isinstance(told, ShardsTold)] == [rebuilding, whole]
+        link.report_shards()
+    assert [told.shards for told in sent if isinstance(told, ShardsReport)] == [rebuilding, whole]

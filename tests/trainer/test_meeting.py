@@ -43,7 +43,7 @@ def test_each_call_meets_apart_and_learns_what_its_own_first_tells(store: Any, p
     for what in ("10.0.0.1:5000", FAILED, "10.0.0.1:6000", NO_STEPS):
         first, *others = met(store, pool)
         heard = [pool.submit(other.receive) for other in others]
-        first.tell(what)
+        first.announce(what)
         assert [one.result() for one in heard] == [what] * (WORLD - 1)
 
 
@@ -56,7 +56,7 @@ def test_who_comes_early_waits_for_a_first_of_its_own_call(store: Any, pool: Thr
     assert not any(one.done() for one in early)
     first = meet_at(joined(store), 0, WORLD, TIMEOUT)
     heard = [pool.submit(one.result().receive) for one in early]
-    first.tell("10.0.0.1:7000")
+    first.announce("10.0.0.1:7000")
     assert [one.result() for one in heard] == ["10.0.0.1:7000"] * (WORLD - 1)
 
 

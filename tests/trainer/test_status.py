@@ -14,7 +14,7 @@ from foreload.trainer.cluster.coordinator.control_socket import ControlSocket
 from foreload.trainer.cluster.coordinator.membership import LaneReplicas
 from foreload.trainer.cluster.messages.control import CopyStatus, RunStatus
 from foreload.trainer.cluster.messages.facts import Term
-from foreload.trainer.cluster.messages.trainers import CopiesTold, SeededCopy
+from foreload.trainer.cluster.messages.trainers import CopiesReport, SeededCopy
 from foreload.trainer.commands import status
 from foreload.trainer.run.directory import MANIFEST
 from foreload.trainer.run.event_log import read_events
@@ -58,14 +58,14 @@ def test_copies_that_are_not_complete_are_told_until_they_are(tmp_path: Path) ->
     call.say = said.append
     copies = LaneReplicas(call, TERM)
     assert copies.lacking == [0, 1, 2]
-    copies.on_copies(0, CopiesTold(2, {1: WHOLE, 2: WHOLE}))  # of an earlier term
-    copies.on_copies(2, CopiesTold(3, {0: WHOLE}))
+    copies.on_copies(0, CopiesReport(2, {1: WHOLE, 2: WHOLE}))  # of an earlier term
+    copies.on_copies(2, CopiesReport(3, {0: WHOLE}))
     assert (said, copies.lacking) == ([], [1, 2])
-    copies.on_copies(0, CopiesTold(3, {1: SeededCopy(200, 500, False), 2: SeededCopy(0, 500, False)}))
-    copies.on_copies(0, CopiesTold(3, {1: WHOLE, 2: SeededCopy(499, 500, False)}))
+    copies.on_copies(0, CopiesReport(3, {1: SeededCopy(200, 500, False), 2: SeededCopy(0, 500, False)}))
+    copies.on_copies(0, CopiesReport(3, {1: WHOLE, 2: SeededCopy(499, 500, False)}))
     assert copies.status[2] == CopyStatus(2, 0, 499, 500, False)
     assert said == ["lane 1, 2: has no complete copy yet; until it has one, the run does not survive the loss of its trainer"]
-    copies.on_copies(0, CopiesTold(3, {1: WHOLE, 2: WHOLE}))
+    copies.on_copies(0, CopiesReport(3, {1: WHOLE, 2: WHOLE}))
     assert said[1:] == ["every lane has a complete copy again; the run survives a further loss"]
     assert [(event["kind"], event.get("lanes")) for event in read_events(tmp_path)] == [
         ("copies-incomplete", [1, 2]),
@@ -78,11 +78,11 @@ def test_copies_that_are_complete_when_they_are_told_of_are_no_news(tmp_path: Pa
     call = small_call(tmp_path, step=40, term=3)
     call.say = said.append
     copies = LaneReplicas(call, TERM)
-    copies.on_copies(0, CopiesTold(3, {1: WHOLE, 2: WHOLE}))
-    copies.on_copies(2, CopiesTold(3, {0: WHOLE}))
+    copies.on_copies(0, CopiesReport(3, {1: WHOLE, 2: WHOLE}))
+    copies.on_copies(2, CopiesReport(3, {0: WHOLE}))
     assert (said, copies.lacking) == ([], [])
     copies.on_term(Term(4, (0,), (0, 0, 0), ((), (), ()), ((), (), ()), 50))
-    copies.on_copies(0, CopiesTold(4, {}))
+    copies.on_copies(0, CopiesReport(4, {}))
     assert (said, copies.status, list(read_events(tmp_path))) == ([], (), [])
 
 

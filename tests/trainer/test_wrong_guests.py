@@ -17,7 +17,7 @@ from small_job import arguments, check_end, summary, synthetic_schedule, train_u
 from foreload.base.job_token import connected, new_token
 from foreload.cache.errors import CopyLost
 from foreload.trainer.cluster.coordinator.failures import Failures, guests_to_blame
-from foreload.trainer.cluster.messages.host_messages import PURPOSE, AskJoin, program_version, tell_host
+from foreload.trainer.cluster.messages.host_messages import PURPOSE, AskJoin, program_version, send_host_message
 from foreload.trainer.cluster.messages.trainers import Failed
 from foreload.trainer.errors import FingerprintError, PeerLost
 from foreload.trainer.run.event_log import read_events
@@ -104,7 +104,7 @@ class Job:
         for offers in (False, True):
             with connected(host, int(port), TOKEN, PURPOSE, 10) as stranger, contextlib.suppress(ConnectionError):
                 if offers:
-                    tell_host(stranger, AskJoin("stranger", 1, program_version()))
+                    send_host_message(stranger, AskJoin("stranger", 1, program_version()))
                 stranger.sendall(b"\0\0\0\4\0\0\0\0\0\0\0\0\xff\xfe\xfd\xfc" * 10)
                 while stranger.recv(1 << 16):  # until the coordinator has closed the connection
                     pass

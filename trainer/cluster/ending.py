@@ -213,7 +213,7 @@ def end_alone(run: Run, schedule: Schedule, ended: Mapping[int, TrainerEnd], lef
     manifest = manifest_of(run.manifest, schedule, ended)
     if keep_run(run, manifest, status, ended):
         return
-    run.come_to_rest(manifest, status)
+    run.record_stop(manifest, status)
     EventLog(run.path, status.step, status.term).note(CallEnded(state=status.state, cause="its launcher was killed"))
     keep_schedule(run, schedule, status.step)
     outcome = f"its launcher was killed; {status.state} {after_step(status.step)}, with everything saved"

@@ -46,7 +46,7 @@ from foreload.trainer.cluster.member.joined_trainer import JOIN_TIMEOUT
 from foreload.trainer.cluster.member.worker import work
 from foreload.trainer.cluster.messages.faults import RunObserver
 from foreload.trainer.cluster.processes.starting import ChildProcess, StartProcess, TrainerStart
-from foreload.trainer.cluster.restored_run import at_rest_again, claimed, rest_at_end, restore
+from foreload.trainer.cluster.restored_run import claimed, restore, stop_at_end, stopped_again
 from foreload.trainer.compute import numerics
 from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.compute.reports import values_of
@@ -232,7 +232,7 @@ def train(
             except BaseException:
                 # Trainers that wait at the meeting must not wait for ever. Those that have begun to
                 # train notice the failure by themselves.
-                meeting.tell(FAILED)
+                meeting.announce(FAILED)
                 raise
         message = meeting.receive()
         if message == NO_STEPS:
@@ -269,14 +269,14 @@ class _NewRun:
         start: The status with which it begins.
         local: Its local stores, if it has them.
         lock: The descriptor of its lock, which is held.
-        rests: Whether it was made from a checkpoint, and is to be resumed.
+        resumes: Whether it was made from a checkpoint, and is to be resumed.
     """
 
     run: Run
     start: Status
     local: LocalStores | None
     lock: int | None
-    rests: bool
+    resumes: bool
 
 
 class Launcher:
@@ -324,24 +324,24 @@ class Launcher:
                 with self._events.failures():
                     # A crashed run is first brought to a clean stop. Then it may turn out that no
                     # step is left.
-                    if broken_off := before is not None and before.state == "training":
-                        self._job = at_rest_again(self._job, run, before, schedule, model, self._events)
+                    if crashed := before is not None and before.state == "training":
+                        self._job = stopped_again(self._job, run, before, schedule, model, self._events)
                     elif before is not None and not self._auto and rebuild_at_end(run, self._job, schedule, self._events):
                         self._dismiss_trainers()
                         return None
-                    if (self._auto or broken_off) and (why := why_ended(run, self._job, schedule)) is not None:
+                    if (self._auto or crashed) and (why := why_ended(run, self._job, schedule)) is not None:
                         self._dismiss_trainers()
                         return ending_before(run, why)
                     return self._resume(schedule, model, lock)
         with self._new_run(schedule, model) as made:
-            if made.rests:
+            if made.resumes:
                 return self._resume(schedule, model, made.lock)
             return self._with_stores(made.run, made.run.manifest, made.start, schedule, made.local)
 
     def _dismiss_trainers(self) -> None:
         """Send the trainers that a scheduler started away, since there is nothing to train."""
         if self._meeting is not None:
-            self._meeting.tell(NO_STEPS)
+            self._meeting.announce(NO_STEPS)
 
     def restore(self) -> Status:
         """Make a stopped run from a checkpoint; see `restored`."""
@@ -480,7 +480,7 @@ class Launcher:
                     start = replace(start, term=start.term + 1)
             group, shards, ending = trained
             if group.kept:
-                rest_at_end(self._job, group, shards, schedule, self._events)
+                stop_at_end(self._job, group, shards, schedule, self._events)
             # From here on signals interrupt again, since the digest can be computed later. Until
             # here they were deferred: the status refers to rows that local servers have not saved.
             self._interrupts.defer_signals = False
@@ -590,8 +590,8 @@ class Launcher:
             error: The error with which the call ends, if it does.
         """
         self._interrupts.defer_signals = True
-        run, at_rest = Run(self._job.run), self._group is None or self._group.at_rest or Run(self._job.run).keeps_lanes
-        newest = None if at_rest else run.newest_checkpoint(self._job.checkpoint, after=start.step)
+        run, stopped = Run(self._job.run), self._group is None or self._group.stopped or Run(self._job.run).keeps_lanes
+        newest = None if stopped else run.newest_checkpoint(self._job.checkpoint, after=start.step)
         if newest is not None:
             sys.stderr.write(f"foreload: --resume goes on from checkpoint {newest}\n")
         if local is None:
@@ -600,7 +600,7 @@ class Launcher:
             sys.stderr.write(
                 f"foreload: the servers in {local.directory} keep running: the rows kept in the run's folder belong with theirs\n"
             )
-        elif self._group is not None and self._group.at_rest:
+        elif self._group is not None and self._group.stopped:
             local.stop(save=True, lost=self._group.status.lost)
         elif isinstance(error, ShardsLost) and not any(start.batches.values()):
             local.stop(save=True, lost=error.shards)

@@ -95,7 +95,7 @@ def claimed(job: TrainJob, run: Run, manifest: Manifest, start: Status, urls: Se
         raise
 
 
-def restore_broken_off(job: TrainJob, run: Run, before: Status, schedule: Schedule, model: DenseModel) -> TrainJob:
+def restore_crashed(job: TrainJob, run: Run, before: Status, schedule: Schedule, model: DenseModel) -> TrainJob:
     """Restore a crashed run from its newest checkpoint, as if it had stopped cleanly there.
 
     The checkpoint is used only if it is later than the run's last clean stop, or if the rows of
@@ -261,7 +261,7 @@ def restore(job: TrainJob, run: Run, checkpoint: Checkpoint, start: Status, loca
     return replace(job, from_checkpoint=None, resume=True, overwrite=False)
 
 
-def at_rest_again(job: TrainJob, run: Run, before: Status, schedule: Schedule, model: DenseModel, events: EventLog) -> TrainJob:
+def stopped_again(job: TrainJob, run: Run, before: Status, schedule: Schedule, model: DenseModel, events: EventLog) -> TrainJob:
     """Bring a run that did not stop cleanly to a clean stop.
 
     If its folder keeps the rows that its servers lacked, these are put back, and the run continues
@@ -288,13 +288,13 @@ def at_rest_again(job: TrainJob, run: Run, before: Status, schedule: Schedule, m
             f"{'the last clean stop, if it can' if newest is None else f'checkpoint {newest}'}"
         ) from error
     if status is None:
-        return restore_broken_off(job, run, before, schedule, model)
+        return restore_crashed(job, run, before, schedule, model)
     events.step, events.term = status.step, status.term
     sys.stderr.write(f"run {run.path}: the rows that it kept are on its servers again; it goes on {after_step(status.step)}\n")
     return job
 
 
-def rest_at_end(job: TrainJob, group: TrainerGroup, shards: StoreShards, schedule: Schedule, events: EventLog) -> None:
+def stop_at_end(job: TrainJob, group: TrainerGroup, shards: StoreShards, schedule: Schedule, events: EventLog) -> None:
     """Bring a run whose folder keeps rows to a clean stop at the end of a call.
 
     The servers lacked these rows when training ended. They are put back if the servers answer by
@@ -324,6 +324,6 @@ def rest_at_end(job: TrainJob, group: TrainerGroup, shards: StoreShards, schedul
             "once they answer, go on with "
             "--resume"
         ) from error
-    group.status, group.at_rest = status, True
+    group.status, group.stopped = status, True
     events.note(CallEnded(state=status.state, cause=why))
     group.failure = f"{why} (training stopped {after_step(status.step)}, with everything saved)"

@@ -8,7 +8,7 @@ from typing import Any
 from foreload.base.errors import SettingError
 from foreload.base.settings import add_arguments, given
 from foreload.trainer.checkpoints.files import BITS
-from foreload.trainer.command_line.shared import add_command, add_group, add_json, add_plain, tell
+from foreload.trainer.command_line.shared import add_command, add_group, add_json, add_plain, print_result
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_values import POLICIES
 
@@ -135,28 +135,28 @@ def _save(parsed: argparse.Namespace) -> int:
 
     kind = {name: getattr(parsed, name) for name in ("policy", "bits", "base", "keep", "failures_a_day", "every")}
     saved = save_checkpoint.saved(parsed.run, parsed.store, parsed.to, **kind)
-    return tell(parsed, saved, saved.text())
+    return print_result(parsed, saved, saved.text())
 
 
 def _compact(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import save_checkpoint
 
     saved = save_checkpoint.compacted(parsed.checkpoint, parsed.to)
-    return tell(parsed, saved, saved.text())
+    return print_result(parsed, saved, saved.text())
 
 
 def _restore(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands.train import restored
 
     run = restored(parsed.checkpoint, given(parsed, TrainJob))
-    return tell(parsed, run, run.text())
+    return print_result(parsed, run, run.text())
 
 
 def _list(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import checkpoints
 
     listed = checkpoints.listed(parsed.folder)
-    tell(parsed, listed, listed.text() or f"{parsed.folder}: no checkpoints")
+    print_result(parsed, listed, listed.text() or f"{parsed.folder}: no checkpoints")
     return 2 if any(isinstance(one, checkpoints.Unusable) for one in listed.checkpoints) else 0
 
 
@@ -164,11 +164,11 @@ def _verify(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import checkpoints
 
     verified = checkpoints.verified(parsed.checkpoint)
-    return tell(parsed, verified, f"{verified.text()}: every file is as it was saved")
+    return print_result(parsed, verified, f"{verified.text()}: every file is as it was saved")
 
 
 def _delete(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import checkpoints
 
     deleted = checkpoints.deleted(parsed.checkpoint, parsed.with_increments)
-    return tell(parsed, deleted, deleted.text())
+    return print_result(parsed, deleted, deleted.text())

@@ -10,7 +10,15 @@ from typing import Any
 
 from foreload.base.errors import SettingError
 from foreload.base.settings import add_arguments, given, settings_of
-from foreload.trainer.command_line.shared import a_path, add_accept_model, add_command, add_json, add_plain, add_schedule, tell
+from foreload.trainer.command_line.shared import (
+    a_path,
+    add_accept_model,
+    add_command,
+    add_json,
+    add_plain,
+    add_schedule,
+    print_result,
+)
 from foreload.trainer.compute.reports import metric_lines
 from foreload.trainer.errors import after_step
 from foreload.trainer.job.job import TrainJob
@@ -191,7 +199,7 @@ def _check_model(parsed: argparse.Namespace) -> int:
         known[name].parse(known[name].flag, words[name]) if name in words else known[name].default for name in _OF_MODELS
     )
     about = check_model.run(parsed.model, folder, parsed.features, dim, options, seed, loss, drop_weights)
-    return tell(parsed, about, about.text())
+    return print_result(parsed, about, about.text())
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:
@@ -202,7 +210,7 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     for name, of_set in metrics.get("sets", {"": metrics}).items():
         lines += [f"{name}: {line}" if name else line for line in metric_lines(of_set, "   ")]
         lines[-1] += f"   ({of_set['samples']:,} samples, {after_step(metrics['step'])})"
-    return tell(parsed, metrics, "\n".join(lines))
+    return print_result(parsed, metrics, "\n".join(lines))
 
 
 def _predict(parsed: argparse.Namespace) -> int:
@@ -212,7 +220,7 @@ def _predict(parsed: argparse.Namespace) -> int:
     records = predict.Records(tuple(parsed.sources), parsed.format, parsed.steps_of)
     with predict.run(parsed.run, parsed.store, records, parsed.schedule, parsed.logits, parsed.accept_model) as predictions:
         written = predict.write(parsed.out, predictions)
-    return tell(parsed, written, f"{parsed.out}: {written.records:,} {'logits' if parsed.logits else 'scores'}")
+    return print_result(parsed, written, f"{parsed.out}: {written.records:,} {'logits' if parsed.logits else 'scores'}")
 
 
 def _lookup(parsed: argparse.Namespace) -> int:
@@ -220,7 +228,7 @@ def _lookup(parsed: argparse.Namespace) -> int:
 
     values, ids = (None, parsed.values) if parsed.ids else (parsed.values, None)
     found = lookup.run(parsed.run, parsed.store, parsed.table, values, ids, parsed.schedule)
-    return tell(parsed, found.as_json(parsed.table, parsed.values), found.text(parsed.values))
+    return print_result(parsed, found.as_json(parsed.table, parsed.values), found.text(parsed.values))
 
 
 def _export(parsed: argparse.Namespace) -> int:
@@ -242,7 +250,7 @@ def _export(parsed: argparse.Namespace) -> int:
     else:
         counted = f"{rows:,} rows"
     text = f"{parsed.out}: {counted} of {len(about['tables'])} tables, and the dense part, {after_step(about['step'])}"
-    return tell(parsed, about, text if about["inexact"] is None else f"{text}\n{inexact_text(about['inexact'])}")
+    return print_result(parsed, about, text if about["inexact"] is None else f"{text}\n{inexact_text(about['inexact'])}")
 
 
 def _export_torch(parsed: argparse.Namespace, path: str) -> int:
@@ -258,18 +266,18 @@ def _export_torch(parsed: argparse.Namespace, path: str) -> int:
         f"{parsed.out}: {rows:,} rows of {len(about['tables'])} tables, and the dense part, {after_step(about['step'])}; "
         f"from model import load; load({parsed.out!r}).predict(records)"
     )
-    return tell(parsed, about, text if about["inexact"] is None else f"{text}\n{inexact_text(about['inexact'])}")
+    return print_result(parsed, about, text if about["inexact"] is None else f"{text}\n{inexact_text(about['inexact'])}")
 
 
 def _apply(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import apply
 
     applied = apply.run(parsed.export, parsed.to, parsed.key, parsed.keep)
-    return tell(parsed, applied, applied.text())
+    return print_result(parsed, applied, applied.text())
 
 
 def _digest(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import digest
 
     answer = digest.run(parsed.run, parsed.store)
-    return tell(parsed, answer, answer.text())
+    return print_result(parsed, answer, answer.text())

@@ -13,7 +13,7 @@ from typing import Any
 from foreload.base.errors import SettingError
 from foreload.base.memory import total_bytes
 from foreload.base.settings import add_arguments, given, size_bytes
-from foreload.trainer.command_line.shared import a_path, add_json, add_plain, tell
+from foreload.trainer.command_line.shared import a_path, add_json, add_plain, print_result
 from foreload.trainer.job.job import TrainJob
 
 _OF_THE_JOB = (
@@ -110,7 +110,7 @@ def _history(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import history
 
     listed = history.run(parsed.history)
-    return tell(parsed, listed, listed.text())
+    return print_result(parsed, listed, listed.text())
 
 
 def _plan(parsed: argparse.Namespace) -> int:
@@ -133,7 +133,7 @@ def _plan(parsed: argparse.Namespace) -> int:
     planned = plan.run(request, lambda line: print(f"plan: {line}", file=sys.stderr, flush=True))
     if parsed.plot is not None:
         plan.draw(planned, parsed.plot)
-    return tell(parsed, planned, plan.text(planned))
+    return print_result(parsed, planned, plan.text(planned))
 
 
 def _seconds(text: str) -> float:

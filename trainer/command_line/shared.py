@@ -125,7 +125,7 @@ def check_json(path: str | Path | None) -> None:
         raise SettingError(f"--json: cannot write {path}: {why}")
 
 
-def tell(parsed: argparse.Namespace, found: object, text: str) -> int:
+def print_result(parsed: argparse.Namespace, found: object, text: str) -> int:
     """Print a result, and write it to the file of --json. Returns exit status 0.
 
     Args:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foreload.trainer.command_line.shared import a_path, add_command, add_group, add_json, add_moved, add_plain, tell
+from foreload.trainer.command_line.shared import a_path, add_command, add_group, add_json, add_moved, add_plain, print_result
 
 if TYPE_CHECKING:
     from foreload.trainer.commands.rows import NamespaceDeleted, RunDeleted
@@ -98,7 +98,7 @@ def _stores_status(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import stores
 
     status = stores.run(parsed.run, parsed.store)
-    tell(parsed, status, status.text())
+    print_result(parsed, status, status.text())
     return 2 if any(shard["state"] in ("down", "lost") for shard in status.shards) else 0
 
 
@@ -135,32 +135,32 @@ def _stores_change(parsed: argparse.Namespace, change: Change, shard: str, urls:
     from foreload.trainer.run.shard_change import ShardChange
 
     moves = migrate.run(parsed.run, parsed.store, ShardChange(change, shard, urls), parsed.moved)
-    return tell(parsed, moves, moves.text())
+    return print_result(parsed, moves, moves.text())
 
 
 def _stores_list(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import rows
 
     listed = rows.listed(parsed.urls)
-    tell(parsed, listed, listed.text())
+    print_result(parsed, listed, listed.text())
     return 2 if any(server.why for server in listed.servers) else 0
 
 
 def _stores_delete(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import rows
 
-    return _tell_deleted(parsed, rows.deleted(parsed.urls, parsed.namespace, parsed.force))
+    return _print_deleted(parsed, rows.deleted(parsed.urls, parsed.namespace, parsed.force))
 
 
 def _delete(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import rows
     from foreload.trainer.saved.run_rows import Overrule
 
-    return _tell_deleted(parsed, rows.run(parsed.run, parsed.store, Overrule(parsed.moved, parsed.force)))
+    return _print_deleted(parsed, rows.run(parsed.run, parsed.store, Overrule(parsed.moved, parsed.force)))
 
 
-def _tell_deleted(parsed: argparse.Namespace, deleted: NamespaceDeleted | RunDeleted) -> int:
-    tell(parsed, deleted, deleted.text())
+def _print_deleted(parsed: argparse.Namespace, deleted: NamespaceDeleted | RunDeleted) -> int:
+    print_result(parsed, deleted, deleted.text())
     return 2 if any(shard.why for shard in deleted.shards) else 0
 
 
@@ -168,5 +168,5 @@ def _scrub(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import scrub
 
     scrubbed = scrub.run(parsed.run, parsed.store, parsed.moved)
-    tell(parsed, scrubbed, scrubbed.text())
+    print_result(parsed, scrubbed, scrubbed.text())
     return DAMAGED if scrubbed.stripes_damaged else 0

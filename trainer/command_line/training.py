@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from foreload.base.errors import ForeloadError
 from foreload.base.settings import add_arguments, given, path
-from foreload.trainer.command_line.shared import a_path, add_group, add_json, add_plain, check_json, tell
+from foreload.trainer.command_line.shared import a_path, add_group, add_json, add_plain, check_json, print_result
 from foreload.trainer.compute.reports import metric_lines
 from foreload.trainer.errors import after_step
 from foreload.trainer.job.job import TrainJob
@@ -216,7 +216,7 @@ def _end_of(parsed: argparse.Namespace, job: TrainJob) -> int:
     ending = train(job, parsed.observer, parsed.start_process)
     if ending is None:
         return 0
-    tell(parsed, ending.summary, _summary_text(ending.summary))
+    print_result(parsed, ending.summary, _summary_text(ending.summary))
     if ending.early is not None:
         print(f"stopped early {after_step(ending.step)}: {ending.early}", file=sys.stderr)
     elif ending.stopped:
@@ -236,7 +236,7 @@ def _status(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import status
 
     found = status.run(parsed.run)
-    return tell(parsed, found, found.text())
+    return print_result(parsed, found, found.text())
 
 
 def _summary_text(summary: dict[str, Any]) -> str:
@@ -292,4 +292,4 @@ def _drill(parsed: argparse.Namespace, kind: Callable[[TrainJob], Drill], **defa
         values["schedule"] = f"{values['run']}-schedule"
     played = kind(TrainJob.of(values))
     summary = drill.run(played, parsed.check, make, parsed.start_process)
-    return tell(parsed, summary, drill.text(played, summary))
+    return print_result(parsed, summary, drill.text(played, summary))

@@ -13,7 +13,7 @@ from foreload.base.errors import SettingError
 from foreload.cache.client.local import LocalStores
 from foreload.cache.protocol.shards.shard_status import LOST, OK, REBUILDING, ShardSnapshot
 from foreload.trainer.cluster.messages.faults import Fault
-from foreload.trainer.cluster.messages.trainers import FaultInjected, ShardsTold, TrainerEvent
+from foreload.trainer.cluster.messages.trainers import FaultInjected, ShardsReport, TrainerEvent
 from foreload.trainer.commands.drill import FaultDrill, Moments, after, milliseconds, percent
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import STORES
@@ -87,7 +87,7 @@ class LostShard(FaultDrill):
             case FaultInjected(at=at):
                 self.injected = at
                 self._return.start()
-            case ShardsTold(shards, at):
+            case ShardsReport(shards, at):
                 changed = shards.changes_since(self._snapshots.get(trainer)).get(self.number)
                 self._snapshots[trainer] = shards
                 if changed is not None:

@@ -11,7 +11,7 @@ from foreload.base.errors import SettingError
 from foreload.pipelines.planning.sizing import slot_bytes
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.faults import TrainerFault
-from foreload.trainer.cluster.messages.trainers import CopiesTold, FaultInjected, Ready, TermLeft, TrainerEvent
+from foreload.trainer.cluster.messages.trainers import CopiesReport, FaultInjected, Ready, TermLeft, TrainerEvent
 from foreload.trainer.commands.drill import FaultDrill, Moments, after, milliseconds, percent
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.memory_check import columns_of, readable
@@ -57,7 +57,7 @@ class LostTrainer(FaultDrill):
         """When the first trainer left each term."""
         self._ready: dict[int, float] = {}
         """When the last trainer so far was ready for each term."""
-        self._copies: dict[int, CopiesTold] = {}
+        self._copies: dict[int, CopiesReport] = {}
         """The last report of each trainer on the replicas that it holds."""
         self._had: set[tuple[int, int]] = set()
         """(trainer, lane) of the replicas that existed before the loss."""
@@ -79,7 +79,7 @@ class LostTrainer(FaultDrill):
                 self._left.setdefault(term, time.monotonic())
             case Ready(term):
                 self._ready[term] = time.monotonic()
-            case CopiesTold():
+            case CopiesReport():
                 self._copies[trainer] = event
                 self._see_whole()
 

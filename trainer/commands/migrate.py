@@ -83,11 +83,11 @@ def run(path: str, store: str | None, change: ShardChange, folder_moved: bool = 
     if answer is not None:
         return Moves(path, answer.joining, answer.leaving, 0.0)
     with locked(asked_run.path) as lock:
-        before = _move_at_rest(Run.open(path, lock), store, change, folder_moved)
+        before = _migrate_stopped(Run.open(path, lock), store, change, folder_moved)
     return Moves(path, before.joining, before.leaving, 1.0)
 
 
-def _move_at_rest(moved: Run, store: str | None, change: ShardChange, folder_moved: bool) -> Placement:
+def _migrate_stopped(moved: Run, store: str | None, change: ShardChange, folder_moved: bool) -> Placement:
     """Migrate the rows of a stopped run. Returns the placement by which they moved."""
     status = _status_of(moved)
     with servers_at_rest(moved, status, store) as servers:

@@ -40,7 +40,7 @@ DECIDED = ("store", "trainers", "parity", "run", "schedule")
 # The slot counts between the fewest and the most that are tried besides the schedule's own.
 _SLOT_COUNTS = 3
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +109,11 @@ def request_of(schedule: str, given: Mapping[str, Any], job_file: str | None, po
     return PlanRequest(schedule, values, words, pool, **further)
 
 
-def run(request: PlanRequest, tell: Tell) -> dict[str, Any]:
+def run(request: PlanRequest, log: Log) -> dict[str, Any]:
     """Make a plan.
 
     Args:
-        tell: called with each message for the user.
+        log: called with each message for the user.
 
     Returns:
         The plan, in the form that `--json` writes.
@@ -132,12 +132,12 @@ def run(request: PlanRequest, tell: Tell) -> dict[str, Any]:
     model = DenseModel.build(replace(job, device="cpu"), schedule)
     settings = settings_of_job(job, schedule, model)
     setups = _setups(job, settings, request.pool)
-    known = _known(request, settings, setups, tell)
+    known = _known(request, settings, setups, log)
     step_model = StepModel.of_profiles(known.profiles)
     memory = JobMemory.of(schedule, model.layouts, known.profiles, job.saves_checkpoints, job.dense_ema is not None)
     state = settings["columns"] - settings["weights"]
     choices = []
-    for counts in _by_slots(schedule, tell):
+    for counts in _by_slots(schedule, log):
         for setup in setups:
             load, steps = loads_of(counts, setup, settings["weights"], state, settings["dense_parameters"])
             predicted = step_model.predict(setup, load)
@@ -307,7 +307,7 @@ def _setups(job: TrainJob, settings: Mapping[str, Any], pool: Pool) -> list[Setu
     return setups
 
 
-def _known(request: PlanRequest, settings: Mapping[str, Any], setups: Sequence[Setup], tell: Tell) -> _Known:
+def _known(request: PlanRequest, settings: Mapping[str, Any], setups: Sequence[Setup], log: Log) -> _Known:
     """Return the profiles of jobs like this one, on a machine like this one.
 
     A kind of configuration that has no profile is run for a moment.
@@ -323,15 +323,15 @@ def _known(request: PlanRequest, settings: Mapping[str, Any], setups: Sequence[S
     try:
         read = [] if path is None else history.read(path)
     except HistoryError as error:
-        tell(f"warning: {error}")
+        log(f"warning: {error}")
         path, read = None, []
-    known.profiles = [one for one in read if _tells(one, settings, here)]
+    known.profiles = [one for one in read if _is_usable(one, settings, here)]
     seen = {(int(one.settings["trainers"]), int(one.settings["r"]) > 0) for one in known.profiles}
     for setup in _corners(setups):
         if (setup.trainers, setup.r > 0) in seen:
             continue
         one = Probe(setup.trainers, setup.shards, str(Parity(setup.k, setup.r)))
-        profile = probe(one, request.words, tell)
+        profile = probe(one, request.words, log)
         known.probed.append(str(one))
         if observation_of(profile) is not None:
             known.profiles.append(profile)
@@ -339,7 +339,7 @@ def _known(request: PlanRequest, settings: Mapping[str, Any], setups: Sequence[S
             try:
                 history.add(path, profile)
             except HistoryError as error:
-                tell(f"warning: {error}")
+                log(f"warning: {error}")
                 path = None
     if not known.profiles:
         raise PlanError(
@@ -348,7 +348,7 @@ def _known(request: PlanRequest, settings: Mapping[str, Any], setups: Sequence[S
     return known
 
 
-def _tells(profile: history.Profile, settings: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+def _is_usable(profile: history.Profile, settings: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     """Return whether a profile can be used to predict this job on this machine.
 
     The profile must be of a like job on a like machine, and of undisturbed training: one term, the
@@ -381,7 +381,7 @@ def _corners(setups: Sequence[Setup]) -> list[Setup]:
     return corners
 
 
-def _by_slots(schedule: Schedule, tell: Tell) -> list[StepCounts]:
+def _by_slots(schedule: Schedule, log: Log) -> list[StepCounts]:
     """Return the schedule's step counts, and those for other numbers of slots.
 
     The numbers range from the fewest possible to one slot for each row. If memory is short, only
@@ -390,7 +390,7 @@ def _by_slots(schedule: Schedule, tell: Tell) -> list[StepCounts]:
     stated = step_counts(schedule)
     needed = BYTES_OF_USE * schedule.manifest["counts"]["rows_used"]
     if needed > available_bytes() / 2:
-        tell(f"other numbers of slots are not tried: counting the rows that they would move takes {needed / 2**30:.1f} GiB")
+        log(f"other numbers of slots are not tried: counting the rows that they would move takes {needed / 2**30:.1f} GiB")
         return [stated]
     accesses = [lane_uses(schedule, lane) for lane in range(schedule.header.lanes)]
     return [

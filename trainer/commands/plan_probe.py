@@ -47,7 +47,7 @@ class Probe:
         return f"{self.trainers} trainer{'s' if self.trainers > 1 else ''}, local:{self.shards}{parity}"
 
 
-def probe(one: Probe, settings: Sequence[str], tell: Callable[[str], None]) -> Profile:
+def probe(one: Probe, settings: Sequence[str], log: Callable[[str], None]) -> Profile:
     """Train some steps, stop cleanly, and return the run's profile.
 
     Args:
@@ -56,7 +56,7 @@ def probe(one: Probe, settings: Sequence[str], tell: Callable[[str], None]) -> P
     Raises:
         TrainerError: the run failed.
     """
-    tell(f"running it briefly: {one}")
+    log(f"running it briefly: {one}")
     with _folder() as (folder, lock):
         history, run = folder / "history.sqlite", folder / "run"
         command = command_of("foreload.trainer.cli", "train", *settings, "--run", str(run), "--history", str(history))

@@ -16,13 +16,13 @@ from foreload.trainer.errors import RunError
 _PAUSE = timedelta(milliseconds=200)  # between two polls of the progress
 
 
-def run(folder: str | Path, trainers: int, wait: bool, tell: Callable[[str], None]) -> None:
+def run(folder: str | Path, trainers: int, wait: bool, log: Callable[[str], None]) -> None:
     """Change the number of trainers of a run that trains.
 
     Args:
         folder: the folder of the run.
         wait: whether to wait until the change is done.
-        tell: called with a line when the change begins, and at each progress.
+        log: called with a line when the change begins, and at each progress.
 
     Raises:
         RunError: the run does not train, refuses, ends before the change is done, or the change
@@ -34,7 +34,7 @@ def run(folder: str | Path, trainers: int, wait: bool, tell: Callable[[str], Non
         raise RunError(f"run {folder}: is not being trained; continue it with `foreload train --resume --trainers {trainers}`")
     if isinstance(begun, Refused):
         raise RunError(f"run {folder}: {begun.error}")
-    tell(f"{begun.before} -> {begun.after} trainers")
+    log(f"{begun.before} -> {begun.after} trainers")
     text = ""
     while wait:
         progress = ask(Path(folder), AskScaled(begun.number))
@@ -47,11 +47,11 @@ def run(folder: str | Path, trainers: int, wait: bool, tell: Callable[[str], Non
                 f"run {folder}: trains with {progress.trainers} trainers: {progress.failed}; see the messages of its launcher"
             )
         if progress.done:
-            tell(f"done: {progress.trainers} trainer{'s' if progress.trainers > 1 else ''}")
+            log(f"done: {progress.trainers} trainer{'s' if progress.trainers > 1 else ''}")
             return
         text, before = _text(progress), text
         if text and text != before:
-            tell(text)
+            log(text)
         time.sleep(_PAUSE.total_seconds())
 
 

@@ -137,14 +137,14 @@ def run(path: str, store: str | None, moved: bool = False) -> Scrubbed:
     # If the local servers of a crashed run ended too, only the rows of the last clean stop are
     # left, and the run is opened as a stopped one.
     if status.state == "training" and (scrubbed_run.manifest.local_stores is None or (local is not None and any(local.pids))):
-        with locked(scrubbed_run.path), _broken_off(scrubbed_run, store, moved) as (stored, schedule):
+        with locked(scrubbed_run.path), _crashed_run(scrubbed_run, store, moved) as (stored, schedule):
             return _scrub(stored, schedule, None, [None] * scrubbed_run.manifest.lanes)
     with open_stopped(path, store, own=partial(own_rows, moved=moved)) as saved:
         return _scrub(saved.stored, saved.schedule, saved.status.step, list(saved.status.last_batches))
 
 
 @contextlib.contextmanager
-def _broken_off(scrubbed_run: Run, urls: str | None, moved: bool) -> Iterator[tuple[StoredRows, Schedule]]:
+def _crashed_run(scrubbed_run: Run, urls: str | None, moved: bool) -> Iterator[tuple[StoredRows, Schedule]]:
     """Yield the rows and the schedule of a run whose trainers crashed.
 
     The last batch of every lane is completed first.

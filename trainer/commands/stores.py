@@ -195,28 +195,28 @@ def run(path: str, store: str | None) -> StoresStatus:
         answer = ask(asked_run.path, AskRowCounts())
         counted = answer.trainers if isinstance(answer, RowCountsAnswer) else ()
         for name in COUNTED:
-            _tell(shards, name, np.sum([getattr(part, name) for part in counted], axis=0) if counted else None)
+            _set_count(shards, name, np.sum([getattr(part, name) for part in counted], axis=0) if counted else None)
         if counted:
             lag = Lag(*(sum(getattr(part.lag, name) for part in counted) for name in Lag.__slots__))
             before = manifest.stages[0].first_step - 1 if status is None else status.step
             # Without parity no trainer counts the rows that were written. The servers hold nothing
             # else, so their numbers of entries are the counts.
             if not placement.r:
-                _tell(shards, "rows", _entries(shards, placement.shard_count))
-                _tell(shards, "row_bytes", None)
+                _set_count(shards, "rows", _entries(shards, placement.shard_count))
+                _set_count(shards, "row_bytes", None)
             # During a migration, shards hold rows that they will not keep.
             if not placement.migrating:
                 loads = shard_loads.reports(together(part.loads for part in counted), training.step - before)
     elif placement.migrating:
         # The counts depend on how far each lane has migrated, which only the servers know.
         for name in COUNTED:
-            _tell(shards, name, None)
+            _set_count(shards, name, None)
     elif plan is not None and status is not None and status.state != "training":
         schedule, rows = plan
         held = _arithmetic(placement, given_ordinals(schedule, status.step), len(rows))
-        _tell(shards, "rows", held.rows.sum(axis=0))
-        _tell(shards, "parity_rows", held.parity_rows.sum(axis=0))
-        _tell(shards, "row_bytes", held.row_bytes(rows))
+        _set_count(shards, "rows", held.rows.sum(axis=0))
+        _set_count(shards, "parity_rows", held.parity_rows.sum(axis=0))
+        _set_count(shards, "row_bytes", held.row_bytes(rows))
     if plan is not None:
         schedule, rows = plan
         # A migration that is under way will be complete by the end of the schedule.
@@ -275,7 +275,7 @@ def _arithmetic(placement: Placement, ordinals: np.ndarray, tables: int) -> RowC
     return counts_by_shard
 
 
-def _tell(shards: list[ShardReport], name: Counted, values: np.ndarray | None) -> None:
+def _set_count(shards: list[ShardReport], name: Counted, values: np.ndarray | None) -> None:
     """Set a count in the report on every shard.
 
     The count is None if `values` (int [shards]) is None, or if the shard does not hold all of its

@@ -40,7 +40,7 @@ class Meeting:
     rank: int
     world: int
 
-    def tell(self, what: str) -> None:
+    def announce(self, what: str) -> None:
         """Announce something to the other trainers, as rank 0.
 
         This returns when all of them know, or after a deadline.
@@ -51,7 +51,7 @@ class Meeting:
         deadline = time.monotonic() + _ANNOUNCING.total_seconds()
         # The store raises RuntimeError once the other trainers have left.
         with contextlib.suppress(RuntimeError):
-            self.store.set("told", what)
+            self.store.set("announced", what)
             while not self.store.check([f"knows/{other}" for other in range(1, self.world)]) and time.monotonic() < deadline:
                 time.sleep(_LOOK_PAUSE.total_seconds())
 
@@ -62,9 +62,9 @@ class Meeting:
             PeerLost: rank 0 died, and the store where the trainers met with it.
         """
         try:
-            while not self.store.check(["told"]):
+            while not self.store.check(["announced"]):
                 time.sleep(_LOOK_PAUSE.total_seconds())
-            announced = str(self.store.get("told").decode())
+            announced = str(self.store.get("announced").decode())
             self.store.set(f"knows/{self.rank}", "")
             return announced
         except RuntimeError as error:

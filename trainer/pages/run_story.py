@@ -80,7 +80,7 @@ class Story:
         return sum(mark.name.startswith(name) for mark in self.marks)
 
 
-class _Teller:
+class _StoryReader:
     """Makes the story from the events, one at a time.
 
     Args:
@@ -96,7 +96,7 @@ class _Teller:
         self._last: datetime | None = None
         self._before = 0.0  # seconds of the earlier calls
 
-    def tell(self, event: Mapping[str, Any]) -> None:
+    def read(self, event: Mapping[str, Any]) -> None:
         """Add the next event.
 
         Raises:
@@ -203,14 +203,14 @@ def story_of(events: Iterable[Mapping[str, Any]], shards: Iterable[int], latest:
         latest: when the run is known to have trained last, in seconds since 1970, for a call whose
             end is not logged.
     """
-    teller = _Teller(shards)
+    reader = _StoryReader(shards)
     for event in events:
         try:
-            teller.tell(event)
+            reader.read(event)
         except (ValueError, KeyError, TypeError):
             # The event is damaged, or a later version wrote it.
             continue
-    return teller.end(latest)
+    return reader.end(latest)
 
 
 def _what(event: Mapping[str, Any]) -> str:

@@ -281,7 +281,7 @@ class Run:
             )
         self.write_status(replace(status, term=term))
 
-    def come_to_rest(self, manifest: Manifest, status: Status) -> None:
+    def record_stop(self, manifest: Manifest, status: Status) -> None:
         """Write the manifest, then the status, of a run that has stopped training.
 
         While the disk is full, this waits until there is room. Then dense parts of other steps and

@@ -160,7 +160,7 @@ class RunReport:
         rows_of: as `rows_of_steps`, for steps that a lost trainer did not report.
         settings: the settings of the job that TensorBoard shows.
         clock: returns seconds.
-        is_amid: returns whether an evaluation after a step is within an epoch rather than at its
+        is_within_epoch: returns whether an evaluation after a step is within an epoch rather than at its
             end.
     """
 
@@ -174,7 +174,7 @@ class RunReport:
         rows_of: Callable[[int, int], Mapping[int, Mapping[str, int]]],
         settings: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        is_amid: Callable[[int], bool] = lambda step: False,
+        is_within_epoch: Callable[[int], bool] = lambda step: False,
     ) -> None:
         # TensorBoard is slow to import, and only the coordinator needs it.
         from torch.utils.tensorboard import SummaryWriter
@@ -198,7 +198,7 @@ class RunReport:
         self._metrics: IO[str] = open(run / METRICS, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         self._flushed_at = 0.0
         self._interval = _Sums()  # for TensorBoard
-        self._steps, self._clock, self._is_amid = steps, clock, is_amid
+        self._steps, self._clock, self._is_within_epoch = steps, clock, is_within_epoch
         self._recent, self._recent_since = _Sums(), clock()  # for the display
         self._display = Display(self._line, LINE_SECONDS, clock=clock)
         self._first_step = first_step
@@ -302,7 +302,9 @@ class RunReport:
                 self._metrics.write(written)
                 for name, value in _metric_scalars(line):
                     self._board.add_scalar("/".join(filter(None, ("evaluation", report.set, name))), value, report.step)
-        place = (f", step {report.step}" if self._is_amid(report.step) else "") + (f", {report.set}" if report.set else "")
+        place = (f", step {report.step}" if self._is_within_epoch(report.step) else "") + (
+            f", {report.set}" if report.set else ""
+        )
         words = "; ".join(metric_lines(line, ", "))
         self._display.write(f"epoch {report.epoch + 1}{place}: {words} on {report.samples:,} samples")
 

@@ -47,10 +47,10 @@ def check_rows(run: Run, store: Store, status: Status) -> None:
     stale = stale_shards(store, manifest.namespace, status.last_batches)
     gone = np.isin(placement.members, stale).sum(axis=1).max(initial=0) if stale else 0
     if gone > placement.r:
-        raise RunRefused(_broken_off(run, status, stale))
+        raise RunRefused(_why_crashed(run, status, stale))
 
 
-def _broken_off(run: Run, status: Status, stale: Sequence[int]) -> str:
+def _why_crashed(run: Run, status: Status, stale: Sequence[int]) -> str:
     first = run.manifest.stages[0].first_step
     anew = status.step < first
     of = "of no step, since it never stopped cleanly" if anew else f"of step {status.step}, where it last stopped cleanly"

@@ -95,7 +95,7 @@ def put_back(run: Run, job: TrainJob, schedule: Schedule, kept: KeptLanes, urls:
     # then, another attempt needs them.
     status = replace(kept.status, batches=batches, lost=lost, term=ownership.term)
     write_dense(run.dense(status.step), dense)
-    run.come_to_rest(manifest, status)
+    run.record_stop(manifest, status)
     forget_kept_lanes(run.path)
     keep_schedule(run, schedule, status.step)
     return status

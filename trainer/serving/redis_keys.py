@@ -249,7 +249,7 @@ class _Application:
         export, keys = self._export, self._keys
         _, found, applying = self._ask(["WATCH", keys.version, keys.applying], ["GET", keys.version], ["GET", keys.applying])
         version = None if found is None else _decoded(found, keys.version, Version)
-        broken_off = None if applying is None else _decoded(applying, keys.applying, Applying)
+        interrupted = None if applying is None else _decoded(applying, keys.applying, Applying)
         if version is None and export.since is not None:
             raise ExportError(
                 f"{export.what}, and there is nothing at {self._where} yet; apply a full export of step {export.since[0]} first"
@@ -257,13 +257,13 @@ class _Application:
         if version is not None:
             check_same_model(str(export.path), export.about, version, version["tables"], self._where)
             export.check_next(self._where, version["step"], version["state"])
-        if broken_off is not None and broken_off["state"] != export.state:
+        if interrupted is not None and interrupted["state"] != export.state:
             raise ExportError(
-                f"{export.what}, and at {self._where} applying that of step {broken_off['step']} was interrupted; apply that one again first"
+                f"{export.what}, and at {self._where} applying that of step {interrupted['step']} was interrupted; apply that one again first"
             )
         # An interrupted call has already written some of the new rows, so only the first call can
         # count them.
-        if version is not None and broken_off is None:
+        if version is not None and interrupted is None:
             self._check_rows(version)
         commands: list[list[bytes | str]] = []
         if version is not None:

@@ -315,7 +315,7 @@ class Checkpointing:
         if better and there:
             self._best.note(best)
         elif better and not in_memory:
-            self._best.tell_missing(best, "its snapshot was given up")
+            self._best.warn_missing(best, "its snapshot was given up")
         if saving is not None and in_memory:
             saving.best = best if better else saving.best
             if saving.opening is None and better:
@@ -418,18 +418,18 @@ class Checkpointing:
                 self._saving.best = None
             self._give_up("the trainers, or their lanes, changed meanwhile", again=True)
 
-    def close(self, at_rest: bool) -> None:
+    def close(self, stopped: bool) -> None:
         """Discard unfinished checkpoints. Call it once the trainers have ended.
 
         Args:
-            at_rest: Whether the run has stopped, with everything saved.
+            stopped: Whether the run has stopped, with everything saved.
         """
-        over = why_over(at_rest)
+        over = why_over(stopped)
         saving, self._saving = self._saving, None
         if saving is not None:
             self._discard(saving)
             if saving.best is not None:
-                self._best.tell_missing(saving.best, over)
+                self._best.warn_missing(saving.best, over)
             if saving.taken or saving.wanted.asked is not None:
                 self._failed(saving.wanted, over)
         # Discard given up drafts once more: a trainer may have written there after the first time.
@@ -455,7 +455,7 @@ class Checkpointing:
             self._best.go_on(why)
         # Otherwise the evaluation is reported again, and gets its checkpoint then.
         elif saving.best is not None and (not again or self._report.last_step > saving.best.step):
-            self._best.tell_missing(saving.best, why)
+            self._best.warn_missing(saving.best, why)
         if again:
             self.wanted.again(saving.wanted)
         else:

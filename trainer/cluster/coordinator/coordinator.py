@@ -49,7 +49,7 @@ from foreload.trainer.cluster.messages.rendezvous import EventReceiver, Rendezvo
 from foreload.trainer.cluster.messages.trainers import (
     CanJoin,
     CheckpointReport,
-    CopiesTold,
+    CopiesReport,
     Ended,
     EvaluationEnded,
     Failed,
@@ -57,7 +57,7 @@ from foreload.trainer.cluster.messages.trainers import (
     LeaveWanted,
     Ready,
     RequestReport,
-    ShardsTold,
+    ShardsReport,
     StepEnded,
     TermLeft,
     TrainerEnd,
@@ -307,9 +307,9 @@ class Coordinator:
                     self._begin()
             case Ended():
                 self.ended[trainer] = self._rendezvous.read(TrainerEnd, self.members.term.number, trainer)
-            case ShardsTold():
+            case ShardsReport():
                 self._shards.on_shards(trainer, event.shards)
-            case CopiesTold():
+            case CopiesReport():
                 self.members.receive(trainer, event)
                 self._copies.on_copies(trainer, event)
             case ServerUnreachable():

@@ -13,7 +13,7 @@ from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.messages.control import CopyStatus
 from foreload.trainer.cluster.messages.facts import Admitted, HandedOver, Lease, StopWanted, Term, TermBegins, TermOver
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous, clear_agreement
-from foreload.trainer.cluster.messages.trainers import CopiesTold, Ready, SeededCopy, TermLeft
+from foreload.trainer.cluster.messages.trainers import CopiesReport, Ready, SeededCopy, TermLeft
 from foreload.trainer.errors import LanesLost, after_step
 from foreload.trainer.job.succession import next_hosts
 from foreload.trainer.run.event_log import (
@@ -99,7 +99,7 @@ class Membership:
         return self._over_at is not None or bool(self._left) or not self.begun
 
     @property
-    def at_rest(self) -> bool:
+    def is_stable(self) -> bool:
         """Whether the term's steps run, every lane is with its target, and no change is planned."""
         return self.begun and not self.lanes_to_move and not self._asked and not wants_change(self.term, (), self.change)
 
@@ -108,7 +108,7 @@ class Membership:
         """The number of lanes whose host is not yet their target."""
         return sum(host != target for host, target in zip(self.term.hosts, self.term.targets, strict=True))
 
-    def receive(self, trainer: int, event: Ready | TermLeft | CopiesTold) -> None:
+    def receive(self, trainer: int, event: Ready | TermLeft | CopiesReport) -> None:
         """Handle a member's report. Reports of earlier terms are ignored."""
         if event.term != self.term.number:
             return
@@ -119,7 +119,7 @@ class Membership:
                 # A member that was only silent or late is back in time, so it is not lost.
                 self._lost.pop(trainer, None)
                 self._left[trainer] = event
-            case CopiesTold():
+            case CopiesReport():
                 # Within a term a complete replica stays complete, so the sets only grow, even if an
                 # older report arrives late.
                 self._complete.setdefault(trainer, set()).update(lane for lane, copy in event.copies.items() if copy.complete)
@@ -238,8 +238,8 @@ class Membership:
         if self.term.committed > before.committed:
             self._fruitless = 0
         self._call.events.step, self._call.events.term = self.term.committed, self.term.number
-        self._tell_lost(before)
-        self._tell_changed(before)
+        self._report_lost(before)
+        self._report_changed(before)
         # The term's number is in the run's folder before any trainer owns lanes in that term.
         self._call.raise_term(self.term.number)
         clear_agreement(self._rendezvous, before)
@@ -252,7 +252,7 @@ class Membership:
         for trainer in set(self.term.members) - set(before.members):
             self._rendezvous.publish(Admitted(self.term.number), trainer)
 
-    def _tell_lost(self, before: Term) -> None:
+    def _report_lost(self, before: Term) -> None:
         """Report the lost trainers and the new hosts of their lanes."""
         term = self.term
         for trainer, why in self._lost.items():
@@ -269,7 +269,7 @@ class Membership:
                 + ("the run does not survive a further loss" if count == 1 else f"at most {count} trainers have each lane")
             )
 
-    def _tell_changed(self, before: Term) -> None:
+    def _report_changed(self, before: Term) -> None:
         """Report the trainers that joined or left as planned, and the lanes handed over."""
         term = self.term
         for trainer in term.members:
@@ -333,7 +333,7 @@ class LaneReplicas:
 
     def __init__(self, call: TrainingCall, term: Term) -> None:
         self._call, self._term = call, term
-        self._reported: dict[int, CopiesTold] = {}  # trainer -> its last report of this term
+        self._reported: dict[int, CopiesReport] = {}  # trainer -> its last report of this term
         # Whether the last message to the user was that the loss of a trainer is not survived.
         self._exposed = False
 
@@ -341,7 +341,7 @@ class LaneReplicas:
         """Begin a new term, in which trainers report their replicas anew."""
         self._term, self._reported = term, {}
 
-    def on_copies(self, trainer: int, event: CopiesTold) -> None:
+    def on_copies(self, trainer: int, event: CopiesReport) -> None:
         """Record a trainer's replicas, and report when a further loss becomes (un)survivable."""
         if event.term != self._term.number:
             return

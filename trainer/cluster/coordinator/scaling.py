@@ -109,7 +109,7 @@ class Rebalancing:
         if term.number != self._term:
             self._term, self._targets, self._times = term.number, None, 0
             self._window = _Window()
-        if self._targets is None and members.at_rest:
+        if self._targets is None and members.is_stable:
             self._look(members)
         if self._targets is not None:
             members.change = replace(members.change, targets=self._targets)
@@ -294,7 +294,7 @@ class Scaling:
         members.change = Change(joining, tuple(sorted(self._leaving)) if joining or self._staying(members) else ())
         if self._rebalancing is not None:
             self._rebalancing.poll(members)
-        done = members.at_rest and not self._starting and len(there) == self._wanted
+        done = members.is_stable and not self._starting and len(there) == self._wanted
         progress = ScaleProgress(len(there), self._wanted, len(self._starting), members.lanes_to_move, done, self._failed)
         self._progress = self._asked, progress
 

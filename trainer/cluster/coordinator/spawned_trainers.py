@@ -107,7 +107,7 @@ class Hosts:
         """
         job = self._job
         self.machines[trainer] = hosted.host
-        hosted.tell(
+        hosted.send(
             StartTrainer(
                 trainer, rendezvous, stores, plan, str(Path(job.schedule).absolute()), job.threads, job.cpu_capability,
                 self._silence.total_seconds(),
@@ -125,7 +125,7 @@ class Hosts:
                 sys.stderr.write(f"foreload: {hosted.host}: its trainer was refused: {refused.why[trainer]}\n")
                 self.refuse(hosted, "see above" if trainer in refused.said else refused.why[trainer])
             elif hosted.poll() is None:
-                hosted.tell(StartAgain())
+                hosted.send(StartAgain())
                 kept.append(hosted)
         self._connections.offer_again(kept)
         self.first = []
@@ -133,7 +133,7 @@ class Hosts:
     @staticmethod
     def refuse(hosted: HostedTrainer, why: str) -> None:
         """Send a host the message that its trainer is not wanted."""
-        hosted.tell(NotWanted(why))
+        hosted.send(NotWanted(why))
 
     def close(self) -> None:
         """Stop listening."""

@@ -77,7 +77,7 @@ class StoreWatch:
         self._thread: threading.Thread | None = None
         self._memory = self._forecast(placement, store)
         self._conclude()
-        self._refuse_or_tell()
+        self._refuse_or_warn()
 
     def _forecast(self, placement: Placement, store: Store) -> StoreMemory | None:
         """Return the forecast for rows in a placement, or None if no server has a memory limit.
@@ -94,7 +94,7 @@ class StoreWatch:
         memory.advance()
         return memory
 
-    def _refuse_or_tell(self) -> None:
+    def _refuse_or_warn(self) -> None:
         if not self.shortages:
             return
         first, others = self.shortages[0], len(self.shortages) - 1

@@ -67,9 +67,9 @@ class TrainerGroup:
     """The trainers of one call, from the coordinator's side.
 
     Attributes:
-        at_rest: Whether the run has stopped, with everything saved.
+        stopped: Whether the run has stopped, with everything saved.
         kept: Whether it has not, but everything that the store lacks is kept in the run's folder.
-        status: The run's status after the call, if `at_rest` or `kept`.
+        status: The run's status after the call, if `stopped` or `kept`.
         failure: Why training ended before its time. None if nothing failed.
     """
 
@@ -79,7 +79,7 @@ class TrainerGroup:
         self._trainers = SpawnedTrainers(start_process, lambda: shards.urls, call.run.lock, hosts, self._requests.fileno())
         self.status = call.start
         self.failure: str | None = None
-        self.at_rest = self.kept = False
+        self.stopped = self.kept = False
 
     def train(self, meeting: Meeting | None, spawned: Sequence[int]) -> Ending:
         """Start the trainers and follow them until all have left in order.
@@ -105,7 +105,7 @@ class TrainerGroup:
             self._trainers.start_first(spawned)
             store = rendezvous_host.join()
             if meeting is not None:
-                meeting.tell(rendezvous_host.address)
+                meeting.announce(rendezvous_host.address)
             return self._lead(Rendezvous(store), spec)
 
     def _lead(self, rendezvous: Rendezvous, spec: LaunchSpec) -> Ending:
@@ -130,8 +130,8 @@ class TrainerGroup:
             if not self.kept:
                 # The servers still run, with the rows of this status. If they cannot save, they
                 # stay up, and the next command uses them as they are.
-                run.come_to_rest(call.manifest, self.status)
-                self.at_rest = True
+                run.record_stop(call.manifest, self.status)
+                self.stopped = True
                 call.events.note(CallEnded(state=self.status.state, cause=self.failure or ending.early))
                 keep_schedule(run, call.schedule, self.status.step)
             rendezvous.publish(RunSaved())
@@ -140,7 +140,7 @@ class TrainerGroup:
         finally:
             self._requests.close()
             self._trainers.kill()
-            coordinator.checkpointing.close(self.at_rest)
+            coordinator.checkpointing.close(self.stopped)
             control.close()
             report.close()
 
@@ -149,7 +149,7 @@ class TrainerGroup:
         steps = header.end_step - call.manifest.stages[0].first_step
         return RunReport(
             call.run.path, replace(spec.totals), call.start.step + 1, steps, range(call.job.trainers), partial(rows_of_steps, call.schedule),
-            call.manifest.job, is_amid=header.is_amid,
+            call.manifest.job, is_within_epoch=header.is_within_epoch,
         )  # fmt: skip
 
     def _finish(self, coordinator: Coordinator, report: RunReport, left: Sequence[Departed]) -> Ending:

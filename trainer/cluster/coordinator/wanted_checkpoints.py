@@ -32,13 +32,13 @@ _NOTICE_STEPS = 32
 _EVALUATIONS_AHEAD = 100  # the most evaluations of which a plan names the steps
 
 
-def why_over(at_rest: bool) -> str:
+def why_over(stopped: bool) -> str:
     """Return why a checkpoint was not saved while its run trained.
 
     Args:
-        at_rest: Whether the run has stopped since, with everything saved. If False, it crashed.
+        stopped: Whether the run has stopped since, with everything saved. If False, it crashed.
     """
-    return "its training is over" + ("; save one now that it is stopped, with `foreload checkpoint save`" if at_rest else "")
+    return "its training is over" + ("; save one now that it is stopped, with `foreload checkpoint save`" if stopped else "")
 
 
 @dataclass(slots=True)
@@ -325,9 +325,9 @@ class BestEvaluation:
         assert held is not None
         self.end_wait()
         self._rendezvous.publish(GoOnAfter(), held.term, held.best.step)
-        self.tell_missing(held.best, missing)
+        self.warn_missing(held.best, missing)
 
-    def tell_missing(self, best: Best, why: str) -> None:
+    def warn_missing(self, best: Best, why: str) -> None:
         """Warn that the best evaluation so far has no checkpoint of its step."""
         self._say(
             f"foreload: warning: the evaluation after step {best.step} was better than all that have a checkpoint, but the "

@@ -17,14 +17,14 @@ from foreload.trainer.cluster.member.trainer_checkpoints import TrainerCheckpoin
 from foreload.trainer.cluster.messages.facts import ShardsLooked, StopWanted, Term
 from foreload.trainer.cluster.messages.faults import Fault, TrainerFault
 from foreload.trainer.cluster.messages.trainers import (
-    CopiesTold,
+    CopiesReport,
     FaultInjected,
     HeldRows,
     PlacementText,
     Plan,
     RequestReport,
     SeededCopy,
-    ShardsTold,
+    ShardsReport,
 )
 from foreload.trainer.run.directory import SCRUB, STORES
 from foreload.trainer.run.servers import asked, numbered
@@ -65,7 +65,7 @@ class TrainerRequests:
             except (OSError, ValueError, CacheError) as error:
                 self._joined.events.send(RequestReport(scrub.number, failed=str(error)))
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Report a finished row count and the progress of the scrub under way."""
         counted = self._traffic.inspection.row_counts()
         if self._row_counts is not None and counted is not None:
@@ -88,7 +88,7 @@ class TrainerRequests:
         """Run the scrub under way to its end, and report all results."""
         if self._scrub is not None:
             self._traffic.inspection.scrubbed(finish=True)
-        self.tell()
+        self.report()
 
 
 # How long a finished training waits for the replacement of a lost server.
@@ -118,8 +118,8 @@ class CoordinatorLink:
         self.plan = joined.rendezvous.read(Plan, joined.start.plan or 0)
         self.placement = self._placement_of(self.plan)
         self.stores = numbered(joined.start.store_urls or self.plan.servers, self.placement)
-        self._copies: Callable[[], CopiesTold | None] = lambda: None
-        self._copies_reported: CopiesTold | None = None
+        self._copies: Callable[[], CopiesReport | None] = lambda: None
+        self._copies_reported: CopiesReport | None = None
         # How many times a shard was lost, or had its server replaced, for this trainer.
         self._lost = 0
         self._asked_at = 0.0  # when the plan was last polled, time.monotonic()
@@ -137,9 +137,9 @@ class CoordinatorLink:
             copies: Lane -> replica.
         """
 
-        def report() -> CopiesTold:
+        def report() -> CopiesReport:
             seeded = {lane: SeededCopy(copy.cursor, copy.partition.slots, copy.complete) for lane, copy in sorted(copies.items())}
-            return CopiesTold(term, seeded)
+            return CopiesReport(term, seeded)
 
         self._copies = report
 
@@ -185,7 +185,7 @@ class CoordinatorLink:
                 fault.inject(self._run / STORES)
                 self._events.send(FaultInjected(fault, at))
 
-    def tell(self, at_once: bool = False) -> None:
+    def report(self, at_once: bool = False) -> None:
         """Report to the coordinator, then read the newest plan and do what it asks for.
 
         Each call reports changes of store shards. The rest is done once every SHARDS_PAUSE.
@@ -193,7 +193,7 @@ class CoordinatorLink:
         Args:
             at_once: Do all of it in this call.
         """
-        self._tell_news()
+        self._report_news()
         if not at_once and time.monotonic() - self._asked_at < SHARDS_PAUSE.total_seconds():
             return
         self._asked_at = time.monotonic()
@@ -201,36 +201,36 @@ class CoordinatorLink:
         if interrupts is not None and interrupts.received and not self._stop_asked:
             self._stop_asked = True
             self._rendezvous.publish(StopWanted())
-        self.tell_shards()
+        self.report_shards()
         if (copies := self._copies()) is not None and copies != self._copies_reported:
             self._copies_reported = copies
             self._events.send(copies)
-        self._requests.tell()
-        self._checkpoints.tell()
+        self._requests.report()
+        self._checkpoints.report()
         self.catch_up()
         self._requests.follow(self.plan)
         self._checkpoints.follow(self.plan.checkpoint)
 
-    def tell_shards(self) -> None:
+    def report_shards(self) -> None:
         """Report how the lanes hosted now see the store shards, if the last report said otherwise.
 
         Progress of a rebuild counts as a difference.
         """
-        self._tell_news()
+        self._report_news()
         shards = self._traffic.shards
         # A first report of whole shards at placement version 0 would contain nothing new.
         if shards != self._reported and not (self._reported is None and shards.whole and not shards.version):
-            self._tell_shards(shards, time.monotonic())
+            self._report_shards(shards, time.monotonic())
 
-    def _tell_news(self) -> None:
+    def _report_news(self) -> None:
         while self._news:
             news, at = self._news.popleft()
             if isinstance(news, ServerUnreachable):
                 self._events.send(news)
             else:
-                self._tell_shards(news, at)
+                self._report_shards(news, at)
 
-    def _tell_shards(self, shards: ShardSnapshot, at: float) -> None:
+    def _report_shards(self, shards: ShardSnapshot, at: float) -> None:
         """Report to the coordinator how this trainer sees the store shards.
 
         Args:
@@ -239,7 +239,7 @@ class CoordinatorLink:
         """
         self._lost += sum(status.state == LOST for status in shards.changes_since(self._reported).values())
         self._reported = shards
-        self._events.send(ShardsTold(shards, at))
+        self._events.send(ShardsReport(shards, at))
 
     def finish(self, term: Term, check: Callable[[], None]) -> list[int]:
         """Finish what is under way when training ends, and wait until the store is whole.
@@ -257,7 +257,7 @@ class CoordinatorLink:
         Returns:
             The shards that are not whole.
         """
-        self._checkpoints.finish(check, self.tell)
+        self._checkpoints.finish(check, self.report)
         # A shard that one trainer finds lost may have been whole when another trainer looked. So
         # all of them look in turns, until no trainer finds a further loss.
         lost: list[int] = []
@@ -267,7 +267,7 @@ class CoordinatorLink:
             deadline = time.monotonic() + (RETURN_TIMEOUT.total_seconds() if hopeful else 0.0)
             while True:
                 lost = self._traffic.repair_shards(SHARDS_PAUSE)
-                self.tell()
+                self.report()
                 shards = self._traffic.shards
                 # A migration completes only while no shard is lost, so it is waited for only then.
                 through = shards.not_whole.keys() <= set(lost) if lost else shards.whole and shards.migrated >= 1.0
@@ -289,6 +289,6 @@ class CoordinatorLink:
         """
         while (looked := self._rendezvous.poll(ShardsLooked, term.number, turn, trainer)) is None:
             check()
-            self.tell()
+            self.report()
             time.sleep(BOARD_PAUSE.total_seconds())
         return looked.found_lost

@@ -376,7 +376,7 @@ class TrainerCheckpoints:
         self._part = PartWriter(taken.snapshot, layouts, sink, plan.since, changed, taken.dense, taken.began)
         self._part.start()
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Report to the coordinator once the files are written, or that they cannot be written."""
         part, wanted = self._part, self._wanted
         if part is None or wanted is None or part.is_alive():

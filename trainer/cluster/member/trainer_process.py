@@ -64,7 +64,7 @@ class TrainerProcess:
             leaving: The caller sets it when this trainer shall hand over its lanes and leave.
         """
         spec = joined.spec
-        self._points = FaultPoints(spec.faults, joined.number, self._tell_fault)
+        self._points = FaultPoints(spec.faults, joined.number, self._report_fault)
         self._joined = joined = replace(joined, reach_point=self._points.reach_point)
         self._rendezvous, self._events, self._trainer = joined.rendezvous, joined.events, joined.number
         self._job, self._spec, self._ready, self._leaving = joined.job, spec, ready, leaving
@@ -351,7 +351,7 @@ class TrainerProcess:
         self._ready.set()
         if self._joined.interrupts is not None:
             self._joined.interrupts.defer_signals = True
-        self._link.tell_shards()
+        self._link.report_shards()
         terms.await_begin(numerics.fingerprint(self._joined.device), session)
         self._begun = True
         stopped, failure, goes_on = self._train(trainer, gate)
@@ -405,8 +405,8 @@ class TrainerProcess:
         agreement = StopAgreement(self._rendezvous, trainer.session.leads, self._terms.term.number, self._stop_by)
         self._checkpoints.now_trains(trainer, lambda: gate.begun)
 
-        def tell() -> None:
-            self._link.tell()
+        def report_state() -> None:
+            self._link.report()
             # After SIGTERM, ask the coordinator once to give this trainer's lanes to others.
             if self._leaving.is_set() and not self._leave_sent:
                 self._leave_sent = True
@@ -419,7 +419,7 @@ class TrainerProcess:
             self._events.send(StepEnded(report, time.monotonic()))
             if trainer.session.leads:
                 self._link.inject(self._spec.faults, report.step)
-            tell()
+            report_state()
 
         def on_evaluation(report: EvaluationReport) -> None:
             self._events.send(EvaluationEnded(report, self._checkpoints.waits_in(self._terms.term.number, report.step)))
@@ -429,7 +429,7 @@ class TrainerProcess:
             return agreement.stop_after(step)
 
         def ends_after(step: int, reports: Sequence[EvaluationReport]) -> bool:
-            self._checkpoints.after_evaluation(trainer, step, self._terms.check, self._link.tell)
+            self._checkpoints.after_evaluation(trainer, step, self._terms.check, self._link.report)
             ended = self._early.ends_after(trainer.session, step, reports)
             if ended and step < self._schedule.header.end_step - 1:
                 agreement.stop_now(step)
@@ -438,7 +438,7 @@ class TrainerProcess:
         def while_waiting() -> None:
             self._terms.check_waiting(trainer.session.transport)
             self._events.flush()
-            tell()
+            report_state()
 
         if agreement.reached(self._last_step):
             trainer.commit_last()
@@ -470,5 +470,5 @@ class TrainerProcess:
         # must not replace the dense part.
         self._terms.check()
 
-    def _tell_fault(self, fault: TrainerFault) -> None:
+    def _report_fault(self, fault: TrainerFault) -> None:
         self._events.send(FaultInjected(fault, time.monotonic()))

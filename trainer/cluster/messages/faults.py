@@ -130,19 +130,19 @@ class FaultPoints:
     """
 
     def __init__(
-        self, faults: Sequence[Fault | TrainerFault], trainer: int, tell: Callable[[TrainerFault], None] = lambda fault: None
+        self, faults: Sequence[Fault | TrainerFault], trainer: int, on_fault: Callable[[TrainerFault], None] = lambda fault: None
     ) -> None:
         """Select the faults of one trainer.
 
         Args:
             faults: The faults of the run.
             trainer: Number of the trainer.
-            tell: Called with a fault before it is injected, but only at a point that the thread
+            on_fault: Called with a fault before it is injected, but only at a point that the thread
                 which creates this object reaches.
         """
         self._waiting = [fault for fault in faults if isinstance(fault, TrainerFault) and fault.trainer == trainer]
         self.any = bool(self._waiting)
-        self._tell, self._thread = tell, threading.get_ident()
+        self._on_fault, self._thread = on_fault, threading.get_ident()
         self._step: int | None = None  # the last training step that began
 
     def in_step(self, point: str, step: int) -> None:
@@ -163,7 +163,7 @@ class FaultPoints:
                 self._waiting.remove(fault)
                 here = threading.get_ident()
                 if here == self._thread:
-                    self._tell(fault)
+                    self._on_fault(fault)
                 # The signal goes to this thread, so that it gets no further, whatever the other
                 # threads are doing.
                 signal.pthread_kill(here, fault.signal_number)

@@ -125,12 +125,12 @@ def program_version() -> str:
         return "unknown"
 
 
-def tell_host(to: socket.socket, message: HostMessage) -> None:
+def send_host_message(to: socket.socket, message: HostMessage) -> None:
     """Send a message. Raises OSError."""
     send(to, with_kind(message))
 
 
-def hear_host(source: socket.socket) -> HostMessage | None:
+def receive_host_message(source: socket.socket) -> HostMessage | None:
     """Receive the next message, or None at the end of the connection.
 
     Raises:

@@ -214,7 +214,7 @@ class FaultInjected:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardsTold:
+class ShardsReport:
     """The state of the store shards for the trainer's lanes from now on.
 
     The trainer reports it when the state of a shard changes, and repeatedly during a rebuild.
@@ -240,7 +240,7 @@ class SeededCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class CopiesTold:
+class CopiesReport:
     """The progress of the replicas that the trainer holds in a term, by lane.
 
     The trainer reports changes, but not each one.
@@ -365,8 +365,8 @@ TrainerEvent = (
     | StepEnded
     | EvaluationEnded
     | FaultInjected
-    | ShardsTold
-    | CopiesTold
+    | ShardsReport
+    | CopiesReport
     | ServerUnreachable
     | RequestReport
     | CheckpointReport

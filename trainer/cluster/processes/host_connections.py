@@ -28,8 +28,8 @@ from foreload.trainer.cluster.messages.host_messages import (
     NotWanted,
     TrainerExited,
     Waits,
-    hear_host,
-    tell_host,
+    receive_host_message,
+    send_host_message,
 )
 from foreload.trainer.errors import MessageError
 
@@ -57,10 +57,10 @@ class HostedTrainer:
         """Id of the process on that host that offers and runs the trainer."""
         return self._pid
 
-    def tell(self, message: HostMessage) -> None:
+    def send(self, message: HostMessage) -> None:
         """Send a message to the host. Errors are ignored: a host that is gone does not get it."""
         with self._sending, contextlib.suppress(OSError):
-            tell_host(self._connection, message)
+            send_host_message(self._connection, message)
 
     def poll(self) -> int | None:
         """Return the exit status that the host reported, HOST_GONE if it is gone, or None."""
@@ -77,12 +77,12 @@ class HostedTrainer:
     def kill(self) -> None:
         """Ask the host to end the trainer."""
         if self._status is None:
-            self.tell(EndTrainer())
+            self.send(EndTrainer())
 
     def follow(self) -> None:
         """Receive the host's messages until the connection ends. Raises OSError, MessageError."""
         try:
-            while (message := hear_host(self._connection)) is not None:
+            while (message := receive_host_message(self._connection)) is not None:
                 if isinstance(message, TrainerExited) and self._status is None:
                     self._status = message.status
                     self._ended.set()
@@ -161,7 +161,7 @@ class HostConnections:
                 self._changed.wait(BEAT.total_seconds())
             # Sending may take long, so it happens without the lock.
             for one in there:
-                one.tell(Waits(len(there), wanted))
+                one.send(Waits(len(there), wanted))
 
     def close(self) -> None:
         """Stop listening, and close all connections."""
@@ -171,13 +171,13 @@ class HostConnections:
     def _serve(self, connection: socket.socket, address: str) -> None:
         connection.settimeout(self._silence.total_seconds())
         try:
-            asked = hear_host(connection)
+            asked = receive_host_message(connection)
             if not isinstance(asked, AskJoin):
                 return
             offered = HostedTrainer(connection, address, asked.pid)
             # Messages carry no version number, so all hosts must run the same version.
             if asked.version != self._version:
-                offered.tell(
+                offered.send(
                     NotWanted(
                         f"this host has foreload {asked.version}, the coordinator {self._version}; install the coordinator's version"
                     )
@@ -200,7 +200,7 @@ class HostConnections:
             with self._changed:
                 there = list(self._there)
             for one in there:
-                one.tell(Beat())
+                one.send(Beat())
 
     def _refused(self, address: str, why: str) -> None:
         now = time.monotonic()

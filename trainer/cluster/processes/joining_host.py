@@ -30,9 +30,9 @@ from foreload.trainer.cluster.messages.host_messages import (
     StartTrainer,
     TrainerExited,
     Waits,
-    hear_host,
     program_version,
-    tell_host,
+    receive_host_message,
+    send_host_message,
 )
 from foreload.trainer.cluster.processes.starting import (
     WORKER,
@@ -102,13 +102,13 @@ class _Coordinator:
         self.heard_at = time.monotonic()
         # AskJoin goes out before any sign of life, because the coordinator expects it as the first
         # message.
-        self.tell(AskJoin(socket.gethostname(), os.getpid(), program_version()))
+        self.send(AskJoin(socket.gethostname(), os.getpid(), program_version()))
         for work in (self._hear, self._beat):
             threading.Thread(target=work, name="coordinator", daemon=True).start()
 
-    def tell(self, message: AskJoin | Beat | TrainerExited) -> None:
+    def send(self, message: AskJoin | Beat | TrainerExited) -> None:
         with self._sending, contextlib.suppress(OSError):
-            tell_host(self._connection, message)
+            send_host_message(self._connection, message)
 
     def await_change(self) -> None:
         with self._changed:
@@ -116,7 +116,7 @@ class _Coordinator:
 
     def _hear(self) -> None:
         with contextlib.suppress(OSError, MessageError):
-            while (message := hear_host(self._connection)) is not None:
+            while (message := receive_host_message(self._connection)) is not None:
                 with self._changed:
                     self.heard_at = time.monotonic()
                     match message:
@@ -139,17 +139,17 @@ class _Coordinator:
 
     def _beat(self) -> None:
         while not self.gone:
-            self.tell(Beat())
+            self.send(Beat())
             time.sleep(BEAT.total_seconds())
 
 
-def run_host(job: HostJob, interrupts: Interrupts, tell: Callable[[str], None], start_process: StartProcess) -> None:
+def run_host(job: HostJob, interrupts: Interrupts, log: Callable[[str], None], start_process: StartProcess) -> None:
     """Offer a trainer to the coordinator, and run it to its end.
 
     Args:
         job: Settings of this host.
         interrupts: Signals of this process.
-        tell: Called with each line for the user.
+        log: Called with each line for the user.
         start_process: Starts the trainer's process.
 
     Raises:
@@ -158,11 +158,11 @@ def run_host(job: HostJob, interrupts: Interrupts, tell: Callable[[str], None], 
         PeerLost: The coordinator cannot be reached, or is gone.
         KeyboardInterrupt: A signal came before the trainer was started.
     """
-    with contextlib.closing(_reached(job, tell)) as connection:
+    with contextlib.closing(_reached(job, log)) as connection:
         coordinator = _Coordinator(connection)
-        tell(f"coordinator at {job.host}:{job.port}: reached; waiting until there is something to train")
-        while _run_trainer(job, connection.getsockname()[0], coordinator, interrupts, tell, start_process):
-            tell("training could not begin because of another host's trainer; waiting until it begins again")
+        log(f"coordinator at {job.host}:{job.port}: reached; waiting until there is something to train")
+        while _run_trainer(job, connection.getsockname()[0], coordinator, interrupts, log, start_process):
+            log("training could not begin because of another host's trainer; waiting until it begins again")
 
 
 def _run_trainer(
@@ -170,7 +170,7 @@ def _run_trainer(
     own_address: str,
     coordinator: _Coordinator,
     interrupts: Interrupts,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
     start_process: StartProcess,
 ) -> bool:
     """Wait until the coordinator starts a trainer, and run it to its end.
@@ -184,7 +184,7 @@ def _run_trainer(
     Raises:
         As `run_host`.
     """
-    start = _started(job, coordinator, tell)
+    start = _started(job, coordinator, log)
     # From here on a signal asks the trainer to leave in order (`_follow`).
     interrupts.defer_signals = True
     trainer_start = TrainerStart(
@@ -198,21 +198,21 @@ def _run_trainer(
     )
     variables = numerics.environment(start.cpu_capability, start.threads) | trainer_start.environment()
     process = start_process(ProcessStart(WORKER, (), variables))
-    tell(f"trainer {start.trainer}: started here, pid {process.pid}, address {trainer_start.address}")
+    log(f"trainer {start.trainer}: started here, pid {process.pid}, address {trainer_start.address}")
     again = False
     try:
-        again = _follow(start, process, coordinator, interrupts, tell)
+        again = _follow(start, process, coordinator, interrupts, log)
     finally:
         process.kill()
         process.wait()
         if not again:
-            coordinator.tell(TrainerExited(process.poll() or 0))
+            coordinator.send(TrainerExited(process.poll() or 0))
     if again:
         interrupts.heed()
     return again
 
 
-def _reached(job: HostJob, tell: Callable[[str], None]) -> socket.socket:
+def _reached(job: HostJob, log: Callable[[str], None]) -> socket.socket:
     """Connect to the coordinator, and retry until `job.patience` is over."""
     deadline = time.monotonic() + job.patience.total_seconds()
     said = False
@@ -230,11 +230,11 @@ def _reached(job: HostJob, tell: Callable[[str], None]) -> socket.socket:
                 ) from error
             if not said:
                 said = True
-                tell(f"coordinator at {job.host}:{job.port}: cannot be reached yet ({error}); trying again")
+                log(f"coordinator at {job.host}:{job.port}: cannot be reached yet ({error}); trying again")
             time.sleep(_PAUSE.total_seconds())
 
 
-def _started(job: HostJob, coordinator: _Coordinator, tell: Callable[[str], None]) -> StartTrainer:
+def _started(job: HostJob, coordinator: _Coordinator, log: Callable[[str], None]) -> StartTrainer:
     """Wait for the coordinator's StartTrainer, and return it."""
     place = f"coordinator at {job.host}:{job.port}"
     said: Waits | None = None
@@ -245,13 +245,13 @@ def _started(job: HostJob, coordinator: _Coordinator, tell: Callable[[str], None
             raise PeerLost(f"{place}: left before training began")
         if coordinator.waits is not None and coordinator.waits != said:
             said = coordinator.waits
-            tell(f"{place}: {said.there} of {said.wanted} further trainers have joined")
+            log(f"{place}: {said.there} of {said.wanted} further trainers have joined")
         coordinator.await_change()
     return start
 
 
 def _follow(
-    start: StartTrainer, process: StartedProcess, coordinator: _Coordinator, interrupts: Interrupts, tell: Callable[[str], None]
+    start: StartTrainer, process: StartedProcess, coordinator: _Coordinator, interrupts: Interrupts, log: Callable[[str], None]
 ) -> bool:
     """Wait until the trainer has ended, or until the coordinator wants to start it again.
 
@@ -277,12 +277,12 @@ def _follow(
             if heeded > 1:
                 raise TrainerError(f"{name}: ended at once by a second signal; the others go on if they have copies of its lanes")
             # The trainer handles SIGTERM by handing over its lanes (`worker`).
-            tell(f"{name}: leaves, as soon as others have its lanes; a second signal ends it at once")
+            log(f"{name}: leaves, as soon as others have its lanes; a second signal ends it at once")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGTERM)
         if coordinator.gone and not alone:
             alone = True
-            tell(f"{name}: the launcher has died; it stops cleanly if it can")
+            log(f"{name}: the launcher has died; it stops cleanly if it can")
         if not coordinator.gone and time.monotonic() - coordinator.heard_at > start.silence:
             raise PeerLost(
                 f"{name}: the coordinator has sent nothing for {start.silence:.0f} s, so this host counts as lost; it stops"
@@ -291,7 +291,7 @@ def _follow(
     if status:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else "stopped too early"
         raise TrainerError(f"{name}: {how}; see above, or the coordinator's messages")
-    tell(f"{name}: ended normally")
+    log(f"{name}: ended normally")
     return False
 
 

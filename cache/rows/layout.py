@@ -18,6 +18,7 @@ from foreload.pipelines.planning.sizing import stored_bytes
 MOST_COLUMNS = 1 << 20  # of a part of a row
 
 ROW_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl")
+"""The row optimizers. Kernels switch on their places; files have their names."""
 
 
 def state_width(optimizer: str, parts: tuple[tuple[str, int], ...]) -> int:

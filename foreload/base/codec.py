@@ -129,7 +129,11 @@ class JsonForm:
 
 _LEFT_OUT = object()
 LeftOut = Annotated[_Value, _LEFT_OUT]
-"""A field that files leave out if it has its default value."""
+"""A field that files leave out if it has its default value.
+
+A field that is added later is LeftOut, so that earlier versions still read files without it: they
+refuse an unknown field.
+"""
 
 
 def to_json(value: Any) -> Any:

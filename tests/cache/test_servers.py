@@ -16,8 +16,9 @@ from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import StoreError
 from foreload.cache.protocol.shards.fence import fence_all, read_epochs
-from foreload.cache.protocol.shards.marker import Marker
+from foreload.cache.protocol.shards.marker import Marker, Migrated, changed, deletion
 from foreload.cache.protocol.shards.namespace import (
+    all_holdings,
     claim,
     lane_key,
     owner,
@@ -131,16 +132,49 @@ def test_a_server_that_refuses_config_is_a_store_shard(tmp_path: Path, monkeypat
         assert parse_url(url.plain) == url
 
 
-def test_a_user_with_few_rights_is_enough(server: LocalStores) -> None:
-    page = Path(__file__).parents[2] / "docs" / "operations.md"
-    documented = re.search(r"^ACL SETUSER .*$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    assert documented is not None
-    rights = re.findall(r"\+\w+", documented[0])
+def documented_rights() -> list[list[str]]:
+    """Return the rights that docs/operations.md lists: those of training, then those of `stores` and `delete`."""
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    return [re.findall(r"\+[\w|]+", line) for line in re.findall(r"^ACL SETUSER trainer .*$", page, re.MULTILINE)]
+
+
+@pytest.fixture
+def as_ann(server: LocalStores) -> str:
+    """The server's URL for a user who has the documented rights of training, on the keys of run t."""
     with Store(server.urls, TIMEOUT) as store:
-        store.command(0, "ACL", "SETUSER", "ann", "on", ">secret", "~{t:*", "~t:run", *rights)
-    with Store([server.urls[0].replace("unix://", "unix://ann:secret@")], TIMEOUT) as store:
+        store.command(0, "ACL", "SETUSER", "ann", "on", ">secret", "~{t:*", "~t:run", *documented_rights()[0])
+    return server.urls[0].replace("unix://", "unix://ann:secret@")
+
+
+def test_a_user_with_few_rights_is_enough(as_ann: str) -> None:
+    with Store([as_ann], TIMEOUT) as store:
         with pytest.raises(StoreError, match="NOPERM"):
             store.command(0, "CONFIG", "GET", "maxmemory-policy")
         with pytest.raises(StoreError, match="NOPERM"):
             store.command(0, "GET", "others")
         exercise(store)
+
+
+def test_these_rights_are_enough_with_parity_and_for_a_migration(as_ann: str) -> None:
+    """With parity servers are asked whether they answer; rows that have moved are deleted where they were."""
+    with Store.connect([as_ann], TIMEOUT, 1) as store:
+        assert not store.down
+        claim(store, "t", IDENTITY, "new")
+        one = write("t", 0, 0, 1)
+        store.exchange([], [one])
+        moved = Migrated(version=1, term=1, begin=0, end=3, copied=False, number=1, held=0)
+        answers = store.commands_at_once(0, deletion(one.key, one.fields, Marker(1, 1), moved))
+        assert changed(answers) == (3, 1)
+
+
+def test_the_rights_of_commands_on_stores_are_enough(server: LocalStores, as_ann: str) -> None:
+    """They list what a run has on a server, with its sizes."""
+    with Store([as_ann], TIMEOUT) as store:
+        claim(store, "t", IDENTITY, "new")
+        store.exchange([], [write("t", 0, 0, 1)])
+        with pytest.raises(StoreError, match="NOPERM"):
+            all_holdings(store, 0)
+    with Store(server.urls, TIMEOUT) as store:
+        store.command(0, "ACL", "SETUSER", "ann", *documented_rights()[1])
+    with Store([as_ann], TIMEOUT) as store:
+        assert [holding.namespace for holding in all_holdings(store, 0)] == ["t"]

@@ -259,7 +259,7 @@ def test_updates_are_those_of_each_tables_optimizer(seed: int, alike: int, step:
             f"t{k}",
             9,
             (("weights", int(rng.integers(1, 40))), ("linear", 1))[: 1 + k % 2],
-            ROW_OPTIMIZERS[int(rng.integers(5))],
+            ROW_OPTIMIZERS[int(rng.integers(len(ROW_OPTIMIZERS)))],
         )
         for k in range(4)
     ]

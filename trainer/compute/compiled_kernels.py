@@ -209,6 +209,7 @@ def update_rows(
                 s = decay * state[r, j] + g * g
                 state[r, j] = s
                 weights[r, j] = weights[r, j] - (lr * g) / (np.sqrt(s) + epsilon)
+        # Row-wise Adagrad is the rest, with one part or several: a new kind goes above.
         elif part_offsets[k + 1] == part_offsets[k] + 1:
             s = constants[k, DECAY] * state[r, 0] + _sum_of_squares(gradient, i, 0, width, scratch) / np.float32(width)
             state[r, 0] = s

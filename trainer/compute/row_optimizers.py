@@ -1,7 +1,8 @@
 """The settings of the row optimizers, and the row layouts.
 
-The layouts follow from the settings, the features and the model. The updates themselves are
-kernels.
+The layouts follow from the settings, the features and the model. Names and state widths are in
+`cache/rows/layout`, since the cache stores the state; the updates are branches of both kernels,
+`compiled_kernels` and `torch_kernels`.
 """
 
 from __future__ import annotations

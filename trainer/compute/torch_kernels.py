@@ -147,6 +147,8 @@ class TorchKernels(Kernels):
                 s[:, own] = c[DECAY] * s[:, own] + mean
                 w[:, start : start + columns] -= (lr * part) / (_root(s[:, own]) + c[EPSILON])[:, None]
                 start += columns
+        else:
+            raise AssertionError(f"row optimizer {kind} has no update")
 
 
 def _adam(w: Tensor, m: Tensor, v: Tensor, g: Tensor, lr: Tensor, c: Tensor) -> None:

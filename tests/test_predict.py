@@ -416,7 +416,7 @@ def test_rows_never_trained_have_their_initial_value_and_say_so(run: foreload.Ru
         run.rows("site", values=["x"])
     with pytest.raises(SettingError, match=r"an id must be a whole number in 0 \.\. 299; got 300"):
         run.rows("ad", ids=[300])
-    with pytest.raises(SettingError, match="one of them"):
+    with pytest.raises(SettingError, match="not both"):
         run.rows("ad")
 
 

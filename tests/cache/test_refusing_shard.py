@@ -88,7 +88,7 @@ def test_a_server_that_goes_on_refusing_is_never_adopted(stores: LocalStores, tm
         ("OOM", r"is full \(OOM .*\); raise its maxmemory"),
         ("NOPERM", r"refuses the user or password \(NOPERM .*\)"),
         ("MISCONF", r"refuses writes, because it cannot save to its disk \(MISCONF .*\); free disk space"),
-        ("BUSY", r"not ready \(BUSY .*\); try again later, or with a longer --store-timeout"),
+        ("BUSY", r"is not ready \(BUSY .*\); try again later, or with a longer --store-timeout"),
     ],
 )
 def test_without_parity_a_server_that_refuses_is_told_of_in_a_line(

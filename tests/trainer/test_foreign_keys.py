@@ -233,7 +233,7 @@ def test_a_note_of_another_run_on_one_shard_is_refused_and_another_server_takes_
         note = json.loads(text)
         store.command(0, "SET", key, json.dumps(note | {"identity": note["identity"] | {"run": "another"}}))
     why = refused("train", "--run", run, "--resume")
-    assert f"store {servers.urls[1]}: namespace run is another run's" in why
+    assert f"store {servers.urls[1]}: namespace run belongs to another run" in why
     assert "give another server in its place (--resume --store URL,...)" in why
     servers.add()
     status, _, err = run_here(

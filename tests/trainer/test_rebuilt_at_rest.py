@@ -75,7 +75,7 @@ def test_a_lost_shard_is_rebuilt_on_its_own_server(ended: Ended) -> None:
     line = refused("stores", "add", ended.run, ended.urls[0])
     assert "store shard 1 is lost; foreload train --resume, with a server there, rebuilds it" in line
     line = refused("stores", "replace", ended.run, "1", ended.urls[0])
-    assert "--resume --store URL,... with the new server in the place of the old one" in line
+    assert "--resume --store URL,...`, with the new server in the place of the old one" in line
     ended.servers[1].start()
     status, out, err = run_here(*resume)
     assert (status, out) == (0, "")

@@ -616,7 +616,9 @@ def test_a_model_for_torch_takes_its_rows_from_redis_as_long_as_they_are_there(
     done("apply", case.increments[0], "--to", url, "--key", key, "--keep", 1)
     assert served.predict(columns, logits=True).tobytes() == wanted.tobytes(), "of a version that is kept"
     done("apply", case.increments[1], "--to", url, "--key", key, "--keep", 1)
-    with pytest.raises(RuntimeError, match=f"after step {case.steps[0]}; it has {case.steps[2]}, {case.steps[1]}, or another"):
+    with pytest.raises(
+        RuntimeError, match=f"after step {case.steps[0]}; it has those of {case.steps[2]}, {case.steps[1]}, or another"
+    ):
         served.predict(columns)
     # Another model of the same step.
     about = json.loads((without / "features.json").read_text())

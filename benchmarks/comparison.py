@@ -324,11 +324,11 @@ def show(cell: Cell) -> str:
 
 
 def verdict(figure: float | None, least: float | None, most: float | None) -> str:
-    """A figure beside a bar's bounds: met, missed, not measured, or, without a bar, told."""
+    """A figure beside a bar's bounds: met, missed, not measured, or, without a bar, reported."""
     if figure is None:
         return "not measured"
     if least is None and most is None:
-        return "told"
+        return "reported"
     return "met" if (least is None or figure >= least) and (most is None or figure <= most) else "missed"
 
 

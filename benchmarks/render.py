@@ -123,7 +123,7 @@ def _section(result: Result, folder: Path) -> list[str]:
 def _hardware(result: Result) -> str:
     own = result["machine"]
     device = f", {own['gpu']}" if own.get("gpu") else ""
-    return f"{own['cpu']} (torch told to use {own['cpu_capability']}), {own['cores']} cores, {own['memory_gib']} GiB{device}, {own['kernel']}"
+    return f"{own['cpu']} (torch set to use {own['cpu_capability']}), {own['cores']} cores, {own['memory_gib']} GiB{device}, {own['kernel']}"
 
 
 def _machines(results: Sequence[Result]) -> list[str]:

@@ -27,7 +27,7 @@ from foreload.cache.errors import StoreError
 from foreload.cache.parity import decoding, erasure, shard_contents
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.handover import migration
-from foreload.cache.protocol.handover.takeover import warm_up_migration
+from foreload.cache.protocol.handover.migration import warm_up_migration
 from foreload.cache.protocol.ownership.ownership import Ownership
 from foreload.cache.protocol.rounds.failover import PROBE_PAUSE
 from foreload.cache.protocol.shards import marker

@@ -114,21 +114,27 @@ class ScaleDrill(Drill):
             if self._over:
                 return
             change.asked = time.monotonic()
-            change.failed = self._failure(change)
+            try:
+                change.failed = self._failure(change)
+            except ForeloadError as error:
+                # The launcher does not answer. Nobody sees what this thread raises: the drill
+                # reports the reason.
+                change.failed = str(error)
             if change.failed is not None:
                 return
             change.done = time.monotonic()
 
     def _failure(self, change: Change) -> str | None:
-        """Ask for a change and wait for it. Returns the reason if it failed, None if it is done."""
-        try:
-            return self._carried_out(Path(self.job.run), change)
-        except ForeloadError as error:
-            # The launcher does not answer. This is the drill's thread: the drill reports the reason.
-            return str(error)
+        """Ask for a change and wait for it.
 
-    def _carried_out(self, run: Path, change: Change) -> str | None:
-        """Do what `_failure` does. Raises RunError and MessageError."""
+        Returns:
+            The reason if it failed, None if it is done.
+
+        Raises:
+            RunError: the launcher does not answer in time.
+            MessageError: its answer is malformed.
+        """
+        run = Path(self.job.run)
         begun = ask(run, AskScale(change.after))
         if begun is None or isinstance(begun, Refused):
             return "training had ended" if begun is None else begun.error

@@ -11,9 +11,8 @@ import numpy as np
 from foreload.cache.client.resp import HmgetReply
 from foreload.cache.client.store import NO_ROWS, Read, Write
 from foreload.cache.errors import CacheError, RowError, StoreError
-from foreload.cache.parity.decoding import Decoding, StripePlaces, Survivors, plan_decoding
-from foreload.cache.parity.placement import Placement
-from foreload.cache.parity.shard_contents import count_rows, select_rows
+from foreload.cache.parity.decoding import Decoding, StripePlaces, plan_decoding
+from foreload.cache.parity.shard_contents import count_rows
 from foreload.cache.parity.stripes import LaneStripes, Written
 from foreload.cache.protocol.ownership.batch_log import BatchLog, LoggedBatch, checksum
 from foreload.cache.protocol.ownership.ownership import Ownership, fence_lanes, finish_migration
@@ -623,32 +622,3 @@ def warm_up_takeover() -> None:
     encode_rows(weights, state, ids, tags, 1, 1, stored)
     decode_rows(stored, 1, 1, weights, state, ids, tags)
     checksum(np.zeros(8, np.int64), np.zeros(8, np.uint8))
-
-
-def warm_up_migration(placement: Placement) -> None:
-    """Compile the kernels that select and decode migrating rows, or load them from numba's cache.
-
-    This is done once in a process, and loading takes about 0.1 s.
-
-    Args:
-        placement: the run's.
-    """
-    if not placement.migrating:
-        placement = placement.with_migrated(placement.live[0])
-    stripes = LaneStripes.of(placement, 0, np.array([placement.k]))
-    selected = select_rows(stripes, 0, 0, 1, placement.shard_count)
-    if placement.r:
-        survivors = Survivors.of(placement, placement.mask(placement.leaving[:1]))
-        plan_decoding(stripes, survivors, selected.stripe_places, 16, [b""] * placement.shard_count).decode()
-
-
-def warm_up(placement: Placement, takeover: bool) -> None:
-    """Compile or load every kernel that training may need of a migration or a takeover.
-
-    Args:
-        placement: the run's.
-        takeover: whether training survives the loss of a trainer.
-    """
-    warm_up_migration(placement)
-    if takeover:
-        warm_up_takeover()

@@ -14,7 +14,8 @@ from dataclasses import replace
 from foreload.base.memory import ProcessUse
 from foreload.cache.client.store import Store
 from foreload.cache.errors import CacheError, CopyLost
-from foreload.cache.protocol.handover.takeover import warm_up
+from foreload.cache.protocol.handover.migration import warm_up_migration
+from foreload.cache.protocol.handover.takeover import warm_up_takeover
 from foreload.cache.protocol.ownership.ownership import Ownership
 from foreload.pipelines.schedule.format import Event
 from foreload.pipelines.schedule.reader import Schedule
@@ -99,7 +100,9 @@ class TrainerProcess:
         check_same_code(f"trainer {self._trainer}", spec.code, job)
         if spec.resumes and not joined.joins:
             folder.load_dense(dense, spec.start_step)
-        warm_up(self._link.placement, takeover=self._terms.survives or joined.joins)
+        warm_up_migration(self._link.placement)
+        if self._terms.survives or joined.joins:
+            warm_up_takeover()
         self._checkpoints.prepare(dense.layouts)
         with (
             Store.connect(asked(self._link.stores), job.store_silence, self._link.placement.r) as store,

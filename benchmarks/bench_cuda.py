@@ -1,14 +1,17 @@
-"""Training steps on a CUDA device: the partition in its memory, beside FBGEMM's table-batched embedding there and behind its managed cache.
+"""Training steps on a CUDA device: the partition in its memory, beside torch's embedding and FBGEMM's table-batched one with all rows there, and
+FBGEMM's managed cache.
 
 python benchmarks/bench_cuda.py [--quick] [--out DIR] [--pairs N]
 
-Without a CUDA device nothing is measured; with --quick the same code runs on the CPU then, which tells that it works and nothing of a device.
+Without a CUDA device nothing is measured; with --quick the same code runs on the CPU then, which tells that it works and nothing of a device. Where
+FBGEMM's build for CUDA cannot be had, the others are measured.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,6 +33,7 @@ TITLE = "On a CUDA device"
 DENSE_LR = 0.01
 OURS, OUR_FLOOR = "foreload, partition in device memory", "dense floor with foreload's arithmetic"
 FLOOR = "dense floor as torch comes"
+PLAIN = "torch, all tables in device memory"
 ALL_IN_MEMORY, CACHED = "FBGEMM, all tables in device memory", "FBGEMM, managed cache of as many rows"
 SHARE, RATE, BESIDE = (
     "embedding time on a CUDA device, share of the step, {} model",
@@ -56,30 +60,34 @@ class Plan:
 Turn = Mapping[str, float]
 
 
-def claims_of(model: str, measured: Mapping[str, Sequence[Turn]], note: str = "") -> list[Claim]:
-    """What a device's figures say; without any, why there are none."""
+def claims_of(model: str, measured: Mapping[str, Sequence[Turn]], missing: str = "") -> list[Claim]:
+    """What a device's figures say. missing: why there are none of a contender that was not measured."""
 
     def ms(contender: str) -> list[float]:
         return [turn["ms"] for turn in measured[contender]]
 
     share = spread([1 - floor / own for own, floor in zip(ms(OURS), ms(OUR_FLOOR), strict=True)]) if measured else None
     return [
-        Claim(SHARE.format(model), BESIDE, "none", share, note=note),
+        Claim(SHARE.format(model), BESIDE, "none", share, note="" if measured else missing),
         *(
-            Claim(RATE.format(model), other, "none", ratio(ms(other), ms(OURS)) if measured else None, note=note)
-            for other in (ALL_IN_MEMORY, CACHED)
+            Claim(RATE.format(model), other, "none", ratio(ms(other), ms(OURS)))
+            if other in measured
+            else Claim(RATE.format(model), other, "none", None, note=missing)
+            for other in (PLAIN, ALL_IN_MEMORY, CACHED)
         ),
     ]
 
 
-def others(python: Path, schedule: Schedule, slices: Path, model: str, device: str, stack: ExitStack) -> dict[str, Ranks]:
-    """The contenders of FBGEMM's environment, started, until the stack ends."""
+def others(fbgemm: Path | None, schedule: Schedule, slices: Path, model: str, device: str, stack: ExitStack) -> dict[str, Ranks]:
+    """The contenders that train without a schedule, started, until the stack ends. fbgemm: the Python of its environment, if it can be had."""
     tables = schedule.header.features.tables
-    places = {FLOOR: "nowhere", ALL_IN_MEMORY: "device" if device == "cuda" else "host"}
-    if device == "cuda":
-        places[CACHED] = "managed cache"
+    places = {FLOOR: (Path(sys.executable), "nowhere"), PLAIN: (Path(sys.executable), "torch")}
+    if fbgemm:
+        places[ALL_IN_MEMORY] = (fbgemm, "device" if device == "cuda" else "host")
+        if device == "cuda":
+            places[CACHED] = (fbgemm, "managed cache")
     started = {}
-    for name, rows in places.items():
+    for name, (python, rows) in places.items():
         spec = {
             "rows": rows,
             "device": device,
@@ -93,14 +101,14 @@ def others(python: Path, schedule: Schedule, slices: Path, model: str, device: s
             "model": MODELS[model],
             "seed": SEED,
         }
-        command = [str(python), str(ROOT / "benchmarks" / "fbgemm_contender.py"), json.dumps(spec)]
+        command = [str(python), str(ROOT / "benchmarks" / "cuda_contender.py"), json.dumps(spec)]
         started[name] = Ranks(name, [command], {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"})
         stack.callback(started[name].close)
     return started
 
 
 def turn_of(ranks: Ranks, plan: Plan) -> Turn:
-    """A turn of a contender of FBGEMM's environment."""
+    """A turn of a contender that trains without a schedule."""
     (answer,) = ranks.run(plan.steps, plan.discarded)
     return {
         "ms": 1000 * sum(answer["seconds"]) / plan.steps,
@@ -120,14 +128,14 @@ def our_turn(contender: Contender, plan: Plan) -> Turn:
     }
 
 
-def contest(work: LanesWorkload, python: Path, model: str, device: str, plan: Plan, until: float) -> dict[str, list[Turn]]:
+def contest(work: LanesWorkload, fbgemm: Path | None, model: str, device: str, plan: Plan, until: float) -> dict[str, list[Turn]]:
     """All contenders' turns over the same steps."""
     second = work.second(steps=plan.end)
     slices = work.slices(second)
     with ExitStack() as stack:
         urls = stack.enter_context(work.stores()).urls
-        tell(f"{model}: starting FBGEMM and Foreload on {device}")
-        ranks = others(python, second, slices, model, device, stack)
+        tell(f"{model}: starting the contenders on {device}")
+        ranks = others(fbgemm, second, slices, model, device, stack)
         own = {
             OURS: Contender(ContenderSpec("foreload", str(second.path), model, urls=urls, device=device)),
             OUR_FLOOR: Contender(ContenderSpec("floor", str(second.path), model, str(work.ids(second)), device=device)),
@@ -164,49 +172,50 @@ def table_of(title: str, measured: Mapping[str, Sequence[Turn]], on_device: bool
     return Table(title, columns, rows, f"{len(measured[OURS])} pairs.")
 
 
-def environment(quick: bool, device: str) -> tuple[Path | None, str]:
-    """The Python of FBGEMM's environment, and why nothing is measured on a device, if so; with --quick it must be there."""
-    missing = "" if device else "no CUDA device"
-    if missing and not quick:
-        return None, missing
+def find_fbgemm(quick: bool, device: str) -> tuple[Path | None, str]:
+    """The Python of FBGEMM's environment, or why it cannot be had; with --quick it is not made."""
     wanted = FBGEMM if device else TORCHREC
     try:
         if quick and not wanted.is_there():
             raise NotToBeHad(
                 f"--quick does not make its virtual environment; python benchmarks/{wanted.name}_environment.py does"
             )
-        return wanted.make(), missing
+        return wanted.make(), ""
     except NotToBeHad as error:
-        return None, missing or f"FBGEMM could not be had: {error}"
+        return None, f"FBGEMM could not be had: {error}"
 
 
 def main() -> None:
     """Measure and save."""
     given = arguments(__doc__, pairs=(40, 3))
     device, models = graphics(), ["small"] if given.quick else list(MODELS)
-    python, missing = environment(given.quick, device)
+    measures = bool(device) or given.quick
+    fbgemm, without = find_fbgemm(given.quick, device) if measures else (None, "")
+    missing = without if device else "no CUDA device"
     tables, claims = [], []
     work = LanesWorkload(given.out / "work", QUICK if given.quick else FULL, 1)
     for place, model in enumerate(models, 1):
         measured: dict[str, list[Turn]] = {}
-        if python is not None:
+        if measures:
             pairs = given.pairs if model == "small" else given.pairs // 2
             plan = Plan(pairs, 12, 5) if given.quick else Plan(pairs)
-            measured = contest(work, python, model, "cuda" if device else "cpu", plan, given.budget.until(place / len(models)))
+            measured = contest(work, fbgemm, model, "cuda" if device else "cpu", plan, given.budget.until(place / len(models)))
             title = f"{model[0].upper()}{model[1:]} model" + (
                 "" if device else ", tried on the CPU: that it works, and nothing of a device"
             )
             tables.append(table_of(title, measured, bool(device)))
-        claims += claims_of(model, {} if missing else measured, missing)
+        claims += claims_of(model, measured if device else {}, missing)
     notes = [f"Nothing measured: {missing}."]
-    if not missing:
+    if device:
         rows, row_bytes = int(work.bases[-1]), 4 * (DIM + 1)
         notes = [
             describe(work),
             f"{device}. All {rows:,} rows with their state take {rows * row_bytes / 1e6:,.0f} MB, the partition's {SLOTS:,} slots "
             f"{SLOTS * row_bytes / 1e6:,.0f} MB; FBGEMM's managed cache has as many rows, and the tables in host memory behind it.",
-            "FBGEMM 1.8.0: one batched operator for all tables, row-wise Adagrad fused into its backward pass, as it comes. A floor is the dense "
-            "part alone on the device; what a step takes beyond its floor is what embeddings take. Foreload's gives the same bits each time.",
+            "torch: all tables in one nn.Embedding with sparse gradients, and torch.optim.Adagrad. FBGEMM 1.8.0: one batched "
+            "operator for all tables, row-wise Adagrad fused into its backward pass, as it comes. A floor is the dense part alone "
+            "on the device; what a step takes beyond its floor is what embeddings take. Foreload's gives the same bits each time.",
+            *([without] if without else []),
         ]
     save(Results("cuda", TITLE, claims, tables, notes=notes), given.out)
 

@@ -1,9 +1,9 @@
-"""FBGEMM's table-batched embedding with this project's dense part, and the dense part alone: contenders of bench_cuda.py.
+"""This project's dense part with FBGEMM's table-batched embedding, with torch's own embedding, and alone: contenders of bench_cuda.py.
 
-    python benchmarks/fbgemm_contender.py '{"rows": "device", ...}'
+    python benchmarks/cuda_contender.py '{"rows": "device", ...}'
 
-Runs in the virtual environment of fbgemm_environment.py, or, on the CPU, of torchrec_environment.py. All 26 tables are one batched operator, with
-row-wise Adagrad fused into its backward pass; its weights and the dense part are float32, as this project's are.
+FBGEMM's run in the virtual environment of fbgemm_environment.py, or, on the CPU, of torchrec_environment.py: all 26 tables are one batched operator,
+with row-wise Adagrad fused into its backward pass. The others need torch alone. Weights and the dense part are float32, as this project's are.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ EPSILON = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
-class FbgemmSpec:
+class CudaSpec:
     """What a contender is told.
 
-    rows: where they are: "device"; "managed cache": in host memory behind a cache of `slots` rows on the device; "host" (the CPU); "nowhere": the
-    dense floor, whose embeddings never change. device: cpu or cuda; samples: the folder of LanesWorkload.slices; tables: rows of each.
+    rows: where they are: "device"; "managed cache": in host memory behind a cache of `slots` rows on the device; "host" (the CPU);
+    "torch": all in one nn.Embedding with sparse gradients on the device, and torch's Adagrad; "nowhere": the dense floor, whose
+    embeddings never change. device: cpu or cuda; samples: the folder of LanesWorkload.slices; tables: rows of each.
     """
 
     rows: str
@@ -50,7 +52,7 @@ class FbgemmSpec:
     seed: int
 
 
-def embedding(spec: FbgemmSpec) -> Callable[[Tensor, Tensor], Tensor]:
+def embedding(spec: CudaSpec) -> Callable[[Tensor, Tensor], Tensor]:
     """All tables as one operator: (ids by feature and sample, offsets) -> [b, F * D]."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation, PoolingMode
@@ -81,18 +83,23 @@ def embedding(spec: FbgemmSpec) -> Callable[[Tensor, Tensor], Tensor]:
     return batched
 
 
-def embeddings(spec: FbgemmSpec, samples: int) -> Callable[[Tensor], Tensor]:
-    """The function from a step's ids to what the dense part is given, [b, F, D]; what it is differentiated by updates itself."""
+def embeddings(spec: CudaSpec, samples: int) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
+    """The function from a step's ids to what the dense part is given, [b, F, D], and what of it an optimizer must update."""
     features = len(spec.tables)
     if spec.rows == "nowhere":
         block = torch.empty(samples, features, spec.dim, device=spec.device).uniform_(-0.01, 0.01)
-        return lambda ids: block.detach().requires_grad_()
+        return lambda ids: block.detach().requires_grad_(), []
+    if spec.rows == "torch":
+        bases = torch.tensor([0, *accumulate(spec.tables)][:-1], device=spec.device).unsqueeze(1)
+        table = nn.Embedding(sum(spec.tables), spec.dim, sparse=True, device=spec.device)
+        nn.init.uniform_(table.weight, -0.01, 0.01)
+        return lambda ids: table(ids.view(features, samples) + bases).transpose(0, 1), [table.weight]
     batched = embedding(spec)
     offsets = torch.arange(samples * features + 1, device=spec.device)
-    return lambda ids: batched(ids, offsets).view(samples, features, spec.dim)
+    return lambda ids: batched(ids, offsets).view(samples, features, spec.dim), []
 
 
-def batches(spec: FbgemmSpec) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def batches(spec: CudaSpec) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Ids, dense values and labels of every step, on the device."""
     ids, dense, labels = (np.load(Path(spec.samples) / f"{name}-0.npy", mmap_mode="r") for name in ("ids", "dense", "labels"))
     for step in zip(ids, dense, labels, strict=True):
@@ -102,7 +109,7 @@ def batches(spec: FbgemmSpec) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 def main() -> None:
     """Run the contender that the command line describes."""
-    spec = FbgemmSpec(**json.loads(sys.argv[1]))
+    spec = CudaSpec(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
     torch.manual_seed(spec.seed)
     names = [f"c{k}" for k in range(len(spec.tables))]
@@ -110,16 +117,21 @@ def main() -> None:
     dense.to(spec.device)
     optimizer = torch.optim.Adagrad(dense.parameters(), lr=spec.dense_lr, fused=True if spec.device == "cpu" else None)
     samples = np.load(Path(spec.samples) / "labels-0.npy", mmap_mode="r").shape[1]
-    look_up = embeddings(spec, samples)
+    look_up, weights = embeddings(spec, samples)
+    optimizers: list[torch.optim.Optimizer] = [optimizer]
+    if weights:
+        optimizers.append(torch.optim.Adagrad(weights, lr=spec.lr, eps=EPSILON))
     interleaved = InterleavedRuns()
     ready()
     interleaved.begin()
     for ids, values, labels in batches(spec):
-        optimizer.zero_grad()
+        for each in optimizers:
+            each.zero_grad()
         block = look_up(ids)
         loss = nn.functional.binary_cross_entropy_with_logits(dense(values, Embeddings({}, block)), labels)
         loss.backward()
-        optimizer.step()
+        for each in optimizers:
+            each.step()
         # Waits for the device.
         interleaved.step(float(loss.detach()))
 

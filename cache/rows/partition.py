@@ -11,6 +11,7 @@ from foreload.base.compiled import nb
 from foreload.base.intrinsics import prefetch
 from foreload.base.memory import HUGE_BYTES, zeros_in_huge_pages
 from foreload.cache.errors import CacheError
+from foreload.cache.rows.device_copies import download, put_distinct, upload
 from foreload.cache.rows.staging import (
     EndedRows,
     Rows,
@@ -203,8 +204,7 @@ class Partition:
         if not len(slots):
             return
         self.seat(arrivals)
-        _put(self.weights, slots, staged.weights)
-        _put(self.state, slots, staged.state)
+        self._put(slots, staged.weights, staged.state)
         # The arrivals of one event are all for training slots or all for evaluation slots. Rows in
         # evaluation slots are never written back, so they need no base.
         if self.base_weights is not None and self.base_state is not None and slots[0] < self.slots:
@@ -254,7 +254,7 @@ class Partition:
     def rows_in(self, slots: np.ndarray) -> EndedRows:
         """Return copies of the rows in `slots`, integers [n], without base. The rows stay."""
         here = self.occupants
-        return EndedRows(*here.columns(slots), here.stored_tag[slots], _take(self.weights, slots), _take(self.state, slots))
+        return EndedRows(*here.columns(slots), here.stored_tag[slots], *self._take(slots))
 
     def end(self, slots: np.ndarray) -> EndedRows:
         """Copy out the rows in `slots` for their write-back, and free the slots.
@@ -271,7 +271,7 @@ class Partition:
             raise CacheError(
                 f"slot {slots[free]}: must hold a row when a residency ends, but it is free: the schedule is damaged; prepare it again"
             )
-        rows = EndedRows(*left.columns(), left.stored_tag, _take(self.weights, slots), _take(self.state, slots))
+        rows = EndedRows(*left.columns(), left.stored_tag, *self._take(slots))
         if self.base_weights is None or self.base_state is None:
             return rows
         known = None if self.base_known is None else self.base_known[slots] | (left.stored_tag == 0)
@@ -295,8 +295,7 @@ class Partition:
         for column, values in zip(here.columns(), ended.columns(), strict=True):
             column[slots] = values
         here.stored_tag[slots] = ended.stored_tag
-        _put(self.weights, slots, ended.weights)
-        _put(self.state, slots, ended.state)
+        self._put(slots, ended.weights, ended.state)
         if self.base_weights is not None and self.base_state is not None:
             assert ended.base_weights is not None
             assert ended.base_state is not None
@@ -324,19 +323,20 @@ class Partition:
         """Return the training slots that hold a row, ascending: int32."""
         return np.flatnonzero(self.occupants.table[: self.slots] != FREE).astype(np.int32)
 
+    def _take(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return copies of weights and states in `slots`."""
+        if self.device.type == "cpu":
+            return copies_of_rows(self.weights.numpy(), slots), copies_of_rows(self.state.numpy(), slots)
+        places = upload(slots, self.device, torch.int64)
+        weights, state = download([rows.index_select(0, places) for rows in (self.weights, self.state)])
+        return weights, state
 
-def _take(source: torch.Tensor, slots: np.ndarray) -> np.ndarray:
-    if source.device.type == "cpu":
-        return copies_of_rows(source.numpy(), slots)
-    return source.index_select(0, _index(slots, source.device)).cpu().numpy()
-
-
-def _put(target: torch.Tensor, slots: np.ndarray, rows: np.ndarray) -> None:
-    if target.device.type == "cpu":
-        put_rows(rows, slots, target.numpy())
-    else:
-        target.index_copy_(0, _index(slots, target.device), torch.from_numpy(rows).to(target.device))
-
-
-def _index(slots: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(slots.astype(np.int64)).to(device)
+    def _put(self, slots: np.ndarray, weights: np.ndarray, state: np.ndarray) -> None:
+        """Write weights and states into distinct `slots`."""
+        if self.device.type == "cpu":
+            put_rows(weights, slots, self.weights.numpy())
+            put_rows(state, slots, self.state.numpy())
+            return
+        places = upload(slots, self.device, torch.int64)
+        put_distinct(self.weights, places, upload(weights, self.device))
+        put_distinct(self.state, places, upload(state, self.device))

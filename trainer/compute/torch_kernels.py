@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foreload.cache.rows.device_copies import put_distinct, upload
 from foreload.trainer.compute.kernels import Kernels
-from foreload.trainer.compute.layouts import MEAN, Lookups, UpdateRules
+from foreload.trainer.compute.layouts import MEAN, BlockLayout, Lookups, UpdateRules
 from foreload.trainer.compute.row_optimizers import (
     ADAGRAD,
     ADAM,
@@ -39,8 +40,8 @@ class TorchKernels(Kernels):
     def __init__(self, device: str = "cpu") -> None:
         self.device = torch.device(device)
 
-    def _long(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(self.device)
+    def _places(self, places: np.ndarray) -> Tensor:
+        return upload(places, self.device, torch.int64)
 
     def _segment_sum(self, values: Tensor, lengths: Tensor) -> Tensor:
         """Return the sums of consecutive rows, in order.
@@ -56,44 +57,50 @@ class TorchKernels(Kernels):
         return torch.segment_reduce(values, "sum", lengths=lengths, axis=0, initial=-0.0, unsafe=True)
 
     def take_rows(self, rows: Tensor, places: np.ndarray, out: Tensor) -> None:
-        torch.index_select(rows, 0, self._long(places), out=out)
+        torch.index_select(rows, 0, self._places(places), out=out)
 
     def put_rows(self, rows: Tensor, places: np.ndarray, values: Tensor) -> None:
-        rows.index_copy_(0, self._long(places), values)
+        put_distinct(rows, self._places(places), values)
 
     def gather_block(self, rows: Tensor, lookups: Lookups, block: Tensor, places: np.ndarray | None = None) -> None:
-        offsets, layout = lookups.offsets, lookups.layout
-        index = lookups.index if places is None else places[lookups.index]
+        layout, out = lookups.layout, block.detach()
         b, features, width = block.shape
-        looked_up = rows.index_select(0, self._long(index))
-        if offsets is not None:
-            lengths = self._long(np.diff(offsets))
-            looked_up = self._segment_sum(looked_up, lengths)
-            mean = torch.from_numpy(layout.pooling == MEAN).to(self.device).repeat(b)
-            looked_up = looked_up / torch.where(mean & (lengths > 0), lengths, 1).to(torch.float32)[:, None]
+        index = self._places(lookups.index)
+        if places is not None:
+            index = self._places(places).index_select(0, index)
+        if lookups.offsets is None and layout.equal:
+            torch.index_select(rows, 0, index, out=out.view(-1, width))
+            return
+        looked_up = rows.index_select(0, index)
+        if lookups.offsets is not None:
+            lengths = self._places(np.diff(lookups.offsets))
+            looked_up = self._segment_sum(looked_up, lengths) / self._divisors(layout, lengths)
             looked_up[lengths == 0] = 0.0
-        beyond = torch.arange(width, device=self.device) >= self._long(layout.widths)[:, None]
-        block.detach().copy_(looked_up.view(b, features, width).masked_fill(beyond, 0.0))
+        beyond = torch.arange(width, device=self.device) >= self._places(layout.widths)[:, None]
+        out.copy_(looked_up.view(b, features, width).masked_fill(beyond, 0.0))
+
+    def _divisors(self, layout: BlockLayout, lengths: Tensor) -> Tensor:
+        """Return what each bag's sum is divided by, float32 [bags, 1], by the bags' lengths."""
+        mean = upload(layout.pooling == MEAN, self.device, torch.bool).repeat(lengths.numel() // layout.pooling.size)
+        return torch.where(mean & (lengths > 0), lengths, 1).to(torch.float32)[:, None]
 
     def row_gradients(self, gradient: Tensor, lookups: Lookups, out: Tensor) -> None:
-        index, offsets, layout = lookups.index, lookups.offsets, lookups.layout
-        values, places = gradient.flatten(0, 1), self._long(index)
+        offsets, values = lookups.offsets, gradient.flatten(0, 1)
         if offsets is not None:
-            lengths = self._long(np.diff(offsets))
-            mean = torch.from_numpy(layout.pooling == MEAN).to(self.device).repeat(gradient.shape[0])
-            values = values / torch.where(mean & (lengths > 0), lengths, 1).to(torch.float32)[:, None]
-            values = values.repeat_interleave(lengths, dim=0, output_size=index.size)
+            lengths = self._places(np.diff(offsets))
+            values = values / self._divisors(lookups.layout, lengths)
+            values = values.repeat_interleave(lengths, dim=0, output_size=lookups.index.size)
         # The sort is stable, so that the terms of a row stay in the order of lookups.
-        order = torch.sort(places, stable=True).indices
-        counts = self._long(np.bincount(index, minlength=out.shape[0]))
-        out.copy_(self._segment_sum(values.index_select(0, order), counts))
+        rows, order = torch.sort(upload(lookups.index, self.device, torch.int32), stable=True)
+        bounds = torch.searchsorted(rows, torch.arange(out.shape[0] + 1, dtype=torch.int32, device=self.device))
+        out.copy_(self._segment_sum(values.index_select(0, order), torch.diff(bounds)))
 
     def add_part(self, total: Tensor, users: np.ndarray, lane: int, part: Tensor) -> None:
         used = np.flatnonzero((users >> np.uint64(lane)) & _ONE)
-        places = self._long(used)
+        places = self._places(used)
         # A row that no lower lane uses may hold anything, so its first part replaces the contents.
-        first = torch.from_numpy(users[used] & np.uint64((1 << lane) - 1) == 0).to(self.device)
-        total.index_copy_(0, places, torch.where(first[:, None], part, total.index_select(0, places) + part))
+        first = upload(users[used] & np.uint64((1 << lane) - 1) == 0, self.device, torch.bool)
+        put_distinct(total, places, torch.where(first[:, None], part, total.index_select(0, places) + part))
 
     def apply(
         self,
@@ -105,50 +112,76 @@ class TorchKernels(Kernels):
         rules: UpdateRules,
         before: tuple[Tensor, Tensor] | None = None,
     ) -> None:
+        places = self._places(slots)
+        w, s = weights.index_select(0, places), state.index_select(0, places)
         if before is not None:
-            for source, kept in zip((weights, state), before, strict=True):
-                kept.copy_(source.index_select(0, self._long(slots)))
-        for k in np.unique(tables):
-            rows = np.flatnonzero(tables == k)
-            places, width = self._long(slots[rows]), int(rules.widths[k])
-            w, s = weights.index_select(0, places), state.index_select(0, places)
-            self._update(w, s, gradient.index_select(0, self._long(rows))[:, :width], int(k), rules)
-            weights.index_copy_(0, places, w)
-            state.index_copy_(0, places, s)
-
-    def _update(self, w: Tensor, s: Tensor, g: Tensor, k: int, rules: UpdateRules) -> None:
-        """Update copies of rows of table k in place.
-
-        Python scalars would be float64, so rates and constants are float32 tensors.
-
-        Args:
-            w: the weights, float32 [n, W].
-            s: the states, float32 [n, S].
-            g: the gradients, float32 [n, width of the table].
-        """
-        lr, c = (torch.from_numpy(values[k : k + 1].copy()).to(self.device) for values in (rules.rates, rules.constants))
-        lr, c = lr[0], c[0]
-        kind, width = rules.kinds[k], g.shape[1]
-        if kind == SGD:
-            w[:, :width] -= lr * g
-        elif kind == ADAGRAD:
-            s[:, :width] = c[DECAY] * s[:, :width] + g * g
-            w[:, :width] -= (lr * g) / (_root(s[:, :width]) + c[EPSILON])
-        elif kind == ADAM:
-            _adam(w[:, :width], s[:, :width], s[:, width : 2 * width], g, lr, c)
-        elif kind == FTRL:
-            if rules.rates[k] > 0:
-                _ftrl(w[:, :width], s[:, :width], s[:, width : 2 * width], g, lr, c)
-        elif kind == ROWWISE_ADAGRAD:
-            start = 0
-            for own, columns in enumerate(rules.parts[rules.part_offsets[k] : rules.part_offsets[k + 1]].tolist()):
-                part = g[:, start : start + columns]
-                mean = _sums_of_squares(part) / torch.tensor(np.float32(columns), device=self.device)
-                s[:, own] = c[DECAY] * s[:, own] + mean
-                w[:, start : start + columns] -= (lr * part) / (_root(s[:, own]) + c[EPSILON])[:, None]
-                start += columns
+            before[0].copy_(w)
+            before[1].copy_(s)
+        groups = _tables_alike(rules)
+        by_table = upload(np.vstack([rules.rates, rules.constants.T]), self.device)
+        by_row = by_table.index_select(1, self._places(tables))
+        rates, constants = by_row[0], by_row[1:]
+        if len(groups) == 1:
+            _update(w, s, gradient, rates, constants, rules, groups[0][0])
         else:
-            raise AssertionError(f"row optimizer {kind} has no update")
+            group_of = np.empty(len(rules.kinds), np.int64)
+            for number, alike in enumerate(groups):
+                group_of[alike] = number
+            group_of_row = group_of[tables]
+            for number, alike in enumerate(groups):
+                rows = self._places(np.flatnonzero(group_of_row == number))
+                own_w, own_s = w.index_select(0, rows), s.index_select(0, rows)
+                own = gradient.index_select(0, rows), rates.index_select(0, rows), constants.index_select(1, rows)
+                _update(own_w, own_s, *own, rules, alike[0])
+                put_distinct(w, rows, own_w)
+                put_distinct(s, rows, own_s)
+        put_distinct(weights, places, w)
+        put_distinct(state, places, s)
+
+
+def _tables_alike(rules: UpdateRules) -> list[list[int]]:
+    """Return the tables in groups: those of a group have the same optimizer and the same parts."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for k, kind in enumerate(rules.kinds.tolist()):
+        parts = rules.parts[rules.part_offsets[k] : rules.part_offsets[k + 1]].tolist()
+        groups.setdefault((kind, *parts), []).append(k)
+    return list(groups.values())
+
+
+def _update(w: Tensor, s: Tensor, g: Tensor, rates: Tensor, constants: Tensor, rules: UpdateRules, k: int) -> None:
+    """Update copies of rows in place. All their tables have the optimizer and the parts of table k.
+
+    Python scalars would be float64, so rates and constants are float32 tensors.
+
+    Args:
+        w: the weights, float32 [n, W].
+        s: the states, float32 [n, S].
+        g: the gradients, float32 [n, W].
+        rates: the learning rate of each row's table, float32 [n].
+        constants: the other constants of each row's table, float32 [CONSTANTS, n].
+    """
+    kind, width = rules.kinds[k], int(rules.widths[k])
+    lr, c, g = rates[:, None], constants[:, :, None], g[:, :width]
+    if kind == SGD:
+        w[:, :width] -= lr * g
+    elif kind == ADAGRAD:
+        s[:, :width] = c[DECAY] * s[:, :width] + g * g
+        w[:, :width] -= (lr * g) / (_root(s[:, :width]) + c[EPSILON])
+    elif kind == ADAM:
+        _adam(w[:, :width], s[:, :width], s[:, width : 2 * width], g, lr, c)
+    elif kind == FTRL:
+        _ftrl(w[:, :width], s[:, :width], s[:, width : 2 * width], g, lr, c)
+    elif kind == ROWWISE_ADAGRAD:
+        start = 0
+        for own, columns in enumerate(rules.parts[rules.part_offsets[k] : rules.part_offsets[k + 1]].tolist()):
+            part, total = g[:, start : start + columns], s[:, own : own + 1]
+            # As a tensor, since torch multiplies by a scalar's inverse on CUDA.
+            mean = _sums_of_squares(part)[:, None] / torch.full((), float(columns), device=w.device)
+            total.copy_(c[DECAY] * total + mean)
+            w[:, start : start + columns] -= (lr * part) / (_root(total) + c[EPSILON])
+            start += columns
+    else:
+        raise AssertionError(f"row optimizer {kind} has no update")
 
 
 def _adam(w: Tensor, m: Tensor, v: Tensor, g: Tensor, lr: Tensor, c: Tensor) -> None:
@@ -159,8 +192,8 @@ def _adam(w: Tensor, m: Tensor, v: Tensor, g: Tensor, lr: Tensor, c: Tensor) -> 
         m: the first moments.
         v: the second moments.
         g: the gradients.
-        lr: the learning rate, corrected for the step.
-        c: the constants.
+        lr: the learning rate of each row, corrected for the step, [n, 1].
+        c: the constants of each row, [CONSTANTS, n, 1].
     """
     m.copy_(c[FIRST] * m + c[FIRST + 1] * g)
     v.copy_(c[SECOND] * v + c[SECOND + 1] * (g * g))
@@ -168,23 +201,25 @@ def _adam(w: Tensor, m: Tensor, v: Tensor, g: Tensor, lr: Tensor, c: Tensor) -> 
 
 
 def _ftrl(w: Tensor, z: Tensor, n: Tensor, g: Tensor, lr: Tensor, c: Tensor) -> None:
-    """Run FTRL-Proximal in place.
+    """Run FTRL-Proximal in place. Rows whose rate is 0 stay as they are.
 
     Args:
         w: the weights, [n, width], as all the others.
         z: the state z.
         n: the state n.
         g: the gradients.
-        lr: the learning rate, above 0.
-        c: the constants.
+        lr: the learning rate of each row, [n, 1].
+        c: the constants of each row, [CONSTANTS, n, 1].
     """
     now = n + g * g
     root = _root(now)
     sigma = (root - _root(n)) / lr
-    z.copy_(z + (g - sigma * w))
-    n.copy_(now)
-    changed = (torch.copysign(c[L1], z) - z) / ((c[BETA] + root) / lr + c[L2])
-    w.copy_(torch.where(z.abs() <= c[L1], 0.0, changed))
+    moved = z + (g - sigma * w)
+    changed = (torch.copysign(c[L1], moved) - moved) / ((c[BETA] + root) / lr + c[L2])
+    learns = lr > 0
+    w.copy_(torch.where(learns, torch.where(moved.abs() <= c[L1], 0.0, changed), w))
+    z.copy_(torch.where(learns, moved, z))
+    n.copy_(torch.where(learns, now, n))
 
 
 def _root(s: Tensor) -> Tensor:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from foreload.base.compiled import nb
 from foreload.cache.protocol.rounds.lanes import LanePlan
 from foreload.cache.protocol.shards.reading import StoredRows
+from foreload.cache.rows.device_copies import upload
 from foreload.cache.rows.partition import Partition
 from foreload.cache.rows.staging import EndedRows
 from foreload.cache.traffic import Traffic
@@ -352,7 +352,7 @@ class HostedLanes:
             wanted = np.zeros(len(moves.arrivals), bool)
             wanted[arrival[arriving]] = True
             values = self.traffic.rows_ready(lane, event.index, wanted).weights[arrival[arriving]]
-            kernels.put_rows(out, arriving.astype(np.int32), torch.from_numpy(values).to(out.device))
+            kernels.put_rows(out, arriving.astype(np.int32), upload(values, out.device))
 
     def write_everything_back(self, boundary: int, at_stop: bool) -> int:
         """End every residency, and wait until the store has all rows.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foreload.base.hashing import key
+from foreload.cache.rows.device_copies import upload
 from foreload.pipelines.schedule.format import Event, LaneEvent
 from foreload.trainer.compute.layouts import Lookups
 from foreload.trainer.models.diagnosis import check_apart, mixes_samples
@@ -57,23 +58,14 @@ class SliceGradients:
     loss: Tensor
 
 
-def _aligned(view: np.ndarray) -> Tensor:
-    """Return a copy in torch's own memory.
-
-    A mapped view may lie at any address, and the bits of a product depend on its alignment.
-    """
-    copy = torch.empty(view.shape, dtype=torch.float32)
-    copy.numpy()[...] = view
-    return copy
-
-
 def _gathered(parts: TrainerParts, moves: LaneEvent, local: LocalRows, requires_grad: bool = False) -> tuple[Tensor, Tensor]:
     """Return the dense values [b, n] and the embedding block [b, F, W] of a lane's slice."""
     block = torch.empty(
         (len(moves.labels), len(parts.block.names), parts.block.width), device=parts.device, requires_grad=requires_grad
     )
     parts.kernels.gather_block(local.rows, Lookups(moves.index, moves.offsets, parts.block), block, local.places)
-    return _aligned(moves.dense).to(parts.device), block
+    # A copy, since a mapped view may lie at any address, on which the bits of a product depend.
+    return upload(moves.dense, parts.device), block
 
 
 def _module_of(parts: TrainerParts, steps_done: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -157,8 +149,8 @@ def learn(parts: TrainerParts, event: Event, lane: int, moves: LaneEvent, local:
         parts.module.train()
     dense_values, block = _gathered(parts, moves, local, requires_grad=True)
     outputs = _module_of(parts, event.step)(dense_values, block)
-    labels = _aligned(moves.labels).to(parts.device).reshape(outputs.shape)
-    weights = None if moves.weights is None else _aligned(moves.weights).to(parts.device)
+    labels = upload(moves.labels, parts.device).reshape(outputs.shape)
+    weights = None if moves.weights is None else upload(moves.weights, parts.device)
     # Divide by the samples of the whole batch, so that the lanes' losses and gradients add up.
     loss = parts.loss.of_slice(outputs, labels, weights) / event.samples
     # A parameter or block that the loss does not depend on has no gradient: it counts as zeros.

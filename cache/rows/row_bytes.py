@@ -95,7 +95,7 @@ def encode_rows_at(
         places: int64 [n], indices into `rows`.
         positions: int64 [n], indices into `out`.
         out: uint8 [m, 4 * (W + S) + 12], contiguous.
-    """  # fmt: skip
+    """
     weights, state, ids, tags = rows
     bits = (weights.view(np.int32), state.view(np.int32), ids.view(np.int32).reshape(-1, 2), tags)
     _encode_at(*bits, places, positions, W, S, out.view(np.int32))

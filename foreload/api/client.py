@@ -30,9 +30,23 @@ from foreload.trainer.compute.numerics import environment
 # A process or a library reads these variables when it is loaded. A fork server keeps the values of
 # its start, so other values need another server.
 _READ_AT_START = (
-    "ATEN_", "CUBLAS_", "CUDA_", "FORELOAD_LOCAL_SERVER", "GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "NCCL_", "NUMBA_", "OMP_", "ONEDNN_",
-    "OPENBLAS_", "PYTHON", "TORCH",
-)  # fmt: skip
+    "ATEN_",
+    "CUBLAS_",
+    "CUDA_",
+    "FORELOAD_LOCAL_SERVER",
+    "GLIBC_",
+    "KMP_",
+    "LD_",
+    "MALLOC_",
+    "MKL_",
+    "NCCL_",
+    "NUMBA_",
+    "OMP_",
+    "ONEDNN_",
+    "OPENBLAS_",
+    "PYTHON",
+    "TORCH",
+)
 # The end of a call's stdout and stderr that is kept for an unforeseen error.
 _TAIL_BYTES = 1 << 14
 _READ_BYTES = 1 << 16
@@ -236,10 +250,14 @@ class _Server:
         variables = os.environ | environment(numerics.cpu_capability, numerics.threads) | THREADLESS | UTF8
         with theirs:
             self._process = subprocess.Popen(
-                command_of("foreload.api.fork_server", str(theirs.fileno())), env=variables,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+                command_of("foreload.api.fork_server", str(theirs.fileno())),
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
                 pass_fds=[theirs.fileno()],
-            )  # fmt: skip
+            )
 
     def start(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> tuple[int, bool]:
         """Start a process for a request.

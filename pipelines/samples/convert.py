@@ -39,9 +39,14 @@ _KEY_REASONS = {
 _CATEGORICAL_REASON = "a categorical value must be a text or a whole number"
 _LARGEST = float(np.finfo(np.float32).max)
 _TEXTS = (
-    pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_binary, pa.types.is_large_binary,
-    pa.types.is_binary_view, pa.types.is_fixed_size_binary,
-)  # fmt: skip
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_string_view,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+    pa.types.is_binary_view,
+    pa.types.is_fixed_size_binary,
+)
 """Types that `cells.plain` reads as text."""
 
 

@@ -382,9 +382,15 @@ def _special_characters(delimiter: int) -> np.ndarray:
 
 @nb.njit(nogil=True, cache=True)
 def _find_rows(
-    data: np.ndarray, delimiter: int, quoting: bool, most_lines: int, last: bool,
-    starts: np.ndarray, lines: np.ndarray, broken: np.ndarray,
-) -> tuple[int, int, int, int]:  # fmt: skip
+    data: np.ndarray,
+    delimiter: int,
+    quoting: bool,
+    most_lines: int,
+    last: bool,
+    starts: np.ndarray,
+    lines: np.ndarray,
+    broken: np.ndarray,
+) -> tuple[int, int, int, int]:
     """Fill starts, lines and broken, as `Bounds` describes them.
 
     The outer loop takes one row a turn, the inner loop one character. While `begins` is true, the

@@ -249,9 +249,16 @@ def _parquet(
     encodings = {name: _ENCODINGS.get(name, "BYTE_STREAM_SPLIT") for name in columns}
     sink = pa.BufferOutputStream()
     pq.write_table(
-        pa.table(columns), sink, row_group_size=_GROUP_ROWS, compression="zstd", compression_level=_ZSTD_LEVEL,
-        use_dictionary=False, column_encoding=encodings, write_statistics=False, store_schema=False,
-    )  # fmt: skip
+        pa.table(columns),
+        sink,
+        row_group_size=_GROUP_ROWS,
+        compression="zstd",
+        compression_level=_ZSTD_LEVEL,
+        use_dictionary=False,
+        column_encoding=encodings,
+        write_statistics=False,
+        store_schema=False,
+    )
     return sink.getvalue()
 
 

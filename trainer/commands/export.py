@@ -237,12 +237,16 @@ def contents_of(model: SavedModel) -> Contents:
         "dense_optimizer_state": DENSE_STATE,
         "tables": [
             {
-                "name": layout.name, "file": quote(layout.name, safe=" ") + ".parquet", "table_rows": layout.rows,
-                "parts": list(layout.parts), "optimizer": layout.optimizer, "rows": 0,
+                "name": layout.name,
+                "file": quote(layout.name, safe=" ") + ".parquet",
+                "table_rows": layout.rows,
+                "parts": list(layout.parts),
+                "optimizer": layout.optimizer,
+                "rows": 0,
             }
             for layout in model.layouts
         ],
-    }  # fmt: skip
+    }
 
 
 def _write(model: SavedModel, folder: Path, contents: Contents, before: Predecessor | None) -> About:
@@ -270,11 +274,15 @@ def _encoding(features: FeatureSpec) -> dict[str, Any]:
     """Describe how raw values become ids, for encoding.json."""
     entries = [
         {
-            "name": one.name, "column": one.column, "table": features.tables[one.table].name, "encoding": one.encoding,
-            "pooling": one.pooling, **({} if one.pooling == "single" else {"separator": one.separator}),
+            "name": one.name,
+            "column": one.column,
+            "table": features.tables[one.table].name,
+            "encoding": one.encoding,
+            "pooling": one.pooling,
+            **({} if one.pooling == "single" else {"separator": one.separator}),
         }
         for one in features.features
-    ]  # fmt: skip
+    ]
     tables = [{"name": table.name, "rows": table.rows} for table in features.tables]
     return {
         "features": entries,

@@ -65,9 +65,13 @@ def probe(one: Probe, settings: Sequence[str], log: Callable[[str], None]) -> Pr
             # The process inherits the lock, so that the folder is not deleted while the process
             # uses it.
             process = subprocess.Popen(
-                command, stdout=said, stderr=said, start_new_session=True, pass_fds=(lock,),
+                command,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+                pass_fds=(lock,),
                 preexec_fn=_end_with_parent,  # noqa: PLW1509 - one system call, which takes no lock
-            )  # fmt: skip
+            )
             try:
                 _stop_after_steps(process, run / "metrics.jsonl")
             finally:

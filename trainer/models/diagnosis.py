@@ -420,9 +420,10 @@ def _check_bits(name: str, training: bool, forward: Forward, dense: Tensor, bloc
         got = forward(dense_there, block_there)[place]
         if not torch.equal(got, outputs[place]) and not bool((got.isnan() & outputs[place].isnan()).all()):
             raise _refused(
-                name, f"{'' if training else 'in evaluation mode '}an output changes with the other samples of its slice, by "
-                f"{float((got - outputs[place]).abs().max()):.3g}"
-            )  # fmt: skip
+                name,
+                f"{'' if training else 'in evaluation mode '}an output changes with the other samples of its slice, by "
+                f"{float((got - outputs[place]).abs().max()):.3g}",
+            )
 
 
 def _check_place(name: str, forward: Forward, dense: Tensor, block: Tensor, outputs: Tensor) -> None:

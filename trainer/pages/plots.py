@@ -97,9 +97,17 @@ class Plot:
         ]
         grid = tag("path", d="".join(f"M0 {_SIZE - ys.place(value):.1f}H1000" for value in ys.ticks), class_="grid")
         svg = tag(
-            "svg", tag("title", f"{self.title}, {self.unit}, by {self.x_unit}"), grid, drawn, self._hover(xs, ys), marks,
-            viewBox="0 0 1000 1000", preserveAspectRatio="none", role="img", aria_label=f"{self.title}: {self.read}",
-        )  # fmt: skip
+            "svg",
+            tag("title", f"{self.title}, {self.unit}, by {self.x_unit}"),
+            grid,
+            drawn,
+            self._hover(xs, ys),
+            marks,
+            viewBox="0 0 1000 1000",
+            preserveAspectRatio="none",
+            role="img",
+            aria_label=f"{self.title}: {self.read}",
+        )
         ylabels = [tag("i", short(value), style=f"bottom:{ys.place(value) / 10:.2f}%") for value in ys.ticks]
         places = [(value, xs.place(value) / 10) for value in xs.ticks]
         xlabels = [
@@ -159,9 +167,14 @@ class Plot:
             ]
             left = edges[k]
             strip = tag(
-                "rect", tag("title", "\n".join(lines)), x=f"{left:.1f}", y=0, width=f"{max(edges[k + 1] - left, 0.5):.1f}", height=1000,
+                "rect",
+                tag("title", "\n".join(lines)),
+                x=f"{left:.1f}",
+                y=0,
+                width=f"{max(edges[k + 1] - left, 0.5):.1f}",
+                height=1000,
                 class_="hover",
-            )  # fmt: skip
+            )
             strips.append(strip)
         return strips
 

@@ -117,9 +117,16 @@ def step_counts(schedule: Schedule) -> StepCounts:
     used, arrived, fetched, ended = np.concatenate(counts, axis=1)
     exchanged = [_exchanged(masks, lanes, trainers) for trainers in range(1, lanes + 1)]
     return StepCounts(
-        samples=np.array(samples, np.int64), lookups=np.concatenate(lookups), used=used, arrived=arrived, fetched=fetched, ended=ended,
-        slots=max(schedule.slots), occupied=sum(schedule.manifest["occupied"]), exchanged=exchanged,
-    )  # fmt: skip
+        samples=np.array(samples, np.int64),
+        lookups=np.concatenate(lookups),
+        used=used,
+        arrived=arrived,
+        fetched=fetched,
+        ended=ended,
+        slots=max(schedule.slots),
+        occupied=sum(schedule.manifest["occupied"]),
+        exchanged=exchanged,
+    )
 
 
 def with_slots(counts: StepCounts, accesses: Sequence[LaneUses], slots: int) -> StepCounts:

@@ -199,8 +199,11 @@ def caveat_lines(caveats: Mapping[str, Any]) -> list[str]:
         caveats: has at least the entries of `Manifest.caveats`.
     """
     texts: dict[str, Callable[[Any], str]] = {
-        "mixed_numerics": mixed_text, "rates": rates_text, "mixed_code": code_text, "inexact": inexact_text,
-    }  # fmt: skip
+        "mixed_numerics": mixed_text,
+        "rates": rates_text,
+        "mixed_code": code_text,
+        "inexact": inexact_text,
+    }
     return [text(caveats[name]) for name, text in texts.items() if caveats[name]]
 
 

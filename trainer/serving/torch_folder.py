@@ -159,8 +159,12 @@ def _write_dense(model: SavedModel, folder: Path, options: TorchOptions) -> dict
     block = BlockModel(module, layout, model.step + 1).eval()
     check_dense(block, width, name)
     written: dict[str, Any] = {
-        "program": None, "onnx": None, "weights": None, "tried": None, "mixes_samples": mixes_samples(module)
-    }  # fmt: skip
+        "program": None,
+        "onnx": None,
+        "weights": None,
+        "tried": None,
+        "mixes_samples": mixes_samples(module),
+    }
     if not options.program:
         return written | _write_weights(model, folder, block, width)
     program = trace(block, width, name)
@@ -232,8 +236,12 @@ def _write_tables(model: SavedModel, folder: Path, encoder: Encoder, options: To
     for layout, rows in zip(model.layouts, model.row_counts().tolist(), strict=True):
         name, at = quote(layout.name, safe=" "), options.place(rows)
         entry: dict[str, Any] = {
-            "name": layout.name, "table_rows": layout.rows, "parts": [list(part) for part in layout.parts], "rows": rows, "at": at,
-        }  # fmt: skip
+            "name": layout.name,
+            "table_rows": layout.rows,
+            "parts": [list(part) for part in layout.parts],
+            "rows": rows,
+            "at": at,
+        }
         if (vocabulary := encoder.vocabularies.get(layout.table)) is not None:
             entry["vocabulary"] = f"vocabulary-{name}.parquet"
             pq.write_table(pa.table({"value": vocabulary.values}), folder / entry["vocabulary"], compression="zstd")

@@ -370,9 +370,14 @@ def _packed(lane: int, term: int, batch: LoggedBatch) -> bytes:
     held = np.zeros((0, 3), np.int64) if batch.held is None else batch.held
     parts = [np.ascontiguousarray(part).tobytes() for part in (batch.fields, batch.old, batch.new, held)]
     values = {
-        "lane": lane, "term": term, "number": batch.number, "before": batch.before, "rows": len(batch.fields),
-        "row_bytes": batch.new.shape[1], "shards": None if batch.held is None else len(batch.held),
-    }  # fmt: skip
+        "lane": lane,
+        "term": term,
+        "number": batch.number,
+        "before": batch.before,
+        "rows": len(batch.fields),
+        "row_bytes": batch.new.shape[1],
+        "shards": None if batch.held is None else len(batch.held),
+    }
     return b"".join([packed_head(values, sum(map(len, parts))), *parts])
 
 

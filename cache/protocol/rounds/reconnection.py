@@ -193,8 +193,13 @@ class Reconnection:
                     tried.back[shard] = there
 
     def _wait(
-        self, tried: _Tried, markers: Markers, writes: Sequence[tuple[int, Write]], covered: Callable[[Collection[int]], bool], deadline: float
-    ) -> None:  # fmt: skip
+        self,
+        tried: _Tried,
+        markers: Markers,
+        writes: Sequence[tuple[int, Write]],
+        covered: Callable[[Collection[int]], bool],
+        deadline: float,
+    ) -> None:
         """Retry the shards that do not answer until parity covers the ones left.
 
         The wait also ends when more shards lost their rows than parity covers.

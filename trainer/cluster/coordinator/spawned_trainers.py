@@ -109,10 +109,16 @@ class Hosts:
         self.machines[trainer] = hosted.host
         hosted.send(
             StartTrainer(
-                trainer, rendezvous, stores, plan, str(Path(job.schedule).absolute()), job.threads, job.cpu_capability,
+                trainer,
+                rendezvous,
+                stores,
+                plan,
+                str(Path(job.schedule).absolute()),
+                job.threads,
+                job.cpu_capability,
                 self._silence.total_seconds(),
             )
-        )  # fmt: skip
+        )
 
     def begin_again(self, refused: GuestsRefused) -> None:
         """Refuse the guests because of which training did not begin.

@@ -148,9 +148,15 @@ class TrainerGroup:
         call, header = self._call, self._call.schedule.header
         steps = header.end_step - call.manifest.stages[0].first_step
         return RunReport(
-            call.run.path, replace(spec.totals), call.start.step + 1, steps, range(call.job.trainers), partial(rows_of_steps, call.schedule),
-            call.manifest.job, is_within_epoch=header.is_within_epoch,
-        )  # fmt: skip
+            call.run.path,
+            replace(spec.totals),
+            call.start.step + 1,
+            steps,
+            range(call.job.trainers),
+            partial(rows_of_steps, call.schedule),
+            call.manifest.job,
+            is_within_epoch=header.is_within_epoch,
+        )
 
     def _finish(self, coordinator: Coordinator, report: RunReport, left: Sequence[Departed]) -> Ending:
         """Combine the ends of all trainers: set `status` and `failure`, and write the summary.

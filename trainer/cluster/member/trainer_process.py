@@ -111,10 +111,15 @@ class TrainerProcess:
         ):
             folder.check_stores(store, job.run_namespace)
             access = StoreAccess(
-                store, self._link.placement, job.run_namespace, log.log,
+                store,
+                self._link.placement,
+                job.run_namespace,
+                log.log,
                 ownership=Ownership(self._terms.term.number, folder.identity),
-                on_shards=self._link.shard_news, on_action=self._points.in_traffic if self._points.any else None, patience=job.patience,
-            )  # fmt: skip
+                on_shards=self._link.shard_news,
+                on_action=self._points.in_traffic if self._points.any else None,
+                patience=job.patience,
+            )
             self._log, self._terms.keeps_folder = log, log.keeps_folder
             self._run_terms(dense.parts(job, schedule), access)
 
@@ -380,15 +385,32 @@ class TrainerProcess:
         return False
 
     def _publish_end(
-        self, step: int, stopped: bool, failure: str | None, batches: dict[int, int], lost: Sequence[int] = (), kept: tuple[KeptFile, ...] = ()
-    ) -> None:  # fmt: skip
+        self,
+        step: int,
+        stopped: bool,
+        failure: str | None,
+        batches: dict[int, int],
+        lost: Sequence[int] = (),
+        kept: tuple[KeptFile, ...] = (),
+    ) -> None:
         """Publish how this trainer ended. The arguments are as in `TrainerEnd`."""
         assert self._hosted is not None
         end = TrainerEnd(
-            step=step, stopped=stopped, failure=failure, flushed=self._flushed, last_batches=batches, lost=tuple(lost),
-            traffic=counters_of(self._hosted.traffic), segments=self._segments, prefix=self._schedule.prefix(self._segments), totals=self._totals,
-            use=ProcessUse.now(), loads=self._hosted.stored.store.loads, watched=self._early.so_far, kept=kept,
-        )  # fmt: skip
+            step=step,
+            stopped=stopped,
+            failure=failure,
+            flushed=self._flushed,
+            last_batches=batches,
+            lost=tuple(lost),
+            traffic=counters_of(self._hosted.traffic),
+            segments=self._segments,
+            prefix=self._schedule.prefix(self._segments),
+            totals=self._totals,
+            use=ProcessUse.now(),
+            loads=self._hosted.stored.store.loads,
+            watched=self._early.so_far,
+            kept=kept,
+        )
         self._rendezvous.publish(end, self._terms.term.number, self._trainer)
         self._events.send_last(Ended())
 

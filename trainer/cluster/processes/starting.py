@@ -121,9 +121,12 @@ class ChildProcess:
 
     def __init__(self, start: ProcessStart) -> None:
         self._process = subprocess.Popen(
-            command_of(start.module, *start.arguments, *map(str, start.descriptors)), env=os.environ | start.environment,
-            stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=start.descriptors,
-        )  # fmt: skip
+            command_of(start.module, *start.arguments, *map(str, start.descriptors)),
+            env=os.environ | start.environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=start.descriptors,
+        )
 
     @property
     def pid(self) -> int:

@@ -41,9 +41,9 @@ from foreload.trainer.checkpoints.saved_checkpoint import dense_of
 from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.run.directory import CHECKPOINTS, STORES, Run
 from foreload.trainer.run.manifest import Status
-from foreload.trainer.saved.at_rest import find_at_rest
 from foreload.trainer.saved.model_rows import model_rows
 from foreload.trainer.saved.saved_model import Digest
+from foreload.trainer.saved.stopped_stores import find_stopped_rows
 
 STOPPED_AT = 40
 
@@ -264,7 +264,7 @@ def test_a_shard_may_be_lost_while_rows_are_brought_to_the_store(case: Case, tmp
         with Store.connect(servers.urls, timedelta(seconds=5), 1) as store:
             at = Start(contents.step, tuple(rows.batches[str(lane)] for lane in range(contents.run.lanes)))
             stored = StoredRows(store, placement, contents.tables, "new")
-            find_at_rest(stored, schedule, at)
+            find_stopped_rows(stored, schedule, at)
             model = model_rows(schedule, contents.step, stored, at.last_batches)
             names = [layout.name for layout in contents.tables]
             assert Digest().model(dense_of(checkpoint), names, model) == case.digest.strip()

@@ -29,7 +29,7 @@ from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.manifest import Inexact, Manifest, Stage
 from foreload.trainer.run.resume import continued
 from foreload.trainer.saved.model_rows import given_ordinals, table_rows
-from foreload.trainer.saved.owned_at_rest import owned_lanes
+from foreload.trainer.saved.stopped_traffic import owned_lanes
 
 
 def on_other_slots(checkpoint: Checkpoint, schedule: Schedule) -> Manifest:

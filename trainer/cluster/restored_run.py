@@ -47,10 +47,10 @@ from foreload.trainer.run.reach import reach
 from foreload.trainer.run.report import reported_step
 from foreload.trainer.run.resume import check_code_of_run, check_place
 from foreload.trainer.run.servers import asked, servers_of, with_named
-from foreload.trainer.saved.at_rest import check_rows, log_of
 from foreload.trainer.saved.kept_lanes import folder_of, forget_kept_lanes, kept_lanes
 from foreload.trainer.saved.kept_rows import put_back, put_kept_back
 from foreload.trainer.saved.run_rows import check_not_training, own_rows
+from foreload.trainer.saved.stopped_stores import check_rows, log_of
 
 
 @contextlib.contextmanager

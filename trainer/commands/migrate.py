@@ -25,11 +25,11 @@ from foreload.trainer.run.event_log import EventLog, RowsMove, RowsMoved
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.servers import plain
 from foreload.trainer.run.shard_change import ShardChange, ShardProgram, Step
-from foreload.trainer.saved.at_rest import ServersAtRest, opened_rows, servers_at_rest
 from foreload.trainer.saved.kept import schedule_of
 from foreload.trainer.saved.migration import NewServers, check_whole
-from foreload.trainer.saved.owned_at_rest import PATIENCE, owned_at_rest
 from foreload.trainer.saved.run_rows import own_rows
+from foreload.trainer.saved.stopped_stores import StoppedServers, opened_rows, stopped_servers
+from foreload.trainer.saved.stopped_traffic import PATIENCE, stopped_traffic
 
 # The launcher checks the new servers before it answers.
 _ASK_TIMEOUT = timedelta(minutes=1)
@@ -90,7 +90,7 @@ def run(path: str, store: str | None, change: ShardChange, folder_moved: bool = 
 def _migrate_stopped(moved: Run, store: str | None, change: ShardChange, folder_moved: bool) -> Placement:
     """Migrate the rows of a stopped run. Returns the placement by which they moved."""
     status = _status_of(moved)
-    with servers_at_rest(moved, status, store) as servers:
+    with stopped_servers(moved, status, store) as servers:
         servers.changed = True
         with _opened(moved, status, servers.urls) as opened:
             own_rows(moved, opened, folder_moved)
@@ -120,7 +120,7 @@ class _Driver:
         servers: the running servers of the run's shards.
     """
 
-    def __init__(self, moved: Run, status: Status, servers: ServersAtRest) -> None:
+    def __init__(self, moved: Run, status: Status, servers: StoppedServers) -> None:
         self._run, self._status, self._urls = moved, status, servers.urls
         manifest, schedule = moved.manifest, schedule_of(moved)
         room = partial(check_room, manifest, schedule, layouts_of(manifest.training_job, schedule.header.features))
@@ -174,7 +174,7 @@ class _Driver:
         """Move all rows, as the owner of every lane."""
         with (
             _opened(self._run, self._status, self._urls) as opened,
-            owned_at_rest(self._run, opened) as traffic,
+            stopped_traffic(self._run, opened) as traffic,
             progress_bar(_SHARES, "") as bar,
         ):
             check_whole(traffic.shards.lost, (), REBUILT_BY_RESUME)

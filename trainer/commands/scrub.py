@@ -37,11 +37,11 @@ from foreload.trainer.cluster.messages.control import (
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import SCRUB, STORES, Run, locked
 from foreload.trainer.run.servers import asked, servers_of
-from foreload.trainer.saved.at_rest import log_of, next_owner, stored_rows
 from foreload.trainer.saved.kept import schedule_of
 from foreload.trainer.saved.model_rows import given_ordinals, table_rows, write_expected_rows
 from foreload.trainer.saved.run_rows import own_rows
 from foreload.trainer.saved.stopped_run import open_stopped
+from foreload.trainer.saved.stopped_stores import log_of, next_owner, stored_rows
 
 POLL = timedelta(milliseconds=300)
 

@@ -20,11 +20,11 @@ from foreload.trainer.job.job import TrainJob, layouts_of
 from foreload.trainer.run.directory import STORES, Run
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.servers import asked, servers_of
-from foreload.trainer.saved.at_rest import log_of, next_owner
 from foreload.trainer.saved.kept import keep_schedule
 from foreload.trainer.saved.kept_lanes import KeptLane, checked, forget_kept_lanes, kept_lanes, read_lane
 from foreload.trainer.saved.kept_manifest import KeptLanes
 from foreload.trainer.saved.run_rows import own_rows
+from foreload.trainer.saved.stopped_stores import log_of, next_owner
 
 
 def put_kept_back(run: Run, job: TrainJob, schedule: Schedule) -> Status | None:

@@ -20,10 +20,10 @@ from foreload.trainer.run.event_log import EventLog, ShardRebuilt
 from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.resume import check_place, why_at_end
 from foreload.trainer.run.servers import asked, with_named
-from foreload.trainer.saved.at_rest import opened_rows, servers_at_rest
-from foreload.trainer.saved.owned_at_rest import PATIENCE, owned_at_rest
 from foreload.trainer.saved.run_rows import own_rows
 from foreload.trainer.saved.stopped_run import stopped_run_at
+from foreload.trainer.saved.stopped_stores import opened_rows, stopped_servers
+from foreload.trainer.saved.stopped_traffic import PATIENCE, stopped_traffic
 
 
 def rebuild_at_end(run: Run, job: TrainJob, schedule: Schedule, events: EventLog) -> bool:
@@ -77,7 +77,7 @@ def _rebuild_lost(run: Run, manifest: Manifest, job: TrainJob, status: Status) -
     """
     placement, silence = run.placement, job.store_silence
     own = partial(own_rows, moved=job.folder_moved)
-    with servers_at_rest(run, status, str(job.store)) as servers:
+    with stopped_servers(run, status, str(job.store)) as servers:
         # `rebuild_at_end` has found the run stopped, so its servers have the rows of that stop.
         servers.of_the_stop = True
         with opened_rows(run, status, servers.urls, silence, placement.r, own) as store:
@@ -103,7 +103,7 @@ def _rebuild(run: Run, store: Store, lost: list[int]) -> None:
             without[news.shard] = news.why
 
     # A shard that is lost and whose server is known to be unreachable will not become whole: stop.
-    with owned_at_rest(run, store, note_unreachable) as traffic:
+    with stopped_traffic(run, store, note_unreachable) as traffic:
         while not traffic.shards.whole:
             if (shard := next(iter(without.keys() & {*traffic.shards.lost}), None)) is not None:
                 raise RunError(

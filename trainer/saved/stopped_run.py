@@ -23,11 +23,11 @@ from foreload.trainer.run.event_log import EventLog
 from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.model_code import check_code, code_of, note_code
 from foreload.trainer.run.reach import reach
-from foreload.trainer.saved.at_rest import find_at_rest, opened_rows, servers_at_rest, stored_rows
 from foreload.trainer.saved.kept import schedule_of
 from foreload.trainer.saved.model_rows import ModelRows, given_ordinals, model_rows
 from foreload.trainer.saved.run_rows import check_current
 from foreload.trainer.saved.saved_model import Digest, SavedModel, initial_rows
+from foreload.trainer.saved.stopped_stores import find_stopped_rows, opened_rows, stopped_servers, stored_rows
 
 
 class StoreRowReader:
@@ -151,7 +151,7 @@ def stopped_run_at(run: Run, store: Store, status: Status, accept_model: bool = 
     manifest = run.manifest
     job, schedule = manifest.training_job, schedule_of(run)
     stored = stored_rows(run, store, schedule)
-    find_at_rest(stored, schedule, Start(status.step, status.last_batches))
+    find_stopped_rows(stored, schedule, Start(status.step, status.last_batches))
     return StoppedRun(run, manifest, status, job, schedule, stored, accept_model)
 
 
@@ -183,7 +183,7 @@ def open_stopped(
             newest = run.newest_checkpoint()
             then = "begins again, or says what is missing" if newest is None else f"goes on from checkpoint {newest}"
             raise RunError(f"run {path}: crashed and never stopped cleanly, so it has no dense part; --resume {then}")
-        servers = stack.enter_context(servers_at_rest(run, status, store))
+        servers = stack.enter_context(stopped_servers(run, status, store))
         spared, silence = run.placement.r, manifest.training_job.store_silence
         # Without parity, no server may be missing, so wait for all of them.
         if not spared and servers.local is None:

@@ -17,9 +17,9 @@ from foreload.trainer.cluster.messages.facts import Term
 from foreload.trainer.compute.dense_optimizers import optimizer_state
 from foreload.trainer.compute.reports import EvaluationReport, StepReport
 from foreload.trainer.job.job import TrainJob
-from foreload.trainer.saved.at_rest import find_at_rest
 from foreload.trainer.saved.model_rows import model_rows
 from foreload.trainer.saved.saved_model import Digest
+from foreload.trainer.saved.stopped_stores import find_stopped_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def stored_fields(
     fields = []
     with Store(urls, timedelta(seconds=10)) as store:
         stored = StoredRows(store, placement, dense.layouts, job.run_namespace)
-        find_at_rest(stored, schedule, at)
+        find_stopped_rows(stored, schedule, at)
         for lane in range(schedule.header.lanes):
             for shard, key in enumerate(stored.keys(lane)):
                 pairs = store.command(shard, "HGETALL", key)
@@ -74,7 +74,7 @@ def digest(job: TrainJob, schedule: Schedule, dense: DenseModel, urls: Sequence[
     whole.dense(*({name: value.detach().numpy() for name, value in part} for part in parameters))
     with Store(urls, timedelta(seconds=10)) as store:
         stored = StoredRows(store, placement, dense.layouts, job.run_namespace)
-        find_at_rest(stored, schedule, at)
+        find_stopped_rows(stored, schedule, at)
         rows = model_rows(schedule, at.step, stored, at.last_batches)
         pending = next(rows, None)
         for number, table in enumerate(schedule.header.features.tables):

@@ -17,9 +17,9 @@ from foreload.cache.protocol.shards.shard_status import ShardNews
 from foreload.cache.traffic import Traffic
 from foreload.trainer.assembly.start import written_stripes
 from foreload.trainer.run.directory import Run
-from foreload.trainer.saved.at_rest import log_of, next_owner, stored_rows
 from foreload.trainer.saved.kept import schedule_of
 from foreload.trainer.saved.model_rows import given_ordinals
+from foreload.trainer.saved.stopped_stores import log_of, next_owner, stored_rows
 
 PATIENCE = timedelta(milliseconds=100)  # between two checks of the progress
 
@@ -57,7 +57,7 @@ def owned_lanes(
 
 
 @contextlib.contextmanager
-def owned_at_rest(run: Run, store: Store, on_shards: Callable[[ShardNews], None] | None = None) -> Iterator[Traffic]:
+def stopped_traffic(run: Run, store: Store, on_shards: Callable[[ShardNews], None] | None = None) -> Iterator[Traffic]:
     """Own all lanes of a run that stopped cleanly; yield their traffic, as `owned_lanes` does.
 
     The owner has a further term. Raises RunError and CacheError.

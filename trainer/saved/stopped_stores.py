@@ -1,8 +1,8 @@
 """A stopped run's servers and rows, and an owner of its lanes for commands that change rows.
 
 Every command that works on a stopped run goes through this module. It opens the servers
-(`servers_at_rest`, `opened_rows`). Then it finds the rows as a reader (`find_at_rest`), or owns the
-lanes in a further term (`next_owner`; with traffic, `owned_at_rest`).
+(`stopped_servers`, `opened_rows`). Then it finds the rows as a reader (`find_stopped_rows`), or
+owns the lanes in a further term (`next_owner`; with traffic, `stopped_traffic`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _why_crashed(run: Run, status: Status, stale: Sequence[int]) -> str:
 
 
 @dataclass(slots=True)
-class ServersAtRest:
+class StoppedServers:
     """The servers of a stopped run.
 
     At the end, `of_the_stop` and `changed` decide whether local servers save their rows.
@@ -96,7 +96,7 @@ class ServersAtRest:
 
 
 @contextlib.contextmanager
-def servers_at_rest(run: Run, status: Status, given: str | None) -> Iterator[ServersAtRest]:
+def stopped_servers(run: Run, status: Status, given: str | None) -> Iterator[StoppedServers]:
     """Yield the servers of a stopped run; its local servers run until the context ends.
 
     Args:
@@ -110,16 +110,16 @@ def servers_at_rest(run: Run, status: Status, given: str | None) -> Iterator[Ser
     """
     local = open_stores(run, status)
     if local is None:
-        yield ServersAtRest(servers_of(run, given), None)
+        yield StoppedServers(servers_of(run, given), None)
         return
-    servers = ServersAtRest(local.start().urls, local)
+    servers = StoppedServers(local.start().urls, local)
     try:
         yield servers
     finally:
         _leave(local, servers)
 
 
-def _leave(local: LocalStores, servers: ServersAtRest) -> None:
+def _leave(local: LocalStores, servers: StoppedServers) -> None:
     """End the local servers when a command is done with them."""
     if not servers.of_the_stop:
         # The rows, even those of servers that were found running, may be of another step. They must
@@ -176,7 +176,7 @@ def stored_rows(run: Run, store: Store, schedule: Schedule) -> StoredRows:
     return StoredRows(store, run.placement, layouts, manifest.namespace)
 
 
-def find_at_rest(stored: StoredRows, schedule: Schedule, at: Start) -> None:
+def find_stopped_rows(stored: StoredRows, schedule: Schedule, at: Start) -> None:
     """Find the rows of a stopped run for a reader, which owns no lane.
 
     Args:

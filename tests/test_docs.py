@@ -102,6 +102,31 @@ def test_fields_are_those_of_a_run(clicks: Clicks, tmp_path: Path) -> None:
     assert names <= table_fields(run_files, "The folder of a run")
 
 
+def test_fields_of_json_that_the_page_of_commands_names_are_there() -> None:
+    rows = re.findall(
+        r"^\| (`[^|]*) \| ([^|]*) \|$",
+        (ROOT / "docs" / "commands.md").read_text(encoding="utf-8").split("## What `--json`")[1],
+        re.M,
+    )
+    assert rows
+    for commands, text in rows:
+        named = set(re.findall(r"`(\w+)`", text)) - {"save"}
+        for command in re.findall(r"`([\w ]+)`", commands):
+            golden = (ROOT / "tests" / "golden" / "data" / f"told-{command.replace(' ', '-')}.json").read_text(encoding="utf-8")
+            answer = json.loads(golden)
+            assert answer.keys() <= named, command
+            if command in ("checkpoint verify", "checkpoint compact"):
+                named -= {"deleted"}
+            assert named <= _keys(answer), command
+
+
+def _keys(answer: object) -> set[str]:
+    """The names of all fields, at any depth."""
+    if isinstance(answer, dict):
+        return {*answer, *(name for value in answer.values() for name in _keys(value))}
+    return {name for value in answer for name in _keys(value)} if isinstance(answer, list) else set()
+
+
 def follow(page: list[Block], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Do what a page's blocks say, in an empty folder; assert that all succeeds and prints what is shown."""
     data = os.environ.get("FORELOAD_DATA")

@@ -49,7 +49,7 @@ class Counters:
         rows_decoded: fetched rows that were decoded from their stripes.
         rows_rebuilt: rows and parity rows that were rebuilt.
         rows_migrated: rows and parity rows that migrated.
-        bytes_fetched: bytes of the rows fetched and the parity rows read in rounds.
+        bytes_fetched: bytes of the rows and parity rows read in rounds, without what decoding reads.
         bytes_written: bytes of the rows and parity rows written in rounds.
         rounds: exchanges of rounds: two in a round with parity and a batch.
         batches: acknowledged write-back batches.

@@ -197,12 +197,11 @@ def parse_url(text: str, environment: Mapping[str, str] | None = None) -> StoreU
     return StoreUrl(parts.scheme, host, port, path, username, password, database, tuple(options.items()), from_environment)
 
 
-def parse_urls(text: str | Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[StoreUrl, ...]:
+def parse_urls(text: str | Sequence[str]) -> tuple[StoreUrl, ...]:
     """Parse the URLs of all store shards, in order.
 
     Args:
         text: the URLs separated by commas, or a sequence of them.
-        environment: as in `parse_url`.
 
     Raises:
         StoreError: a URL is malformed, or a server is named twice.
@@ -214,7 +213,7 @@ def parse_urls(text: str | Sequence[str], environment: Mapping[str, str] | None 
             raise StoreError(
                 f"store URL {number} of {len(texts)}: must begin with redis://, rediss:// or unix://; write a comma in a password as %2C"
             )
-    urls = tuple(parse_url(part.strip(), environment) for part in texts)
+    urls = tuple(parse_url(part.strip()) for part in texts)
     seen: dict[tuple[object, ...], StoreUrl] = {}
     for url in urls:
         if url.place in seen:

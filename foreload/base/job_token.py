@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def new_token() -> str:
     return secrets.token_urlsafe(32)
 
 
-def given_token(file: str | None, environment: Mapping[str, str] = os.environ) -> str | None:
+def given_token(file: str | None) -> str | None:
     """Return the token of a file or, without a file, of the environment. None if there is none.
 
     Args:
@@ -49,7 +49,8 @@ def given_token(file: str | None, environment: Mapping[str, str] = os.environ) -
         SettingError: the token is malformed, or the file cannot be read.
     """
     if file is None:
-        return None if TOKEN_VARIABLE not in environment else _checked(environment[TOKEN_VARIABLE], TOKEN_VARIABLE)
+        text = os.environ.get(TOKEN_VARIABLE)
+        return None if text is None else _checked(text, TOKEN_VARIABLE)
     try:
         with open(file, encoding="utf-8") as opened:
             text = opened.read(_MOST + 1)

@@ -40,6 +40,7 @@ ACCESS_BITS = 26  # the other six bits of OWNER are the lane
 ACCESS_MASK = (1 << ACCESS_BITS) - 1
 DIRECT_ROWS, FEWEST_DIRECT_ROWS, ROWS_A_LOOKUP = 1 << 26, 1 << 16, 8
 AHEAD = 16  # rows between a prefetch and its use
+_BATCH_ROWS = 1 << 20  # of `by_table_and_id`
 # A hash index entry holds the number of the hashed row + 1 in its low bits and bits of the row's
 # hash above them. Comparing the hash bits rules out most other rows before their keys are read.
 _ENTRY_BITS = 40
@@ -330,7 +331,7 @@ class RowTable:
             self.reserve(len(batch["id"]))
             _load(self.rows, batch["table"], batch["id"], batch["lane"], batch["ordinal"], batch["tag"], counts)
 
-    def by_table_and_id(self, batch_rows: int = 1 << 20) -> Iterator[dict[str, np.ndarray]]:
+    def by_table_and_id(self) -> Iterator[dict[str, np.ndarray]]:
         """Yield every row ever trained, by ascending (table, id), in batches.
 
         The columns are table int16, id int64, lane uint8, ordinal int64 and tag int32.
@@ -338,8 +339,8 @@ class RowTable:
         for k, size in enumerate(self._sizes):
             base = int(self.rows.bases[k])
             if base >= 0:
-                for start in range(0, int(size), batch_rows):
-                    records = self.rows.records[base + start : base + min(start + batch_rows, int(size))]
+                for start in range(0, int(size), _BATCH_ROWS):
+                    records = self.rows.records[base + start : base + min(start + _BATCH_ROWS, int(size))]
                     chosen = np.flatnonzero(records[:, ORDINAL])
                     if chosen.size:
                         yield self._batch(k, chosen.astype(np.int64) + start, np.asarray(records[chosen]))
@@ -348,8 +349,8 @@ class RowTable:
                 of_table = np.flatnonzero(self.rows.keys[:count, 0] == k)
                 ids = np.asarray(self.rows.keys[of_table, 1])
                 order = np.argsort(ids)
-                for start in range(0, order.size, batch_rows):
-                    part = order[start : start + batch_rows]
+                for start in range(0, order.size, _BATCH_ROWS):
+                    part = order[start : start + _BATCH_ROWS]
                     yield self._batch(k, ids[part], np.asarray(self.rows.records[self.rows.direct + of_table[part]]))
 
     @staticmethod

@@ -87,6 +87,6 @@ def test_a_missing_certificate_file_is_named() -> None:
 
 
 def test_several_urls_keep_their_order_and_differ() -> None:
-    assert [url.port for url in parse_urls("redis://h:2, redis://h:1", {})] == [2, 1]
+    assert [url.port for url in parse_urls("redis://h:2, redis://h:1")] == [2, 1]
     with pytest.raises(StoreError, match="a server of its own"):
-        parse_urls(["redis://h:1", "redis://h:1/3"], {})
+        parse_urls(["redis://h:1", "redis://h:1/3"])

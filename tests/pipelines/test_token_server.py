@@ -160,20 +160,23 @@ def test_a_closed_server_closes_its_connections(server: TokenServer) -> None:
         connected("127.0.0.1", server.port, TOKEN, "echo", 30)
 
 
-def test_a_token_is_of_a_file_or_the_environment(tmp_path: Path) -> None:
+def test_a_token_is_of_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORELOAD_JOB_TOKEN", raising=False)
     file = tmp_path / "token"
     write_token(file, TOKEN)
     write_token(file, TOKEN)
     assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
-    assert given_token(str(file), {}) == TOKEN
-    assert given_token(None, {"FORELOAD_JOB_TOKEN": f" {TOKEN}\n"}) == TOKEN
-    assert given_token(None, {}) is None
+    assert given_token(str(file)) == TOKEN
+    assert given_token(None) is None
+    monkeypatch.setenv("FORELOAD_JOB_TOKEN", f" {TOKEN}\n")
+    assert given_token(None) == TOKEN
 
 
 @pytest.mark.parametrize("text", ["", "short", "x" * 5000, "with\nseveral lines of it", "\u00fc" * 20])
-def test_what_is_no_token_is_refused_and_not_shown(tmp_path: Path, text: str) -> None:
+def test_what_is_no_token_is_refused_and_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("FORELOAD_JOB_TOKEN", text)
     with pytest.raises(SettingError, match="FORELOAD_JOB_TOKEN: must be 16 to 4096 printable ASCII") as error:
-        given_token(None, {"FORELOAD_JOB_TOKEN": text})
+        given_token(None)
     assert not text.strip() or text not in str(error.value)
     with pytest.raises(SettingError, match="--token-file: cannot be read"):
-        given_token(str(tmp_path / "nothing"), {})
+        given_token(str(tmp_path / "nothing"))

@@ -95,7 +95,7 @@ class _Stretch:
     end: int
 
 
-def read_steps(path: Path, most_points: int = MOST_POINTS) -> StepFigures:
+def read_steps(path: Path) -> StepFigures:
     """Read the steps of a run, which may be training.
 
     If there is no file, there are no steps. A line that is not complete is left out.
@@ -107,7 +107,7 @@ def read_steps(path: Path, most_points: int = MOST_POINTS) -> StepFigures:
         with open(path, "rb") as file:
             stretches, evaluations = _survey(file)
             steps = sum(stretch.last - stretch.first + 1 for stretch in stretches)
-            figures = _points(_chunks(file, stretches), max(-(-steps // most_points), 1))
+            figures = _points(_chunks(file, stretches), max(-(-steps // MOST_POINTS), 1))
     except FileNotFoundError:
         return _points(iter(()), 1)
     figures.evaluations = evaluations

@@ -164,12 +164,11 @@ def merged(before: Iterator[ExportRows], changes: Iterator[ExportRows]) -> Itera
     If both sources have a row, the one of `changes` is used. One batch of each source is in memory
     at a time.
     """
+    before, changes = (filter(len, source) for source in (before, changes))
     waiting = next(changes, None)
     for rows in before:
-        if not len(rows):
-            continue
         among = [rows]
-        while waiting is not None and len(waiting):
+        while waiting is not None:
             due = int(np.searchsorted(waiting.ids, rows.ids[-1], side="right"))
             among.append(_part(waiting, slice(0, due)))
             if due < len(waiting):

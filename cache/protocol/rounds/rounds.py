@@ -464,8 +464,7 @@ class Rounds:
         self.checked.take_parity(parity)
         stats.rows_decoded = self.checked.take_rows(fetches)
         stats.parity_rows_read = sum(len(read.fields) for _, read in parity)
-        stats.bytes_read = sum(planned.read.rows.nbytes for _, planned in planned_reads)
-        stats.bytes_read += sum(read.rows.nbytes for _, read in parity)
+        stats.bytes_read = sum(read.rows.nbytes for _, read in reads)
         if parity:
             self._on_action("parity rows read")
         return stats

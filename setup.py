@@ -5,8 +5,10 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ONNX = ["onnx>=1.17", "onnxscript>=0.2"]
+METRICS = ["prometheus-client>=0.20"]
 TEST = [
     *ONNX,
+    *METRICS,
     "onnxruntime>=1.20",
     # For the example that is a notebook.
     "nbclient>=0.10",
@@ -53,6 +55,6 @@ setup(
         "tensorboard>=2.15",
         "tqdm>=4.60",
     ],
-    extras_require={"onnx": ONNX, "test": TEST, "dev": TEST + LINT + BENCH},
+    extras_require={"onnx": ONNX, "metrics": METRICS, "test": TEST, "dev": TEST + LINT + BENCH},
     entry_points={"console_scripts": ["foreload = foreload.__main__:main"]},
 )

@@ -91,6 +91,7 @@ class TrainSettings(TypedDict, total=False):
     keep: int
     stop_early: str | None
     history: Path
+    metrics: int | str | None
     no_report: bool
     until_full: bool
     follow: bool

@@ -63,6 +63,7 @@ from foreload.trainer.run import history
 from foreload.trainer.run.directory import METRICS, STORES, SUMMARY, Run, check_free, locked
 from foreload.trainer.run.event_log import CallBegan, EventLog
 from foreload.trainer.run.manifest import Manifest, Status, new_manifest, rates_text
+from foreload.trainer.run.metrics_server import MetricsServer
 from foreload.trainer.run.model_code import check_code, code_of, note_code
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_trainable, resumed, why_ended
@@ -306,11 +307,22 @@ class Launcher:
         self._auto = job.resume == AUTO
         self._group: TrainerGroup | None = None  # set when the trainers are about to start
         self._events: EventLog  # set once this call has the run
+        self._metrics: MetricsServer | None = None
         # A scheduler starts the other trainers itself, each as a call of `train`.
         self._spawned = range(1) if meeting is not None else range(job.trainers_here)
 
     def run(self) -> Ending | None:
         """Train; see `train`. Returns None if there was no step to train."""
+        with contextlib.ExitStack() as stack:
+            if (at := self._job.metrics) is not None:
+                self._metrics = MetricsServer(*at)
+                stack.callback(self._metrics.close)
+                sys.stderr.write(f"metrics for Prometheus: {self._metrics.url}\n")
+                if not at.is_loopback:
+                    sys.stderr.write(f"foreload: warning: --metrics: whoever reaches {at.host} can read the run's figures\n")
+            return self._run()
+
+    def _run(self) -> Ending | None:
         schedule, model = self._look_at_job()
         self._layouts = model.layouts
         self._profiling = Profiling(self._job, schedule, model)
@@ -539,7 +551,17 @@ class Launcher:
             self._profiling.begin(run, start, urls)
             job, machines = replace(self._job, namespace=manifest.namespace), ONE_MACHINE if hosts is None else hosts.machines
             call = TrainingCall(
-                job, run, manifest, start, schedule, self._layouts, events, self._observer, self._interrupts, machines
+                job,
+                run,
+                manifest,
+                start,
+                schedule,
+                self._layouts,
+                events,
+                self._observer,
+                self._interrupts,
+                machines,
+                self._metrics,
             )
             shards = StoreShards(call, urls, local)
             shards.memory = stack.enter_context(self._watched_memory(run, schedule, start, shards.urls))

@@ -345,6 +345,10 @@ class TrainJob:
         "", local, "file for the profile that a run records at its end, for foreload history and plan; by default in the user's data folder", _CALL,
         metavar="FILE|off", stated=False,
     )  # fmt: skip
+    metrics: Place | None = setting(
+        None, Place.parse_local, "serve the run's figures to Prometheus at /metrics, and /healthz; without a host on 127.0.0.1, with port 0 on a "
+        "free port", _CALL, metavar="[HOST:]PORT", stated=False,
+    )  # fmt: skip
     no_report: bool = setting(
         False, switch, "do not write RUN/report.html at the end; `foreload report` can write it at any time", _CALL, form="switch", stated=False
     )  # fmt: skip

@@ -79,6 +79,28 @@ class Place(NamedTuple):
             raise SettingError(f"{flag}: must be HOST:PORT, such as 10.0.0.1:5000; got {value!r}")
         return cls(match[1].strip("[]"), int(match[2]))
 
+    @classmethod
+    def parse_local(cls, flag: str, value: Any) -> Place:
+        """Parse [HOST:]PORT, as `parse` does. Without a host it is 127.0.0.1; 0 is any free port.
+
+        Raises SettingError.
+        """
+        if isinstance(value, Place):
+            return value
+        text = f"127.0.0.1:{value}" if re.fullmatch(r"\d{1,5}", str(value)) else value
+        host, _, port = str(text).rpartition(":")
+        if port.strip("0") == "" and port:
+            return cls.parse(flag, f"{host}:1")._replace(port=0)
+        try:
+            return cls.parse(flag, text)
+        except SettingError as error:
+            raise SettingError(f"{flag}: must be PORT or HOST:PORT, such as 9100; got {value!r}") from error
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only processes of this machine reach it."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 

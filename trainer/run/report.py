@@ -146,6 +146,22 @@ class _Sums:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class LastCheckpoint:
+    """The checkpoint that was saved last.
+
+    Attributes:
+        at: when it was saved, in seconds since 1970.
+        bytes: the size of its own files.
+        stalled: for how many seconds training stood still for it.
+    """
+
+    step: int
+    at: float
+    bytes: int
+    stalled: float
+
+
 class RunReport:
     """Merges the trainers' reports and shows them to the user.
 
@@ -204,6 +220,8 @@ class RunReport:
         self._first_step = first_step
         self._unwritten = False
         self.last_step = first_step - 1
+        self.last_loss: float | None = None
+        self.last_checkpoint: LastCheckpoint | None = None
         self._keep_after: int | None = None
         # The totals after the step given to `keep_totals`, once all trainers have reported that
         # step.
@@ -246,7 +264,7 @@ class RunReport:
         del self._waiting[step]
         line = merged([reports[member] for member in sorted(reports)]) | self._instead.pop(step, {})
         self.totals.add_line(line)
-        self.last_step = line["step"]
+        self.last_step, self.last_loss = line["step"], line["loss"]
         self._keep()
         self._recent.add(line)
         self._interval.add(line)
@@ -273,6 +291,8 @@ class RunReport:
 
     def checkpoint(self, fields: Mapping[str, Any]) -> None:
         """Record that a checkpoint was saved, or could not be saved."""
+        if "failed" not in fields:
+            self.last_checkpoint = LastCheckpoint(fields["step"], time.time(), fields["bytes"], fields["seconds_stalled"])
         with self._kept_if_possible():
             self._write({"kind": "checkpoint", **fields})
 
@@ -300,7 +320,7 @@ class RunReport:
         with self._kept_if_possible():
             if written not in self._reported:
                 self._metrics.write(written)
-                for name, value in _metric_scalars(line):
+                for name, value in metric_scalars(line):
                     self._board.add_scalar("/".join(filter(None, ("evaluation", report.set, name))), value, report.step)
         place = (f", step {report.step}" if self._is_within_epoch(report.step) else "") + (
             f", {report.set}" if report.set else ""
@@ -406,8 +426,8 @@ def metrics_of_set(line: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if name in ("samples", *_METRICS, *_FURTHER_METRICS)}
 
 
-def _metric_scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the metrics of an evaluation line, by their names in TensorBoard.
+def metric_scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the metrics of an evaluation line, by their names in TensorBoard and Prometheus.
 
     With several labels, each label's metrics follow under LABEL/.
     """
@@ -415,7 +435,7 @@ def _metric_scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         if name in (*_METRICS, *_FURTHER_METRICS) and isinstance(value, float):
             yield name, value
     for label, metrics in line.get("labels", {}).items():
-        yield from ((f"{label}/{name}", value) for name, value in _metric_scalars(metrics))
+        yield from ((f"{label}/{name}", value) for name, value in metric_scalars(metrics))
 
 
 def _finite(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,11 +10,12 @@ import signal
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, assert_never
 
 from foreload.base.errors import ForeloadError
-from foreload.cache.protocol.shards.shard_status import ServerUnreachable
+from foreload.cache.protocol.shards.shard_status import OK, ServerUnreachable
 from foreload.trainer.cluster.coordinator.checkpointing import Checkpointing
 from foreload.trainer.cluster.coordinator.control_socket import RequestQueue, RunRequests
 from foreload.trainer.cluster.coordinator.failures import Failures, GuestsRefused
@@ -65,7 +66,8 @@ from foreload.trainer.cluster.messages.trainers import (
 )
 from foreload.trainer.job.scheduler import under_scheduler
 from foreload.trainer.run.event_log import StopAsked, TrainerLost
-from foreload.trainer.run.report import RunReport
+from foreload.trainer.run.metrics_server import RunFigures, ShardFigures
+from foreload.trainer.run.report import RunReport, metric_scalars
 
 POLL = timedelta(milliseconds=30)  # between two polls for events and requests
 CHANGE_POLL = timedelta(milliseconds=2)  # the same while trainers wait for their next term
@@ -115,6 +117,7 @@ class Coordinator:
         self._training = False  # True once all trainers of the first term are ready
         self._stop_wanted = self._stop_published = False
         self._dead: dict[int, str] = {}  # trainer -> how its process ended
+        self._lost = 0  # trainers in this call
         # Whether a trainer failed, and the others have had their time to report why.
         self._lingered = False
 
@@ -182,6 +185,8 @@ class Coordinator:
         self.report.tick()
         self._call.events.step = self.report.last_step
         self._call.events.see_messages()
+        if (metrics := self._call.metrics) is not None:
+            metrics.poll(self.figures)
         self._heed_signals()
         return CHANGE_POLL if self._training and members.changing else POLL
 
@@ -241,6 +246,7 @@ class Coordinator:
             self._shards.on_term(self.members.term.members)
             for trainer in self.members.lost:
                 self.scaling.lost(trainer)
+            self._lost += len(self.members.lost)
         # Under a scheduler the number of trainers is fixed, since the scheduler starts them.
         if not under_scheduler():
             for trainer in self._trainers.take_offers(lambda: self.scaling.offer() if goes_on else None, self._plan.now.version):
@@ -411,6 +417,47 @@ class Coordinator:
                 case AskCheckpoint():
                     return "it is about to end; save a checkpoint once it is stopped"
         return None
+
+    def figures(self) -> RunFigures:
+        """Return the run's figures as they are now."""
+        call, report, term, shards = self._call, self.report, self.members.term, self._shards
+        replicas, memory, together = self._copies.status, shards.memory, shards.together
+        used = {} if memory is None else memory.used
+        # Trainers report a shard once it is not ok.
+        states = {shard: (one.state, one.rebuilt) for shard, one in enumerate(together.shards)}
+        slots = sum(copy.of for copy in replicas)
+        evaluated = report.evaluations[-1]["step"] if report.evaluations else None
+        return RunFigures(
+            run=str(call.run.path),
+            namespace=call.manifest.namespace,
+            state=self._phase,
+            step=report.last_step,
+            end_step=call.schedule.header.end_step,
+            term=term.number,
+            trainers=len(term.members),
+            lost=self._lost,
+            totals=replace(report.totals),
+            loss=report.last_loss,
+            evaluated=evaluated,
+            metrics={
+                (line.get("set", ""), name): value
+                for line in report.evaluations
+                if line["step"] == evaluated
+                for name, value in metric_scalars(line)
+            },
+            shards=tuple(
+                ShardFigures(shard, *states.get(shard, (OK, 1.0)), *used.get(shard, (None, None)))
+                for shard, url in enumerate(shards.urls)
+                if url
+            ),
+            exposed=len(self._copies.lacking),
+            seeded=sum(copy.slots for copy in replicas) / slots if slots else None,
+            migrated=together.migrated,
+            checkpoints_saved=self.checkpointing.saved,
+            checkpoints_failed=self.checkpointing.failed,
+            checkpoint=report.last_checkpoint,
+            stop_by=None if memory is None else memory.stop_by,
+        )
 
     def _status(self) -> RunStatus:
         term = self.members.term

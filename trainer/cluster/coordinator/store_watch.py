@@ -49,6 +49,8 @@ class StoreWatch:
             while everything known of the schedule fits.
         shortages: The servers that will be full.
         step: The last step known to be trained. The launcher sets it.
+        used: shard -> the bytes that its server uses, and their limit, as last measured. Only for
+            shards whose memory is forecast.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class StoreWatch:
         self.stop_by: int | None = None
         self.shortages: Sequence[Shortage] = ()
         self.step = start.step
+        self.used: dict[int, tuple[int, int | None]] = {}
         self._urls: Sequence[str] = ()
         self._warned: set[int] = set()  # shards of which the user was warned
         self._seen: dict[int, deque[float]] = {}
@@ -175,6 +178,7 @@ class StoreWatch:
             server.limit_bytes = int(info.get("maxmemory", 0)) or None
             rows = np.array([found[server.shard][lane].rows for lane in lanes])
             self._correct(memory, server, rows, counted_bytes(info), anew)
+        self.used = {shard: (counted_bytes(info), int(info.get("maxmemory", 0)) or None) for shard, info in infos.items()}
         self._conclude()
         for shortage in self.shortages:
             if shortage.shard not in self._warned:

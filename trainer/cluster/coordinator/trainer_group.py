@@ -120,6 +120,8 @@ class TrainerGroup:
         control = ControlSocket(run.path, self._requests.ask)
         try:
             coordinator.follow()
+            if call.metrics is not None:
+                call.metrics.conclude(coordinator.figures())
             term, ended = coordinator.members.term, coordinator.ended
             coordinator.checkpointing.finish(term.members, coordinator.wait)
             coordinator.moves.finish(ended, coordinator.wait)

@@ -22,6 +22,7 @@ from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import EventLog
 from foreload.trainer.run.manifest import Manifest, Status
+from foreload.trainer.run.metrics_server import MetricsServer
 
 
 def _say(line: str) -> None:
@@ -39,6 +40,7 @@ class TrainingCall:
         observer: Sees every event of a trainer, and allows or forbids restarts and kills in tests.
         interrupts: The signals that ask for an end.
         machines: The machine of each trainer. "" stands for this one.
+        metrics: Serves the run's figures. If None, they are not served.
         say: Called with each message for the user.
         clock: Returns the time in seconds.
     """
@@ -53,6 +55,7 @@ class TrainingCall:
     observer: RunObserver
     interrupts: Interrupts
     machines: Mapping[int, str] = field(default_factory=dict)
+    metrics: MetricsServer | None = None
     say: Callable[[str], None] = _say
     clock: Callable[[], float] = time.monotonic
 

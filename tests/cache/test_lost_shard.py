@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from grids import covering
 from lane_program import LAYOUTS, SEED, make_program
-from lane_runs import arriving, ending, plan, run_lane, with_base
+from lane_runs import Recording, arriving, ending, plan, run_lane, with_base
 from lost_shards import LANES, PATIENCE, Disturber, check_lost, check_rebuilt, empty, kill, restart, run, undisturbed
 from serving import serving
 
@@ -181,6 +181,39 @@ def test_rows_that_another_run_deleted_are_not_told_as_lost(
 
     with pytest.raises(NamespaceInUse, match="namespace t now belongs to another run, which deleted this run's rows"):
         run(stores, tmp_path / "logs", k, r, Disturber({moment: take}))
+
+
+class ReadPhases(Recording):
+    """A Store that adds up the bytes of the reads that it is asked for in read phases of rounds."""
+
+    expected = False
+    bytes = 0
+
+    def attempt(self, reads: Sequence[Read], writes: Sequence[Write]) -> dict[int, StoreError]:
+        if self.expected:
+            self.expected = False
+            self.bytes += sum(read.rows.nbytes for read in reads)
+        return super().attempt(reads, writes)
+
+
+def test_bytes_fetched_are_those_of_reads_that_were_sent(stores: LocalStores, tmp_path: Path) -> None:
+    acknowledged: list[str] = []
+
+    def act(action: str) -> None:
+        store.expected = store.expected or action in ("data leaves", "fetch leaves", "parity rows asked for")
+        if action == "data acknowledged":
+            acknowledged.append(action)
+            if len(acknowledged) == 4:
+                kill(stores, 1)
+
+    with ReadPhases(stores.urls) as store:
+        stored = StoredRows(store, Placement.spread(3, 2, 1), LAYOUTS, "t")
+        program = make_program(1, 25)
+        with serving(stored, [LanePlan(0, plan(program))], SEED, log=FileLog(tmp_path / "logs"), on_action=act) as traffic:
+            run_lane(traffic, 0, program)
+        counters = traffic.counters()
+    assert counters.rows_decoded > 0
+    assert counters.bytes_fetched == store.bytes
 
 
 def test_a_shard_that_dies_after_the_last_write_is_noticed_at_the_end(stores: LocalStores, tmp_path: Path) -> None:

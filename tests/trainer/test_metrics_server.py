@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -94,7 +95,8 @@ def test_a_supervisor_learns_whether_the_coordinator_stalls(server: MetricsServe
     assert read(health) == (200, '{"state": "training", "step": 7, "silent_seconds": 30.0}')
     now[0] += 1
     assert read(health)[0] == 503
-    server.conclude(replace(FIGURES, state="ending"))  # what follows may take long, and is no stall
+    server.rest()  # what follows may take long, and is no stall
+    server.conclude(replace(FIGURES, state="ending"))
     assert read(health) == (200, '{"state": "ending", "step": 7, "silent_seconds": 0.0}')
     assert read(server.url.replace("metrics", "other"))[0] == 404
 
@@ -112,13 +114,26 @@ def test_a_sample_without_a_value_is_left_out(server: MetricsServer) -> None:
 
 def test_a_client_that_goes_away_harms_nothing(server: MetricsServer, capfd: pytest.CaptureFixture[str]) -> None:
     server.conclude(FIGURES)
+    before = set(threading.enumerate())
     host, port = "127.0.0.1", int(server.url.split(":")[2].split("/")[0])
     for sent in (b"", b"GET /metrics HTTP/1.1\r\n", b"\x00\xff" * 100 + b"\r\n\r\n", b"GET /metrics HTTP/1.1\r\n\r\n"):
         with socket.create_connection((host, port)) as client:
             client.sendall(sent)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
     assert value(scraped(server.url), "foreload_step") == 7
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
     assert capfd.readouterr().err == ""
+
+
+def test_a_fault_of_the_server_itself_is_shown(server: MetricsServer, capfd: pytest.CaptureFixture[str]) -> None:
+    before = set(threading.enumerate())
+    server.conclude(replace(FIGURES, run="\udcff"))  # what UTF-8 cannot have; the coordinator replaces it
+    with pytest.raises(OSError, match="without response"):
+        urllib.request.urlopen(server.url, timeout=60)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    assert "UnicodeEncodeError" in capfd.readouterr().err
 
 
 def test_an_address_that_is_taken_is_refused_before_anything_is_made(server: MetricsServer, tmp_path: Path) -> None:
@@ -172,6 +187,22 @@ def test_a_run_serves_what_it_reports_in_its_folder(tmp_path: Path, hold: Hold) 
 
 def test_the_page_lists_every_metric() -> None:
     assert table_fields(ROOT / "docs" / "monitoring.md", "The metrics") == NAMES
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("localhost", True),
+        ("::1", True),
+        ("0.0.0.0", False),
+        ("127.evil.com", False),
+        ("::", False),
+    ],
+)
+def test_only_loopback_addresses_pass_for_such(host: str, loopback: bool) -> None:
+    assert Place(host, 1).is_loopback is loopback
 
 
 @pytest.mark.parametrize("file", ["prometheus/foreload.rules.yml", "grafana/foreload.json"])

@@ -5,6 +5,7 @@ Each value is written again as it was given.
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from collections.abc import Mapping
@@ -89,17 +90,18 @@ class Place(NamedTuple):
             return value
         text = f"127.0.0.1:{value}" if re.fullmatch(r"\d{1,5}", str(value)) else value
         host, _, port = str(text).rpartition(":")
-        if port.strip("0") == "" and port:
-            return cls.parse(flag, f"{host}:1")._replace(port=0)
         try:
-            return cls.parse(flag, text)
+            return cls.parse(flag, f"{host}:1")._replace(port=0) if port and not port.strip("0") else cls.parse(flag, text)
         except SettingError as error:
             raise SettingError(f"{flag}: must be PORT or HOST:PORT, such as 9100; got {value!r}") from error
 
     @property
     def is_loopback(self) -> bool:
         """Whether only processes of this machine reach it."""
-        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

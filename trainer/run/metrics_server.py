@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -53,12 +54,12 @@ class RunFigures:
     Attributes:
         step: the last step that all trainers have finished.
         end_step: the step after the schedule's last one, as far as it is known.
-        lost: how many trainers were lost in this call.
+        lost: how many trainers this call has lost and survived.
         loss: the mean loss of that step's samples, or None if this call has finished none.
         evaluated: the step of the last evaluation, or None if this call has made none.
         metrics: (evaluation set, metric) -> value, of the last evaluation.
-        exposed: how many lanes have no complete replica.
-        seeded: the share of the replicas' slots that is seeded, or None without replicas.
+        exposed: how many lanes have no complete replica, or None if the run has no replicas.
+        seeded: the share of the replicas' slots that is seeded, or None if it is not known.
         migrated: the share of rows that have moved; 1 if no migration is under way.
         checkpoint: None if this call has saved none.
         stop_by: the step by which training must stop, since store servers will be full, or None.
@@ -77,7 +78,7 @@ class RunFigures:
     evaluated: int | None = None
     metrics: Mapping[tuple[str, str], float] = field(default_factory=dict)
     shards: tuple[ShardFigures, ...] = ()
-    exposed: int = 0
+    exposed: int | None = None
     seeded: float | None = None
     migrated: float = 1.0
     checkpoints_saved: int = 0
@@ -141,7 +142,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("foreload_evaluation", "Metrics of the last evaluation.", lambda f: list(f.metrics.items()), ("set", "metric")),
     Family("foreload_term", "The term; each change of the trainers begins one.", _one(lambda f: f.term)),
     Family("foreload_trainers", "Trainers of the term.", _one(lambda f: f.trainers)),
-    Family("foreload_trainers_lost", "Trainers lost in this call.", _one(lambda f: f.lost), counter=True),
+    Family("foreload_trainers_lost", "Trainers that this call has lost and survived.", _one(lambda f: f.lost), counter=True),
     Family("foreload_lanes_exposed", "Lanes without a complete replica on another trainer.", _one(lambda f: f.exposed)),
     Family("foreload_replicas_seeded_ratio", "Share of the replicas' slots that is seeded.", _one(lambda f: f.seeded)),
     Family(
@@ -234,9 +235,13 @@ class MetricsServer:
             self._due = now + PUBLISH_SECONDS
             self._figures = figures()
 
+    def rest(self) -> None:
+        """Note that the coordinator's loop need not run until the next `poll`."""
+        self._seen = None
+
     def conclude(self, figures: RunFigures) -> None:
-        """Publish the last figures. The coordinator's loop need not run any more."""
-        self._figures, self._seen = figures, None
+        """Publish the last figures."""
+        self._figures = figures
 
     def close(self) -> None:
         """Stop to listen."""
@@ -275,6 +280,7 @@ class MetricsServer:
 def _http_server(metrics: MetricsServer, registry: Any, host: str, port: int) -> ThreadingHTTPServer:
     # The modules that only this server needs are loaded here, since few runs have one.
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+    from socketserver import TCPServer
 
     from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -307,7 +313,14 @@ def _http_server(metrics: MetricsServer, registry: Any, host: str, port: int) ->
         daemon_threads = True
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
-        def handle_error(self, *_: object) -> None:
-            """Print nothing when a client breaks the connection off."""
+        def server_bind(self) -> None:
+            """Bind the socket. HTTPServer would also look the host's name up, which may take long."""
+            TCPServer.server_bind(self)
+            self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Print nothing if a client broke the connection off."""
+            if not isinstance(sys.exception(), OSError):
+                super().handle_error(request, client_address)
 
     return Server((host, port), Handler)

@@ -6,6 +6,7 @@ It follows the trainers from their start to their end, and meanwhile answers use
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections.abc import Mapping
@@ -428,7 +429,7 @@ class Coordinator:
         slots = sum(copy.of for copy in replicas)
         evaluated = report.evaluations[-1]["step"] if report.evaluations else None
         return RunFigures(
-            run=str(call.run.path),
+            run=os.fsencode(call.run.path).decode(errors="replace"),
             namespace=call.manifest.namespace,
             state=self._phase,
             step=report.last_step,
@@ -450,8 +451,9 @@ class Coordinator:
                 for shard, url in enumerate(shards.urls)
                 if url
             ),
-            exposed=len(self._copies.lacking),
-            seeded=sum(copy.slots for copy in replicas) / slots if slots else None,
+            exposed=len(self._copies.lacking) if replicas else None,
+            # Until every holder has reported, the share is not known.
+            seeded=sum(copy.slots for copy in replicas) / slots if replicas and all(copy.of for copy in replicas) else None,
             migrated=together.migrated,
             checkpoints_saved=self.checkpointing.saved,
             checkpoints_failed=self.checkpointing.failed,

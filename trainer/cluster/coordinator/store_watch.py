@@ -50,7 +50,7 @@ class StoreWatch:
         shortages: The servers that will be full.
         step: The last step known to be trained. The launcher sets it.
         used: shard -> the bytes that its server uses, and their limit, as last measured. Only for
-            shards whose memory is forecast.
+            servers with a limit, and not during a migration.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class StoreWatch:
         self.stop_by: int | None = None
         self.shortages: Sequence[Shortage] = ()
         self.step = start.step
-        self.used: dict[int, tuple[int, int | None]] = {}
+        self.used: dict[int, tuple[int, int]] = {}
         self._urls: Sequence[str] = ()
         self._warned: set[int] = set()  # shards of which the user was warned
         self._seen: dict[int, deque[float]] = {}
@@ -160,12 +160,14 @@ class StoreWatch:
         anew = placement is not self._known
         # During a migration the placement does not say where each row is.
         if placement.migrating or (self._memory is None and not anew):
+            self.used = {}
             return
         with Store.connect(asked(self._urls), self._job.store_silence, 1) as store:
             if anew:
                 self._memory, self._known = self._forecast(placement, store), placement
                 self._seen.clear()
             if (memory := self._memory) is None:
+                self.used = {}
                 self._conclude()
                 return
             memory.advance()
@@ -178,7 +180,8 @@ class StoreWatch:
             server.limit_bytes = int(info.get("maxmemory", 0)) or None
             rows = np.array([found[server.shard][lane].rows for lane in lanes])
             self._correct(memory, server, rows, counted_bytes(info), anew)
-        self.used = {shard: (counted_bytes(info), int(info.get("maxmemory", 0)) or None) for shard, info in infos.items()}
+        limits = {shard: int(info.get("maxmemory", 0)) for shard, info in infos.items()}
+        self.used = {shard: (counted_bytes(infos[shard]), limit) for shard, limit in limits.items() if limit}
         self._conclude()
         for shortage in self.shortages:
             if shortage.shard not in self._warned:

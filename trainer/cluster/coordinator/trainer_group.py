@@ -119,13 +119,18 @@ class TrainerGroup:
         rendezvous.publish(spec)
         control = ControlSocket(run.path, self._requests.ask)
         try:
-            coordinator.follow()
-            if call.metrics is not None:
-                call.metrics.conclude(coordinator.figures())
+            try:
+                coordinator.follow()
+            finally:
+                # What comes next, such as the wait for another host, may take long.
+                if call.metrics is not None:
+                    call.metrics.rest()
             term, ended = coordinator.members.term, coordinator.ended
             coordinator.checkpointing.finish(term.members, coordinator.wait)
             coordinator.moves.finish(ended, coordinator.wait)
             left = [departed for trainer in term.left if (departed := rendezvous.poll(Departed, trainer)) is not None]
+            if call.metrics is not None:
+                call.metrics.conclude(coordinator.figures())
             ending = self._finish(coordinator, report, left)
             save_over_hosts(rendezvous, run, spec, term.number, ended)
             self.kept = keep_run(run, call.manifest, self.status, ended)

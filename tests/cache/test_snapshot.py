@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from lane_program import EVALUATION_SLOTS, LAYOUTS, SEED, SLOTS, STATE_WIDTH, WIDTH, LaneProgram, Truth, make_program, train_slots
 from lane_runs import ending, plan
-from lost_shards import kill
+from lost_shards import DEADLINE_SECONDS, kill
 from serving import serving
 
 from foreload.cache.client.local import LocalStores
@@ -121,7 +121,7 @@ class Reader(threading.Thread):
 
     def rows(self) -> dict[int, dict[Row, tuple[int, int, np.ndarray]]]:
         """What came, once it is through: by lane, table and id, the ordinal, the tag and the value; each row came once."""
-        self.join(30)
+        self.join(DEADLINE_SECONDS)
         assert not self.is_alive()
         assert self.failure is None
         found: dict[int, dict[Row, tuple[int, int, np.ndarray]]] = {lane: {} for lane in LANES}
@@ -220,7 +220,7 @@ class Gate:
         """Let all through, at once, and wait until it is read."""
         reader.snapshot.throttled = False
         self.open(traffic, 1 << 30)
-        reader.join(30)
+        reader.join(DEADLINE_SECONDS)
 
 
 @pytest.mark.parametrize("r", [0, 1], ids=["off", "2+1"])
@@ -276,7 +276,7 @@ def test_what_a_round_has_brought_as_a_snapshot_begins_is_staged_or_passes_throu
         if step == at - 1:
             wanted.set()
         if step == at:
-            assert brought.wait(10)
+            assert brought.wait(DEADLINE_SECONDS)
             values.append(training.values())
             readers.append(Reader(training.begin(step)))
             begun.set()
@@ -312,7 +312,7 @@ def test_of_rows_that_did_not_change_since_a_step_none_is_taken(
         if step == STEPS:
             readers[0].snapshot.throttled = False
             training.traffic._monitor.wake()
-            readers[0].join(30)
+            readers[0].join(DEADLINE_SECONDS)
 
     train(servers, tmp_path / "log", r, programs, behind)
     check(readers[0], programs, values[0], at, since)
@@ -343,7 +343,7 @@ def test_what_is_on_its_way_to_the_store_is_read_when_it_is_there(servers: Local
 
 def assert_set(event: threading.Event) -> None:
     """Wait for an event."""
-    assert event.wait(30)
+    assert event.wait(DEADLINE_SECONDS)
 
 
 @pytest.mark.parametrize("at", [4, 12])
@@ -388,7 +388,7 @@ def test_a_lane_that_goes_a_further_snapshot_or_the_end_abandons_it(
 
     train(servers, tmp_path / "log", 0, programs, behind)
     for reader in readers:
-        reader.join(30)
+        reader.join(DEADLINE_SECONDS)
     why = [str(reader.failure) for reader in readers]
     assert why == ["another snapshot began", "another snapshot began", "the trainer's lanes change", "training is over"]
 

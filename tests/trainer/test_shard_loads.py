@@ -13,6 +13,8 @@ from foreload.cache.rows.row_bytes import fields
 from foreload.trainer.run import shard_loads
 
 EXCHANGES = 60
+LATER_SECONDS = (0.05, 0.5, 5.0)
+"""By how much answers come later: the least that is more than what else keeps answers on this machine."""
 
 
 def exchanged(urls: Sequence[str], rows_of: Sequence[int] = (100, 100, 100)) -> dict[int, ShardLoad]:
@@ -31,9 +33,11 @@ def exchanged(urls: Sequence[str], rows_of: Sequence[int] = (100, 100, 100)) -> 
 
 
 def test_a_shard_with_slow_answers_is_named_with_what_it_costs(urls: Sequence[str]) -> None:
-    with delayed(urls[2], 0.03) as slow:
-        loads = exchanged([*urls[:2], slow])
-    told = shard_loads.reports(loads, EXCHANGES)
+    for seconds in LATER_SECONDS:
+        with delayed(urls[2], seconds) as slow:
+            told = shard_loads.reports(exchanged([*urls[:2], slow]), EXCHANGES)
+        if told[2]["slow"] is not None:
+            break
     assert [one["exchanges"] for one in told] == [EXCHANGES] * 3
     assert [one["slow"] is not None for one in told] == [False, False, True]
     assert told[2]["ms_answer"] >= 30
@@ -58,17 +62,20 @@ def test_equal_shards_are_never_named() -> None:
 
 
 def test_answers_of_late_count_also_where_one_shard_alone_is_asked(urls: Sequence[str]) -> None:
-    with delayed(urls[2], 0.05) as slow, Store([*urls[:2], slow]) as store:
-        for _ in range(4):
-            store.exchange(
-                [], [Write(shard, b"loads", fields(0, np.arange(1)), np.zeros((1, 4), np.uint8)) for shard in range(2)]
-            )
-            store.command(2, "PING")
-        recent = dict(store.recent_seconds)
-        assert 2 not in store.loads  # which is of those that are asked together
-        for shard in range(3):
-            assert (slower(shard, recent, 3.0, 0.015) is not None) == (shard == 2)
-        store.forget_loads()
-        assert not store.recent_seconds
-        store.command(0, "UNLINK", "loads")
-        store.command(1, "UNLINK", "loads")
+    for seconds in LATER_SECONDS:
+        with delayed(urls[2], seconds) as slow, Store([*urls[:2], slow]) as store:
+            for _ in range(4):
+                store.exchange(
+                    [], [Write(shard, b"loads", fields(0, np.arange(1)), np.zeros((1, 4), np.uint8)) for shard in range(2)]
+                )
+                store.command(2, "PING")
+            recent = dict(store.recent_seconds)
+            assert 2 not in store.loads  # which is of those that are asked together
+            store.forget_loads()
+            assert not store.recent_seconds
+            store.command(0, "UNLINK", "loads")
+            store.command(1, "UNLINK", "loads")
+        slow_ones = [shard for shard in range(3) if slower(shard, recent, 3.0, 0.015) is not None]
+        if slow_ones == [2]:
+            break
+    assert slow_ones == [2]

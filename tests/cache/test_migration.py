@@ -365,30 +365,32 @@ def test_a_shard_that_dies_once_its_rows_have_left_it_is_not_looked_for(
     claim(store, NAMESPACE, {"run": "x"}, "new")
     owner = Owner(store, histories, tmp_path, case.before, ownership).begin()
     assert owner.traffic is not None
+    connected, seen, over = threading.Event(), threading.Event(), threading.Event()
+
+    class HeldStore(Store):
+        """It has reached the server, which is not noted yet."""
+
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            connected.set()
+            seen.wait()
+
+        def close(self) -> None:
+            super().close()
+            if connected.is_set():
+                over.set()
+
     owner.train(8)
     move(owner, case.migrating, stores.urls)
     assert owner.traffic.repair_shards(TIMEOUT) == []
+    if looks == "already":
+        # Before the shard dies: whoever looks for it waits for the server, and may have begun to.
+        monkeypatch.setattr("foreload.cache.protocol.rounds.failover.Store", HeldStore)
     kill(stores, 1)
     owner.traffic.probe()
     assert owner.traffic.shards.lost == [1]
     settled = owner.stored.placement.completed()
     if looks == "already":
-        connected, seen, over = threading.Event(), threading.Event(), threading.Event()
-
-        class HeldStore(Store):
-            """It has reached the server, which is not noted yet."""
-
-            def __init__(self, *given: Any) -> None:
-                super().__init__(*given)
-                connected.set()
-                seen.wait()
-
-            def close(self) -> None:
-                super().close()
-                if connected.is_set():
-                    over.set()
-
-        monkeypatch.setattr("foreload.cache.protocol.rounds.failover.Store", HeldStore)
         assert stores.restart(1)
         assert connected.wait(DEADLINE_SECONDS)
         owner.traffic.migration.complete(settled)

@@ -509,9 +509,10 @@ class World:
         return self.failed is not None or self.coordinator.all_ended
 
     def settle(self) -> None:
-        """Without further faults: the trainers train on, or the job ends. Raises Broken where they do neither."""
+        """Without further faults, of disks neither: the trainers train on, or the job ends. Raises Broken where they do neither."""
         for one in self.trainers:
             one.stands_still = False
+        self.checkpoints.spared = True
         members, begun, published = self.coordinator.members, None, len(self.checkpoints.published)
         due = int(self.call.job.checkpoint_every is not None)
         further = 3 if self.call.job.keep_best is None else 9  # so that an evaluation is among them

@@ -127,6 +127,8 @@ class CoordinatedCheckpoints(Checkpointing):
         super().__init__(call, rendezvous, plan, report)
         self.work, self.drafts, self.published = LateWork(), list[Draft](), list[int]()
         self._folder_work, self._draw = self.work, draw
+        # Disks and memory suffice from now on. Otherwise one checkpoint in two fails, and sometimes all of a dozen do.
+        self.spared = False
         self.evaluated_steps, self.missing = dict[int, float](), set[int]()
         self._best.note = self._note_best  # type: ignore[method-assign]
         self._best.warn_missing = lambda best, why: self.missing.add(best.step)  # type: ignore[method-assign]
@@ -157,9 +159,11 @@ class CoordinatedCheckpoints(Checkpointing):
         outcome = self._draw.random()
 
         def opened() -> Opened:
-            if outcome < 0.1:
+            if self.spared:
+                pass
+            elif outcome < 0.1:
                 raise FolderBusy("another process saves one there")
-            if outcome < 0.15:
+            elif outcome < 0.15:
                 raise CheckpointError("the disk is full")
             draft = Draft(Path("/drafts") / str(len(self.drafts)))
             self.drafts.append(draft)
@@ -224,7 +228,7 @@ class MemberCheckpoints(TrainerCheckpoints):
 
     def _take(self, wanted: CheckpointPlan, trainer: object, step: int) -> None:
         owned = frozenset(self._trainer.owned)
-        if self._world.draw.random() < 0.05:
+        if self._world.draw.random() < 0.05 and not self._world.checkpoints.spared:
             raise MemoryError
         if any(self._trainer.knows[lane] != step for lane in owned):
             raise Broken(
@@ -273,7 +277,7 @@ class MemberCheckpoints(TrainerCheckpoints):
         if part is None or not part.alive:
             return
         part.alive = False
-        if self._world.draw.random() < 0.1:
+        if self._world.draw.random() < 0.1 and not self._world.checkpoints.spared:
             part.failure = "the disk is full"
             return
         for draft in self._world.checkpoints.drafts:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from foreload.cache.rows.device_copies import upload
 from foreload.trainer.compute.reports import LabelMetrics
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.diagnosis import raised_at
@@ -298,7 +299,7 @@ class TrainingLoss:
         if weights is None and self._is_log_loss:
             return None
         if self.own is not None:
-            given = torch.from_numpy(np.array(labels, np.float32)).to(outputs.device)
+            given = upload(labels, outputs.device)
             losses = self.own(outputs, given.reshape(outputs.shape)).double().cpu().numpy()
         else:
             columns = outputs.cpu().numpy().reshape(labels.shape).T

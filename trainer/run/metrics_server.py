@@ -117,7 +117,8 @@ def _of_checkpoint(read: Callable[[LastCheckpoint], float]) -> Callable[[RunFigu
 def _summed(prefix: str) -> Callable[[RunFigures], _Samples]:
     """Return the sums of the figures whose names begin with `prefix`, labelled by the rest."""
     names = [figure.name for figure in SUMMED if figure.name.startswith(prefix)]
-    return lambda figures: [((name.removeprefix(prefix) or "all",), getattr(figures.totals, name)) for name in names]
+    kinds = [(name.removeprefix(prefix).lstrip("_") or "all", name) for name in names]
+    return lambda figures: [((kind,), getattr(figures.totals, name)) for kind, name in kinds]
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -129,14 +130,8 @@ FAMILIES: tuple[Family, ...] = (
     Family("foreload_steps", "Steps trained, over all calls of the run.", _one(lambda f: f.totals.steps), counter=True),
     Family("foreload_samples", "Samples trained.", _one(lambda f: f.totals.samples), counter=True),
     Family("foreload_loss", "The mean loss over the samples of the last step.", _one(lambda f: f.loss)),
-    Family(
-        "foreload_step_seconds",
-        "Time of the steps: all of it, and its parts.",
-        lambda f: [((name.lstrip("_"),), value) for (name,), value in _summed("seconds")(f)],
-        ("part",),
-        counter=True,
-    ),
-    Family("foreload_rows", "Rows of the steps, by what happened to them.", _summed("rows_"), ("kind",), counter=True),
+    Family("foreload_step_seconds", "Time of the steps: all of it, and its parts.", _summed("seconds"), ("part",), counter=True),
+    Family("foreload_rows", "Rows of the steps, by what happened to them.", _summed("rows"), ("kind",), counter=True),
     Family("foreload_sent_bytes", "Bytes between trainers.", _one(lambda f: f.totals.bytes_sent), counter=True),
     Family("foreload_evaluation_step", "The step of the last evaluation.", _one(lambda f: f.evaluated)),
     Family("foreload_evaluation", "Metrics of the last evaluation.", lambda f: list(f.metrics.items()), ("set", "metric")),

@@ -421,21 +421,21 @@ class Coordinator:
 
     def figures(self) -> RunFigures:
         """Return the run's figures as they are now."""
-        call, report, term, shards = self._call, self.report, self.members.term, self._shards
-        replicas, memory, together = self._copies.status, shards.memory, shards.together
+        call, report, shards, status = self._call, self.report, self._shards, self._status()
+        replicas, memory = status.copies, shards.memory
         used = {} if memory is None else memory.used
         # Trainers report a shard once it is not ok.
-        states = {shard: (one.state, one.rebuilt) for shard, one in enumerate(together.shards)}
+        states = {shard: (one.state, one.rebuilt) for shard, one in enumerate(status.shards.shards)}
         slots = sum(copy.of for copy in replicas)
         evaluated = report.evaluations[-1]["step"] if report.evaluations else None
         return RunFigures(
             run=os.fsencode(call.run.path).decode(errors="replace"),
             namespace=call.manifest.namespace,
             state=self._phase,
-            step=report.last_step,
+            step=status.step,
             end_step=call.schedule.header.end_step,
-            term=term.number,
-            trainers=len(term.members),
+            term=status.term,
+            trainers=len(status.members),
             lost=self._lost,
             totals=replace(report.totals),
             loss=report.last_loss,
@@ -451,10 +451,10 @@ class Coordinator:
                 for shard, url in enumerate(shards.urls)
                 if url
             ),
-            exposed=len(self._copies.lacking) if replicas else None,
+            exposed=len(status.exposed) if replicas else None,
             # Until every holder has reported, the share is not known.
             seeded=sum(copy.slots for copy in replicas) / slots if replicas and all(copy.of for copy in replicas) else None,
-            migrated=together.migrated,
+            migrated=status.shards.migrated,
             checkpoints_saved=self.checkpointing.saved,
             checkpoints_failed=self.checkpointing.failed,
             checkpoint=report.last_checkpoint,

@@ -45,6 +45,7 @@ LANES = 4
 TRAINS = ("training", "evaluating")
 STAGES = ("can join", "forming", "ready", "evaluating", "behind the last step", "left", "next term", "ended")
 """At which a trainer may die."""
+FAILURES_LEFT = 3  # of disks and memory, after the last fault
 PATIENT_LOOKS = 4000  # after the last fault, within which the trainers must train on: far more than there ever are
 
 
@@ -509,10 +510,10 @@ class World:
         return self.failed is not None or self.coordinator.all_ended
 
     def settle(self) -> None:
-        """Without further faults, of disks neither: the trainers train on, or the job ends. Raises Broken where they do neither."""
+        """Without further faults, and soon none of disks either: the trainers train on, or the job ends. Raises Broken where they do neither."""
         for one in self.trainers:
             one.stands_still = False
-        self.checkpoints.spared = True
+        self.checkpoints.failures_left = FAILURES_LEFT
         members, begun, published = self.coordinator.members, None, len(self.checkpoints.published)
         due = int(self.call.job.checkpoint_every is not None)
         further = 3 if self.call.job.keep_best is None else 9  # so that an evaluation is among them

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -121,14 +122,15 @@ class StepCounts:
 
 
 class CoordinatedCheckpoints(Checkpointing):
-    """The coordinator's side, whose folders are drafts in memory. published: the steps of those that are there."""
+    """The coordinator's side, whose folders are drafts in memory. published: the steps of those that are there; failures_left: how often disks and
+    memory may still not suffice. (One checkpoint in two fails, so all of a dozen do now and then.)
+    """
 
     def __init__(self, call: TrainingCall, rendezvous: Rendezvous, plan: PublishedPlan, report: Any, draw: Random) -> None:
         super().__init__(call, rendezvous, plan, report)
         self.work, self.drafts, self.published = LateWork(), list[Draft](), list[int]()
         self._folder_work, self._draw = self.work, draw
-        # Disks and memory suffice from now on. Otherwise one checkpoint in two fails, and sometimes all of a dozen do.
-        self.spared = False
+        self.failures_left = inf
         self.evaluated_steps, self.missing = dict[int, float](), set[int]()
         self._best.note = self._note_best  # type: ignore[method-assign]
         self._best.warn_missing = lambda best, why: self.missing.add(best.step)  # type: ignore[method-assign]
@@ -155,15 +157,18 @@ class CoordinatedCheckpoints(Checkpointing):
         if (noted is None or noted.value > value) and step not in self.missing:
             raise Broken(f"the evaluation after step {step} was the best, {noted} is noted, and nobody is told")
 
+    def fails(self, chance: float) -> bool:
+        """Draw whether a disk, or memory, does not suffice now."""
+        failed = self._draw.random() < chance and self.failures_left > 0
+        self.failures_left -= failed
+        return failed
+
     def _open(self, saving: CheckpointUnderWay) -> None:
-        outcome = self._draw.random()
 
         def opened() -> Opened:
-            if self.spared:
-                pass
-            elif outcome < 0.1:
+            if self.fails(0.1):
                 raise FolderBusy("another process saves one there")
-            elif outcome < 0.15:
+            if self.fails(0.05):
                 raise CheckpointError("the disk is full")
             draft = Draft(Path("/drafts") / str(len(self.drafts)))
             self.drafts.append(draft)
@@ -228,7 +233,7 @@ class MemberCheckpoints(TrainerCheckpoints):
 
     def _take(self, wanted: CheckpointPlan, trainer: object, step: int) -> None:
         owned = frozenset(self._trainer.owned)
-        if self._world.draw.random() < 0.05 and not self._world.checkpoints.spared:
+        if self._world.checkpoints.fails(0.05):
             raise MemoryError
         if any(self._trainer.knows[lane] != step for lane in owned):
             raise Broken(
@@ -277,7 +282,7 @@ class MemberCheckpoints(TrainerCheckpoints):
         if part is None or not part.alive:
             return
         part.alive = False
-        if self._world.draw.random() < 0.1 and not self._world.checkpoints.spared:
+        if self._world.checkpoints.fails(0.1):
             part.failure = "the disk is full"
             return
         for draft in self._world.checkpoints.drafts:

@@ -6,9 +6,11 @@ from setuptools import find_packages, setup
 
 ONNX = ["onnx>=1.17", "onnxscript>=0.2"]
 METRICS = ["prometheus-client>=0.20"]
+MLFLOW = ["mlflow-skinny>=3.0"]
 TEST = [
     *ONNX,
     *METRICS,
+    *MLFLOW,
     "onnxruntime>=1.20",
     # For the example that is a notebook.
     "nbclient>=0.10",
@@ -55,6 +57,6 @@ setup(
         "tensorboard>=2.15",
         "tqdm>=4.60",
     ],
-    extras_require={"onnx": ONNX, "metrics": METRICS, "test": TEST, "dev": TEST + LINT + BENCH},
+    extras_require={"onnx": ONNX, "metrics": METRICS, "mlflow": MLFLOW, "test": TEST, "dev": TEST + LINT + BENCH},
     entry_points={"console_scripts": ["foreload = foreload.__main__:main"]},
 )

@@ -92,6 +92,8 @@ class TrainSettings(TypedDict, total=False):
     stop_early: str | None
     history: Path
     metrics: int | str | None
+    track: str | None
+    log_format: Literal["text", "json"]
     no_report: bool
     until_full: bool
     follow: bool

@@ -21,9 +21,6 @@ from foreload.base.errors import OutputLost
 # How long to wait for a reader that takes nothing. After one such wait, there is no further one
 # until the reader takes something again.
 _PATIENCE_MS = 1000
-# POSIX's smallest PIPE_BUF. A pipe that reports room takes so many bytes whole and without
-# blocking.
-_PIPE_BYTES = 512
 _CLOSED = "it was closed when foreload began"
 # The standard streams that were closed when foreload began.
 _closed: set[int] = set()
@@ -55,6 +52,7 @@ class Messages(io.TextIOBase):
     Any thread may use it.
 
     Attributes:
+        stream: what it replaces.
         lost: why something could not be written for the first time. If None, everything was
             written.
     """
@@ -62,7 +60,7 @@ class Messages(io.TextIOBase):
     def __init__(self, stream: TextIO, lost: str | None = None) -> None:
         self.lost = lost
         # The lock is reentrant, since a signal handler may write during a write.
-        self._stream, self._lock = stream, threading.RLock()
+        self.stream, self._lock = stream, threading.RLock()
         # Whether the reader took nothing during the last wait.
         self._stuck = False
         # Whether something was left out after the last text that was written.
@@ -85,15 +83,16 @@ class Messages(io.TextIOBase):
         """Write a text, and return whether that succeeded."""
         try:
             if self._descriptor is None:
-                self._stream.write(text)
-                self._stream.flush()
+                self.stream.write(text)
+                self.stream.flush()
                 return True
             data = memoryview(text.encode(self.encoding, self.errors))
             while data:
+                # A pipe that reports room takes PIPE_BUF bytes whole and without blocking.
                 if not self._takes():
                     self.lost = self.lost or "nobody reads it"
                     return False
-                data = data[os.write(self._descriptor, data[:_PIPE_BYTES]) :]
+                data = data[os.write(self._descriptor, data[: select.PIPE_BUF]) :]
         except BlockingIOError:
             self._stuck, self.lost = True, self.lost or "nobody reads it"
             return False
@@ -118,7 +117,7 @@ class Messages(io.TextIOBase):
         Raises:
             OSError: the stream has none.
         """
-        return self._stream.fileno()
+        return self.stream.fileno()
 
     def isatty(self) -> bool:
         """Return whether the stream is a terminal."""
@@ -131,7 +130,7 @@ class Messages(io.TextIOBase):
     @property
     def encoding(self) -> str:  # type: ignore[override]
         """The encoding of the stream."""
-        return self._stream.encoding or "utf-8"
+        return self.stream.encoding or "utf-8"
 
     @property
     def errors(self) -> str:  # type: ignore[override]

@@ -11,31 +11,52 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from foreload.base import json_log
+
 # Interval between two reads of the work folder, and between two updates of a terminal's line.
 POLL_SECONDS = 0.5
 LINE_SECONDS = 10.0  # between two lines if stderr is not a terminal
 
 
+@dataclass(frozen=True, slots=True)
+class ProgressLine:
+    """How far long work has come.
+
+    Attributes:
+        text: a line for a person.
+        figures: its figures by name, for a log in JSON.
+    """
+
+    text: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Display:
     """The status of a long run, shown on stderr. One thread uses it.
 
-    On a terminal it is one line that is overwritten. Elsewhere it is a new line every `seconds`.
+    On a terminal it is one line that is overwritten. Elsewhere it is a new line every `seconds`, or
+    an object of kind "progress" if messages are written as JSON.
 
     Args:
-        line: returns the current status.
+        status: returns the current status.
     """
 
     def __init__(
-        self, line: Callable[[], str], seconds: float, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        status: Callable[[], ProgressLine],
+        seconds: float,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._line, self._seconds, self._clock = line, seconds, clock
+        self._status, self._seconds, self._clock = status, seconds, clock
         self._stream = sys.stderr if stream is None else stream
         self._terminal = self._stream.isatty()
         self._said = clock()
@@ -47,12 +68,13 @@ class Display:
         if now - self._said < (POLL_SECONDS if self._terminal else self._seconds):
             return
         self._said = now
-        line = self._line()
+        status = self._status()
+        line = status.text
         if line == self._shown:
             return
         if self._terminal:
             self._stream.write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
-        else:
+        elif not json_log.record({"time": json_log.now(), "kind": "progress", **status.figures, "text": line}):
             self._stream.write(f"{line}\n")
         self._stream.flush()
         self._shown = line
@@ -97,7 +119,7 @@ class Progress:
 
     def _watch(self) -> None:
         started = time.monotonic()
-        display = Display(lambda: f"{self.line()}  {time.monotonic() - started:.0f} s", LINE_SECONDS, self._stream)
+        display = Display(lambda: ProgressLine(f"{self.line()}  {time.monotonic() - started:.0f} s"), LINE_SECONDS, self._stream)
         while not self._stop.wait(POLL_SECONDS):
             display.tick()
         display.close()

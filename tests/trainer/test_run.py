@@ -18,7 +18,7 @@ import pytest
 from small_job import no_rows, step_report
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from foreload.base.progress import Display
+from foreload.base.progress import Display, ProgressLine
 from foreload.cache.parity.placement import Placement
 from foreload.trainer.commands.train import call_values
 from foreload.trainer.compute.numerics import mixed_text
@@ -360,7 +360,7 @@ def test_on_a_terminal_one_line_is_written_over() -> None:
             return True
 
     lines, times, terminal = iter(["one", "two", "two"]), iter([0.0, 0.1, 0.6, 0.7, 1.2, 1.8]), Terminal()
-    display = Display(lambda: next(lines), 60, terminal, lambda: next(times))
+    display = Display(lambda: ProgressLine(next(lines)), 60, terminal, lambda: next(times))
     for _ in range(5):
         display.tick()
     display.write("stays")

@@ -68,6 +68,7 @@ from foreload.trainer.run.model_code import check_code, code_of, note_code
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_trainable, resumed, why_ended
 from foreload.trainer.run.servers import asked, open_stores, servers_of, with_named
+from foreload.trainer.run.tracking import Tracking, load_tracker
 from foreload.trainer.saved.kept import keep_schedule, open_schedule
 from foreload.trainer.saved.rebuild import rebuild_at_end
 from foreload.trainer.saved.run_rows import delete_replaced
@@ -308,6 +309,7 @@ class Launcher:
         self._group: TrainerGroup | None = None  # set when the trainers are about to start
         self._events: EventLog  # set once this call has the run
         self._metrics: MetricsServer | None = None
+        self._tracking: Tracking | None = None
         # A scheduler starts the other trainers itself, each as a call of `train`.
         self._spawned = range(1) if meeting is not None else range(job.trainers_here)
 
@@ -320,7 +322,16 @@ class Launcher:
                 sys.stderr.write(f"metrics for Prometheus: {self._metrics.url}\n")
                 if not at.is_loopback:
                     sys.stderr.write(f"foreload: warning: --metrics: whoever reaches {at.host} can read the run's figures\n")
+            if (tracker := self._job.track) is not None:
+                self._tracking = Tracking(load_tracker(tracker, self._job.model_folder), tracker)
+                stack.push(self._end_tracking)
             return self._run()
+
+    def _end_tracking(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End the report to the tracker. kind: the type of the error with which the call ends; an exit stack passes it."""
+        assert self._tracking is not None
+        state = "failed" if kind is not None or self._group is None else self._group.status.state
+        self._tracking.close(Path(self._job.run), state)
 
     def _run(self) -> Ending | None:
         schedule, model = self._look_at_job()
@@ -562,6 +573,7 @@ class Launcher:
                 self._interrupts,
                 machines,
                 self._metrics,
+                self._tracking,
             )
             shards = StoreShards(call, urls, local)
             shards.memory = stack.enter_context(self._watched_memory(run, schedule, start, shards.urls))

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from foreload.base.errors import SettingError
 from foreload.base.files import replacing
-from foreload.base.progress import Display
+from foreload.base.progress import Display, ProgressLine
 from foreload.base.settings import local, texts
 from foreload.pipelines.errors import RecordError, SourceError
 from foreload.pipelines.samples.features import FeatureSpec, Label, TextFormat
@@ -128,7 +128,7 @@ def _outputs(model: SavedModel, records: Records, unknown: UnknownValues) -> Ite
     else:
         cuts = _evaluated(check_fitting(model, Schedule(records.steps_of)))
     count = 0
-    with closing(Display(lambda: f"predict: {count:,} records", _LINE_SECONDS)) as display:
+    with closing(Display(lambda: ProgressLine(f"predict: {count:,} records"), _LINE_SECONDS)) as display:
         for outputs in _predicted(model, _cut(samples, cuts, records), unknown):
             _check_finite(outputs, model.features.labels, count)
             count += len(outputs)

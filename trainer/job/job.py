@@ -49,6 +49,7 @@ from foreload.trainer.job.job_values import (
     row_options,
     storage_place,
     tables,
+    tracker_name,
     weight_bits,
 )
 from foreload.trainer.job.metric_choice import StopEarly, metric_name
@@ -348,6 +349,14 @@ class TrainJob:
     metrics: Place | None = setting(
         None, Place.parse_local, "serve the run's figures to Prometheus at /metrics, and /healthz; without a host on 127.0.0.1, with port 0 on a "
         "free port", _CALL, metavar="[HOST:]PORT", stated=False,
+    )  # fmt: skip
+    track: str | None = setting(
+        None, tracker_name, "also report to an experiment tracker: mlflow, mlflow:URI, or a class of yours as package.module:Class or file.py:Class",
+        _CALL, metavar="TRACKER", stated=False,
+    )  # fmt: skip
+    log_format: Literal["text", "json"] = setting(
+        "text", choice("text", "json"), "write messages to stderr as text, or messages and events as JSON, one object a line", _CALL,
+        metavar="{text,json}", stated=False,
     )  # fmt: skip
     no_report: bool = setting(
         False, switch, "do not write RUN/report.html at the end; `foreload report` can write it at any time", _CALL, form="switch", stated=False

@@ -272,6 +272,16 @@ def storage_place(flag: str, value: Any) -> str:
     return named
 
 
+def tracker_name(flag: str, value: Any) -> str:
+    """Parse the name of an experiment tracker. Raises SettingError."""
+    if not re.fullmatch(r"mlflow(:.+)?|[^:]+:[^:/]+", str(value)):
+        raise SettingError(
+            f"{flag}: must be mlflow, mlflow:URI such as mlflow:http://10.0.0.1:5000, package.module:Class or file.py:Class; "
+            f"got {masked(repr(value))}"
+        )
+    return str(value)
+
+
 AUTO = "auto"
 """The value of --resume that starts the run if it is new, and else resumes it."""
 

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
+from foreload.base import json_log
 from foreload.base.codec import parse_json
 from foreload.base.errors import ForeloadError
 from foreload.base.output import messages_lost
@@ -309,14 +310,16 @@ class EventLog:
         killed during the write.
         """
         self.see_messages()
-        line = {
+        line: dict[str, Any] = {
             "time": self._clock().isoformat(timespec="milliseconds"),
             "kind": event.kind,
             "step": self.step,
             "term": self.term,
         }
         line |= {field.name: getattr(event, field.name) for field in fields(event) if field.name != "cause"}
-        text = json.dumps(line | {"cause": event.cause}).encode() + b"\n"
+        line["cause"] = event.cause
+        json_log.record(line)
+        text = json.dumps(line).encode() + b"\n"
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:

@@ -19,9 +19,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
+from foreload.base import json_log
 from foreload.base.codec import parse_json, to_stored
 from foreload.base.files import is_full, write_json
-from foreload.base.progress import Display
+from foreload.base.progress import Display, ProgressLine
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.compute.reports import (
     SUMMED,
@@ -34,6 +35,7 @@ from foreload.trainer.compute.reports import (
     without_calibration,
 )
 from foreload.trainer.run.directory import METRICS, SUMMARY, TENSORBOARD
+from foreload.trainer.run.tracking import Tracking
 
 _TAIL_BYTES = 1 << 16  # the end of the file that is searched for the last step
 # The beginnings of a step's line and of an evaluation's line.
@@ -176,6 +178,7 @@ class RunReport:
         rows_of: as `rows_of_steps`, for steps that a lost trainer did not report.
         settings: the settings of the job that TensorBoard shows.
         clock: returns seconds.
+        tracking: gets the figures of TensorBoard, too.
         is_within_epoch: returns whether an evaluation after a step is within an epoch rather than at its
             end.
     """
@@ -190,6 +193,7 @@ class RunReport:
         rows_of: Callable[[int, int], Mapping[int, Mapping[str, int]]],
         settings: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tracking: Tracking | None = None,
         is_within_epoch: Callable[[int], bool] = lambda step: False,
     ) -> None:
         # TensorBoard is slow to import, and only the coordinator needs it.
@@ -206,6 +210,7 @@ class RunReport:
         self._excepthook, threading.excepthook = threading.excepthook, self._except_unwritten
         # This is TensorBoard's writer.
         self._board = SummaryWriter(str(run / TENSORBOARD))
+        self._tracking = tracking
         if settings:
             rows = [f"| {name} | `{value}` |" for name, value in settings.items()]
             self._board.add_text("settings", "\n".join(["| setting | value |", "| --- | --- |", *rows]), first_step)
@@ -216,7 +221,7 @@ class RunReport:
         self._interval = _Sums()  # for TensorBoard
         self._steps, self._clock, self._is_within_epoch = steps, clock, is_within_epoch
         self._recent, self._recent_since = _Sums(), clock()  # for the display
-        self._display = Display(self._line, LINE_SECONDS, clock=clock)
+        self._display = Display(self._status, LINE_SECONDS, clock=clock)
         self._first_step = first_step
         self._unwritten = False
         self.last_step = first_step - 1
@@ -317,11 +322,12 @@ class RunReport:
         if written in map(_written, self.evaluations):
             return
         self.evaluations.append(line)
+        json_log.record({"time": json_log.now(), **_finite(without_calibration(line))})
         with self._kept_if_possible():
             if written not in self._reported:
                 self._metrics.write(written)
-                for name, value in metric_scalars(line):
-                    self._board.add_scalar("/".join(filter(None, ("evaluation", report.set, name))), value, report.step)
+                place = "/".join(filter(None, ("evaluation", report.set)))
+                self._show({f"{place}/{name}": value for name, value in metric_scalars(line)}, report.step)
         place = (f", step {report.step}" if self._is_within_epoch(report.step) else "") + (
             f", {report.set}" if report.set else ""
         )
@@ -395,12 +401,18 @@ class RunReport:
     def _write_interval(self) -> None:
         if not self._interval.steps:
             return
-        for name, value in self._interval.scalars().items():
-            self._board.add_scalar(name, value, self.last_step)
-        self._interval = _Sums()
+        scalars, self._interval = self._interval.scalars(), _Sums()
+        self._show(scalars, self.last_step)
 
-    def _line(self) -> str:
-        """Return a line with the progress of training.
+    def _show(self, scalars: Mapping[str, float], step: int) -> None:
+        """Give figures to the tracker and to TensorBoard."""
+        if self._tracking is not None:
+            self._tracking.metrics(scalars, step)
+        for name, value in scalars.items():
+            self._board.add_scalar(name, value, step)
+
+    def _status(self) -> ProgressLine:
+        """Return the progress of training.
 
         Rate, loss and cache hits are those of the last minute at most.
         """
@@ -409,12 +421,16 @@ class RunReport:
         if took >= LINE_SECONDS:
             self._recent, self._recent_since = _Sums(), now
         words = f"train: {done:,} steps" if self._steps is None else f"train: {done:,} of {self._steps:,} steps"
+        figures: dict[str, Any] = {"step": self.last_step, "steps": done, "of_steps": self._steps}
         if not recent.steps or not took:
-            return f"{words}, none ended in the last {took:.0f} s"
-        words += f", {recent.of['samples'] / took:,.0f} samples/s, loss {recent.mean_loss:.5f}, hits {recent.hit_rate:.1%}"
+            return ProgressLine(f"{words}, none ended in the last {took:.0f} s", figures)
+        rate, left = recent.of["samples"] / took, None
+        words += f", {rate:,.0f} samples/s, loss {recent.mean_loss:.5f}, hits {recent.hit_rate:.1%}"
         if self._steps is not None:
-            words += f", {timedelta(seconds=round((self._steps - done) * took / recent.steps))} left"
-        return words
+            left = round((self._steps - done) * took / recent.steps)
+            words += f", {timedelta(seconds=left)} left"
+        figures |= {"samples_per_second": rate, "loss": recent.mean_loss, "hit_rate": recent.hit_rate, "seconds_left": left}
+        return ProgressLine(words, _finite(figures))
 
 
 def _written(line: Mapping[str, Any]) -> str:

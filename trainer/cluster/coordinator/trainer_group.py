@@ -41,7 +41,7 @@ def launch_spec(call: TrainingCall, servers_return: bool) -> LaunchSpec:
     return LaunchSpec(
         # Trainers of other hosts bring their own credentials and address. The credentials of this
         # call never reach the rendezvous store.
-        job=job.to_dict() | {"store": manifest.job["store"], "spare": None, "address": None},
+        job=job.to_dict() | {"store": manifest.job["store"], "spare": None, "address": None, "track": None},
         first_term=start.term,
         start_step=start.step,
         last_batches=tuple(int(start.batches[str(lane)]) for lane in range(manifest.lanes)),
@@ -154,6 +154,8 @@ class TrainerGroup:
     def _report(self, spec: LaunchSpec) -> RunReport:
         call, header = self._call, self._call.schedule.header
         steps = header.end_step - call.manifest.stages[0].first_step
+        if call.tracking is not None:
+            call.tracking.settings(call.manifest.run_id, call.run.path.absolute().name, call.manifest.job)
         return RunReport(
             call.run.path,
             replace(spec.totals),
@@ -162,6 +164,7 @@ class TrainerGroup:
             range(call.job.trainers),
             partial(rows_of_steps, call.schedule),
             call.manifest.job,
+            tracking=call.tracking,
             is_within_epoch=header.is_within_epoch,
         )
 

@@ -23,6 +23,7 @@ from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import EventLog
 from foreload.trainer.run.manifest import Manifest, Status
 from foreload.trainer.run.metrics_server import MetricsServer
+from foreload.trainer.run.tracking import Tracking
 
 
 def _say(line: str) -> None:
@@ -41,6 +42,7 @@ class TrainingCall:
         interrupts: The signals that ask for an end.
         machines: The machine of each trainer. "" stands for this one.
         metrics: Serves the run's figures. If None, they are not served.
+        tracking: Reports to an experiment tracker. If None, there is none.
         say: Called with each message for the user.
         clock: Returns the time in seconds.
     """
@@ -56,6 +58,7 @@ class TrainingCall:
     interrupts: Interrupts
     machines: Mapping[int, str] = field(default_factory=dict)
     metrics: MetricsServer | None = None
+    tracking: Tracking | None = None
     say: Callable[[str], None] = _say
     clock: Callable[[], float] = time.monotonic
 

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # 3 processes on 2 cores: the tests start servers and trainers of their own, and wait for some of them.
 WORKERS ?= 3
 
-.PHONY: golden venv demo test test-full test-matrix test-stores lint bench clean
+.PHONY: golden venv demo test test-full test-matrix test-stores flink flink-stop test-flink lint bench clean
 
 venv: $(VENV)/.ready
 
@@ -44,6 +44,17 @@ test-stores: venv
 	for server in $(SERVERS); do \
 	  FORELOAD_LOCAL_SERVER=$$server $(BIN)/python -m pytest -q -m "not full" -n $(WORKERS) --dist loadfile $(STORE_TESTS) || exit; \
 	done
+
+# A Flink cluster on this machine, to try `prepare` on one (docs/flink.md). Needs Java and Maven.
+flink: venv
+	$(BIN)/python deploy/flink/cluster.py start
+
+flink-stop: venv
+	$(BIN)/python deploy/flink/cluster.py stop
+
+# All tests on a Flink cluster, of which `make test` has one.
+test-flink: venv
+	$(BIN)/python -m pytest -q -rfEs tests/pipelines/test_flink.py
 
 lint: venv
 	$(BIN)/ruff check .

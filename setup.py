@@ -7,10 +7,12 @@ from setuptools import find_packages, setup
 ONNX = ["onnx>=1.17", "onnxscript>=0.2"]
 METRICS = ["prometheus-client>=0.20"]
 MLFLOW = ["mlflow-skinny>=3.0"]
+DASK = ["dask>=2025.1", "distributed>=2025.1"]
 TEST = [
     *ONNX,
     *METRICS,
     *MLFLOW,
+    *DASK,
     "onnxruntime>=1.20",
     # For the example that is a notebook.
     "nbclient>=0.10",
@@ -57,6 +59,9 @@ setup(
         "tensorboard>=2.15",
         "tqdm>=4.60",
     ],
-    extras_require={"onnx": ONNX, "metrics": METRICS, "mlflow": MLFLOW, "test": TEST, "dev": TEST + LINT + BENCH},
-    entry_points={"console_scripts": ["foreload = foreload.__main__:main"]},
+    extras_require={"onnx": ONNX, "metrics": METRICS, "mlflow": MLFLOW, "dask": DASK, "test": TEST, "dev": TEST + LINT + BENCH},
+    entry_points={
+        # Flink starts a worker by a command without arguments of its own.
+        "console_scripts": ["foreload = foreload.__main__:main", "foreload-beam-worker = foreload.__main__:beam_worker"]
+    },
 )

@@ -36,6 +36,12 @@ def main() -> int:
     return run()
 
 
+def beam_worker() -> int:
+    """Run `foreload beam-worker`, as a command of its own."""
+    sys.argv.insert(1, "beam-worker")
+    return main()
+
+
 def _stop(number: int, _: FrameType | None) -> None:
     """Handle a signal while modules are imported.
 

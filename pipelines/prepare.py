@@ -26,6 +26,7 @@ from foreload.pipelines.planning import work_folder
 from foreload.pipelines.planning.data_summary import data_lines, data_summary
 from foreload.pipelines.planning.options import PrepareOptions, parser, read
 from foreload.pipelines.planning.plan import (
+    BEGUN,
     EVALUATION,
     PROGRESS,
     TRAINING,
@@ -101,7 +102,10 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
                 expected = parent.header.settings.get("encoding")
                 encoding_state.copy(parent.path / ENCODING_FOLDER, plan.encoding, expected)
             counted = not plan.max_rejects and all(map(is_counted, chain(*splits.values())))
-            with Progress(plan.pieces, plan.work / PROGRESS, sum(rows.values()), plan.piece_rows):
+            begun = plan.work / BEGUN
+            if beam_run.runs_locally(flags):
+                begun.touch()
+            with Progress(begun, plan.pieces, plan.work / PROGRESS, sum(rows.values()), plan.piece_rows):
                 if options.again and parent is not None:
                     compile_again(plan, parent)
                 else:

@@ -233,3 +233,38 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     yield disk
     # Lazily: maps of files there may not have been collected yet.
     subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.fixture(scope="module")
+def small_pieces() -> Iterator[None]:
+    """Sort in small buckets, so that there are many of them."""
+    from portable_job import PIECE_ROWS
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("foreload.pipelines.planning.plan.PIECE_ROWS", PIECE_ROWS)
+        yield
+
+
+@pytest.fixture(scope="module")
+def logs_to_prepare(tmp_path_factory: pytest.TempPathFactory, small_pieces: None) -> list[str]:
+    """The command line of `prepare` for small click logs, without --out."""
+    from portable_job import click_logs
+
+    return click_logs(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def prepared_logs(logs_to_prepare: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of the schedule that one worker in this process makes of them, undisturbed."""
+    from portable_job import contents
+
+    from foreload.pipelines import prepare
+
+    out = tmp_path_factory.mktemp("expected")
+    summary = prepare.run([*logs_to_prepare, f"--out={out}"])
+    files = contents(out)
+    assert summary["rejected"] > 0
+    assert summary["fetched"] > 0
+    assert {"schedule.json", "rejects.jsonl", "encoding/encoding.json", "segment-000003.json"} <= set(files)
+    assert not (out / ".work").exists()
+    return files

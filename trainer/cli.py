@@ -115,6 +115,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line, except for the flags of `prepare`."""
     with heeded_afterwards():
         from foreload.trainer.command_line import (
+            beam,
             checkpoints,
             completion,
             models,
@@ -138,6 +139,7 @@ def parser() -> argparse.ArgumentParser:
     stores.add_to(commands)
     checkpoints.add_to(commands)
     resources.add_to(commands)
+    beam.add_to(commands)
     completion.add_to(commands, top)
     return top
 

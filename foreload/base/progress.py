@@ -97,13 +97,17 @@ class Progress:
     """A context in which a thread regularly shows the progress of `prepare` on stderr.
 
     Args:
+        begun: a file that the first worker leaves.
         pieces: the folder of pieces.
         compiled: the folder of files that hold work done, steps of the schedule, and all work.
         rows: about how many rows there are to read.
         piece_rows: the most rows of a piece.
     """
 
-    def __init__(self, pieces: Path, compiled: Path, rows: int, piece_rows: int, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, begun: Path, pieces: Path, compiled: Path, rows: int, piece_rows: int, stream: TextIO | None = None
+    ) -> None:
+        self._begun = begun
         self._pieces, self._compiled, self._rows, self._piece_rows = pieces, compiled, rows, piece_rows
         self._stream = sys.stderr if stream is None else stream
         self._stop = threading.Event()
@@ -126,6 +130,8 @@ class Progress:
 
     def line(self) -> str:
         """Return the current status."""
+        if not self._begun.exists():
+            return "prepare: waiting for workers"
         compiled = ""
         if counts := [[int(word) for word in path.read_text(encoding="ascii").split()] for path in self._files()]:
             _, steps, work = counts[0]

@@ -33,6 +33,7 @@ from foreload.pipelines.beam.order import (
 )
 from foreload.pipelines.beam.read import add_reading
 from foreload.pipelines.beam.stages import (
+    DASK_RUNNER,
     GroupStage,
     Stage,
     Wrap,
@@ -139,6 +140,7 @@ def add_planning(ready: beam.PCollection, plan: Plan, wrap: Wrap) -> None:
     each(grouped(ready, ReadAll(plan), wrap), PlanLanes(plan), wrap)
 
 
+_DASK_PATH, _DASK_PARTITIONS = f"apache_beam.runners.dask.dask_runner.{DASK_RUNNER}", 64
 _LOCAL_RUNNERS = ("", "direct", "directrunner", "fnapirunner")
 
 
@@ -159,6 +161,28 @@ def check_flags(flags: Sequence[str]) -> None:
 def runner_name(flags: Sequence[str]) -> str:
     """Return the runner that the flags name, or ""."""
     return PipelineOptions(list(flags)).view_as(StandardOptions).runner or ""
+
+
+DASK_NAMES = (DASK_RUNNER, _DASK_PATH)
+"""The names of Beam's runner for Dask. Beam itself knows only the longer one."""
+
+
+def with_dask(flags: Sequence[str]) -> list[str]:
+    """Return the flags for Beam's runner for Dask, with what it needs to use all workers.
+
+    Raises:
+        SettingError: Dask is not installed.
+    """
+    try:
+        import distributed  # noqa: F401 - it sets levels of its own for its messages
+    except ImportError as error:
+        raise SettingError("--runner: Dask is not installed; install it with pip install 'foreload[dask]'") from error
+    # A cluster that Dask starts in this process would tell of every connection.
+    logging.getLogger("distributed").setLevel(logging.WARNING)
+    given = [*flags, f"--runner={_DASK_PATH}"]
+    # By default Beam puts up to 128 elements of a stage into one task, one after the other.
+    own = ("--dask_npartitions", "--dask_partition_size")
+    return given if any(flag.startswith(own) for flag in flags) else [*given, f"--dask_npartitions={_DASK_PARTITIONS}"]
 
 
 def runs_locally(flags: Sequence[str]) -> bool:
@@ -186,7 +210,8 @@ def run_pipeline(
     # Beam's default runner first tries to download another one, so name the runner that works in
     # this process.
     with _temporary_folders_in(plan.work):
-        pipeline = beam.Pipeline(FnApiRunner() if local else None, PipelineOptions(list(flags)))
+        options = PipelineOptions(with_dask(flags) if runner_name(flags) in DASK_NAMES else list(flags))
+        pipeline = beam.Pipeline(FnApiRunner() if local else None, options)
     ready = add_ordering(pipeline, plan, tasks, wrap)
     if not here:
         add_planning(ready, plan, wrap)
@@ -207,6 +232,10 @@ def _run(pipeline: beam.Pipeline) -> None:
         except KeyboardInterrupt:
             result.cancel()
             raise
+        finally:
+            # Beam's runner for Dask leaves its connection open, and the workers that it may have started.
+            if (client := getattr(result, "client", None)) is not None:
+                client.close()
     except RuntimeError as error:
         # Beam wraps the errors of its workers, including Ctrl-C.
         if came_of_interrupt(error):

@@ -16,7 +16,8 @@ import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from foreload.base.errors import ForeloadError
 from foreload.base.files import write_atomically
 from foreload.base.process import keep_freed
 from foreload.pipelines.errors import disk_error
-from foreload.pipelines.planning.plan import PROGRESS, Plan
+from foreload.pipelines.planning.plan import BEGUN, PROGRESS, Plan
 
 _PROGRESS_SECONDS = 1.0
+DASK_RUNNER = "DaskRunner"
 Wrap = Callable[[beam.DoFn], beam.DoFn]
 """Applied to each DoFn of the pipeline. It is the identity except in tests, which disturb them."""
 
@@ -59,8 +61,11 @@ class Stage(beam.DoFn):
         raise NotImplementedError
 
     def setup(self) -> None:
-        """Prepare a process to run the stage. Beam calls this."""
+        """Prepare a process to run the stage, and note that a worker is there. Beam calls this."""
         keep_freed()
+        # The folder is gone once the command is over.
+        with contextlib.suppress(OSError):
+            (self.plan.work / BEGUN).touch()
 
     def process(self, element: Any) -> Iterator[Any]:
         """Run `outputs`, and record errors that the user or the disk caused. Beam calls this.
@@ -147,6 +152,36 @@ def grouped(elements: beam.PCollection, stage: GroupStage, wrap: Wrap) -> beam.P
     return elements | f"Before{stage.label}" >> Together() | stage.label >> beam.ParDo(wrap(stage))
 
 
+class _KeyedByName(beam.DoFn):
+    """An element of a stage -> the element, with a number that follows from its name."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def process(self, element: Any) -> Iterator[tuple[int, Any]]:
+        yield zlib.crc32(self.stage.name(element).encode()), element
+
+
+def _values(group: tuple[int, Iterable[Any]]) -> Iterable[Any]:
+    return group[1]
+
+
+class Spread(beam.PTransform):
+    """Spreads the elements of a stage over all workers."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def expand(self, elements: beam.PCollection) -> beam.PCollection:
+        # Beam's runner for Dask leaves elements where they are when they are to be reshuffled.
+        if type(elements.pipeline.runner).__name__ != DASK_RUNNER:
+            return elements | beam.Reshuffle()
+        keyed = elements | "Name" >> beam.ParDo(_KeyedByName(self.stage)).with_output_types(tuple[int, Any])
+        return keyed | "Group" >> beam.GroupByKey() | "Values" >> beam.FlatMap(_values)
+
+
 def each(elements: beam.PCollection, stage: Stage, wrap: Wrap, spread: bool = True) -> beam.PCollection:
     """Run a stage on every element.
 
@@ -156,5 +191,5 @@ def each(elements: beam.PCollection, stage: Stage, wrap: Wrap, spread: bool = Tr
             process all outputs of a group stage.
     """
     if spread:
-        elements = elements | f"Spread{stage.label}" >> beam.Reshuffle()
+        elements = elements | f"Spread{stage.label}" >> Spread(stage)
     return elements | stage.label >> beam.ParDo(wrap(stage))

@@ -91,7 +91,7 @@ def _is_there(pattern: str) -> bool:
 
 
 FAILURES, ORDER_FILES, PIECES, REJECTS, WRITTEN = "failures", "orders", "pieces", "rejects", "schedule"
-PROGRESS = "progress"
+PROGRESS, BEGUN = "progress", "begun"
 """The folder, within the work folder, in which each worker has a file that reports its progress.
 
 The file holds, as text, the work that the worker has done, the schedule's steps, and all work.

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
+import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import apache_beam as beam
 import pytest
 
+from foreload.base.files import write_atomically
 from foreload.pipelines import prepare
 from foreload.pipelines.beam.stages import GroupStage, Stage
 from foreload.pipelines.compiler.compile import Counted
@@ -46,6 +52,19 @@ def _disturbed(seed: int, stage: Stage) -> beam.DoFn:
     return Disturbed(stage, seed)
 
 
+class Doubled(Stage):
+    """A number -> twice that."""
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace(work=Path("nowhere"), over=False))  # type: ignore[arg-type]
+
+    def name(self, element: int) -> str:
+        return str(element)
+
+    def outputs(self, element: int) -> Iterator[int]:
+        yield 2 * element
+
+
 class Killed(beam.DoFn):
     """Ends the process with SIGKILL once the stage has written its n-th element."""
 
@@ -78,3 +97,41 @@ def prepare_and_die(arguments: list[str], where: str, elements: int, piece_rows:
         prepare.run(
             arguments, wrap=lambda stage: Killed(stage, elements) if type(stage).__name__ == where and method is None else stage
         )
+
+
+class Held(beam.DoFn):
+    """Holds the first worker that comes to the end of an element in its stage, until the file "release" is in a folder, or the command is over, as
+    any stage then ends.
+
+    The element's work is done then, and the runner does not know of it. The file "held" has the worker's process id.
+    """
+
+    def __init__(self, stage: Stage, folder: Path) -> None:
+        super().__init__()
+        self.stage, self.folder = stage, folder
+
+    def process(self, element: Any) -> Iterator[Any]:
+        outputs = list(self.stage.process(element))
+        # Only one worker can make the folder, whichever machine it is on.
+        with contextlib.suppress(FileExistsError):
+            (self.folder / "taken").mkdir()
+            write_atomically(self.folder / "held", str(os.getpid()).encode())
+            while not (self.folder / "release").exists() and not self.stage.plan.over:
+                time.sleep(0.01)
+        yield from outputs
+
+
+def prepare_held(arguments: list[str], where: str, folder: str, piece_rows: int) -> int:
+    """Run `foreload prepare` with a stage that is held; returns its exit status."""
+    from foreload.trainer import cli  # workers, which import this module, need none of it
+
+    sys.argv = ["foreload", "prepare", *arguments]
+    held = Path(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("foreload.pipelines.planning.plan.PIECE_ROWS", piece_rows)
+        patch.setattr("foreload.pipelines.prepare.run", partial(prepare.run, wrap=partial(_held, where, held)))
+        return cli.main()
+
+
+def _held(where: str, folder: Path, stage: Stage) -> beam.DoFn:
+    return Held(stage, folder) if type(stage).__name__ == where else stage

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_portable import contents
+from portable_job import contents
 
 from foreload.pipelines import prepare
 from foreload.pipelines.beam.local import GrowingSource

@@ -8,8 +8,10 @@ from foreload.base.progress import Progress
 
 
 def test_progress_tells_rows_read_then_steps_compiled(tmp_path: Path) -> None:
-    pieces, compiled = tmp_path / "pieces", tmp_path / "compiled"
-    progress = Progress(pieces, compiled, rows=250, piece_rows=100)
+    begun, pieces, compiled = tmp_path / "begun", tmp_path / "pieces", tmp_path / "compiled"
+    progress = Progress(begun, pieces, compiled, rows=250, piece_rows=100)
+    assert progress.line() == "prepare: waiting for workers"
+    begun.touch()
     assert progress.line() == "prepare: read about 0 of 250 rows"
     pieces.mkdir()
     for name in ("training-0", "training-1", "evaluation-0", "sorted-0", "training-2.tmp"):

@@ -16,7 +16,7 @@ from typing import Any
 
 import apache_beam as beam
 import pytest
-from test_portable import contents, worker_environment
+from portable_job import contents, worker_environment
 
 from foreload.pipelines import prepare
 from foreload.pipelines.beam import pipeline

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from foreload.base.errors import SettingError
 from foreload.trainer.job.job_values import masked
-from foreload.trainer.models.importing import load_named
 from foreload.trainer.run.directory import REPORT, SUMMARY
 
 PATIENCE_SECONDS = 60.0
@@ -111,6 +110,9 @@ def load_tracker(name: str, folder: str) -> Tracker:
     kind, _, uri = name.partition(":")
     if kind == "mlflow":
         return MlflowTracker(uri)
+    # This loads torch, which commands that only read reports need not.
+    from foreload.trainer.models.importing import load_named
+
     made = load_named("--track", name, name, folder)
     try:
         tracker: Tracker = made()

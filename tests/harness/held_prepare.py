@@ -1,0 +1,51 @@
+"""`foreload prepare` on a cluster, with a worker that is held at a stage."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+from command_line import DEADLINE_SECONDS
+from portable_job import PIECE_ROWS, worker_environment
+
+
+def until(satisfied: Callable[[], bool], what: Callable[[], object] = lambda: None) -> None:
+    """Wait for what must come about and then stays true."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not satisfied():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.05)
+
+
+class HeldPrepare:
+    """The command, once the first worker that ends an element of a stage is held there (`disturbed.Held`).
+
+    process: the command's; worker: the process that is held.
+    """
+
+    def __init__(self, words: list[str], where: str, folder: Path) -> None:
+        """words: the command line; where: the stage's class; folder: for what the worker and this process tell each other."""
+        self.folder = folder / f"held-{where}"
+        self.folder.mkdir()
+        call = f"prepare_held({words!r}, {where!r}, {str(self.folder)!r}, {PIECE_ROWS})"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", f"import sys\nfrom disturbed import prepare_held\nsys.exit({call})"],
+            env=worker_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        until(lambda: (self.folder / "held").exists() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.process.communicate()
+        self.worker = psutil.Process(int((self.folder / "held").read_text()))
+
+    def release(self) -> None:
+        """Let the worker go on."""
+        (self.folder / "release").touch()
+
+    def end(self) -> tuple[int, str]:
+        """Wait until the command has ended; its status, and what it wrote to stderr."""
+        _, err = self.process.communicate(timeout=DEADLINE_SECONDS)
+        return self.process.returncode, err

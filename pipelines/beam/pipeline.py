@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
+import grpc
 from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 
@@ -216,6 +218,8 @@ def run_pipeline(
     if not here:
         add_planning(ready, plan, wrap)
     logging.getLogger("apache_beam.runners.common").addFilter(_tells_more_than_a_stop)
+    if not local:
+        pass_over_closed_channels()
     with compiling(plan, tasks, rows, counted) if here else contextlib.nullcontext():
         _run(pipeline)
         if not plan.failed() and not plan.saved("columns"):
@@ -255,6 +259,26 @@ def _temporary_folders_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         tempfile.tempdir = before
+
+
+def pass_over_closed_channels() -> None:
+    """Have this process, from now on, say nothing of connections that a runner closes.
+
+    With --environment_type=LOOPBACK this process has the workers. At the end of a job the runner may
+    close their connections before they do. Whether the job succeeded, the runner itself says.
+    """
+    logging.getLogger("apache_beam.runners.worker.data_plane").addFilter(_tells_of_no_channel)
+    before = threading.excepthook
+
+    def tell(ended: threading.ExceptHookArgs) -> None:
+        if not isinstance(ended.exc_value, grpc.RpcError):
+            before(ended)
+
+    threading.excepthook = tell
+
+
+def _tells_of_no_channel(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], grpc.RpcError))
 
 
 def _tells_more_than_a_stop(record: logging.LogRecord) -> bool:

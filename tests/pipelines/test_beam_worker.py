@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import grpc
 import pytest
 from apache_beam.portability.api import beam_provision_api_pb2, beam_provision_api_pb2_grpc, endpoints_pb2
+from apache_beam.runners.worker.data_plane import _GrpcDataChannel
 from command_line import free_port, refused
 from google.protobuf import json_format, text_format
 
 from foreload.pipelines.beam import worker
+from foreload.pipelines.beam.pipeline import pass_over_closed_channels
 from foreload.pipelines.beam.worker import WorkerFlags, worker_environment
 
 OPTIONS = {"beam:option:job_name:v1": "prepare", "beam:option:parallelism:v1": 4}
@@ -64,6 +67,27 @@ def test_a_worker_is_told_what_the_runner_says_and_the_flags_first(
         place = text_format.Parse(told[f"{name}_API_SERVICE_DESCRIPTOR"], endpoints_pb2.ApiServiceDescriptor())
         assert place.url == url
     assert "STATUS_API_SERVICE_DESCRIPTOR" not in told
+
+
+class Closed(grpc.RpcError):
+    """What a connection that the other side has closed raises."""
+
+
+@pytest.mark.parametrize(("raised", "told"), [(Closed, False), (ValueError, True)])
+def test_connections_that_a_runner_closes_are_passed_over(
+    raised: type[Exception], told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hooked: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda ended: hooked.append(ended.exc_type))
+    pass_over_closed_channels()
+
+    def fail(_: int) -> None:
+        raise raised("closed")
+
+    reader = threading.Thread(target=_GrpcDataChannel()._read_inputs, args=(map(fail, [0]),))
+    reader.start()
+    reader.join()
+    assert bool(hooked) is bool(caplog.records) is told
 
 
 def test_a_runner_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from foreload.base.codec import to_stored
 from foreload.base.errors import ForeloadError
 from foreload.base.interrupts import Interrupts
+from foreload.base.json_log import log_as
 from foreload.base.process import replace_environment
 from foreload.base.socket_messages import send
 from foreload.trainer.run.model_code import exits_reported
@@ -83,6 +84,7 @@ def _train(leave: Leave, /, job: str | None = None, **settings: Any) -> Iterator
     # The second value says where the job file wants the summary, which only the command line
     # writes.
     values, _ = call_values(settings, job)
+    log_as(values.get("log_format"))
     wanted = TrainJob.of(as_it_stands(values))
     # A process that has used an object store has threads, and cannot be forked.
     if under_scheduler() or storage.is_asking():

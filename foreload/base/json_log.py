@@ -56,12 +56,14 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def write_json_lines(always: Mapping[str, Any] | None = None) -> None:
-    """Write the messages of this process as JSON from now on.
+def log_as(form: object, always: Mapping[str, Any] | None = None) -> None:
+    """Write the messages of this process as JSON from now on, if `form` is "json".
 
     Args:
         always: entries of every object.
     """
+    if form != "json":
+        return
     stderr, stdout_has_messages = sys.stderr, isinstance(sys.stdout, Messages)
     stream, lost = (stderr.stream, stderr.lost) if isinstance(stderr, Messages) else (stderr, None)
     sys.stderr = JsonLines(stream, lost, always or {})

@@ -64,15 +64,21 @@ def test_a_training_writes_nothing_but_objects(tmp_path: Path) -> None:
     }
 
 
-def test_an_error_is_an_object_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("further", "error"),
+    [
+        (("--trainers", "3"), "--trainers: must be at most the schedule's lanes, 2; got 3"),
+        (("--lr", "-1"), "--lr: must be at least 0; got -1"),
+    ],
+)
+def test_an_error_is_an_object_too(further: tuple[str, str], error: str, tmp_path: Path) -> None:
     schedule, run = synthetic_schedule(tmp_path, 2000), tmp_path / "run"
-    status, _, err = Command(
-        *arguments(schedule, run, "--store", "local:1", "--trainers", "3", "--log-format", "json"), anew=True
-    ).end()
+    words = arguments(schedule, run, "--store", "local:1", *further, "--log-format", "json")
+    status, _, err = Command(*words, anew=True).end()
     assert status == 2
-    [error] = of_kind("message", objects(err))
-    assert error["level"] == "error"
-    assert error["text"].startswith("--trainers: must be at most the schedule's lanes, 2; got 3")
+    [line] = of_kind("message", objects(err))
+    assert line["level"] == "error"
+    assert line["text"].startswith(error)
 
 
 @contextlib.contextmanager

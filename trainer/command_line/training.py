@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from foreload.base.errors import ForeloadError
+from foreload.base.json_log import log_as
 from foreload.base.settings import add_arguments, given, path
 from foreload.trainer.command_line.shared import a_path, add_group, add_json, add_plain, check_json, print_result
 from foreload.trainer.compute.reports import metric_lines
@@ -202,6 +203,7 @@ def _train(parsed: argparse.Namespace) -> int:
     auto, run = parsed.resume == AUTO, parsed.run
     try:
         values = job_values(parsed)
+        log_as(values.get("log_format"))
         auto, run = values.get("resume") == AUTO, values.get("run")
         return _end_of(parsed, TrainJob.of(as_it_stands(values)))
     except ForeloadError as error:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from foreload.base.errors import ForeloadError, SettingError
 from foreload.base.interrupts import heeded_afterwards
-from foreload.base.json_log import write_json_lines
 from foreload.base.settings import named, names_by_resume, read_job_file, settings_of
 from foreload.cache.errors import CacheError
 from foreload.trainer.checkpoints.contents import Checkpoint
@@ -37,8 +36,6 @@ def train(job: TrainJob, observer: RunObserver | None = None, start_process: Sta
 
     torch reads that environment when it is imported, so it is imported only afterwards.
     """
-    if job.log_format == "json":
-        write_json_lines()
     numerics.set_environment(job.cpu_capability, job.threads)
     with heeded_afterwards():
         from foreload.trainer.cluster import launcher

@@ -20,7 +20,7 @@ from datetime import timedelta
 from foreload.base.errors import ForeloadError
 from foreload.base.files import is_full
 from foreload.base.interrupts import Interrupts
-from foreload.base.json_log import write_json_lines
+from foreload.base.json_log import log_as
 from foreload.cache.errors import RowsLost
 from foreload.trainer.cluster.member.joined_trainer import JOIN_TIMEOUT, JoinedTrainer
 from foreload.trainer.cluster.member.trainer_process import TrainerProcess
@@ -93,8 +93,7 @@ def work(start: TrainerStart, interrupts: Interrupts | None = None) -> int:
         job, on_host = TrainJob.of(spec.job), start.on_host
         if on_host is not None and on_host.schedule is not None:
             job = replace(job, schedule=on_host.schedule)
-        if job.log_format == "json":
-            write_json_lines({"trainer": trainer})
+        log_as(job.log_format, {"trainer": trainer})
         # A full garbage collection scans all imported modules, which takes a tenth of a second, and
         # may come in any step. Imported modules stay anyway, so the collector can ignore them.
         gc.freeze()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from operator import itemgetter
@@ -18,52 +17,19 @@ from command_line import refused
 from dask.base import compute
 from distributed import Client
 from disturbed import Doubled, disturb
-from held_prepare import HeldPrepare, until
+from held_prepare import HeldPrepare
 from portable_job import click_logs, contents, worker_environment
 
+from dask_cluster import DaskCluster
 from foreload.pipelines import prepare
 from foreload.pipelines.beam import pipeline as beam_run
 from foreload.pipelines.beam.stages import each
 from foreload.pipelines.schedule.format import MANIFEST, WORK
 
-WORKERS = 3
-
-
-class Dask:
-    """A scheduler and workers."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self.scheduler_file = folder, folder / "scheduler.json"
-        self.scheduler = self._start("scheduler", "--port=0", "--host=127.0.0.1", "--no-dashboard")
-        until(self.scheduler_file.exists)
-        self.workers: list[subprocess.Popen[bytes]] = []
-        self.restore()
-        self.flags = ["--runner=DaskRunner", f"--dask_scheduler_file={self.scheduler_file}"]
-
-    def _start(self, *words: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "dask", *words, f"--scheduler-file={self.scheduler_file}"]
-        with (self._folder / f"{words[0]}.log").open("ab") as log:
-            return subprocess.Popen(
-                command, env=worker_environment(), cwd=self._folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
-
-    def restore(self) -> None:
-        """Have all workers there."""
-        self.workers = [worker for worker in self.workers if worker.poll() is None]
-        while len(self.workers) < WORKERS:
-            self.workers.append(self._start("worker", "--no-nanny", "--nthreads=1", "--no-dashboard", "--host=127.0.0.1"))
-
-    def stop(self) -> None:
-        """End all processes."""
-        for process in (*self.workers, self.scheduler):
-            process.kill()
-        for process in (*self.workers, self.scheduler):
-            process.wait()
-
 
 @pytest.fixture(scope="module")
-def on_dask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dask]:
-    started = Dask(tmp_path_factory.mktemp("dask"))
+def on_dask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaskCluster]:
+    started = DaskCluster(tmp_path_factory.mktemp("dask"), 3, worker_environment())
     try:
         yield started
     finally:
@@ -74,7 +40,7 @@ def on_dask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dask]:
     "where", [pytest.param("Encode", marks=pytest.mark.full), "ReadAll", pytest.param("PlanLanes", marks=pytest.mark.full)]
 )
 def test_a_worker_killed_in_a_stage_changes_nothing(
-    where: str, on_dask: Dask, logs_to_prepare: list[str], prepared_logs: dict[str, bytes], tmp_path: Path
+    where: str, on_dask: DaskCluster, logs_to_prepare: list[str], prepared_logs: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     job = HeldPrepare([*logs_to_prepare, f"--out={out}", *on_dask.flags], where, tmp_path)
@@ -89,7 +55,7 @@ def test_a_worker_killed_in_a_stage_changes_nothing(
 @pytest.mark.full
 @pytest.mark.parametrize("disturbed", [False, True])
 def test_workers_make_the_same_schedule(
-    disturbed: bool, on_dask: Dask, logs_to_prepare: list[str], prepared_logs: dict[str, bytes], tmp_path: Path
+    disturbed: bool, on_dask: DaskCluster, logs_to_prepare: list[str], prepared_logs: dict[str, bytes], tmp_path: Path
 ) -> None:
     command = [*logs_to_prepare, f"--out={tmp_path / 'out'}", *on_dask.flags]
     if disturbed:
@@ -102,7 +68,7 @@ def test_workers_make_the_same_schedule(
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_command_that_ends_early_can_be_repeated_at_once_with_other_data(
-    number: int, on_dask: Dask, logs_to_prepare: list[str], tmp_path: Path
+    number: int, on_dask: DaskCluster, logs_to_prepare: list[str], tmp_path: Path
 ) -> None:
     out, others, alone = tmp_path / "out", tmp_path / "others", tmp_path / "alone"
     others.mkdir()
@@ -121,7 +87,7 @@ def test_a_command_that_ends_early_can_be_repeated_at_once_with_other_data(
     assert not (out / WORK).exists()
 
 
-def test_the_elements_of_a_stage_are_spread(on_dask: Dask) -> None:
+def test_the_elements_of_a_stage_are_spread(on_dask: DaskCluster) -> None:
     pipeline = beam.Pipeline(DaskRunner())
     # As after a group stage, all are in one part.
     grouped = pipeline | beam.Create([("", number) for number in range(40)]) | beam.GroupByKey()

@@ -159,7 +159,10 @@ def test_a_tracker_that_is_down_is_one_warning_without_the_password(tmp_path: Pa
         ("own.py:Missing", "--track: cannot import own.py:Missing: AttributeError"),
         ("own.py:Broken", "--track: own.py:Broken cannot be made: RuntimeError: no server"),
         ("own.py:Half", "--track: own.py:Half must have the methods settings, metrics and files; it lacks settings, files"),
-        ("mlflow:gopher://me:secret@host", r"--track: MLflow cannot use gopher://\*\*\*@host: "),
+        (
+            "mlflow:gopher://me:secret@host",
+            r"--track: MLflow cannot use gopher://\*\*\*@host \(a database needs pip install mlflow\): ",
+        ),
     ],
 )
 def test_what_is_no_tracker_is_refused_before_anything_is_made(tmp_path: Path, tracker: str, error: str) -> None:

@@ -63,7 +63,10 @@ class MlflowTracker:
         try:
             self._client = MlflowClient(uri or None)
         except MlflowException as error:
-            raise SettingError(f"--track: MLflow cannot use {masked(uri) or 'its default'}: {masked(str(error))}") from error
+            why = " ".join(masked(str(error)).split())
+            raise SettingError(
+                f"--track: MLflow cannot use {masked(uri) or 'its default'} (a database needs pip install mlflow): {why}"
+            ) from error
         self._run = ""
 
     def settings(self, run_id: str, name: str, settings: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ demo: venv
 
 # All that CI runs, or some of it: make test T=tests/cache/test_rows.py, make test T="tests/cache -k parity"
 test: venv
-	$(BIN)/python -m pytest -q -rfEs -m "not full" $(or $(T),-n $(WORKERS) --dist worksteal)
+	$(BIN)/python -m pytest -q -rfEs --durations=40 -m "not full" $(or $(T),-n $(WORKERS) --dist worksteal)
 
 # Write tests/golden/data anew, where a format or an answer is meant to change: look at the diff before the commit.
 golden: venv

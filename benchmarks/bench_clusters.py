@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import tempfile
@@ -34,13 +33,10 @@ def flink_flags(folder: Path) -> Iterator[dict[str, list[str]]]:
     if flink.missing():
         yield {}
         return
-    cluster = flink.Cluster(folder, flink.resolve_jars(flink.FOLDER), {"parallelism.default": 1})
+    cluster = flink.Cluster(folder, flink.resolve_jars(flink.FOLDER), {})
     try:
-        given = [flag for flag in cluster.await_ready() if not flag.startswith("--parallelism")]
-        *flags, worker = given
-        name, _, config = worker.partition("=")
-        environment = {"env": {"PYTHONPATH": str(Path(__file__).parents[1])}}
-        flags.append(f"{name}={json.dumps(json.loads(config) | environment)}")
+        flags = cluster.await_ready()
+        # The last flag of a name holds.
         yield {f"Flink, {count} worker{'s' * (count > 1)}": [*flags, f"--parallelism={count}"] for count in COUNTS}
     finally:
         cluster.stop()
@@ -64,7 +60,6 @@ def main() -> None:
     """Make the file, start the clusters, run the contenders, save."""
     given = arguments(__doc__, pairs=(3, 1))
     rows = 100_000 if given.quick else 4_000_000
-    given.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="clusters-") as name, ExitStack() as stack:
         work = Path(name)
         for folder in ("flink", "dask"):

@@ -148,8 +148,11 @@ class Cluster:
                 start_new_session=True,
             )
 
-    def await_ready(self) -> list[str]:
+    def await_ready(self, environment: Mapping[str, str] | None = None) -> list[str]:
         """Wait until all answer, and return Beam's flags for `foreload prepare`.
+
+        Args:
+            environment: further variables of the workers.
 
         Raises:
             ClusterError: one has ended, or does not answer in time.
@@ -162,7 +165,8 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise ClusterError(f"the cluster does not answer: see {self.folder / 'log'}")
             time.sleep(0.2)
-        worker = json.dumps({"command": str(Path(sys.executable).with_name("foreload-beam-worker"))})
+        command = {"command": str(Path(sys.executable).with_name("foreload-beam-worker"))}
+        worker = json.dumps(command | ({"env": dict(environment)} if environment else {}))
         return [
             "--runner=PortableRunner",
             f"--job_endpoint=localhost:{job_port}",

@@ -39,21 +39,17 @@ class JsonLines(Messages):
             for line in filter(str.strip, lines):
                 prefix = _PREFIX.match(line)
                 level, words = (prefix[1], line[prefix.end() :]) if prefix else ("info", line.removeprefix("foreload: "))
-                self.record({"time": now(), "kind": "message", "level": level, "text": words})
+                self.record({"kind": "message", "level": level, "text": words})
         return len(text)
 
     def record(self, entries: Mapping[str, Any]) -> None:
-        """Write an object."""
-        super().write(json.dumps({**entries, **self._always}) + "\n")
+        """Write an object. Its time is now, unless the entries say it."""
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        super().write(json.dumps({"time": now, **entries, **self._always}) + "\n")
 
     def isatty(self) -> bool:
         """Return False: nothing is overwritten, also on a terminal."""
         return False
-
-
-def now() -> str:
-    """Return the time, in UTC and ISO 8601."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def log_as(form: object, always: Mapping[str, Any] | None = None) -> None:
@@ -72,7 +68,7 @@ def log_as(form: object, always: Mapping[str, Any] | None = None) -> None:
 
 
 def record(entries: Mapping[str, Any]) -> bool:
-    """Write an object if messages are written as JSON, and return whether they are."""
+    """Write an object if messages are written as JSON, as JsonLines does; return whether they are."""
     if not isinstance(sys.stderr, JsonLines):
         return False
     sys.stderr.record(entries)

@@ -74,7 +74,7 @@ class Display:
             return
         if self._terminal:
             self._stream.write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
-        elif not json_log.record({"time": json_log.now(), "kind": "progress", **status.figures, "text": line}):
+        elif not json_log.record({"kind": "progress", **status.figures, "text": line}):
             self._stream.write(f"{line}\n")
         self._stream.flush()
         self._shown = line

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -41,11 +40,8 @@ class Flink:
 
     def __init__(self, cluster: Any) -> None:
         self.cluster = cluster
-        *flags, worker = cluster.await_ready()
-        name, _, config = worker.partition("=")
         # Workers must find the DoFns of the tests.
-        environment = {"env": {"PYTHONPATH": worker_environment()["PYTHONPATH"]}}
-        self.flags = [*flags, f"{name}={json.dumps(json.loads(config) | environment)}"]
+        self.flags: list[str] = cluster.await_ready({"PYTHONPATH": worker_environment()["PYTHONPATH"]})
 
     def jobs(self) -> dict[str, str]:
         """The state of each job that there was."""

@@ -322,7 +322,7 @@ class RunReport:
         if written in map(_written, self.evaluations):
             return
         self.evaluations.append(line)
-        json_log.record({"time": json_log.now(), **_finite(without_calibration(line))})
+        json_log.record(_finite(without_calibration(line)))
         with self._kept_if_possible():
             if written not in self._reported:
                 self._metrics.write(written)

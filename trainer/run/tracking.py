@@ -107,8 +107,8 @@ def load_tracker(name: str, folder: str) -> Tracker:
         folder: where to look for a class, as for a model.
 
     Raises:
-        SettingError: MLflow is not installed, or cannot use the URI.
-        ModelError: the class cannot be imported or made.
+        SettingError: MLflow is not installed, or cannot use the URI; the class cannot be made, or lacks a method.
+        ModelError: the class cannot be imported.
     """
     kind, _, uri = name.partition(":")
     if kind == "mlflow":

@@ -8,11 +8,13 @@ ONNX = ["onnx>=1.17", "onnxscript>=0.2"]
 METRICS = ["prometheus-client>=0.20"]
 MLFLOW = ["mlflow-skinny>=3.0"]
 DASK = ["dask>=2025.1", "distributed>=2025.1"]
+RAY = ["ray>=2.40; sys_platform == 'linux'"]
 TEST = [
     *ONNX,
     *METRICS,
     *MLFLOW,
     *DASK,
+    *RAY,
     "onnxruntime>=1.20",
     # For the example that is a notebook.
     "nbclient>=0.10",
@@ -59,7 +61,15 @@ setup(
         "tensorboard>=2.15",
         "tqdm>=4.60",
     ],
-    extras_require={"onnx": ONNX, "metrics": METRICS, "mlflow": MLFLOW, "dask": DASK, "test": TEST, "dev": TEST + LINT + BENCH},
+    extras_require={
+        "onnx": ONNX,
+        "metrics": METRICS,
+        "mlflow": MLFLOW,
+        "dask": DASK,
+        "ray": RAY,
+        "test": TEST,
+        "dev": TEST + LINT + BENCH,
+    },
     entry_points={
         # Flink starts a worker by a command without arguments of its own.
         "console_scripts": ["foreload = foreload.__main__:main", "foreload-beam-worker = foreload.__main__:beam_worker"]

@@ -313,6 +313,11 @@ class LocalStores:
             self._launch(server, self._executable or find_executable())
             return True
 
+    def await_end(self, shard: int) -> str:
+        """Wait until the server of a shard, which was started here, has ended. Returns how it did."""
+        status = self._processes[shard].wait()
+        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+
     def stop(self, save: bool = True, lost: Collection[int] = ()) -> None:
         """End the servers, after saving their rows in the directory if `save` is set.
 

@@ -61,6 +61,10 @@ class StoreUrl:
         """
         return self._text(None)
 
+    def with_password(self, password: str) -> str:
+        """Return the URL with this password, as text that shows it."""
+        return self._text(quote(password, safe=""))
+
     @property
     def place(self) -> tuple[str | None, int, str | None]:
         """The server's place, the same for any user, database and options."""

@@ -82,6 +82,10 @@ class TrainSettings(TypedDict, total=False):
     coordinator: str | None
     local_trainers: int | None
     token_file: Path | None
+    engine: Literal["local", "ray"]
+    ray_address: str | None
+    spare_servers: int
+    abandon_after: int | str | None
     checkpoint: Path | None
     checkpoint_every: int | str | None
     checkpoint_policy: Literal["full", "one-shot", "consecutive", "intermittent", "planned"]

@@ -106,7 +106,7 @@ def test_a_trainer_is_reached_at_the_address_given_or_that_which_the_rendezvous_
         ({"parity": "2+0"}, "--parity: must be off"),
         ({"parity": "200+100"}, "at most 256 together; got '200\\+100'"),
         ({"spare": "redis://127.0.0.1:1"}, "--spare: is for servers that --store names by URL; local:"),
-        ({"learning_rate": 1}, "train: has no setting 'learning_rate'; it takes accept-model, accept-numerics, "),
+        ({"learning_rate": 1}, "train: has no setting 'learning_rate'; it takes abandon-after, accept-model, accept-numerics, "),
         (
             {"checkpoint-every": "0"},
             "--checkpoint-every: must be a number of steps, such as 1000, or a time, such as 90s, 10m or 2h; got '0'",

@@ -260,7 +260,7 @@ def test_who_is_to_blame(reports: list[tuple[int, Failed]], unheard: dict[int, s
 
 def test_a_lost_trainer_explains_nothing() -> None:
     """Whoever lost another trainer, or its copy of a batch log, speaks first; the others get time to say why."""
-    failures = Failures({0: "", 1: "other"})
+    failures = Failures({1})
     failures.receive(0, LOST, survived=False)
     failures.receive(0, Failed(CopyLost.code, "trainer 1: cannot be reached for the batch log"), survived=False)
     assert not failures.explained

@@ -42,6 +42,7 @@ from foreload.trainer.cluster.coordinator.store_watch import StoreWatch, warn_of
 from foreload.trainer.cluster.coordinator.trainer_group import TrainerGroup
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.ending import Ending, ending_before
+from foreload.trainer.cluster.engines.engine import Engine, LocalEngine, engine_of
 from foreload.trainer.cluster.member.joined_trainer import JOIN_TIMEOUT
 from foreload.trainer.cluster.member.worker import work
 from foreload.trainer.cluster.messages.faults import RunObserver
@@ -52,11 +53,10 @@ from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.compute.reports import values_of
 from foreload.trainer.errors import CheckpointError, HistoryError, ShardsLost, TrainerError
 from foreload.trainer.job.job import TrainJob
-from foreload.trainer.job.job_values import AUTO
-from foreload.trainer.job.memory_check import check_fit
+from foreload.trainer.job.job_values import AUTO, Servers
+from foreload.trainer.job.memory_check import check_fit, trainer_bytes
 from foreload.trainer.job.metric_choice import check_metric
 from foreload.trainer.job.scheduler import FAILED, NO_STEPS, Meeting, meet, under_scheduler
-from foreload.trainer.job.succession import ONE_MACHINE
 from foreload.trainer.models.checking import check_apart_later, doubts, ignored_inputs
 from foreload.trainer.models.diagnosis import mixes_samples
 from foreload.trainer.run import history
@@ -67,7 +67,7 @@ from foreload.trainer.run.metrics_server import MetricsServer
 from foreload.trainer.run.model_code import check_code, code_of, note_code
 from foreload.trainer.run.reach import reach
 from foreload.trainer.run.resume import check_trainable, resumed, why_ended
-from foreload.trainer.run.servers import asked, open_stores, servers_of, with_named
+from foreload.trainer.run.servers import asked, noted, open_stores, plain, servers_of, with_named
 from foreload.trainer.run.tracking import Tracking, load_tracker
 from foreload.trainer.saved.kept import keep_schedule, open_schedule
 from foreload.trainer.saved.rebuild import rebuild_at_end
@@ -307,6 +307,7 @@ class Launcher:
         self._meeting = meeting
         self._auto = job.resume == AUTO
         self._group: TrainerGroup | None = None  # set when the trainers are about to start
+        self._engine: Engine  # set while it is open
         self._events: EventLog  # set once this call has the run
         self._metrics: MetricsServer | None = None
         self._tracking: Tracking | None = None
@@ -325,6 +326,7 @@ class Launcher:
             if (tracker := self._job.track) is not None:
                 self._tracking = Tracking(load_tracker(tracker, self._job.model_folder), tracker)
                 stack.push(self._end_tracking)
+            self._engine = stack.enter_context(engine_of(self._job, self._start_process))
             return self._run()
 
     def _end_tracking(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -340,9 +342,11 @@ class Launcher:
         sys.stderr.write(f"{check_fit(self._job, schedule)}\n")
         path = Path(self._job.run)
         if self._job.resume:
+            self._engine.take()
             with locked(Run.open(path).path) as lock:
                 run = Run.open(path, lock)
                 before = run.status
+                self._find_servers(run)
                 self._events = EventLog(path, *((-1, 0) if before is None else (before.step, before.term)))
                 with self._events.failures():
                     # A crashed run is first brought to a clean stop. Then it may turn out that no
@@ -369,7 +373,9 @@ class Launcher:
     def restore(self) -> Status:
         """Make a stopped run from a checkpoint; see `restored`."""
         schedule, model = self._look_at_job()
-        with self._new_run(schedule, model, goes_on=False) as made:
+        with contextlib.ExitStack() as stack:
+            self._engine = stack.enter_context(engine_of(self._job, self._start_process))
+            made = stack.enter_context(self._new_run(schedule, model, goes_on=False))
             status = made.run.saved_status()
             keep_schedule(made.run, schedule, status.step)
             return status
@@ -410,7 +416,7 @@ class Launcher:
         path, count, lanes = Path(self._job.run), self._job.store.local, schedule.header.lanes
         checkpoint = None if self._job.from_checkpoint is None else Checkpoint.open(self._job.from_checkpoint)
         check_free(path, self._job.overwrite)
-        urls = () if count else parse_urls(str(self._job.store))
+        urls = () if count or self._job.store.engine else parse_urls(str(self._job.store))
         placement = Placement.spread(self._job.store.count, *self._job.code(self._job.store.count))
         made = new_manifest(self._job, schedule, tuple(url.plain for url in urls), count, code_of(self._job))
         manifest = replace(made, mixes_samples=mixes_samples(model.module))
@@ -430,10 +436,17 @@ class Launcher:
             # The servers must answer before anything is deleted.
             reach(urls, self._job.store_silence, self._job.patience.time)
             check_spares(self._job, manifest, urls, placement)
+        if self._job.store.engine:
+            self._engine.check_room(self._job.store.engine)
+        self._engine.take()
         with locked(path) as lock:
             # The old run's rows are deleted while its folder still says where they are.
             delete_replaced(Run(path), urls, self._job.folder_moved)
             run = Run.create(path, manifest, placement, self._job.overwrite, lock)
+            if self._job.store.engine:
+                self._job = replace(self._job, store=Servers(None, self._engine.start_servers(self._job.store.engine)))
+                manifest = with_named(manifest, placement, str(self._job.store))
+                run.write_manifest(manifest)
             start = Status("training", schedule.header.first_step - 1, {str(lane): 0 for lane in range(lanes)}, term=1)
             self._events = EventLog(run.path, start.step, start.term)
             local = LocalStores(count, path / STORES) if count else None
@@ -442,6 +455,14 @@ class Launcher:
                     note_code(self._events, f"checkpoint {checkpoint.place}", checkpoint.contents.run, manifest.code)
                     self._job = restore(self._job, run, checkpoint, start, local)
                 yield _NewRun(run, start, local, lock, checkpoint is not None)
+
+    def _find_servers(self, run: Run) -> None:
+        """Have a resumed run use the servers that its engine has started for it, unless the call names others."""
+        manifest, placement = run.manifest, run.placement
+        own = noted(manifest, placement)
+        if manifest.local_stores is None and (self._job.store.engine or plain(self._job.store.urls) == tuple(filter(None, own))):
+            found = self._engine.find_servers(own)
+            self._job = replace(self._job, store=Servers(None, tuple(filter(None, found))))
 
     def _check_model(self, schedule: Schedule) -> DenseModel:
         """Build and check the model and its optimizer before anything is started or deleted.
@@ -494,6 +515,9 @@ class Launcher:
         """Start the local stores, if there are any, and train. `_end_stores` then ends them."""
         if local is not None:
             local.start()
+        if isinstance(self._engine, LocalEngine):
+            self._engine.stores = local
+        self._engine.reserve_trainers(trainer_bytes(self._job, schedule))
         with contextlib.ExitStack() as stack:
             stack.push(partial(self._end_stores, local, start))
             with Hosts.of(self._job, run.path) as hosts:
@@ -560,7 +584,10 @@ class Launcher:
                 )
             keep_schedule(run, schedule)
             self._profiling.begin(run, start, urls)
-            job, machines = replace(self._job, namespace=manifest.namespace), ONE_MACHINE if hosts is None else hosts.machines
+            job, machines = (
+                replace(self._job, namespace=manifest.namespace),
+                self._engine.machines if hosts is None else hosts.machines,
+            )
             call = TrainingCall(
                 job,
                 run,
@@ -572,14 +599,15 @@ class Launcher:
                 self._observer,
                 self._interrupts,
                 machines,
+                () if hosts is None else hosts.guests,
                 self._metrics,
                 self._tracking,
             )
-            shards = StoreShards(call, urls, local)
+            shards = StoreShards(call, urls, local, self._engine)
             shards.memory = stack.enter_context(self._watched_memory(run, schedule, start, shards.urls))
             if hosts is not None:
                 hosts.await_first()
-            self._group = group = TrainerGroup(call, shards, self._start_process, hosts)
+            self._group = group = TrainerGroup(call, shards, self._engine, hosts)
             ending = group.train(self._meeting, self._spawned)
             if shards.memory is not None and ending.stopped and ending.signal_number is None and not ending.early:
                 ending = replace(ending, full=shards.memory.why_stopped(ending.step))

@@ -12,6 +12,7 @@ from pathlib import Path
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_urls
 from foreload.cache.protocol.shards.namespace import Holding, all_holdings, check_name, holding_of, remove
+from foreload.trainer.cluster.engines.engine import ended
 from foreload.trainer.cluster.messages.control import training_status
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import Run, locked
@@ -215,7 +216,7 @@ def run(path: str, urls: str | None, overrule: Overrule) -> RunDeleted:
     if training_status(deleted_run.path) is not None:
         raise RunError(f"run {path}: is being trained; stop it with Ctrl-C first")
     manifest, servers, forced = deleted_run.manifest, list[Server](), None
-    with locked(deleted_run.path):
+    with locked(deleted_run.path), ended(deleted_run.path):
         local_stores = None if manifest.local_stores is None else len(deleted_run.placement.live)
         if local_stores is None:
             servers, forced = delete_rows(deleted_run, *servers_had(deleted_run, urls), overrule)

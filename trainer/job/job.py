@@ -73,6 +73,7 @@ def check_together(job: TrainJob) -> None:
     if job.loss is not None and job.label_weights:
         raise SettingError("--label-weights: cannot be given with --loss; apply the weights in the loss itself")
     _check_hosts(job)
+    _check_engine(job)
     _check_checkpoints(job)
     if job.store.local and job.spare:
         raise SettingError(f"--spare: is for servers that --store names by URL; {job.store} starts dead servers again by itself")
@@ -90,6 +91,42 @@ def _check_hosts(job: TrainJob) -> None:
         raise SettingError(f"--local-trainers: must be at most --trainers, {job.trainers}; got {job.local_trainers}")
     if job.store.local:
         raise SettingError(f"--store: must be URLs of servers that all hosts reach, with --coordinator; got {job.store}")
+
+
+def _check_engine(job: TrainJob) -> None:
+    if job.engine == "local":
+        for flag, value in (
+            ("--ray-address", job.ray_address), ("--spare-servers", job.spare_servers), ("--abandon-after", job.abandon_after)
+        ):  # fmt: skip
+            if value:
+                raise SettingError(f"{flag}: is for a run on a cluster; give --engine ray, or leave it out")
+        if job.store.engine:
+            raise SettingError(
+                f"--store: {job.store} needs an engine that starts servers; give --engine ray, or local:{job.store.engine}"
+            )
+        return
+    if job.store.local:
+        raise SettingError(
+            f"--store: must be engine:N or URLs of servers that all nodes reach, with --engine ray; got {job.store}"
+        )
+    if job.coordinator is not None:
+        raise SettingError(
+            "--coordinator: is for hosts that join by themselves; leave it out with --engine ray, which starts the trainers"
+        )
+    if under_scheduler():
+        raise SettingError(
+            "--engine: ray starts the trainers itself; run one process of foreload train, not one for each trainer under torchrun"
+        )
+    if job.ray_address is not None and "://" in job.ray_address:
+        raise SettingError(
+            f"--ray-address: must be HOST:PORT of the cluster that this machine is a node of; got {job.ray_address}; submit the command as a Ray job"
+        )
+    if job.abandon_after is not None and job.abandon_after.seconds is None:
+        raise SettingError(f"--abandon-after: must be a time, such as 90s, 10m or 2h; got {job.abandon_after}")
+    if (job.abandon_after is not None or job.spare_servers) and job.spare:
+        raise SettingError(
+            "--spare: is for servers that --store names by URL; leave it out with --spare-servers and --abandon-after"
+        )
 
 
 def _check_checkpoints(job: TrainJob) -> None:
@@ -201,9 +238,9 @@ class TrainJob:
         {}, key_values, "options of the dense optimizer, such as momentum=0.9", _HOW, form="several", metavar="K=V"
     )
     store: Servers = setting(
-        "", Servers.parse, "servers that store the rows: local:N starts N redis-servers for this job; or the URLs of running ones, separated by "
-        "commas",
-        _WHERE, metavar="local:N|URL,...", required=True, resume="free",
+        "", Servers.parse, "servers that store the rows: local:N starts N redis-servers for this job, engine:N has --engine start them; or the URLs "
+        "of running ones, separated by commas",
+        _WHERE, metavar="local:N|engine:N|URL,...", required=True, resume="free",
     )  # fmt: skip
     # The value is free on resuming because `check_place` compares it with the run's placement.
     parity: Parity | None = setting(
@@ -299,6 +336,22 @@ class TrainJob:
     token_file: str | None = setting(
         None, local, "with --coordinator: file with the token that other hosts show; by default FORELOAD_JOB_TOKEN, else a new token in RUN/token",
         _WHERE, metavar="FILE", stated=False,
+    )  # fmt: skip
+    engine: Literal["local", "ray"] = setting(
+        "local", choice("local", "ray"), "what starts the trainers, and the servers of --store engine:N: this machine, or a Ray cluster, of which "
+        "it is a node", _WHERE, metavar="{local,ray}", resume="free",
+    )  # fmt: skip
+    ray_address: str | None = setting(
+        None, text, "with --engine ray: address of the cluster, HOST:PORT; by default RAY_ADDRESS, or the cluster of this machine", _WHERE,
+        metavar="HOST:PORT", stated=False,
+    )  # fmt: skip
+    spare_servers: int = setting(
+        0, integer(0, 999), "with --store engine:N: further servers, started at once, one of which replaces a server that is lost; without them, "
+        "another one is started then", _WHERE, metavar="M", resume="free",
+    )  # fmt: skip
+    abandon_after: Interval | None = setting(
+        None, Interval.parse, "with --store engine:N: when this command has died and none has gone on with the run for this time, such as 2h, save a "
+        "checkpoint, verify it, and end the servers; by default they stay until foreload delete", _WHERE, metavar="TIME", stated=False,
     )  # fmt: skip
     checkpoint: str | None = setting(
         None, storage_place, "folder or URL, reached by all hosts, for the checkpoints saved during training; by default checkpoints in RUN",
@@ -413,6 +466,11 @@ class TrainJob:
     def saves_checkpoints(self) -> bool:
         """Whether checkpoints are saved automatically during training."""
         return self.checkpoint_every is not None or self.keep_best is not None
+
+    @property
+    def is_over_hosts(self) -> bool:
+        """Whether trainers may be on other machines than this one, without a scheduler."""
+        return self.coordinator is not None or self.engine != "local"
 
     @property
     def trainers_here(self) -> int:

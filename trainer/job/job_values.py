@@ -29,14 +29,16 @@ class Servers:
     Attributes:
         local: the number of local servers to start for this job, or None.
         urls: the URLs of running servers, with their passwords.
+        engine: the number of servers that --engine is to start for this job, or None.
     """
 
     local: int | None
     urls: tuple[str, ...] = ()
+    engine: int | None = None
 
     @classmethod
     def parse(cls, flag: str, value: Any) -> Servers:
-        """Parse local:N, URLs separated by commas, or a list of URLs.
+        """Parse local:N, engine:N, URLs separated by commas, or a list of URLs.
 
         The URLs themselves are checked when a client connects. Raises SettingError.
         """
@@ -46,21 +48,24 @@ class Servers:
         if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
             raise SettingError(f"{flag}: must be local:N, or URLs separated by commas; got {masked(repr(value))}")
         given = ",".join(words)
-        if not given.startswith("local"):
+        if not given.startswith(("local", "engine")):
             return cls(None, tuple(words))
-        match = re.fullmatch(r"local:(\d{1,3})", given)
-        if match is None or not int(match[1]):
+        match = re.fullmatch(r"(local|engine):(\d{1,3})", given)
+        if match is None or not int(match[2]):
             raise SettingError(
-                f"{flag}: must be local:N with N from 1 to 999, or URLs separated by commas; got {masked(given)!r}"
+                f"{flag}: must be local:N or engine:N with N from 1 to 999, or URLs separated by commas; got {masked(given)!r}"
             )
-        return cls(int(match[1]))
+        count = int(match[2])
+        return cls(count) if match[1] == "local" else cls(None, engine=count)
 
     @property
     def count(self) -> int:
         """The number of store shards."""
-        return self.local or len(self.urls)
+        return self.local or self.engine or len(self.urls)
 
     def __str__(self) -> str:
+        if self.engine:
+            return f"engine:{self.engine}"
         return f"local:{self.local}" if self.local else ",".join(self.urls)
 
 

@@ -9,6 +9,7 @@ from foreload.pipelines.planning.sizing import lane_bytes, slot_bytes, slots_of_
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.job.job import TrainJob, layouts_of
 
+_PROCESS_BYTES = 400 << 20  # of a trainer without its lanes
 _KEPT_ROW_BYTES = 34  # table, ordinal, id, tag, stored tag and boundary
 
 
@@ -64,6 +65,15 @@ def check_fit(job: TrainJob, schedule: Schedule) -> str:
     return words
 
 
+def trainer_bytes(job: TrainJob, schedule: Schedule) -> int:
+    """Return about how much memory a trainer takes: a process with torch, its lanes, and the replicas that it holds."""
+    columns, _ = columns_of(job, schedule)
+    slots, lanes = max(schedule.slots), -(-schedule.header.lanes // job.trainers)
+    copies = job.replicas_held - 1 + job.saves_checkpoints
+    lane = lane_bytes(slots, columns, with_base=job.code(job.store.count).r > 0)
+    return _PROCESS_BYTES + lanes * (lane + copies * slot_bytes(columns, with_base=False) * slots)
+
+
 def kept_bytes(lanes: int, slots: int, columns: int) -> int:
     """Return the most bytes that all lanes' rows can take in the run's folder (`kept_lanes`).
 
@@ -81,6 +91,8 @@ def _check_copies(job: TrainJob, lanes: int, taken: int, copy_bytes: int) -> Non
         taken: the bytes of one lane.
         copy_bytes: the bytes of one replica of it.
     """
+    if job.engine != "local":
+        return
     lanes_here, available = -(-lanes * job.trainers_here // job.trainers), available_bytes()
     held = taken * lanes_here
     held_by_others = held + copy_bytes * lanes_here * (job.replicas_held - 1)

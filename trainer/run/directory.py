@@ -52,6 +52,7 @@ from foreload.trainer.storage import AnyFolder, place
 MANIFEST, STATUS, PLACEMENT, SAVED_PLACEMENT = "manifest.json", "status.json", "placement.json", "placement.saved.json"
 METRICS, SUMMARY, TENSORBOARD, STORES, CONTROL = "metrics.jsonl", "summary.json", "tensorboard", "stores", "control.sock"
 EVENTS, TOKEN, REPORT = "events.jsonl", "token", "report.html"
+ENGINE, PASSWORD, GIVEN_UP = "engine.json", "store-password", "given-up.log"
 LOG, DRILL, SCRUB, KEPT, CHECKPOINTS, LOCK = "write-back", "drill.png", "scrub", "kept", "checkpoints", "lock"
 CODE = "model"
 KEPT_LANES = f"{KEPT}/lanes/lanes.json"
@@ -76,6 +77,9 @@ _FILES = (
     SCRUB,
     CODE,
     TOKEN,
+    PASSWORD,
+    ENGINE,
+    GIVEN_UP,
     LOCK,
 )
 

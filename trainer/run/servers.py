@@ -17,6 +17,7 @@ from foreload.cache.parity.placement import Placement
 from foreload.trainer.errors import RunError, after_step
 from foreload.trainer.job.job_values import Parity
 from foreload.trainer.run.directory import STORES, Run
+from foreload.trainer.run.engine_record import with_passwords
 from foreload.trainer.run.event_log import ShardReplaced, read_events
 from foreload.trainer.run.manifest import Manifest, Status
 
@@ -83,7 +84,7 @@ def servers_of(run: Run, given: str | None) -> tuple[str, ...]:
 
     Args:
         given: the URLs on the command line, with passwords, in the order of the shards' numbers. If
-            None, the manifest's URLs are used.
+            None, the manifest's URLs are used, and passwords that an engine has set.
 
     Raises:
         RunError: `given` has the wrong number of URLs.
@@ -93,7 +94,7 @@ def servers_of(run: Run, given: str | None) -> tuple[str, ...]:
         local = LocalStores.find(run.path / STORES)
         return () if local is None else local.urls[: placement.shard_count]
     if given is None:
-        return noted(manifest, placement)
+        return with_passwords(run.path, noted(manifest, placement))
     urls, there = given.split(","), len(placement.live)
     if len(urls) != there:
         raise RunError(
@@ -121,6 +122,8 @@ def own_servers(manifest: Manifest, placement: Placement, given: str) -> str:
     """
     if manifest.local_stores is not None:
         return store_setting(manifest, placement) if given.startswith("local") else given
+    if given.startswith("engine"):
+        return store_setting(manifest, placement)
     urls = dict(zip(plain(given.split(",")), given.split(","), strict=True))
     if not urls.keys() & {*manifest.store_urls, *manifest.former_urls}:
         return given
@@ -173,7 +176,8 @@ def servers_had(run: Run, given: str | None) -> tuple[list[StoreUrl], list[Store
     manifest = run.manifest
     used = {url.place: url for url in map(parse_url, filter(None, servers_of(run, given)))}
     replaced = [event["url"] for event in read_events(run.path) if event.get("kind") == ShardReplaced.kind and event.get("url")]
-    urls = map(parse_url, (*filter(None, manifest.store_urls), *manifest.former_urls, *replaced))
+    others = with_passwords(run.path, (*filter(None, manifest.store_urls), *manifest.former_urls, *replaced))
+    urls = map(parse_url, others)
     # The servers in `given` may have other addresses than the same servers in the manifest.
     own = noted(manifest, run.placement) if given is not None else ()
     former = {url.place: url for url in urls if url.place not in used and url.plain not in own}

@@ -113,7 +113,7 @@ class Coordinator:
         self.scaling = Scaling(call, self._start_joining, self._end_process)
         self._copies = LaneReplicas(call, term)
         self._run_requests = RunRequests(call, term.members, self._plan)
-        self._failures = Failures(call.machines)
+        self._failures = Failures(call.guests)
         self.ended: dict[int, TrainerEnd] = {}
         self._training = False  # True once all trainers of the first term are ready
         self._stop_wanted = self._stop_published = False

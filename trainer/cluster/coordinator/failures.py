@@ -35,11 +35,11 @@ class Failures:
     """The failures that trainers reported before they ended.
 
     Args:
-        machines: The machine of each trainer. "" stands for the coordinator's.
+        guests: The trainers that other hosts have offered.
     """
 
-    def __init__(self, machines: Mapping[int, str]) -> None:
-        self._machines = machines
+    def __init__(self, guests: Collection[int]) -> None:
+        self._guests = guests
         self._reports: list[tuple[int, Failed]] = []
         self._of_lost: dict[int, str] = {}  # the reports of guests whose loss the job survives
 
@@ -52,8 +52,8 @@ class Failures:
         return any(failed.code not in _OF_OTHERS and failed.lost is None for _, failed in self._reports)
 
     def guests(self, term: Term) -> set[int]:
-        """Return the members of a term that run on other hosts."""
-        return {trainer for trainer in term.members if self._machines.get(trainer)}
+        """Return the members of a term that other hosts have offered."""
+        return {trainer for trainer in term.members if trainer in self._guests}
 
     def receive(self, trainer: int, failed: Failed, survived: bool) -> None:
         """Record a trainer's report.
@@ -62,7 +62,7 @@ class Failures:
             survived: Whether training goes on without a trainer. A guest that fails is then only
                 lost, and its failure does not end the call.
         """
-        if survived and self._machines.get(trainer):
+        if survived and trainer in self._guests:
             self._of_lost[trainer] = failed.message
         else:
             self._reports.append((trainer, failed))

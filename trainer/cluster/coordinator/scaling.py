@@ -261,7 +261,7 @@ class Scaling:
         """
         if trainer in self._leaving:
             return
-        if not self._restarts or self._call.machines.get(trainer):
+        if not self._restarts or trainer in self._call.guests:
             self._wanted = max(self._wanted - 1, 1)
         elif trainer in self._new:
             self._fruitless += 1

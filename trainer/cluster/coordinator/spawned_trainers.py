@@ -15,17 +15,10 @@ from pathlib import Path
 from foreload.base.job_token import given_token, new_token, write_token
 from foreload.trainer.cluster.coordinator.failures import GuestsRefused
 from foreload.trainer.cluster.ending import ended_how
+from foreload.trainer.cluster.engines.engine import Engine
 from foreload.trainer.cluster.messages.host_messages import HOST_GONE, NotWanted, StartAgain, StartTrainer, program_version
 from foreload.trainer.cluster.processes.host_connections import HostConnections, HostedTrainer
-from foreload.trainer.cluster.processes.starting import (
-    WORKER,
-    OnHost,
-    ProcessStart,
-    StartedProcess,
-    StartProcess,
-    TrainerStart,
-    pause,
-)
+from foreload.trainer.cluster.processes.starting import OnHost, StartedProcess, TrainerStart, pause
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import TOKEN
 from foreload.trainer.run.servers import plain
@@ -40,6 +33,7 @@ class Hosts:
 
     Attributes:
         machines: The machine of each trainer. "" stands for this one.
+        guests: The trainers that other hosts have offered, of any number so far.
         first: The trainers of other hosts with which training begins.
         on_host: What the trainers of this host get for a job over several hosts.
 
@@ -58,6 +52,7 @@ class Hosts:
             write_token(run / TOKEN, token)
         self.on_host = OnHost(token, has_run=True)
         self.machines: dict[int, str] = dict.fromkeys(range(job.trainers_here), "")
+        self.guests: set[int] = set()
         self.first: list[HostedTrainer] = []
         assert job.coordinator is not None
         self._place = job.coordinator
@@ -90,7 +85,11 @@ class Hosts:
 
         self.first = self._connections.await_offers(wanted, said, _SAID)
         for trainer, hosted in enumerate(self.first, self._job.trainers_here):
-            self.machines[trainer] = hosted.host
+            self._has(trainer, hosted)
+
+    def _has(self, trainer: int, hosted: HostedTrainer) -> None:
+        self.machines[trainer] = hosted.host
+        self.guests.add(trainer)
 
     def take(self) -> HostedTrainer | None:
         """Take a trainer that another host offers during training, or None without an offer."""
@@ -106,7 +105,7 @@ class Hosts:
             plan: As in `TrainerStart`.
         """
         job = self._job
-        self.machines[trainer] = hosted.host
+        self._has(trainer, hosted)
         hosted.send(
             StartTrainer(
                 trainer,
@@ -150,23 +149,23 @@ class SpawnedTrainers:
     """The trainers' processes, by trainer number.
 
     Args:
-        start: Starts a process on this host.
+        engine: Starts trainers, unless another host has offered them.
         urls: Returns the current URLs of the store shards by number, with passwords.
         lock: The descriptor of the run's lock, if there is one. Trainers inherit it, so a trainer
             that outlives this process goes on holding the lock.
-        hosts: The other hosts of the job. If None, all trainers are on this host.
+        hosts: The other hosts that join the job, if there are any.
         wakes: A descriptor that ends every pause once it is readable.
     """
 
     def __init__(
         self,
-        start: StartProcess,
+        engine: Engine,
         urls: Callable[[], Sequence[str]],
         lock: int | None,
         hosts: Hosts | None,
         wakes: int,
     ) -> None:
-        self._start, self._urls, self._hosts = start, urls, hosts
+        self._engine, self._urls, self._hosts = engine, urls, hosts
         self._held: tuple[int, ...] = () if lock is None else (lock,)
         self._processes: dict[int, StartedProcess] = {}
         self._place, self._wakes = ("", ""), wakes
@@ -183,7 +182,7 @@ class SpawnedTrainers:
         self._held = (*held, *self._held)
 
     def start(self, trainer: int, plan: int | None = None) -> None:
-        """Start a trainer on this host.
+        """Start a trainer that no other host has offered.
 
         Args:
             plan: As in `TrainerStart`.
@@ -191,7 +190,7 @@ class SpawnedTrainers:
         rendezvous, address = self._place
         on_host = None if self._hosts is None else self._hosts.on_host
         trainer_start = TrainerStart(trainer, rendezvous, address, tuple(self._urls()), os.getpid(), plan, on_host)
-        self._processes[trainer] = self._start(ProcessStart(WORKER, (), trainer_start.environment(), self._held))
+        self._processes[trainer] = self._engine.start_trainer(trainer_start, self._held)
 
     def start_first(self, here: Sequence[int]) -> None:
         """Start the trainers with which training begins.
@@ -246,9 +245,9 @@ class SpawnedTrainers:
         Args:
             ended: The trainers that have ended already.
         """
-        # A trainer of another host has no process here to wait for.
+        # A trainer on another machine has no process here to wait for.
         left = [process for trainer, process in self._processes.items() if trainer not in ended]
-        pause([process for process in left if not isinstance(process, HostedTrainer)], at_most, self._wakes)
+        pause([process for process in left if process.is_here], at_most, self._wakes)
 
     def forget(self, trainer: int) -> None:
         """Drop a trainer that has ended."""

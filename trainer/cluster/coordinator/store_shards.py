@@ -22,6 +22,7 @@ from foreload.cache.protocol.shards.shard_status import LOST, OK, REBUILDING, RE
 from foreload.trainer.cluster.coordinator.background_work import in_background
 from foreload.trainer.cluster.coordinator.store_watch import StoreWatch
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall
+from foreload.trainer.cluster.engines.engine import Engine
 from foreload.trainer.cluster.messages.control import Answer, AskReplace, Refused, Replacing
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.event_log import ShardLost, ShardRebuilt, ShardReplaced
@@ -93,11 +94,16 @@ class StoreShards:
         memory: The watch of the servers' memory.
     """
 
-    def __init__(self, call: TrainingCall, urls: Sequence[str], local: LocalStores | None) -> None:
+    def __init__(self, call: TrainingCall, urls: Sequence[str], local: LocalStores | None, engine: Engine | None = None) -> None:
+        """Take on the shards.
+
+        Args:
+            engine: Starts servers anew. If None, nothing does.
+        """
         job, self._call, self.urls, self.local = call.job, call, list(urls), local
         self.protected = call.run.placement.r > 0
-        # A restarted server is empty, so without parity its rows would be lost.
-        self._restarted = local if self.protected and not job.no_restart else None
+        # A new server is empty, so without parity its shard's rows would be lost.
+        self._engine = engine if engine is not None and engine.has_servers and self.protected and not job.no_restart else None
         self._spares = [url.plain for url in parse_urls(job.spare)] if job.spare else []
         self._checking: list[_Replacement] = []
         self._wanted: deque[tuple[int, str]] = deque()  # shards and their replacement servers
@@ -148,16 +154,21 @@ class StoreShards:
     @property
     def servers_return(self) -> bool:
         """Whether a lost shard may get a server by itself: a restarted one or a spare."""
-        return self._restarted is not None or bool(self._spares)
+        return self._engine is not None or bool(self._spares)
 
     def restart_dead(self) -> None:
-        """Restart dead local servers, empty, unless --no-restart is given or there is no parity."""
-        if self._restarted is None:
+        """Have the engine start dead servers anew, empty, unless --no-restart is given or there is no parity."""
+        if self._engine is None:
             return
-        for shard in range(self._restarted.count):
-            if self._call.observer.may_start(shard) and self._restarted.restart(shard):
-                self._call.say(f"store shard {shard}: its server died and was restarted empty")
-                self._call.events.note(ShardReplaced(shard=shard, cause="its server died and was restarted empty"))
+        for shard, url in enumerate(self.urls):
+            new = self._engine.new_server(shard, url, self._call.observer.may_start) if url else None
+            if new is None:
+                continue
+            if new != url:
+                self._wanted.append((shard, new))
+                continue
+            self._call.say(f"store shard {shard}: its server died and was restarted empty")
+            self._call.events.note(ShardReplaced(shard=shard, cause="its server died and was restarted empty"))
 
     @property
     def together(self) -> ShardSnapshot:
@@ -224,7 +235,7 @@ class StoreShards:
 
         Nothing happens if the shard has another server by now, or if local servers are restarted.
         """
-        if self._spares and self._restarted is None and self._in_use(shard, url):
+        if self._spares and self._engine is None and self._in_use(shard, url):
             self._wanted.append((shard, self._spares.pop(0)))
 
     def _in_use(self, shard: int, url: str) -> bool:

@@ -15,12 +15,11 @@ from foreload.trainer.cluster.coordinator.spawned_trainers import Hosts, Spawned
 from foreload.trainer.cluster.coordinator.store_shards import StoreShards
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.ending import Ending, call_figures, early_stop, first_of, keep_run, manifest_of, status_of
+from foreload.trainer.cluster.engines.engine import Engine
 from foreload.trainer.cluster.folder_over_hosts import publish_dense, run_facts, save_over_hosts
 from foreload.trainer.cluster.messages.facts import RunSaved
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous
 from foreload.trainer.cluster.messages.trainers import Departed, LaunchSpec, TrainerEnd
-from foreload.trainer.cluster.processes.rendezvous_host import RendezvousHost
-from foreload.trainer.cluster.processes.starting import StartProcess
 from foreload.trainer.compute.reports import Totals
 from foreload.trainer.errors import RunError
 from foreload.trainer.job.scheduler import Meeting
@@ -50,7 +49,7 @@ def launch_spec(call: TrainingCall, servers_return: bool) -> LaunchSpec:
         servers_return=servers_return,
         faults=tuple(call.observer.faults),
         totals=_totals(run, start),
-        hosts=run_facts(run, manifest) if job.coordinator is not None else None,
+        hosts=run_facts(run, manifest) if job.is_over_hosts else None,
         watched=manifest.watched,
         code=code_sums(manifest.code),
     )
@@ -73,10 +72,10 @@ class TrainerGroup:
         failure: Why training ended before its time. None if nothing failed.
     """
 
-    def __init__(self, call: TrainingCall, shards: StoreShards, start_process: StartProcess, hosts: Hosts | None) -> None:
-        self._call, self._shards, self._start_process = call, shards, start_process
+    def __init__(self, call: TrainingCall, shards: StoreShards, engine: Engine, hosts: Hosts | None) -> None:
+        self._call, self._shards, self._engine = call, shards, engine
         self._requests = RequestQueue()
-        self._trainers = SpawnedTrainers(start_process, lambda: shards.urls, call.run.lock, hosts, self._requests.fileno())
+        self._trainers = SpawnedTrainers(engine, lambda: shards.urls, call.run.lock, hosts, self._requests.fileno())
         self.status = call.start
         self.failure: str | None = None
         self.stopped = self.kept = False
@@ -95,13 +94,13 @@ class TrainerGroup:
             spec = launch_spec(self._call, self._shards.servers_return)
             self._call.interrupts.defer_signals = True
             address = self._call.job.own_address()
-            rendezvous_host = RendezvousHost(address, self._start_process)
+            rendezvous_host = self._engine.rendezvous_host(address)
             # Callbacks run in reverse order: trainers are killed before their rendezvous host is
             # closed.
             stack.callback(rendezvous_host.close)
             stack.callback(self._trainers.kill)
             # The trainers start at the same time as the rendezvous host, and wait for it.
-            self._trainers.meet_at(rendezvous_host.address, address, (rendezvous_host.held,))
+            self._trainers.meet_at(rendezvous_host.address, address, rendezvous_host.held)
             self._trainers.start_first(spawned)
             store = rendezvous_host.join()
             if meeting is not None:

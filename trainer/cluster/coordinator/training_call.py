@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +41,7 @@ class TrainingCall:
         observer: Sees every event of a trainer, and allows or forbids restarts and kills in tests.
         interrupts: The signals that ask for an end.
         machines: The machine of each trainer. "" stands for this one.
+        guests: The trainers that other hosts have offered (`foreload join`).
         metrics: Serves the run's figures. If None, they are not served.
         tracking: Reports to an experiment tracker. If None, there is none.
         say: Called with each message for the user.
@@ -57,6 +58,7 @@ class TrainingCall:
     observer: RunObserver
     interrupts: Interrupts
     machines: Mapping[int, str] = field(default_factory=dict)
+    guests: Collection[int] = ()
     metrics: MetricsServer | None = None
     tracking: Tracking | None = None
     say: Callable[[str], None] = _say

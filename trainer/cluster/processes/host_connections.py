@@ -46,6 +46,8 @@ class HostedTrainer:
         host: Address of that host.
     """
 
+    is_here = False
+
     def __init__(self, connection: socket.socket, host: str, pid: int) -> None:
         self._connection, self.host, self._pid = connection, host, pid
         self._sending = threading.Lock()

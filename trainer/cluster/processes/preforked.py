@@ -93,6 +93,8 @@ def _run(end: socket.socket) -> int:
 class ForkedProcess:
     """A StartedProcess that is a forked child of this process."""
 
+    is_here = True
+
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._status: int | None = None

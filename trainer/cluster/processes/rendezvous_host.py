@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import Any
 
@@ -22,12 +23,49 @@ from foreload.trainer.errors import TrainerError
 _PATIENCE = timedelta(minutes=5)  # how long a read waits for a fact to be published
 
 
-class RendezvousHost:
+class RendezvousHost(ABC):
     """The rendezvous host of one call, from the launcher's side.
 
     Attributes:
-        held: Descriptor of a pipe, which each trainer must inherit. When the last of them closes
-            it, the rendezvous host knows that all trainers have ended.
+        address: Address of the store, "HOST:PORT".
+        held: Descriptors that each trainer of this machine must inherit.
+    """
+
+    address: str
+    held: tuple[int, ...] = ()
+
+    @abstractmethod
+    def await_ready(self) -> None:
+        """Wait until the store listens.
+
+        Raises:
+            TrainerError: The rendezvous host ended before.
+        """
+
+    def join(self) -> Any:
+        """Wait until the store listens, and return a connection to it, a TCPStore.
+
+        Raises:
+            TrainerError: The rendezvous host ended before the store listened.
+        """
+        import torch.distributed as dist
+
+        # Connect only once the store listens, because torch logs every refused connection to
+        # stderr.
+        self.await_ready()
+        host, _, port = self.address.rpartition(":")
+        return dist.TCPStore(host, int(port), None, False, _PATIENCE)
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the rendezvous host. To be called when no trainer is left."""
+
+
+class ChildRendezvous(RendezvousHost):
+    """A rendezvous host that is a child of this process.
+
+    `held` is the descriptor of a pipe. When the last trainer closes it, the rendezvous host knows
+    that all trainers have ended.
     """
 
     def __init__(self, host: str, start: StartProcess) -> None:
@@ -45,9 +83,10 @@ class RendezvousHost:
                 listening.bind((host, 0))
             except OSError as error:
                 raise SettingError(f"--address: must be an address of this machine; got {host} ({error.strerror})") from error
-            self._host, self._port = host, listening.getsockname()[1]
+            self.address = f"{host}:{listening.getsockname()[1]}"
             launchers, self._launcher_end = os.pipe()
-            trainers, self.held = os.pipe()
+            trainers, trainers_end = os.pipe()
+            self.held = (trainers_end,)
             # Nothing is ever written to the first two pipes. The rendezvous host reads the end of a
             # pipe when the last process that holds the other side has ended.
             self._ready, ready = os.pipe()
@@ -57,29 +96,21 @@ class RendezvousHost:
             os.close(trainers)
             os.close(ready)
 
-    @property
-    def address(self) -> str:
-        """Address of the store, "HOST:PORT"."""
-        return f"{self._host}:{self._port}"
-
-    def join(self) -> Any:
-        """Wait until the store listens, and return the launcher's connection to it, a TCPStore.
-
-        Raises:
-            TrainerError: The rendezvous host ended before the store listened.
-        """
-        import torch.distributed as dist
-
-        # Connect only once the store listens, because torch logs every refused connection to
-        # stderr.
+    def await_ready(self) -> None:
+        """See RendezvousHost."""
         if not os.read(self._ready, 1):
             raise TrainerError(f"coordinator at {self.address}: cannot be started, see above")
-        return dist.TCPStore(self._host, self._port, None, False, _PATIENCE)
+
+    def launcher_is_gone(self) -> None:
+        """Have the rendezvous host do what it does when the launcher has died."""
+        os.close(self._launcher_end)
+        self._launcher_end = -1
 
     def close(self) -> None:
-        """End the rendezvous host. To be called when no trainer is left."""
-        os.close(self._launcher_end)
-        os.close(self.held)
+        """See RendezvousHost."""
+        if self._launcher_end >= 0:
+            os.close(self._launcher_end)
+        os.close(*self.held)
         os.close(self._ready)
         self._process.kill()
         self._process.wait()

@@ -41,7 +41,13 @@ class ProcessStart:
 
 
 class StartedProcess(Protocol):
-    """A process that was started, from the launcher's side."""
+    """A process that was started, from the launcher's side.
+
+    Attributes:
+        is_here: Whether the process is on this machine.
+    """
+
+    is_here: bool
 
     @property
     def pid(self) -> int:
@@ -118,6 +124,8 @@ class ChildProcess:
 
     So Ctrl-C reaches the launcher alone, which then stops all trainers after the same step.
     """
+
+    is_here = True
 
     def __init__(self, start: ProcessStart) -> None:
         self._process = subprocess.Popen(

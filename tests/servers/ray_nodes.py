@@ -1,0 +1,93 @@
+"""A Ray cluster of several nodes on this machine, which can be lost one by one."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray.cluster_utils import Cluster
+
+from foreload.trainer.run.engine_record import EngineRecord
+
+CORES = 4  # of a node, as Ray counts them
+_STORE_BYTES = 80 << 20  # of Ray's object store, which nothing here uses
+_QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
+"""By default Ray takes half a minute to notice that a node is lost."""
+
+
+class RayNodes:
+    """The cluster. The first node has its head, and the drivers."""
+
+    def __init__(self, count: int) -> None:
+        self._cluster = Cluster()
+        self._further: dict[str, Any] = {"_system_config": _QUICK}  # for the head
+        self._nodes: list[Any] = []
+        for _ in range(count):
+            self.add()
+
+    @property
+    def address(self) -> str:
+        """The cluster's address."""
+        return str(self._cluster.address)
+
+    @property
+    def flags(self) -> list[str]:
+        """Flags of `foreload train`."""
+        return ["--engine", "ray", "--ray-address", self.address]
+
+    def add(self) -> None:
+        """Add a node."""
+        further, self._further = self._further, {}
+        self._nodes.append(
+            self._cluster.add_node(num_cpus=CORES, object_store_memory=_STORE_BYTES, include_dashboard=False, **further)
+        )
+
+    def lose(self, *ids: str) -> None:
+        """Kill all processes of nodes at once."""
+        for node in [node for node in self._nodes if node.node_id in ids]:
+            assert node is not self._nodes[0], "the driver's node"
+            self._nodes.remove(node)
+            self._cluster.remove_node(node, allow_graceful=False)
+
+    def restore(self, count: int) -> None:
+        """Add nodes until there are so many."""
+        while len(self._nodes) < count:
+            self.add()
+
+    @property
+    def head(self) -> str:
+        """The id of the first node."""
+        return str(self._nodes[0].node_id)
+
+    def connect(self) -> None:
+        """Let this process ask the cluster."""
+        ray.init(address=self.address, log_to_driver=False, logging_level=logging.ERROR)
+
+    def close(self) -> None:
+        """End everything."""
+        if ray.is_initialized():
+            ray.shutdown()
+        self._cluster.shutdown()
+
+
+def actors(run: Path) -> dict[str, Any]:
+    """The handles of a run's actors by the beginning of their names: "trainer-0", "server-2", "keeper"."""
+    record = EngineRecord.read(run)
+    assert record is not None
+    named = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == record.namespace]
+    return {"-".join(name.split("-")[:2]): ray.get_actor(name, namespace=record.namespace) for name in named}
+
+
+def nodes_of(run: Path) -> dict[str, str]:
+    """The node of each of a run's actors."""
+    return {name: ray.get(actor.place.remote()).node for name, actor in actors(run).items() if name != "keeper"}
+
+
+def pid_of(run: Path, name: str) -> int:
+    """The id of the process that an actor runs: a trainer or a server."""
+    return int(ray.get(actors(run)[name].pid.remote()))

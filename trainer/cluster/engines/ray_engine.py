@@ -1,0 +1,637 @@
+"""A Ray cluster as an engine: `foreload train --engine ray`.
+
+The process of `foreload train` is the driver, on a node of the cluster. Trainers and store servers
+are actors (`ray_actors`). A trainer or server whose node is lost is started on another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, placement_group_table
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from foreload.base.errors import SettingError
+from foreload.base.job_token import new_token, write_token
+from foreload.cache.client.url import parse_url
+from foreload.trainer.cluster.engines.engine import Node
+from foreload.trainer.cluster.engines.ray_actors import (
+    KEEPER,
+    SERVER,
+    SERVERS_PLACE,
+    TRAINER,
+    TRAINERS_PLACE,
+    Keeper,
+    Placed,
+    ServerActor,
+    TrainerActor,
+    end_servers,
+)
+from foreload.trainer.cluster.messages.host_messages import HOST_GONE
+from foreload.trainer.cluster.processes.rendezvous_host import RendezvousHost
+from foreload.trainer.cluster.processes.starting import TrainerStart
+from foreload.trainer.compute import numerics
+from foreload.trainer.errors import RunError, TrainerError
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.run.directory import TOKEN, Run
+from foreload.trainer.run.engine_record import EngineRecord, new_password, with_passwords
+
+_CONNECT = timedelta(seconds=10)  # for reaching the cluster's head
+_SAID = timedelta(seconds=15)  # between two lines that a place is waited for
+_PAUSE = timedelta(seconds=1)  # between two attempts to place an actor
+_CONCURRENT = 8  # methods of an actor that may run at once
+# How long a trainer may take to end when it is told to. One whose node is lost never reports it.
+_END_PATIENCE = timedelta(seconds=0.5)
+_POLL = timedelta(milliseconds=50)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"foreload: {line}\n")
+
+
+def _not_reached(address: str, why: str) -> SettingError:
+    return SettingError(
+        f"--ray-address: no Ray cluster is reached at {address} ({why}); start one here with `ray start --head`, or give the address of its "
+        "head, HOST:PORT"
+    )
+
+
+def _check_reached(address: str) -> None:
+    """Raise SettingError if nothing listens at HOST:PORT. Ray itself would try it for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT.total_seconds()).close()
+        except OSError as error:
+            raise _not_reached(address, str(error)) from error
+
+
+@contextlib.contextmanager
+def connected(address: str | None) -> Iterator[None]:
+    """Connect to a Ray cluster while entered.
+
+    Args:
+        address: Of the cluster. If None, that in RAY_ADDRESS, or the cluster of this machine.
+
+    Raises:
+        SettingError: There is no cluster.
+    """
+    _check_reached(address or os.environ.get("RAY_ADDRESS", ""))
+    # Ray puts a handler of its own in place of that of `Interrupts`.
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address=address or "auto", log_to_driver=True, logging_level=logging.WARNING)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise _not_reached(address or "auto", str(error).splitlines()[0]) from error
+    finally:
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def ended(run: Path, record: EngineRecord) -> Iterator[None]:
+    """See `engine.ended`."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(connected(record.address))
+        except SettingError:
+            _say(
+                f"warning: the Ray cluster at {record.address} is not reached; if it still runs, actors of the run may be left there, in "
+                f"namespace {record.namespace}"
+            )
+            yield
+            return
+        keeper: Any = None
+        with contextlib.suppress(ValueError):
+            keeper = ray.get_actor(KEEPER, namespace=record.namespace)
+            call, here = secrets.token_hex(8), ray.get_runtime_context().get_node_id()
+            if ray.get(keeper.take.remote(call, here, os.getpid(), None)) not in ("taken", "elsewhere"):
+                raise RunError(f"run {run}: is being trained, or its trainers are still stopping; stop it with Ctrl-C first")
+            stack.callback(lambda: keeper.release.remote(call))
+        yield
+        end_servers(record)
+        if keeper is not None:
+            ray.kill(keeper)
+
+
+def _is_done(ref: Any) -> bool:
+    return bool(ray.wait([ref], timeout=0)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Bundle:
+    """Reserved cores and memory for one actor.
+
+    Attributes:
+        group: The placement group. None for a place that is not reserved.
+        index: In the group.
+    """
+
+    group: Any
+    index: int
+
+    def options(self) -> dict[str, Any]:
+        """Return what places an actor there."""
+        if self.group is None:
+            return {"scheduling_strategy": "SPREAD"}
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.index)}
+
+
+class _Places:
+    """The bundles of a placement group, and places beyond them, for actors of one kind."""
+
+    def __init__(self, group: Any, count: int) -> None:
+        self.group, self._free = group, list(range(count))
+
+    def take(self) -> _Bundle:
+        """Return a free bundle, or, if none is left, a place that is not reserved."""
+        return _Bundle(self.group, self._free.pop(0)) if self._free else _Bundle(None, 0)
+
+    def give_back(self, bundle: _Bundle) -> None:
+        """Note that a bundle is free again. Ray moves a bundle whose node is lost to another one."""
+        if bundle.group is not None:
+            self._free.append(bundle.index)
+
+
+class _Actor:
+    """An actor that is being placed, or runs. It is started again until it has a place.
+
+    Attributes:
+        name: Its name on the cluster.
+        placed: Where it is. None while it waits for a place.
+        handle: Ray's handle.
+    """
+
+    def __init__(self, what: str, kind: type, options: Mapping[str, Any], places: _Places, namespace: str, name: str) -> None:
+        self._what, self._kind, self._options, self._places = what, kind, dict(options), places
+        self._namespace, self._base = namespace, name
+        self._attempt, self._since, self._said = 0, time.monotonic(), False
+        self.placed: Placed | None = None
+        self.failed: str | None = None
+        self._try()
+
+    def _try(self) -> None:
+        self._tried = time.monotonic()
+        self._bundle = self._places.take()
+        self.name = f"{self._base}-{self._attempt}"
+        self._attempt += 1
+        options = (
+            self._options | self._bundle.options() | {"name": self.name, "namespace": self._namespace, "lifetime": "detached"}
+        )
+        actor: Any = ray.remote(self._kind)
+        self.handle = actor.options(max_concurrency=_CONCURRENT, **options).remote()
+        self._placing = self.handle.place.remote()
+
+    def look(self) -> bool:
+        """Return whether the actor has a place. Starts it again if its node was lost before."""
+        if self.placed is not None:
+            return True
+        if _is_done(self._placing):
+            try:
+                self.placed = ray.get(self._placing)
+                return True
+            except ray.exceptions.RayActorError as error:
+                if getattr(error, "actor_init_failed", False):
+                    self.failed = f"cannot be started: {str(error).strip().splitlines()[-1]}"
+                    return False
+            except ray.exceptions.RayError as error:
+                self.failed = f"cannot be started: {str(error).strip().splitlines()[-1]}"
+                return False
+            if time.monotonic() - self._tried >= _PAUSE.total_seconds():
+                self.end()
+                self._try()
+        elif not self._said and time.monotonic() - self._since >= _SAID.total_seconds():
+            self._said = True
+            _say(f"{self._what}: waits until the cluster has room for it, {_wanted(self._options)}")
+        return False
+
+    def end(self) -> None:
+        """End the actor's process, and free its place."""
+        with contextlib.suppress(Exception):
+            ray.kill(self.handle)
+        self._places.give_back(self._bundle)
+
+
+def _wanted(options: Mapping[str, Any]) -> str:
+    cores, memory = options.get("num_cpus", 0), options.get("memory", 0)
+    return f"{cores:g} core{'s' * (cores != 1)}" + (f" and {memory / 2**20:,.0f} MiB" if memory else "")
+
+
+def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
+    return {"CPU": options["num_cpus"]} | ({"memory": options["memory"]} if options.get("memory") else {})
+
+
+def _check_fits(flag: str, options: Mapping[str, Any]) -> None:
+    """Raise SettingError if no node of the cluster is large enough for an actor."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(all(node.get(kind, 0) >= amount for kind, amount in _bundle(options).items()) for node in nodes):
+        raise SettingError(f"{flag}: no node of the Ray cluster has {_wanted(options)}, which each takes; add larger nodes")
+
+
+class RayTrainer:
+    """A trainer on the cluster: a StartedProcess from the launcher's side."""
+
+    is_here = False
+
+    def __init__(self, actor: _Actor, begin: Callable[[_Actor], Any]) -> None:
+        self._actor, self._begin = actor, begin
+        self._running: Any = None
+        self._status: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """Id of the actor's process on its node; 0 while it has no place."""
+        return 0 if self._actor.placed is None else self._actor.placed.pid
+
+    def poll(self) -> int | None:
+        """Return the trainer's exit status, HOST_GONE if its node or actor is gone, or None."""
+        if self._status is None:
+            if self._running is None:
+                if self._actor.look():
+                    self._running = self._begin(self._actor)
+                elif self._actor.failed is not None:
+                    _say(self._actor.failed)
+                    self._over(1)
+            elif _is_done(self._running):
+                try:
+                    self._over(ray.get(self._running))
+                except ray.exceptions.RayError:
+                    self._over(HOST_GONE)
+        return self._status
+
+    def _over(self, status: int) -> None:
+        self._status = status
+        self._actor.end()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait until the trainer has ended or its node is gone.
+
+        Args:
+            timeout: If None, a moment.
+        """
+        deadline = time.monotonic() + (timeout or _END_PATIENCE).total_seconds()
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(_POLL.total_seconds())
+
+    def kill(self) -> None:
+        """Kill the trainer. Its actor ends once it has reported that."""
+        if self._status is not None:
+            return
+        if self._running is None:
+            self._over(-signal.SIGKILL)
+        else:
+            self._actor.handle.stop.remote()
+
+
+class _RayServer:
+    """A store server on the cluster.
+
+    Attributes:
+        url: Its URL, without password. None while it is being started.
+        failed: Why it cannot be started, or None.
+    """
+
+    def __init__(self, actor: _Actor | None = None, name: str = "", url: str | None = None, handle: Any = None) -> None:
+        """Take on a server that is being started by `actor`, or that runs already.
+
+        Args:
+            name, url, handle: Of a server that runs.
+        """
+        self._actor, self._name, self._handle, self.url = actor, name, handle, url
+        self._starting: Any = None
+        self._waiting: Any = None if handle is None else handle.wait.remote()
+        self.failed: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of its actor."""
+        return self._name if self._actor is None else self._actor.name
+
+    @property
+    def node(self) -> str | None:
+        """The node that it is on, if that is known."""
+        return None if self._actor is None or self._actor.placed is None else self._actor.placed.node
+
+    def is_up(self, run: Path) -> bool:
+        """Return whether the server runs. Goes on with starting it."""
+        if self.url is not None:
+            return True
+        assert self._actor is not None
+        if self._starting is None:
+            if self._actor.look():
+                self._starting = self._actor.handle.start.remote(str(run))
+            self.failed = self._actor.failed
+            return False
+        if not _is_done(self._starting):
+            return False
+        try:
+            self.url = ray.get(self._starting)
+        except ray.exceptions.RayTaskError as error:
+            self.failed = str(error.cause)
+            return False
+        except ray.exceptions.RayError as error:
+            self.failed = str(error).strip().splitlines()[0]
+            return False
+        self._handle = self._actor.handle
+        self._waiting = self._handle.wait.remote()
+        return True
+
+    def ended(self) -> str | None:
+        """Return how the server ended, or None while it runs."""
+        if not _is_done(self._waiting):
+            return None
+        try:
+            return str(ray.get(self._waiting))
+        except ray.exceptions.RayError:
+            return "its node can no longer be reached"
+
+    def end(self) -> None:
+        """End the server."""
+        if self._actor is not None:
+            self._actor.end()
+        else:
+            with contextlib.suppress(Exception):
+                ray.kill(self._handle)
+
+
+class _KeptRendezvous(RendezvousHost):
+    """The rendezvous host that a run's keeper holds."""
+
+    def __init__(self, keeper: Any) -> None:
+        self._keeper = keeper
+        self.address = ray.get(keeper.open_rendezvous.remote())
+
+    def await_ready(self) -> None:
+        """See RendezvousHost. The keeper has waited."""
+
+    def close(self) -> None:
+        """See RendezvousHost."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(self._keeper.close_rendezvous.remote())
+
+
+class RayEngine:
+    """A Ray cluster, which is connected, as the engine of one call.
+
+    Attributes:
+        machines: As in Engine: the nodes' ids.
+    """
+
+    def __init__(self, job: TrainJob) -> None:
+        self._job, self._run = job, Path(job.run).absolute()
+        self.machines: dict[int, str] = {}
+        self._record: EngineRecord | None = None
+        self._keeper: Any = None
+        self._call = secrets.token_hex(8)
+        self._here = ray.get_runtime_context().get_node_id()
+        self._trainer_options: dict[str, Any] = {"num_cpus": job.threads}
+        self._server_options: dict[str, Any] = {"num_cpus": 1}
+        self._trainer_places, self._server_places = _Places(None, 0), _Places(None, 0)
+        self._servers: dict[str, _RayServer] = {}  # by URL without password
+        self._coming: dict[int, _RayServer] = {}  # by the shard whose server they replace
+        self._spares: list[_RayServer] = []
+
+    # What the launcher asks, before training begins.
+
+    def take(self) -> None:
+        """See Engine. Also takes the run's lease, if the run has processes on the cluster."""
+        self._record = EngineRecord.read(self._run)
+        if self._record is not None:
+            self._take_lease(self._record.namespace)
+
+    def _take_lease(self, namespace: str) -> None:
+        options = {"name": KEEPER, "namespace": namespace, "get_if_exists": True, "lifetime": "detached", "num_cpus": 0}
+        place = NodeAffinitySchedulingStrategy(self._here, soft=False)
+        kind: Any = ray.remote(Keeper)
+        abandon, said = self._job.abandon_after, False
+        while True:
+            keeper = kind.options(max_concurrency=_CONCURRENT, scheduling_strategy=place, **options).remote(
+                str(self._run), namespace
+            )
+            try:
+                taken = ray.get(
+                    keeper.take.remote(self._call, self._here, os.getpid(), None if abandon is None else abandon.seconds)
+                )
+            except ray.exceptions.RayActorError:
+                taken = "gone"
+            if taken == "taken":
+                self._keeper = keeper
+                return
+            if taken == "used":
+                raise RunError(f"run {self._run}: is being trained by another driver of the cluster; stop that with Ctrl-C first")
+            if taken == "elsewhere":
+                ray.kill(keeper)
+            elif taken == "stopping" and not said:
+                said = True
+                _say(f"run {self._run}: the driver that trained it has died; waiting until its trainers have stopped")
+            time.sleep(_PAUSE.total_seconds())
+
+    def check_room(self, servers: int) -> None:
+        """See Engine."""
+        _check_fits("--store", self._server_options)
+        _check_fits("--trainers", self._trainer_options)
+
+    def start_servers(self, count: int) -> tuple[str, ...]:
+        """See Engine. Waits until the cluster has room for them, apart from each other."""
+        if self._record is not None:
+            # Of a run that was overwritten just now, or that never began to train.
+            end_servers(self._record)
+            self._release()
+        new_password(self._run)
+        self._begin_record()
+        self._server_places = self._reserved(SERVERS_PLACE, self._server_options, count + self._job.spare_servers, "--store")
+        started = [self._new_server(shard) for shard in range(count)]
+        self._await_up(started)
+        self._servers = {str(server.url): server for server in started}
+        if len({server.node for server in started}) < count:
+            _say("warning: some store shards share a node; the loss of that node may lose more shards than parity covers")
+        self._start_spares()
+        self._write()
+        return with_passwords(self._run, list(self._servers))
+
+    def find_servers(self, urls: Sequence[str]) -> tuple[str, ...]:
+        """See Engine."""
+        if self._record is None:
+            return tuple(urls)
+        ended: dict[int, _RayServer] = {}
+        for shard, url in enumerate(urls):
+            if (name := self._record.servers.get(url)) is None:
+                continue
+            with contextlib.suppress(ValueError):
+                server = _RayServer(None, name, url, ray.get_actor(name, namespace=self._record.namespace))
+                if server.ended() is None:
+                    self._servers[url] = server
+                    continue
+            ended[shard] = self._new_server(shard)
+        self._await_up(list(ended.values()))
+        for shard, server in ended.items():
+            _say(f"store shard {shard}: its server has ended; {server.url} takes its place")
+            self._servers[str(server.url)] = server
+        if self._servers:
+            self._start_spares()
+        self._write()
+        return with_passwords(self._run, [str(ended[shard].url) if shard in ended else url for shard, url in enumerate(urls)])
+
+    def reserve_trainers(self, trainer_bytes: int) -> None:
+        """See Engine."""
+        if self._record is None:
+            # The store is servers that somebody else runs.
+            self._begin_record()
+        assert self._record is not None
+        write_token(self._run / TOKEN, new_token())
+        self._trainer_options["memory"] = trainer_bytes
+        group_name = f"{self._record.namespace}-{TRAINERS_PLACE}"
+        with contextlib.suppress(ValueError):
+            ray.util.remove_placement_group(ray.util.get_placement_group(group_name))
+        self._trainer_places = self._reserved(TRAINERS_PLACE, self._trainer_options, self._job.trainers, "--trainers")
+        nodes = placement_group_table(self._trainer_places.group)["bundles_to_node_id"]
+        self.machines.clear()
+        self.machines.update({trainer: nodes[trainer] for trainer in range(self._job.trainers)})
+
+    def _begin_record(self) -> None:
+        namespace = f"foreload-{self._run.name}-{self._call}"
+        self._record = EngineRecord("ray", ray.get_runtime_context().gcs_address, namespace)
+        self._record.write(self._run)
+        self._take_lease(namespace)
+
+    def close(self) -> None:
+        """Give the lease back. The servers stay, unless the run has never trained."""
+        for server in self._coming.values():
+            server.end()
+        keeper = self._keeper
+        self._release()
+        if self._record is None:
+            return
+        with contextlib.suppress(ValueError, ray.exceptions.RayError):
+            ray.util.remove_placement_group(ray.util.get_placement_group(f"{self._record.namespace}-{TRAINERS_PLACE}"))
+        if Run(self._run).status is None:
+            end_servers(self._record)
+            if keeper is not None:
+                ray.kill(keeper)
+
+    def _release(self) -> None:
+        if self._keeper is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(self._keeper.release.remote(self._call))
+            self._keeper = None
+
+    # What the coordinator asks.
+
+    @property
+    def has_servers(self) -> bool:
+        """See Engine."""
+        return bool(self._servers)
+
+    def rendezvous_host(self, address: str) -> RendezvousHost:
+        """See Engine. The keeper holds it, on the node of the driver."""
+        return _KeptRendezvous(self._keeper)
+
+    def start_trainer(self, start: TrainerStart, held: Sequence[int]) -> RayTrainer:
+        """See Engine."""
+        variables = numerics.environment(self._job.cpu_capability, self._job.threads)
+
+        def begin(actor: _Actor) -> Any:
+            assert actor.placed is not None
+            self.machines[start.trainer] = actor.placed.node
+            return actor.handle.run.remote(
+                str(Path.cwd()), str(self._run), start.trainer, start.rendezvous, start.plan, variables
+            )
+
+        what, name = f"trainer {start.trainer}", f"{TRAINER}-{start.trainer}"
+        return RayTrainer(self._actor(what, name, TrainerActor, self._trainer_options, self._trainer_places), begin)
+
+    def new_server(self, shard: int, url: str, may_start: Callable[[int], bool]) -> str | None:
+        """See Engine. It is a spare, or one that is started on another node."""
+        server, coming = self._servers.get(parse_url(url, {}).plain), self._coming.get(shard)
+        if coming is None:
+            if server is None or not may_start(shard) or (how := server.ended()) is None:
+                return None
+            _say(f"store shard {shard}: its server is gone: {how}; another one is started")
+            self._coming[shard] = self._spares.pop(0) if self._spares else self._new_server(shard)
+            server.end()
+            return None
+        if coming.failed is not None:
+            _say(f"store shard {shard}: no other server for it yet: {coming.failed}")
+            coming.end()
+            self._coming[shard] = self._new_server(shard)
+            return None
+        if not coming.is_up(self._run):
+            return None
+        del self._coming[shard]
+        self._servers[str(coming.url)] = coming
+        self._servers.pop(parse_url(url, {}).plain, None)
+        self._write()
+        return with_passwords(self._run, [str(coming.url)])[0]
+
+    def nodes(self) -> Sequence[Node]:
+        """See Engine."""
+        free = ray._private.state.available_resources_per_node()
+        alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        return [Node(name, free.get(name, {}).get("CPU", 0.0), int(free.get(name, {}).get("memory", 0))) for name in alive]
+
+    # The rest is its own.
+
+    def _actor(self, what: str, name: str, kind: type, options: Mapping[str, Any], places: _Places) -> _Actor:
+        assert self._record is not None
+        return _Actor(what, kind, options, places, self._record.namespace, f"{name}-{secrets.token_hex(4)}")
+
+    def _new_server(self, shard: int | None) -> _RayServer:
+        """Start a server for a shard, or a spare one."""
+        what, name = ("spare server", f"{SERVER}-spare") if shard is None else (f"store shard {shard}", f"{SERVER}-{shard}")
+        return _RayServer(self._actor(what, name, ServerActor, self._server_options, self._server_places))
+
+    def _start_spares(self) -> None:
+        self._spares = [self._new_server(None) for _ in range(self._job.spare_servers)]
+        self._await_up(self._spares)
+
+    def _await_up(self, servers: Sequence[_RayServer]) -> None:
+        while [server for server in servers if not server.is_up(self._run)]:
+            for server in servers:
+                if server.failed is not None:
+                    for one in servers:
+                        one.end()
+                    raise TrainerError(f"store server on the cluster: {server.failed}")
+            time.sleep(_POLL.total_seconds())
+
+    def _write(self) -> None:
+        """Note the servers in the run's folder."""
+        assert self._record is not None
+        servers = {url: server.name for url, server in self._servers.items()}
+        self._record = replace(self._record, servers=servers, spares=tuple(spare.name for spare in self._spares))
+        self._record.write(self._run)
+
+    def _reserved(self, name: str, options: Mapping[str, Any], count: int, flag: str) -> _Places:
+        """Reserve places for actors, on as many nodes as there are.
+
+        Raises:
+            SettingError: No node of the cluster is large enough for one.
+        """
+        assert self._record is not None
+        _check_fits(flag, options)
+        bundle = _bundle(options)
+        group = placement_group([bundle] * count, strategy="SPREAD", name=f"{self._record.namespace}-{name}", lifetime="detached")
+        while not group.wait(_SAID.total_seconds()):
+            free = ray.available_resources()
+            _say(
+                f"{flag}: waiting until the cluster has room for {count} of {_wanted(options)} each; "
+                f"{free.get('CPU', 0):g} cores are free; Ctrl-C ends the wait"
+            )
+        return _Places(group, count)

@@ -137,6 +137,7 @@ def test_a_server_that_ended_while_the_run_was_stopped_is_replaced(begin: BeginR
 def test_trainers_come_and_go(begin: BeginRun, undisturbed: str) -> None:
     job = begin()
     assert run_here("scale", job.path, 4, "--no-wait")[0] == 0
+    job.members(0, 1, 2, 3)
     job.hosting(0, 1, 2, 3)
     assert len(set(nodes_of(job.path)) & {f"trainer-{trainer}" for trainer in range(4)}) == 4
     assert run_here("scale", job.path, 2, "--no-wait")[0] == 0

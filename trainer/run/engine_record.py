@@ -25,6 +25,7 @@ class EngineRecord:
         namespace: What the engine keeps the run's processes apart by.
         servers: The engine's name of each store server, by its URL without password.
         spares: Names of servers that are there in case one of these is lost.
+        ended: URLs of servers that have ended, and were replaced.
     """
 
     engine: str
@@ -32,6 +33,7 @@ class EngineRecord:
     namespace: str
     servers: dict[str, str] = field(default_factory=dict)
     spares: tuple[str, ...] = ()
+    ended: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, run: Path) -> EngineRecord | None:

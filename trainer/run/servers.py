@@ -17,7 +17,7 @@ from foreload.cache.parity.placement import Placement
 from foreload.trainer.errors import RunError, after_step
 from foreload.trainer.job.job_values import Parity
 from foreload.trainer.run.directory import STORES, Run
-from foreload.trainer.run.engine_record import with_passwords
+from foreload.trainer.run.engine_record import EngineRecord, with_passwords
 from foreload.trainer.run.event_log import ShardReplaced, read_events
 from foreload.trainer.run.manifest import Manifest, Status
 
@@ -176,8 +176,10 @@ def servers_had(run: Run, given: str | None) -> tuple[list[StoreUrl], list[Store
     manifest = run.manifest
     used = {url.place: url for url in map(parse_url, filter(None, servers_of(run, given)))}
     replaced = [event["url"] for event in read_events(run.path) if event.get("kind") == ShardReplaced.kind and event.get("url")]
-    others = with_passwords(run.path, (*filter(None, manifest.store_urls), *manifest.former_urls, *replaced))
-    urls = map(parse_url, others)
+    record = EngineRecord.read(run.path)
+    ended = () if record is None else record.ended
+    others = [url for url in (*filter(None, manifest.store_urls), *manifest.former_urls, *replaced) if url not in ended]
+    urls = map(parse_url, with_passwords(run.path, others))
     # The servers in `given` may have other addresses than the same servers in the manifest.
     own = noted(manifest, run.placement) if given is not None else ()
     former = {url.place: url for url in urls if url.place not in used and url.plain not in own}

@@ -7,16 +7,12 @@ starts and ends them, and reports which have ended.
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
 from foreload.base.errors import SettingError
-from foreload.base.memory import available_bytes
 from foreload.cache.client.local import LocalStores
 from foreload.trainer.cluster.processes.rendezvous_host import ChildRendezvous, RendezvousHost
 from foreload.trainer.cluster.processes.starting import WORKER, ProcessStart, StartedProcess, StartProcess, TrainerStart
@@ -25,29 +21,13 @@ from foreload.trainer.job.succession import ONE_MACHINE
 from foreload.trainer.run.engine_record import EngineRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A machine on which an engine starts processes.
-
-    Attributes:
-        name: The engine's name of it.
-        free_cores: Cores that no process has reserved.
-        free_bytes: Memory that no process has reserved.
-        draining: Whether it is about to be taken away.
-    """
-
-    name: str
-    free_cores: float
-    free_bytes: int
-    draining: bool = False
-
-
 class Engine(Protocol):
     """Places, starts and ends the processes of one call. One thread uses it.
 
     Attributes:
         machines: trainer -> its machine; updated when a trainer is started. Empty if all are on
             this one.
+        has_servers: Whether the engine has started the run's store servers.
     """
 
     @property
@@ -84,9 +64,6 @@ class Engine(Protocol):
         Returns:
             The URL of the new server, with its password, once it is there. None in all other cases.
         """
-
-    def nodes(self) -> Sequence[Node]:
-        """Return the machines that are there."""
 
     # Before training begins, the launcher asks:
 
@@ -163,10 +140,6 @@ class LocalEngine:
         if self.stores is not None and may_start(shard) and self.stores.restart(shard):
             return url
         return None
-
-    def nodes(self) -> Sequence[Node]:
-        """See Engine."""
-        return [Node(socket.gethostname(), float(len(os.sched_getaffinity(0))), available_bytes() or 0)]
 
     def take(self) -> None:
         """See Engine. Trainers hold the run's lock."""

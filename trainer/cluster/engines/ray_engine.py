@@ -28,7 +28,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from foreload.base.errors import SettingError
 from foreload.base.job_token import new_token, write_token
 from foreload.cache.client.url import parse_url
-from foreload.trainer.cluster.engines.engine import Node
 from foreload.trainer.cluster.engines.ray_actors import (
     KEEPER,
     SERVER,
@@ -475,10 +474,10 @@ class RayEngine:
         for shard, url in enumerate(urls):
             if (name := self._record.servers.get(url)) is None:
                 continue
-            with contextlib.suppress(ValueError):
-                server = _RayServer(None, name, url, ray.get_actor(name, namespace=self._record.namespace))
-                if server.ended() is None:
-                    self._servers[url] = server
+            with contextlib.suppress(ValueError, ray.exceptions.RayError):
+                handle: Any = ray.get_actor(name, namespace=self._record.namespace)
+                if ray.get(handle.pid.remote()) is not None:
+                    self._servers[url] = _RayServer(None, name, url, handle)
                     continue
             ended[shard] = self._new_server(shard)
         self._await_up(list(ended.values()))
@@ -487,7 +486,7 @@ class RayEngine:
             self._servers[str(server.url)] = server
         if self._servers:
             self._start_spares()
-        self._write()
+        self._write(*(urls[shard] for shard in ended))
         return with_passwords(self._run, [str(ended[shard].url) if shard in ended else url for shard, url in enumerate(urls)])
 
     def reserve_trainers(self, trainer_bytes: int) -> None:
@@ -577,15 +576,10 @@ class RayEngine:
             return None
         del self._coming[shard]
         self._servers[str(coming.url)] = coming
-        self._servers.pop(parse_url(url, {}).plain, None)
-        self._write()
+        before = parse_url(url, {}).plain
+        self._servers.pop(before, None)
+        self._write(before)
         return with_passwords(self._run, [str(coming.url)])[0]
-
-    def nodes(self) -> Sequence[Node]:
-        """See Engine."""
-        free = ray._private.state.available_resources_per_node()
-        alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-        return [Node(name, free.get(name, {}).get("CPU", 0.0), int(free.get(name, {}).get("memory", 0))) for name in alive]
 
     # The rest is its own.
 
@@ -611,11 +605,16 @@ class RayEngine:
                     raise TrainerError(f"store server on the cluster: {server.failed}")
             time.sleep(_POLL.total_seconds())
 
-    def _write(self) -> None:
-        """Note the servers in the run's folder."""
+    def _write(self, *ended: str) -> None:
+        """Note the servers in the run's folder.
+
+        Args:
+            ended: URLs of servers that others have replaced.
+        """
         assert self._record is not None
         servers = {url: server.name for url, server in self._servers.items()}
-        self._record = replace(self._record, servers=servers, spares=tuple(spare.name for spare in self._spares))
+        spares = tuple(spare.name for spare in self._spares)
+        self._record = replace(self._record, servers=servers, spares=spares, ended=(*self._record.ended, *ended))
         self._record.write(self._run)
 
     def _reserved(self, name: str, options: Mapping[str, Any], count: int, flag: str) -> _Places:

@@ -72,7 +72,7 @@ def test_a_store_that_is_down_or_no_store_is_refused_without_its_password(clicks
         (f"redis://:{PASSWORD}@h2", "store URL 2 of 2: must begin with redis://"),
         (f"redis://h1,redis://:{PASSWORD}@h2", "write a comma in a password as %2C"),
         ("redis://:s3cret,redis://h2", "redis://***: the port must be a number"),
-        ("local:0", "--store: must be local:N with N from 1 to 999"),
+        ("local:0", "--store: must be local:N or engine:N with N from 1 to 999"),
     ]:
         line = refused(*train(clicks, run, store))
         assert words in line

@@ -19,7 +19,7 @@ from foreload.cache.client.store import Store
 from foreload.cache.errors import StoreAuth
 from foreload.trainer.checkpoints.contents import Checkpoint
 from foreload.trainer.run.directory import GIVEN_UP, METRICS, PASSWORD, Run
-from foreload.trainer.run.engine_record import EngineRecord, read_password
+from foreload.trainer.run.engine_record import EngineRecord, read_password, with_passwords
 from foreload.trainer.run.event_log import CallEnded, read_events
 from foreload.trainer.run.report import reported_step
 
@@ -236,3 +236,8 @@ def test_a_cluster_that_is_not_there(schedule: Path, tmp_path: Path) -> None:
     assert "--ray-address: no Ray cluster is reached at 127.0.0.1:" in refused_apart(
         *arguments(schedule, tmp_path / "run", *flags)
     )
+
+
+def test_servers_of_somebody_else_get_no_password(tmp_path: Path) -> None:
+    EngineRecord("ray", "127.0.0.1:1", "foreload-run").write(tmp_path)
+    assert with_passwords(tmp_path, ["redis://one:1", ""]) == ("redis://one:1", "")

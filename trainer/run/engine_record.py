@@ -73,7 +73,7 @@ def read_password(run: Path) -> str:
 def with_passwords(run: Path, urls: Sequence[str]) -> tuple[str, ...]:
     """Return a run's URLs with the password of those servers that an engine has started for it."""
     record = EngineRecord.read(run)
-    if record is None:
+    if record is None or not record.servers:
         return tuple(urls)
     password = read_password(run)
     return tuple(parse_url(url, {}).with_password(password) if url in record.servers else url for url in urls)

@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from foreload.base.guard import Guard
+from foreload.base.job_token import given_token
 from foreload.cache.client.local import LocalStores
+from foreload.cache.client.url import PASSWORD_VARIABLE
 from foreload.cache.errors import StoreError
 from foreload.trainer.cluster.processes.rendezvous_host import ChildRendezvous
 from foreload.trainer.cluster.processes.starting import WORKER, ChildProcess, OnHost, ProcessStart, TrainerStart
 from foreload.trainer.run.directory import GIVEN_UP, PASSWORD, TOKEN, Run
-from foreload.trainer.run.engine_record import EngineRecord
+from foreload.trainer.run.engine_record import EngineRecord, read_password
 
 Taken = Literal["taken", "used", "stopping", "elsewhere"]
 """Whether a call has a run's lease now; or another one has it; or the driver of another one has died, and its trainers are still stopping; or the
@@ -81,9 +83,9 @@ class TrainerActor:
             variables: Variables of the process's environment.
         """
         os.chdir(folder)
-        token = (Path(run) / TOKEN).read_text(encoding="utf-8").strip()
-        password = Path(run) / PASSWORD
-        secret = {"FORELOAD_STORE_PASSWORD": password.read_text(encoding="utf-8")} if password.exists() else {}
+        token = given_token(str(Path(run) / TOKEN))
+        assert token is not None
+        secret = {PASSWORD_VARIABLE: read_password(Path(run))} if (Path(run) / PASSWORD).exists() else {}
         start = TrainerStart(trainer, rendezvous, _placed().address, None, os.getpid(), plan, OnHost(token, has_run=True))
         self._process = ChildProcess(ProcessStart(WORKER, (), {**variables, **secret, **start.environment()}))
         guard = Guard(self._process.pid)
@@ -136,7 +138,7 @@ class ServerActor:
         (pid,) = self._stores.pids
         assert pid is not None
         self._guard = Guard(pid)
-        password, address = (Path(run) / PASSWORD).read_text(encoding="utf-8"), _placed().address
+        password, address = read_password(Path(run)), _placed().address
         socket = self._stores.urls[0].removeprefix("unix://")
         with redis.Redis(unix_socket_path=socket) as server:
             server.config_set("requirepass", password)
@@ -306,5 +308,12 @@ def end_servers(record: EngineRecord | None) -> None:
         with contextlib.suppress(ValueError, ray.exceptions.RayError):
             ray.kill(ray.get_actor(name, namespace=record.namespace))
     for name in (SERVERS_PLACE, TRAINERS_PLACE):
-        with contextlib.suppress(ValueError, ray.exceptions.RayError):
-            ray.util.remove_placement_group(ray.util.get_placement_group(f"{record.namespace}-{name}"))
+        free_place(record, name)
+
+
+def free_place(record: EngineRecord, name: str) -> None:
+    """Give back what a placement group of a run has reserved, if it exists. Ray must be connected."""
+    import ray
+
+    with contextlib.suppress(ValueError, ray.exceptions.RayError):
+        ray.util.remove_placement_group(ray.util.get_placement_group(f"{record.namespace}-{name}"))

@@ -12,7 +12,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,8 +38,10 @@ from foreload.trainer.cluster.engines.ray_actors import (
     ServerActor,
     TrainerActor,
     end_servers,
+    free_place,
 )
 from foreload.trainer.cluster.messages.host_messages import HOST_GONE
+from foreload.trainer.cluster.processes.joining_host import report
 from foreload.trainer.cluster.processes.rendezvous_host import RendezvousHost
 from foreload.trainer.cluster.processes.starting import TrainerStart
 from foreload.trainer.compute import numerics
@@ -56,10 +57,6 @@ _CONCURRENT = 8  # methods of an actor that may run at once
 # How long a trainer may take to end when it is told to. One whose node is lost never reports it.
 _END_PATIENCE = timedelta(seconds=0.5)
 _POLL = timedelta(milliseconds=50)
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"foreload: {line}\n")
 
 
 def _not_reached(address: str, why: str) -> SettingError:
@@ -112,7 +109,7 @@ def ended(run: Path, record: EngineRecord) -> Iterator[None]:
         try:
             stack.enter_context(connected(record.address))
         except SettingError:
-            _say(
+            report(
                 f"warning: the Ray cluster at {record.address} is not reached; if it still runs, actors of the run may be left there, in "
                 f"namespace {record.namespace}"
             )
@@ -126,9 +123,18 @@ def ended(run: Path, record: EngineRecord) -> Iterator[None]:
                 raise RunError(f"run {run}: is being trained, or its trainers are still stopping; stop it with Ctrl-C first")
             stack.callback(lambda: keeper.release.remote(call))
         yield
-        end_servers(record)
-        if keeper is not None:
-            ray.kill(keeper)
+        _end_all(record, keeper)
+
+
+def _end_all(record: EngineRecord, keeper: Any) -> None:
+    """End all actors of a run that does not train.
+
+    Args:
+        keeper: The run's keeper. None if it has none.
+    """
+    end_servers(record)
+    if keeper is not None:
+        ray.kill(keeper)
 
 
 def _is_done(ref: Any) -> bool:
@@ -207,19 +213,17 @@ class _Actor:
             try:
                 self.placed = ray.get(self._placing)
                 return True
-            except ray.exceptions.RayActorError as error:
-                if getattr(error, "actor_init_failed", False):
+            except ray.exceptions.RayError as error:
+                # An actor whose node was lost may be placed elsewhere. All else would fail again.
+                if not isinstance(error, ray.exceptions.RayActorError) or getattr(error, "actor_init_failed", False):
                     self.failed = f"cannot be started: {str(error).strip().splitlines()[-1]}"
                     return False
-            except ray.exceptions.RayError as error:
-                self.failed = f"cannot be started: {str(error).strip().splitlines()[-1]}"
-                return False
             if time.monotonic() - self._tried >= _PAUSE.total_seconds():
                 self.end()
                 self._try()
         elif not self._said and time.monotonic() - self._since >= _SAID.total_seconds():
             self._said = True
-            _say(f"{self._what}: waits until the cluster has room for it, {_wanted(self._options)}")
+            report(f"{self._what}: waits until the cluster has room for it, {_wanted(self._options)}")
         return False
 
     def end(self) -> None:
@@ -267,7 +271,7 @@ class RayTrainer:
                 if self._actor.look():
                     self._running = self._begin(self._actor)
                 elif self._actor.failed is not None:
-                    _say(self._actor.failed)
+                    report(self._actor.failed)
                     self._over(1)
             elif _is_done(self._running):
                 try:
@@ -440,7 +444,7 @@ class RayEngine:
                 ray.kill(keeper)
             elif taken == "stopping" and not said:
                 said = True
-                _say(f"run {self._run}: the driver that trained it has died; waiting until its trainers have stopped")
+                report(f"run {self._run}: the driver that trained it has died; waiting until its trainers have stopped")
             time.sleep(_PAUSE.total_seconds())
 
     def check_room(self, servers: int) -> None:
@@ -452,8 +456,7 @@ class RayEngine:
         """See Engine. Waits until the cluster has room for them, apart from each other."""
         if self._record is not None:
             # Of a run that was overwritten just now, or that never began to train.
-            end_servers(self._record)
-            self._release()
+            _end_all(self._record, self._keeper)
         new_password(self._run)
         self._begin_record()
         self._server_places = self._reserved(SERVERS_PLACE, self._server_options, count + self._job.spare_servers, "--store")
@@ -461,7 +464,7 @@ class RayEngine:
         self._await_up(started)
         self._servers = {str(server.url): server for server in started}
         if len({server.node for server in started}) < count:
-            _say("warning: some store shards share a node; the loss of that node may lose more shards than parity covers")
+            report("warning: some store shards share a node; the loss of that node may lose more shards than parity covers")
         self._start_spares()
         self._write()
         return with_passwords(self._run, list(self._servers))
@@ -482,7 +485,7 @@ class RayEngine:
             ended[shard] = self._new_server(shard)
         self._await_up(list(ended.values()))
         for shard, server in ended.items():
-            _say(f"store shard {shard}: its server has ended; {server.url} takes its place")
+            report(f"store shard {shard}: its server has ended; {server.url} takes its place")
             self._servers[str(server.url)] = server
         if self._servers:
             self._start_spares()
@@ -497,9 +500,7 @@ class RayEngine:
         assert self._record is not None
         write_token(self._run / TOKEN, new_token())
         self._trainer_options["memory"] = trainer_bytes
-        group_name = f"{self._record.namespace}-{TRAINERS_PLACE}"
-        with contextlib.suppress(ValueError):
-            ray.util.remove_placement_group(ray.util.get_placement_group(group_name))
+        free_place(self._record, TRAINERS_PLACE)
         self._trainer_places = self._reserved(TRAINERS_PLACE, self._trainer_options, self._job.trainers, "--trainers")
         nodes = placement_group_table(self._trainer_places.group)["bundles_to_node_id"]
         self.machines.clear()
@@ -519,12 +520,9 @@ class RayEngine:
         self._release()
         if self._record is None:
             return
-        with contextlib.suppress(ValueError, ray.exceptions.RayError):
-            ray.util.remove_placement_group(ray.util.get_placement_group(f"{self._record.namespace}-{TRAINERS_PLACE}"))
+        free_place(self._record, TRAINERS_PLACE)
         if Run(self._run).status is None:
-            end_servers(self._record)
-            if keeper is not None:
-                ray.kill(keeper)
+            _end_all(self._record, keeper)
 
     def _release(self) -> None:
         if self._keeper is not None:
@@ -563,12 +561,12 @@ class RayEngine:
         if coming is None:
             if server is None or not may_start(shard) or (how := server.ended()) is None:
                 return None
-            _say(f"store shard {shard}: its server is gone: {how}; another one is started")
+            report(f"store shard {shard}: its server is gone: {how}; another one is started")
             self._coming[shard] = self._spares.pop(0) if self._spares else self._new_server(shard)
             server.end()
             return None
         if coming.failed is not None:
-            _say(f"store shard {shard}: no other server for it yet: {coming.failed}")
+            report(f"store shard {shard}: no other server for it yet: {coming.failed}")
             coming.end()
             self._coming[shard] = self._new_server(shard)
             return None
@@ -629,7 +627,7 @@ class RayEngine:
         group = placement_group([bundle] * count, strategy="SPREAD", name=f"{self._record.namespace}-{name}", lifetime="detached")
         while not group.wait(_SAID.total_seconds()):
             free = ray.available_resources()
-            _say(
+            report(
                 f"{flag}: waiting until the cluster has room for {count} of {_wanted(options)} each; "
                 f"{free.get('CPU', 0):g} cores are free; Ctrl-C ends the wait"
             )

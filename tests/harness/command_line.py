@@ -102,6 +102,14 @@ def main(arguments: Sequence[str]) -> int:
     return cli.main(arguments, FORKER)
 
 
+def wait_until(satisfied: Callable[[], bool], said: Callable[[], str] = str) -> None:
+    """Wait for something that stays true. said: what is shown if it does not come about."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not satisfied():
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.01)
+
+
 class Command:
     """A `foreload` command (or another module's) in a process, and process group, of its own. None of it may be left at its `end`.
 
@@ -159,12 +167,13 @@ class Command:
 
     def until(self, satisfied: Callable[[], bool]) -> None:
         """Wait for something that the command brings about, and that stays true."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not satisfied():
-            # The command may have ended just after it was looked at.
-            assert self.process.poll() is None or satisfied(), (self.process.poll(), self.said)
-            assert time.monotonic() < deadline, self.said
-            time.sleep(0.01)
+
+        def satisfied_or_ended() -> bool:
+            return satisfied() or self.process.poll() is not None
+
+        wait_until(satisfied_or_ended, lambda: self.said)
+        # The command may have ended just after it was looked at.
+        assert satisfied(), (self.process.poll(), self.said)
 
     def stand(self) -> None:
         """Wait until it stands still, as a CallFault or a LauncherFault with SIGSTOP has it."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
-from command_line import DEADLINE_SECONDS, Command, free_port, refused, refused_apart, run_here
+from command_line import DEADLINE_SECONDS, Command, free_port, refused, refused_apart, run_here, wait_until
 from held import HeldRun, Hold
 from ray_nodes import RayNodes, actors, nodes_of, pid_of
 from small_job import arguments, check_end, summary, synthetic_schedule, train_undisturbed
@@ -172,35 +172,26 @@ def test_servers_want_a_password_and_end_with_the_run(begin: BeginRun, cluster: 
 
 
 @pytest.mark.full
-def test_a_run_that_nobody_goes_on_with_is_saved_and_its_servers_end(
-    begin: BeginRun, schedule: Path, undisturbed: str, tmp_path: Path
-) -> None:
+def test_a_run_that_nobody_goes_on_with_is_saved_and_its_servers_end(begin: BeginRun, undisturbed: str) -> None:
     job = begin("--abandon-after", "1s")
     servers = [psutil.Process(pid_of(job.path, f"server-{shard}")) for shard in range(3)]
     job.process.kill()
     job.process.wait()
+    log = job.path / GIVEN_UP
+    wait_until(lambda: log.exists() and "is tried again" in log.read_text())
+    assert all(server.is_running() for server in servers)
+    assert f"foreload delete {job.path}" in log.read_text()
+    # A checkpoint can be saved once all of the schedule is there.
+    job.schedule.release()
     assert not psutil.wait_procs(servers, timeout=DEADLINE_SECONDS)[1]
     place = Run.open(job.path).newest_checkpoint()
     assert place is not None
     assert Checkpoint.open(place).contents.step == job.step
-    assert str(place) in (job.path / GIVEN_UP).read_text()
-    other = tmp_path / "other"
-    words = [
-        "train",
-        str(schedule),
-        "--from",
-        str(place),
-        "--run",
-        str(other),
-        "--store",
-        "local:1",
-        "--engine",
-        "local",
-        "--digest",
-    ]
-    status, _, err = run_here(*words)
-    assert status == 0, err
-    assert summary(other)["digest"] == undisturbed
+    assert str(place) in log.read_text()
+    wait_until(lambda: "goes on from the checkpoint" in log.read_text())
+    resumed = begin("--resume", store="engine:3")
+    assert f"resumed from checkpoint {place}" in resumed.said
+    check_end(resumed, undisturbed, 2)
 
 
 def test_what_no_node_has_is_refused(cluster: RayNodes, schedule: Path, tmp_path: Path) -> None:

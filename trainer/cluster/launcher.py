@@ -346,7 +346,9 @@ class Launcher:
             with locked(Run.open(path).path) as lock:
                 run = Run.open(path, lock)
                 before = run.status
-                self._find_servers(run)
+                if self._find_servers(run) > run.placement.r and before is not None:
+                    # The rows are gone for good, so it is as if the run had crashed since.
+                    before = replace(before, state="training")
                 self._events = EventLog(path, *((-1, 0) if before is None else (before.step, before.term)))
                 with self._events.failures():
                     # A crashed run is first brought to a clean stop. Then it may turn out that no
@@ -456,13 +458,19 @@ class Launcher:
                     self._job = restore(self._job, run, checkpoint, start, local)
                 yield _NewRun(run, start, local, lock, checkpoint is not None)
 
-    def _find_servers(self, run: Run) -> None:
-        """Have a resumed run use the servers that its engine has started for it, unless the call names others."""
+    def _find_servers(self, run: Run) -> int:
+        """Have a resumed run use the servers that its engine has started for it, unless the call names others.
+
+        Returns:
+            How many of them have ended, and were replaced by empty ones.
+        """
         manifest, placement = run.manifest, run.placement
         own = noted(manifest, placement)
         if manifest.local_stores is None and (self._job.store.engine or plain(self._job.store.urls) == tuple(filter(None, own))):
-            found = self._engine.find_servers(own)
+            found, ended = self._engine.find_servers(own)
             self._job = replace(self._job, store=Servers(None, tuple(filter(None, found))))
+            return ended
+        return 0
 
     def _check_model(self, schedule: Schedule) -> DenseModel:
         """Build and check the model and its optimizer before anything is started or deleted.

@@ -25,7 +25,7 @@ class EngineRecord:
         namespace: What the engine keeps the run's processes apart by.
         servers: The engine's name of each store server, by its URL without password.
         spares: Names of servers that are there in case one of these is lost.
-        ended: URLs of servers that have ended, and were replaced.
+        ended: URLs of servers that have ended: others took their place, or the run was given up.
     """
 
     engine: str

@@ -88,11 +88,14 @@ class Engine(Protocol):
             TrainerError: A server cannot be started.
         """
 
-    def find_servers(self, urls: Sequence[str]) -> tuple[str, ...]:
-        """Return the URLs, with passwords, of a run's servers. Those that have ended are replaced by empty ones.
+    def find_servers(self, urls: Sequence[str]) -> tuple[tuple[str, ...], int]:
+        """Find a run's servers. Those that have ended are replaced by empty ones.
 
         Args:
             urls: Their URLs by shard, without passwords; "" for a removed shard.
+
+        Returns:
+            Their URLs, with passwords, and how many of them were replaced.
 
         Raises:
             TrainerError: A server cannot be started.
@@ -151,9 +154,9 @@ class LocalEngine:
         """See Engine. Local servers are not started this way."""
         raise AssertionError(count)
 
-    def find_servers(self, urls: Sequence[str]) -> tuple[str, ...]:
+    def find_servers(self, urls: Sequence[str]) -> tuple[tuple[str, ...], int]:
         """See Engine."""
-        return tuple(urls)
+        return tuple(urls), 0
 
     def reserve_trainers(self, trainer_bytes: int) -> None:
         """See Engine."""

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +26,10 @@ from foreload.base.job_token import given_token
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.url import PASSWORD_VARIABLE
 from foreload.cache.errors import StoreError
+from foreload.trainer.checkpoints.contents import Checkpoint
 from foreload.trainer.cluster.processes.rendezvous_host import ChildRendezvous
 from foreload.trainer.cluster.processes.starting import WORKER, ChildProcess, OnHost, ProcessStart, TrainerStart
+from foreload.trainer.errors import CheckpointError, RunError
 from foreload.trainer.run.directory import GIVEN_UP, PASSWORD, TOKEN, Run
 from foreload.trainer.run.engine_record import EngineRecord, read_password
 
@@ -176,6 +178,7 @@ class Keeper:
         self._run, self._namespace = run, namespace
         self._lock = threading.Lock()
         self._call = ""  # the call that has the lease, or had it when its driver died
+        self._taken = 0  # how many calls have had it
         self._driver_died = False
         self._rendezvous: ChildRendezvous | None = None
 
@@ -194,6 +197,7 @@ class Keeper:
                 return "elsewhere"
             driver = os.pidfd_open(pid)
             self._call = call
+            self._taken += 1
         threading.Thread(target=self._follow, args=(call, driver, abandon_seconds), name="lease", daemon=True).start()
         return "taken"
 
@@ -203,11 +207,6 @@ class Keeper:
             if call == self._call:
                 self._close()
                 self._call, self._driver_died = "", False
-
-    def is_used(self) -> bool:
-        """Return whether a call has the lease, or the trainers of one are still stopping."""
-        with self._lock:
-            return bool(self._call)
 
     def open_rendezvous(self) -> str:
         """Start a rendezvous host, and return its address once it listens."""
@@ -248,7 +247,7 @@ class Keeper:
         self._await_trainers()
         self.release(call)
         if abandon_seconds is not None:
-            self._give_up(died + abandon_seconds)
+            self._give_up(died, abandon_seconds)
 
     def _await_trainers(self) -> None:
         """Wait until all trainers of the call have ended, and end their actors."""
@@ -268,28 +267,60 @@ class Keeper:
 
         return [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == self._namespace]
 
-    def _give_up(self, at: float) -> None:
+    def _give_up(self, died: float, seconds: float) -> None:
         """Save the run to a checkpoint, verify it, and end the servers, unless a call takes the lease before.
 
+        What fails is tried again after the same time: the disk may have room then.
+
         Args:
-            at: When, time.monotonic().
+            died: When the driver died, time.monotonic().
+            seconds: How long after that the run is given up.
         """
-        while time.monotonic() < at:
-            time.sleep(_LOOK.total_seconds())
-            if self.is_used():
-                return
-        with self._lock:
-            if self._call:
-                return
-            # No other call can have the lease meanwhile.
-            self._call = _GIVING_UP
-        try:
-            if self._foreload("save", self._run):
-                checkpoint = Run(self._run).newest_checkpoint()
-                if checkpoint is not None and self._foreload("verify", str(checkpoint)):
-                    end_servers(EngineRecord.read(Path(self._run)))
-        finally:
-            self.release(_GIVING_UP)
+        taken, at = self._taken, died + seconds
+        while True:
+            while time.monotonic() < at:
+                time.sleep(_LOOK.total_seconds())
+            with self._lock:
+                if self._taken != taken:
+                    return
+                # No call can have the lease meanwhile.
+                self._call = _GIVING_UP
+            try:
+                if self._save_and_end():
+                    return
+            finally:
+                self.release(_GIVING_UP)
+            at = time.monotonic() + seconds
+
+    def _save_and_end(self) -> bool:
+        run, servers_end = Run(self._run), False
+        if self._is_saved(run) or self._foreload("save", self._run):
+            checkpoint = run.newest_checkpoint()
+            servers_end = checkpoint is not None and self._foreload("verify", str(checkpoint))
+        if servers_end:
+            record = EngineRecord.read(run.path)
+            end_servers(record)
+            if record is not None:
+                replace(record, servers={}, spares=(), ended=(*record.ended, *record.servers)).write(run.path)
+            said = f"the servers of run {run.path} have ended; its command, repeated with --resume, goes on from the checkpoint"
+        else:
+            said = (
+                f"the servers of run {run.path} stay, and this is tried again; to go on with the run, repeat its command with --resume; "
+                f"to end the servers with the rows that they hold: foreload delete {run.path}"
+            )
+        with open(run.path / GIVEN_UP, "a", encoding="utf-8") as log:
+            log.write(f"{said}\n")
+        return servers_end
+
+    @staticmethod
+    def _is_saved(run: Run) -> bool:
+        """Return whether a checkpoint has the run as it stopped."""
+        newest = run.newest_checkpoint()
+        if newest is not None:
+            with contextlib.suppress(CheckpointError, RunError):
+                status = run.saved_status()
+                return status.state != "training" and Checkpoint.open(newest).contents.step == status.step
+        return False
 
     def _foreload(self, *words: str) -> bool:
         """Run `foreload checkpoint`, with its output in the run's folder. Returns whether it succeeded."""

@@ -469,18 +469,19 @@ class RayEngine:
         self._write()
         return with_passwords(self._run, list(self._servers))
 
-    def find_servers(self, urls: Sequence[str]) -> tuple[str, ...]:
+    def find_servers(self, urls: Sequence[str]) -> tuple[tuple[str, ...], int]:
         """See Engine."""
         if self._record is None:
-            return tuple(urls)
+            return tuple(urls), 0
         ended: dict[int, _RayServer] = {}
         for shard, url in enumerate(urls):
-            if (name := self._record.servers.get(url)) is None:
+            name = self._record.servers.get(url)
+            if name is None and url not in self._record.ended:
                 continue
             with contextlib.suppress(ValueError, ray.exceptions.RayError):
-                handle: Any = ray.get_actor(name, namespace=self._record.namespace)
-                if ray.get(handle.pid.remote()) is not None:
-                    self._servers[url] = _RayServer(None, name, url, handle)
+                handle: Any = None if name is None else ray.get_actor(name, namespace=self._record.namespace)
+                if handle is not None and ray.get(handle.pid.remote()) is not None:
+                    self._servers[url] = _RayServer(None, str(name), url, handle)
                     continue
             ended[shard] = self._new_server(shard)
         self._await_up(list(ended.values()))
@@ -490,7 +491,8 @@ class RayEngine:
         if self._servers:
             self._start_spares()
         self._write(*(urls[shard] for shard in ended))
-        return with_passwords(self._run, [str(ended[shard].url) if shard in ended else url for shard, url in enumerate(urls)])
+        found = [str(ended[shard].url) if shard in ended else url for shard, url in enumerate(urls)]
+        return with_passwords(self._run, found), len(ended)
 
     def reserve_trainers(self, trainer_bytes: int) -> None:
         """See Engine."""

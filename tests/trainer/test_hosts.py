@@ -322,7 +322,8 @@ def test_who_has_another_token_is_refused_and_harms_nothing(
     run = tmp_path / "run"
     place = f"127.0.0.1:{free_port()}"
     coordinator = launched(*arguments(schedule, run, "--coordinator", place, "--trainers", "2", *servers))
-    coordinator.until((run / "token").exists)
+    # It listens by then, and has written the token.
+    coordinator.until(lambda: "waiting for 1 of 2 trainers: foreload join " in coordinator.said)
     assert stat.S_IMODE((run / "token").stat().st_mode) == 0o600
     wrong = tmp_path / "wrong"
     wrong.write_text(new_token())
@@ -331,7 +332,6 @@ def test_who_has_another_token_is_refused_and_harms_nothing(
     )
     with socket.create_connection(("127.0.0.1", int(place.split(":")[1]))) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
-    coordinator.until(lambda: "waiting for 1 of 2 trainers: foreload join " in coordinator.said)
     guest = launched("join", place, "--token-file", run / "token")
     status, _, err = coordinator.end()
     assert status == 0, err

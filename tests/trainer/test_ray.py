@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import stat
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -71,6 +72,11 @@ def finish(*words: object) -> None:
     """Run a command that must succeed. It is a driver of the cluster of its own."""
     status, _, err = Command(*words).end()
     assert status == 0, err
+
+
+def said(job: HeldRun, line: str) -> bool:
+    """Whether a run has reported something."""
+    return line in job.said
 
 
 def shards_on(places: dict[str, str], node: str) -> list[int]:
@@ -142,6 +148,39 @@ def test_trainers_come_and_go(begin: BeginRun, undisturbed: str) -> None:
     assert len(set(nodes_of(job.path)) & {f"trainer-{trainer}" for trainer in range(4)}) == 4
     assert run_here("scale", job.path, 2, "--no-wait")[0] == 0
     job.hosting(0, 1)
+    check_end(job, undisturbed, 2)
+
+
+@pytest.mark.full
+def test_a_node_that_drains_is_left_while_trainers_come_and_go(begin: BeginRun, cluster: RayNodes, undisturbed: str) -> None:
+    job = begin()
+    places = nodes_of(job.path)
+    drained = next(iter({places["trainer-0"], places["trainer-1"]} - {cluster.head}))
+    leaves = shards_on(places, drained)
+    (goes,) = [trainer for trainer in range(2) if places[f"trainer-{trainer}"] == drained]
+    cluster.drain(drained)
+    assert run_here("scale", job.path, 4, "--no-wait")[0] == 0
+    job.members(1 - goes, 2, 3, 4)
+    job.hosting(1 - goes, 2, 3, 4)
+    for shard in leaves:
+        wait_until(partial(said, job, f"store shards: all rows have moved; shard 3 joins, shard {shard} leaves"))
+    wait_until(lambda: drained not in nodes_of(job.path).values())
+    assert run_here("scale", job.path, 2, "--no-wait")[0] == 0
+    job.train_until(lambda status: len({*status.lanes}) == 2)
+    check_end(job, undisturbed, 2)
+    assert "is lost" not in job.said
+
+
+@pytest.mark.full
+def test_shards_are_added_and_moved_on_the_cluster(begin: BeginRun, undisturbed: str) -> None:
+    job = begin()
+    assert "its servers are its own; give engine instead of a URL" in refused("stores", "add", job.path, "local")
+    assert run_here("stores", "add", job.path, "engine")[0] == 0
+    job.until(lambda: "all rows have moved; shard 3 joins" in job.said)
+    assert run_here("stores", "move", job.path, "0", "engine")[0] == 0
+    job.until(lambda: "all rows have moved; shard 4 joins, shard 0 leaves" in job.said)
+    left = {"server-1", "server-2", "server-3", "server-4"}
+    wait_until(lambda: {name for name in nodes_of(job.path) if name.startswith("server")} == left)
     check_end(job, undisturbed, 2)
 
 

@@ -18,7 +18,10 @@ DAMAGED = 4
 
 # The launcher checks the new server before it answers.
 _REPLACE_TIMEOUT = timedelta(minutes=1)
-_NEW_HELP = "URL of an empty server, or local: one more local server, for a run that has these"
+_NEW_HELP = (
+    "URL of an empty server, or local: one more local server, for a run that has these; or engine: one more on its cluster, for a run that "
+    "--store engine:N has begun and that trains"
+)
 _SERVERS_HELP = "URLs of servers, as in --store"
 
 

@@ -26,7 +26,7 @@ from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.servers import plain
 from foreload.trainer.run.shard_change import ShardChange, ShardProgram, Step
 from foreload.trainer.saved.kept import schedule_of
-from foreload.trainer.saved.migration import NewServers, check_whole
+from foreload.trainer.saved.migration import LocalServers, NewServers, check_whole
 from foreload.trainer.saved.run_rows import own_rows
 from foreload.trainer.saved.stopped_stores import StoppedServers, opened_rows, stopped_servers
 from foreload.trainer.saved.stopped_traffic import PATIENCE, stopped_traffic
@@ -124,7 +124,8 @@ class _Driver:
         self._run, self._status, self._urls = moved, status, servers.urls
         manifest, schedule = moved.manifest, schedule_of(moved)
         room = partial(check_room, manifest, schedule, layouts_of(manifest.training_job, schedule.header.features))
-        self._new = NewServers(manifest, manifest.training_job.store_silence, servers.local, room)
+        own = None if servers.local is None else LocalServers(servers.local)
+        self._new = NewServers(manifest, manifest.training_job.store_silence, own, room)
         self._named = manifest.store_urls or plain(servers.urls)
         self._events = EventLog(moved.path, status.step, status.term + 1)
         self._program, self._migrated = ShardProgram.found(manifest, moved.placement), False

@@ -21,7 +21,11 @@ from foreload.trainer.errors import RunError
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.servers import left_over, plain, with_servers
 
-LOCAL = "local"  # stands for a URL: one more of the run's local servers
+LOCAL, ENGINE = (
+    "local",
+    "engine",
+)  # each stands for a URL: one more of the run's local servers, or one more that its engine starts
+OWN_WORDS = frozenset({LOCAL, ENGINE})
 
 Change = Literal["add", "remove", "move"]
 
@@ -34,7 +38,7 @@ class ShardChange:
 
     Attributes:
         shard: the shard's number or URL; "" if shards are added.
-        urls: the URLs of servers, or LOCAL.
+        urls: the URLs of servers, or one of OWN_WORDS.
     """
 
     change: Change
@@ -44,7 +48,7 @@ class ShardChange:
     @property
     def text(self) -> str:
         """The request as on the command line, without the run."""
-        return " ".join(("stores", self.change, *((self.shard,) if self.shard else ()), *plain_or_local(self.urls)))
+        return " ".join(("stores", self.change, *((self.shard,) if self.shard else ()), *_plain_or_word(self.urls)))
 
     def placement_after(self, placement: Placement, urls: Sequence[str]) -> Placement:
         """Return the run's placement with this change under way.
@@ -68,15 +72,15 @@ class ShardChange:
             urls: the URLs of the run's shards, by number, including those that join.
         """
         joining = tuple(plain(urls)[shard] for shard in placement.joining)
-        wanted = plain_or_local(self.urls)
-        same_servers = len(joining) == len(wanted) if LOCAL in wanted else joining == wanted
+        wanted = _plain_or_word(self.urls)
+        same_servers = len(joining) == len(wanted) if OWN_WORDS & {*wanted} else joining == wanted
         leaving = [] if self.change == "add" else [shard_named(self.shard, plain(urls))]
         return same_servers and list(placement.leaving) == leaving
 
 
-def plain_or_local(urls: Sequence[str]) -> tuple[str, ...]:
-    """Return the URLs without passwords; LOCAL stays."""
-    return tuple(url if url == LOCAL else parse_url(url, {}).plain for url in urls)
+def _plain_or_word(urls: Sequence[str]) -> tuple[str, ...]:
+    """Return the URLs without passwords; OWN_WORDS stay."""
+    return tuple(url if url in OWN_WORDS else parse_url(url, {}).plain for url in urls)
 
 
 def shard_named(text: str, urls: Sequence[str]) -> int:

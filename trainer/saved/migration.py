@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Protocol
 
 from foreload.base.at_once import at_once, results_of
 from foreload.cache.client.local import LocalStores
@@ -16,9 +17,55 @@ from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.shards.namespace import check_spare, is_run, join, owner, remove
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.manifest import Manifest
-from foreload.trainer.run.shard_change import LOCAL
+from foreload.trainer.run.shard_change import LOCAL, OWN_WORDS
 
 _CONNECT = timedelta(seconds=1)
+
+
+class OwnServers(Protocol):
+    """The servers that a run has of its own, of which there can be more or fewer.
+
+    Attributes:
+        word: What users give in place of a further server's URL: LOCAL or ENGINE.
+    """
+
+    word: str
+
+    def add(self, shard: int) -> str:
+        """Start an empty server for a further shard, and return its URL, with password.
+
+        Raises:
+            CacheError: It does not start.
+        """
+
+    def take_back(self, shard: int, url: str) -> None:
+        """End the server that was added last, and undo its addition."""
+
+    def remove(self, shard: int, url: str) -> None:
+        """End, unsaved, the server of a shard that no longer has rows."""
+
+
+class LocalServers:
+    """A run's local servers, all running: OwnServers."""
+
+    word = LOCAL
+
+    def __init__(self, stores: LocalStores) -> None:
+        self._stores = stores
+
+    def add(self, shard: int) -> str:
+        """See OwnServers."""
+        added = self._stores.add()
+        assert added == shard
+        return self._stores.urls[shard]
+
+    def take_back(self, shard: int, url: str) -> None:
+        """See OwnServers."""
+        self._stores.take_back(shard)
+
+    def remove(self, shard: int, url: str) -> None:
+        """See OwnServers."""
+        self._stores.remove(shard)
 
 
 class NewServers:
@@ -27,7 +74,7 @@ class NewServers:
     Args:
         manifest: The run's manifest.
         silence: How long a server may be silent.
-        local: The run's own servers, all running. None if it has none.
+        own: The run's own servers. None if it has none, or none can be started.
         check_room: Raises RunError if the servers of a placement, given their URLs, will not hold
             their rows.
     """
@@ -36,10 +83,10 @@ class NewServers:
         self,
         manifest: Manifest,
         silence: timedelta,
-        local: LocalStores | None,
+        own: OwnServers | None,
         check_room: Callable[[Placement, Sequence[str]], None],
     ) -> None:
-        self._manifest, self._silence, self._local, self._check_room = manifest, silence, local, check_room
+        self._manifest, self._silence, self._own, self._check_room = manifest, silence, own, check_room
 
     def made_ready(
         self, wanted: Sequence[str], placement: Placement, in_use: Sequence[str], further: Sequence[tuple[int, str]] = ()
@@ -49,33 +96,32 @@ class NewServers:
         If one server cannot be used, none is noted.
 
         Args:
-            wanted: The further servers: URLs, or "local" for each of the run's own.
+            wanted: The further servers: URLs, or the word for each of the run's own.
             placement: The placement that has these servers.
             in_use: The URLs of the present servers, by number.
             further: Servers that are about to take a shard's place, with its number.
 
         Returns:
-            The URLs by number, without passwords.
+            The URLs by number. Those of other servers than its own have no passwords.
 
         Raises:
             RunError: The run's servers are of the other kind, or the rows would not fit.
             CacheError: A server cannot be used.
         """
-        if (LOCAL in wanted) != (self._local is not None) and wanted:
+        word = None if self._own is None else self._own.word
+        if any(text != word if word else text in OWN_WORDS for text in wanted):
             raise RunError(
-                "its servers are its own, in its folder; give local instead of a URL"
-                if self._local is not None
-                else "its servers are not its own; give the URLs of further servers"
+                f"its servers are its own; give {word} instead of a URL"
+                if word
+                else "its servers are not its own, or it must train to have more of them; give the URLs of further servers"
             )
         first = placement.shard_count - len(wanted)
         urls = (list(in_use) + [""] * first)[:first]
         new: list[str] = []
         try:
             for shard, text in enumerate(wanted, first):
-                if self._local is not None:
-                    added = self._local.add()
-                    assert added == shard
-                    new.append(self._local.urls[shard])
+                if self._own is not None:
+                    new.append(self._own.add(shard))
                 else:
                     # Check the server with the environment's password, as trainers will reach it.
                     url = parse_url(parse_url(text).plain)
@@ -104,13 +150,13 @@ class NewServers:
     def give_back(self, urls: Sequence[str], first: int) -> None:
         """Undo `made_ready` for these servers, numbered from `first` on."""
         for shard, url in reversed(list(enumerate(urls, first))):
-            if self._local is not None:
-                self._local.take_back(shard)
+            if self._own is not None:
+                self._own.take_back(shard, url)
             elif (why := self._left(url)) is not None:
                 sys.stderr.write(f"store shard {shard}: was not added, and the run's data on it could not be deleted: {why}\n")
 
     def leave(self, servers: Mapping[int, str]) -> set[str]:
-        """Delete the run's rows from the servers of removed shards.
+        """End the run's own servers of removed shards; delete the run's rows from others.
 
         Args:
             servers: Their URLs, by number.
@@ -118,6 +164,10 @@ class NewServers:
         Returns:
             The URLs of the servers on which nothing is left.
         """
+        if self._own is not None:
+            for shard, url in servers.items():
+                self._own.remove(shard, url)
+            return {*servers.values()}
         emptied = set()
         left = results_of(at_once({shard: partial(self._left, url) for shard, url in servers.items()}))
         for shard, url in servers.items():

@@ -177,6 +177,8 @@ class Coordinator:
             self._linger()
             return None
         self._shards.restart_dead()
+        if self._phase == "training":
+            self._heed_draining()
         if (memory := self._shards.memory) is not None:
             memory.step = self._call.events.step
             self._plan.change(stop_by=memory.stop_by)
@@ -190,6 +192,13 @@ class Coordinator:
             metrics.poll(self.figures)
         self._heed_signals()
         return CHANGE_POLL if self._training and members.changing else POLL
+
+    def _heed_draining(self) -> None:
+        """Have others take over what is on machines that are about to be taken away."""
+        draining = self._trainers.draining()
+        for trainer in draining.trainers & {*self.members.term.members}:
+            self.scaling.replace(trainer)
+        self.moves.drain(draining.servers)
 
     def _heed_signals(self) -> None:
         """Ask the trainers for a clean stop after a signal or a user's request.

@@ -11,6 +11,7 @@ trainer uses a removed shard's server any longer, the run's rows there are delet
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
 from foreload.trainer.cluster.coordinator.background_work import in_background
 from foreload.trainer.cluster.coordinator.store_shards import SHOWN_STEP, StoreShards
@@ -28,6 +30,8 @@ from foreload.trainer.memory.seen_servers import check_room
 from foreload.trainer.run.event_log import RowsMove, RowsMoved
 from foreload.trainer.run.shard_change import ShardChange, ShardProgram, Step
 from foreload.trainer.saved.migration import NewServers, check_whole
+
+_DRAIN_AGAIN = 2.0  # seconds between two requests for a server elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +53,9 @@ class RowMigration:
     """The migrations of one call."""
 
     def __init__(self, call: TrainingCall, shards: StoreShards, plan: PublishedPlan) -> None:
-        self._call, self._shards, self._local, self._plan = call, shards, shards.local, plan
+        self._call, self._shards, self._plan = call, shards, plan
         room = partial(check_room, call.manifest, call.schedule, call.layouts)
-        self._new = NewServers(call.manifest, call.job.store_silence, shards.local, room)
+        self._new = NewServers(call.manifest, call.job.store_silence, shards.own, room)
         # The program also leaves the servers that an earlier call had yet to leave.
         self._program = ShardProgram.found(call.manifest, call.run.placement)
         self._preparing: _Preparation | None = None
@@ -59,6 +63,9 @@ class RowMigration:
         self._wanted: tuple[Placement, tuple[str, ...]] | None = None
         self._left: Future[set[str]] | None = None  # the leaving of servers, in a thread
         self._shown = 0.0
+        # The answer to the last request for a server elsewhere, and when it was made.
+        self._drained: Future[Answer] | None = None
+        self._drained_at = 0.0
 
     @property
     def under_way(self) -> bool:
@@ -92,6 +99,28 @@ class RowMigration:
             return
         self._wanted = placement, preparing.urls.result()
         preparing.answer.set_result(MoveBegun(placement.version, placement.joining, placement.leaving))
+
+    def drain(self, urls: Collection[str]) -> None:
+        """Move shards from servers whose machines are about to be taken away, one after the other.
+
+        Args:
+            urls: Their URLs, without passwords.
+        """
+        own, drained = self._shards.own, self._drained
+        if drained is not None and drained.done():
+            self._drained = None
+            if (error := drained.exception()) is not None:
+                self._call.say(f"store shards: not moved yet from a machine that is about to be taken away: {error}")
+        here = [shard for shard, url in enumerate(self._shards.plain_urls) if url in urls]
+        if own is None or not here or self._preparing is not None or self._call.clock() - self._drained_at < _DRAIN_AGAIN:
+            return
+        self._drained_at = self._call.clock()
+        # While rows move already, or a shard is not whole, it is asked again later.
+        with contextlib.suppress(RunError, CacheError):
+            answer = self.want(AskMove("move", str(here[0]), (own.word,)))
+            assert isinstance(answer, Future)
+            self._drained = answer
+            self._call.say(f"store shard {here[0]}: its machine is about to be taken away, so its rows move to another server")
 
     def _check_free(self) -> None:
         """Raise RunError if no migration can be begun now."""
@@ -182,24 +211,15 @@ class RowMigration:
             self._shards.memory.use(self._program.placement)
 
     def _leave(self, wait: Callable[[Future[Any]], None] | None) -> bool:
-        """Delete the run's rows from the servers that the run no longer uses.
+        """Leave the servers that the run no longer uses.
 
         A thread does that, since a server may not answer.
 
         Returns:
             Whether it is done.
         """
-        leaving, local = self._program.leaving, self._local
-
-        def leave() -> set[str]:
-            if local is None:
-                return self._new.leave(leaving)
-            for shard in leaving:
-                local.remove(shard)
-            return set()
-
         if self._left is None:
-            self._left = in_background(leave)
+            self._left = in_background(partial(self._new.leave, self._program.leaving))
         if wait is not None:
             wait(self._left)
         if not self._left.done():

@@ -253,6 +253,10 @@ class Scaling:
         self._leaving.add(trainer)
         return True
 
+    def replace(self, trainer: int) -> None:
+        """Have a trainer leave, since its machine is about to be taken away. Another one takes its place."""
+        self._leaving.add(trainer)
+
     def lost(self, trainer: int) -> None:
         """Note that a member was lost.
 

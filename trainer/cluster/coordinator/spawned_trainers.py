@@ -15,7 +15,7 @@ from pathlib import Path
 from foreload.base.job_token import given_token, new_token, write_token
 from foreload.trainer.cluster.coordinator.failures import GuestsRefused
 from foreload.trainer.cluster.ending import ended_how
-from foreload.trainer.cluster.engines.engine import Engine
+from foreload.trainer.cluster.engines.engine import Draining, Engine
 from foreload.trainer.cluster.messages.host_messages import HOST_GONE, NotWanted, StartAgain, StartTrainer, program_version
 from foreload.trainer.cluster.processes.host_connections import HostConnections, HostedTrainer
 from foreload.trainer.cluster.processes.starting import OnHost, StartedProcess, TrainerStart, pause
@@ -238,6 +238,10 @@ class SpawnedTrainers:
         """Return how the trainers that have ended did so."""
         statuses = {trainer: process.poll() for trainer, process in self._processes.items()}
         return {trainer: ended_how(status) for trainer, status in statuses.items() if status is not None}
+
+    def draining(self) -> Draining:
+        """Return the trainers and servers whose machines are about to be taken away."""
+        return self._engine.draining()
 
     def pause(self, at_most: timedelta, ended: Container[int]) -> None:
         """Pause until a trainer of this host ends, a request arrives, or the time is over.

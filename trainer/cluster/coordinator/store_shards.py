@@ -29,6 +29,7 @@ from foreload.trainer.run.event_log import ShardLost, ShardRebuilt, ShardReplace
 from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.run.servers import plain
 from foreload.trainer.run.shard_change import shard_named
+from foreload.trainer.saved.migration import OwnServers
 
 
 def check_spares(job: TrainJob, manifest: Manifest, urls: Sequence[StoreUrl | str], placement: Placement) -> None:
@@ -90,6 +91,7 @@ class StoreShards:
         urls: The servers' URLs by shard number, with passwords, as trainers know them. "" stands
             for a removed shard.
         local: The run's own local servers. If None, the servers are not the run's own.
+        own: Servers that the run can add and end by itself. None if it has none.
         protected: Whether the run has parity.
         memory: The watch of the servers' memory.
     """
@@ -102,8 +104,9 @@ class StoreShards:
         """
         job, self._call, self.urls, self.local = call.job, call, list(urls), local
         self.protected = call.run.placement.r > 0
+        self.own: OwnServers | None = None if engine is None else engine.own_servers
         # A new server is empty, so without parity its shard's rows would be lost.
-        self._engine = engine if engine is not None and engine.has_servers and self.protected and not job.no_restart else None
+        self._engine = engine if self.own is not None and self.protected and not job.no_restart else None
         self._spares = [url.plain for url in parse_urls(job.spare)] if job.spare else []
         self._checking: list[_Replacement] = []
         self._wanted: deque[tuple[int, str]] = deque()  # shards and their replacement servers

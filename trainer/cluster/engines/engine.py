@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
@@ -19,6 +20,20 @@ from foreload.trainer.cluster.processes.starting import WORKER, ProcessStart, St
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.succession import ONE_MACHINE
 from foreload.trainer.run.engine_record import EngineRecord
+from foreload.trainer.saved.migration import LocalServers, OwnServers
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """What is on machines that are about to be taken away.
+
+    Attributes:
+        trainers: Trainers' numbers.
+        servers: Store servers' URLs, without passwords.
+    """
+
+    trainers: frozenset[int] = frozenset()
+    servers: frozenset[str] = frozenset()
 
 
 class Engine(Protocol):
@@ -27,7 +42,8 @@ class Engine(Protocol):
     Attributes:
         machines: trainer -> its machine; updated when a trainer is started. Empty if all are on
             this one.
-        has_servers: Whether the engine has started the run's store servers.
+        own_servers: The run's store servers, of which the engine can start more. None if it has
+            started none.
     """
 
     @property
@@ -35,8 +51,11 @@ class Engine(Protocol):
         """See above."""
 
     @property
-    def has_servers(self) -> bool:
+    def own_servers(self) -> OwnServers | None:
         """See above."""
+
+    def draining(self) -> Draining:
+        """Return what is on machines that are about to be taken away."""
 
     def rendezvous_host(self, address: str) -> RendezvousHost:
         """Start the process that holds the rendezvous store.
@@ -126,9 +145,13 @@ class LocalEngine:
         self.stores: LocalStores | None = None
 
     @property
-    def has_servers(self) -> bool:
+    def own_servers(self) -> OwnServers | None:
         """See Engine."""
-        return self.stores is not None
+        return None if self.stores is None else LocalServers(self.stores)
+
+    def draining(self) -> Draining:
+        """See Engine."""
+        return Draining()
 
     def rendezvous_host(self, address: str) -> RendezvousHost:
         """See Engine."""

@@ -27,6 +27,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from foreload.base.errors import SettingError
 from foreload.base.job_token import new_token, write_token
 from foreload.cache.client.url import parse_url
+from foreload.cache.errors import StoreError
+from foreload.trainer.cluster.engines.engine import Draining
 from foreload.trainer.cluster.engines.ray_actors import (
     KEEPER,
     SERVER,
@@ -49,10 +51,13 @@ from foreload.trainer.errors import RunError, TrainerError
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import TOKEN, Run
 from foreload.trainer.run.engine_record import EngineRecord, new_password, with_passwords
+from foreload.trainer.run.shard_change import ENGINE
+from foreload.trainer.saved.migration import OwnServers
 
 _CONNECT = timedelta(seconds=10)  # for reaching the cluster's head
 _SAID = timedelta(seconds=15)  # between two lines that a place is waited for
 _PAUSE = timedelta(seconds=1)  # between two attempts to place an actor
+_ADD_PATIENCE = timedelta(seconds=45)  # how long a further server may take to be there
 _CONCURRENT = 8  # methods of an actor that may run at once
 # How long a trainer may take to end when it is told to. One whose node is lost never reports it.
 _END_PATIENCE = timedelta(seconds=0.5)
@@ -312,13 +317,15 @@ class _RayServer:
         failed: Why it cannot be started, or None.
     """
 
-    def __init__(self, actor: _Actor | None = None, name: str = "", url: str | None = None, handle: Any = None) -> None:
+    def __init__(
+        self, actor: _Actor | None = None, name: str = "", url: str | None = None, handle: Any = None, node: str | None = None
+    ) -> None:
         """Take on a server that is being started by `actor`, or that runs already.
 
         Args:
-            name, url, handle: Of a server that runs.
+            name, url, handle, node: Of a server that runs.
         """
-        self._actor, self._name, self._handle, self.url = actor, name, handle, url
+        self._actor, self._name, self._handle, self.url, self._node = actor, name, handle, url, node
         self._starting: Any = None
         self._waiting: Any = None if handle is None else handle.wait.remote()
         self.failed: str | None = None
@@ -330,8 +337,10 @@ class _RayServer:
 
     @property
     def node(self) -> str | None:
-        """The node that it is on, if that is known."""
-        return None if self._actor is None or self._actor.placed is None else self._actor.placed.node
+        """The node that it is on. None while it has no place."""
+        if self._actor is None:
+            return self._node
+        return None if self._actor.placed is None else self._actor.placed.node
 
     def is_up(self, run: Path) -> bool:
         """Return whether the server runs. Goes on with starting it."""
@@ -396,7 +405,10 @@ class RayEngine:
 
     Attributes:
         machines: As in Engine: the nodes' ids.
+        word: As in OwnServers.
     """
+
+    word = ENGINE
 
     def __init__(self, job: TrainJob) -> None:
         self._job, self._run = job, Path(job.run).absolute()
@@ -411,6 +423,9 @@ class RayEngine:
         self._servers: dict[str, _RayServer] = {}  # by URL without password
         self._coming: dict[int, _RayServer] = {}  # by the shard whose server they replace
         self._spares: list[_RayServer] = []
+        self._changing = threading.Lock()  # held while servers change during training
+        self._drained: frozenset[str] = frozenset()  # nodes
+        self._looked_at = 0.0
 
     # What the launcher asks, before training begins.
 
@@ -481,7 +496,7 @@ class RayEngine:
             with contextlib.suppress(ValueError, ray.exceptions.RayError):
                 handle: Any = None if name is None else ray.get_actor(name, namespace=self._record.namespace)
                 if handle is not None and ray.get(handle.pid.remote()) is not None:
-                    self._servers[url] = _RayServer(None, str(name), url, handle)
+                    self._servers[url] = _RayServer(None, str(name), url, handle, ray.get(handle.place.remote()).node)
                     continue
             ended[shard] = self._new_server(shard)
         self._await_up(list(ended.values()))
@@ -535,9 +550,50 @@ class RayEngine:
     # What the coordinator asks.
 
     @property
-    def has_servers(self) -> bool:
+    def own_servers(self) -> OwnServers | None:
         """See Engine."""
-        return bool(self._servers)
+        return self if self._servers else None
+
+    def draining(self) -> Draining:
+        """See Engine. Ray has been asked to drain these nodes, as before a spot machine is taken away."""
+        if time.monotonic() - self._looked_at >= _PAUSE.total_seconds():
+            self._looked_at = time.monotonic()
+            # Ray's own libraries ask for them in this way; there is no public one.
+            self._drained = frozenset(ray._private.state.state.get_draining_nodes())
+        nodes = self._drained
+        if not nodes:
+            return Draining()
+        with self._changing:
+            servers = frozenset(url for url, server in self._servers.items() if server.node in nodes)
+        return Draining(frozenset(trainer for trainer, node in self.machines.items() if node in nodes), servers)
+
+    def add(self, shard: int) -> str:
+        """See OwnServers. Uses a spare server if there is one."""
+        with self._changing:
+            server = self._spares.pop(0) if self._spares else self._new_server(shard)
+        until = time.monotonic() + _ADD_PATIENCE.total_seconds()
+        while not server.is_up(self._run):
+            if server.failed is not None or time.monotonic() > until:
+                server.end()
+                why = server.failed or f"the cluster had no room for it in {_ADD_PATIENCE.total_seconds():.0f} s"
+                raise StoreError(f"store shard {shard}: no server: {why}")
+            time.sleep(_POLL.total_seconds())
+        with self._changing:
+            self._servers[str(server.url)] = server
+            self._write()
+        return with_passwords(self._run, [str(server.url)])[0]
+
+    def take_back(self, shard: int, url: str) -> None:
+        """See OwnServers."""
+        self.remove(shard, url)
+
+    def remove(self, shard: int, url: str) -> None:
+        """See OwnServers."""
+        before = parse_url(url, {}).plain
+        with self._changing:
+            if (server := self._servers.pop(before, None)) is not None:
+                server.end()
+                self._write(before)
 
     def rendezvous_host(self, address: str) -> RendezvousHost:
         """See Engine. The keeper holds it, on the node of the driver."""
@@ -559,6 +615,10 @@ class RayEngine:
 
     def new_server(self, shard: int, url: str, may_start: Callable[[int], bool]) -> str | None:
         """See Engine. It is a spare, or one that is started on another node."""
+        with self._changing:
+            return self._new_one(shard, url, may_start)
+
+    def _new_one(self, shard: int, url: str, may_start: Callable[[int], bool]) -> str | None:
         server, coming = self._servers.get(parse_url(url, {}).plain), self._coming.get(shard)
         if coming is None:
             if server is None or not may_start(shard) or (how := server.ended()) is None:

@@ -39,7 +39,7 @@ _READ_LATE = {"FORELOAD_JOB_TOKEN", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 # What commands say on stderr besides errors.
 _PROGRESS = re.compile(
     r"prepare: .*|train: .*|store .*: does not answer yet; .*|trainer \d+: (store shard .*: does not answer, .*|the store shards answer again)|"
-    r"\d+ lanes x .*|epoch \d+[^:]*: .*|foreload: stopped|stopped after step \d+; go on with: .*|resumed .*|"
+    r"\d+ lanes x .*|epoch \d+[^:]*: .*|foreload: (?!error: |warning: ).*|stopped after step \d+; go on with: .*|resumed .*|"
 )
 
 
@@ -168,12 +168,13 @@ class Command:
     def until(self, satisfied: Callable[[], bool]) -> None:
         """Wait for something that the command brings about, and that stays true."""
 
-        def satisfied_or_ended() -> bool:
-            return satisfied() or self.process.poll() is not None
+        def over() -> bool:
+            # The command may have ended just after it was looked at.
+            ended, is_satisfied = self.process.poll() is not None, satisfied()
+            assert is_satisfied or not ended, (self.process.poll(), self.said)
+            return is_satisfied
 
-        wait_until(satisfied_or_ended, lambda: self.said)
-        # The command may have ended just after it was looked at.
-        assert satisfied(), (self.process.poll(), self.said)
+        wait_until(over, lambda: self.said)
 
     def stand(self) -> None:
         """Wait until it stands still, as a CallFault or a LauncherFault with SIGSTOP has it."""

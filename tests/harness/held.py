@@ -53,6 +53,11 @@ class HeldSchedule:
         self._publish(*self._rest[0][:2])
         self.step = self._rest.pop(0)[2]
 
+    @property
+    def left(self) -> int:
+        """How many segments are not published yet."""
+        return len(self._rest)
+
     def publish_through(self, step: int) -> None:
         """Publish segments until training step `step` is among them."""
         while self.step < step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -90,8 +91,13 @@ def actors(run: Path) -> dict[str, Any]:
 
 
 def nodes_of(run: Path) -> dict[str, str]:
-    """The node of each of a run's actors."""
-    return {name: ray.get(actor.place.remote()).node for name, actor in actors(run).items() if name != "keeper"}
+    """The node of each of a run's actors that lives."""
+    nodes = {}
+    for name, actor in actors(run).items():
+        if name != "keeper":
+            with contextlib.suppress(ray.exceptions.RayError):
+                nodes[name] = ray.get(actor.place.remote()).node
+    return nodes
 
 
 def pid_of(run: Path, name: str) -> int:

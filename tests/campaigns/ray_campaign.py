@@ -1,0 +1,190 @@
+"""A randomised campaign on a Ray cluster of four nodes: nodes, actors, processes and drivers are lost, until so many faults are done.
+
+    python tests/campaigns/ray_campaign.py --seed 1 --faults 100 [--json FILE]
+
+Each fault is one that must be survived: it comes once the run is whole after the one before. Every run must end with the digest of one that nothing
+happened to, and `foreload delete` must leave none of its actors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("harness", "servers"))]
+
+from foreload.trainer.compute import numerics  # noqa: E402
+
+numerics.set_environment()
+import ray  # noqa: E402
+from command_line import Command, wait_until  # noqa: E402
+from held import HeldRun, Hold, holding  # noqa: E402
+from ray_nodes import RayNodes, actors, nodes_of, pid_of  # noqa: E402
+from small_job import arguments, check_end, summary, synthetic_schedule, train_undisturbed  # noqa: E402
+
+from foreload.trainer.cluster.messages.control import training_status  # noqa: E402
+from foreload.trainer.run.directory import METRICS, Run  # noqa: E402
+from foreload.trainer.run.report import reported_step  # noqa: E402
+
+NODES, TRAINERS, SHARDS, AN_EPISODE = 4, 2, 3, 8
+
+
+class Episode:
+    """One run. done: the faults, in order."""
+
+    def __init__(self, cluster: RayNodes, schedule: Path, run: Path, hold: Hold, chance: random.Random) -> None:
+        self._cluster, self._schedule, self._path, self._hold, self._chance = cluster, schedule, run, hold, chance
+        self.done: list[str] = []
+        self._job = self._begin()
+
+    def _begin(self, *further: str) -> HeldRun:
+        spares = str(self._chance.randint(0, 1))
+        words = arguments(
+            self._schedule, self._path, *self._cluster.flags, "--store", f"engine:{SHARDS}", "--trainers", str(TRAINERS),
+            "--spare-servers", spares, "--digest", *further,
+        )  # fmt: skip
+        before = Run.open(self._path).status if self._path.exists() else None
+        through = 6 if before is None else (reported_step(self._path / METRICS) or 0) + 6
+        return self._hold(words, through, anew=True)
+
+    def play(self, faults: int, digest: str) -> None:
+        """Inflict so many faults, and let the run go on to its end."""
+        kinds: dict[str, Callable[[], None]] = {
+            "node": self._node,
+            "node that drains": self._drain,
+            "trainer": lambda: os.kill(pid_of(self._path, self._one("trainer")), signal.SIGKILL),
+            "trainer's actor": lambda: ray.kill(actors(self._path)[self._one("trainer")]),
+            "server": lambda: os.kill(pid_of(self._path, self._one("server")), signal.SIGKILL),
+            "server's actor": lambda: ray.kill(actors(self._path)[self._one("server")]),
+            "driver": self._driver,
+            "driver stopped, server lost": self._stopped,
+            "keeper": self._keeper,
+        }
+        for _ in range(faults):
+            self._become_whole()
+            if self._job.schedule.left < 12:
+                break
+            of_nodes = () if self._nodes() else ("node", "node that drains")
+            kind = self._chance.choice([kind for kind in kinds if kind not in of_nodes])
+            self.done.append(kind)
+            kinds[kind]()
+        self._become_whole()
+        check_end(self._job, digest, TRAINERS)
+
+    def _one(self, kind: str) -> str:
+        """The name of an actor of the run."""
+        named = [name for name in nodes_of(self._path) if name.startswith(kind) and "spare" not in name]
+        in_use = {f"trainer-{trainer}" for trainer in self._job.status.members}
+        return self._chance.choice([name for name in named if kind != "trainer" or name in in_use])
+
+    def _nodes(self) -> list[str]:
+        """The nodes that may be lost: those with no more of the run than it survives the loss of."""
+        places = [(name, node) for name, node in nodes_of(self._path).items() if "spare" not in name]
+        there = Counter((name.split("-")[0], node) for name, node in places)
+        return sorted(
+            {node for _, node in places if there["server", node] < 2 and there["trainer", node] < 2} - {self._cluster.head}
+        )
+
+    def _node(self) -> None:
+        self._cluster.lose(self._chance.choice(self._nodes()))
+        self._job.train_until(lambda status: len(status.members) == TRAINERS)
+        self._cluster.restore(NODES)
+
+    def _drain(self) -> None:
+        node = self._chance.choice(self._nodes())
+        self._cluster.drain(node)
+        wait_until(lambda: node not in self._still_used())
+        self._cluster.lose(node)
+        self._cluster.restore(NODES)
+
+    def _still_used(self) -> set[str]:
+        """The nodes of what the run uses; a spare server may stay on one that drains."""
+        return {node for name, node in nodes_of(self._path).items() if "spare" not in name}
+
+    def _driver(self) -> None:
+        self._job.process.kill()
+        self._job.process.wait()
+        self._job = self._begin("--resume=auto")
+
+    def _stopped(self) -> None:
+        self._job.interrupt(self._job.waits)
+        self._job.stopped()
+        os.kill(pid_of(self._path, self._one_of_stopped()), signal.SIGKILL)
+        self._job = self._begin("--resume")
+
+    def _one_of_stopped(self) -> str:
+        return self._chance.choice([name for name in nodes_of(self._path) if name.startswith("server") and "spare" not in name])
+
+    def _keeper(self) -> None:
+        """The one that holds the rendezvous host: trainers stop, with everything saved."""
+        ray.kill(actors(self._path)["keeper"])
+        status, _, err = self._job.stopped()
+        assert "Traceback" not in err, err
+        assert training_status(self._path) is None
+        assert Run.open(self._path).saved_status().state == "stopped", (status, err)
+        self._job = self._begin("--resume=auto")
+
+    def _become_whole(self) -> None:
+        """Train until all shards are whole, and all trainers and replicas there."""
+        self._job.train_until(
+            lambda status: (
+                len(status.members) == TRAINERS
+                and {*status.lanes} == {*status.members}
+                and status.shards.whole
+                and not status.exposed
+            )
+        )
+
+
+def main() -> int:
+    """Play the campaign; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--json")
+    given = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="frc"))
+    schedule = synthetic_schedule(
+        folder, 30_000, lanes=4, slots=500, further="--eval-fraction 0.1 --epochs 2 --segment-bytes 50KB"
+    )
+    digest = str(summary(train_undisturbed(schedule, folder))["digest"])
+    faults: Counter[str] = Counter()
+    runs, began = 0, time.monotonic()
+    cluster = RayNodes(NODES)
+    cluster.connect()
+    try:
+        while faults.total() < given.faults:
+            cluster.restore(NODES)
+            place = folder / str(runs)
+            place.mkdir()
+            with holding(place) as hold:
+                episode = Episode(cluster, schedule, place / "run", hold, random.Random(f"{given.seed} {runs}"))
+                try:
+                    episode.play(min(AN_EPISODE, given.faults - faults.total()), digest)
+                finally:
+                    print(f"{runs}: {', '.join(episode.done)}", flush=True)
+            status, _, err = Command("delete", place / "run").end()
+            assert status == 0, err
+            faults.update(episode.done)
+            runs += 1
+    finally:
+        cluster.close()
+    result = {"runs": runs, "faults": dict(faults), "total": faults.total(), "seconds": round(time.monotonic() - began)}
+    print(json.dumps(result))
+    if given.json:
+        Path(given.json).write_text(json.dumps(result), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -97,7 +97,7 @@ class Episode:
 
     def _node(self) -> None:
         self._cluster.lose(self._chance.choice(self._nodes()))
-        self._job.train_until(lambda status: len(status.members) == TRAINERS)
+        self._become_whole()
         self._cluster.restore(NODES)
 
     def _drain(self) -> None:
@@ -136,14 +136,10 @@ class Episode:
 
     def _become_whole(self) -> None:
         """Train until all shards are whole, and all trainers and replicas there."""
-        self._job.train_until(
-            lambda status: (
-                len(status.members) == TRAINERS
-                and {*status.lanes} == {*status.members}
-                and status.shards.whole
-                and not status.exposed
-            )
-        )
+        self._job.advance()
+        self._job.until(lambda: len(self._job.status.members) == TRAINERS)
+        self._job.train_until(lambda status: {*status.lanes} == {*status.members})
+        self._job.until(lambda: self._job.status.shards.whole and not self._job.status.exposed)
 
 
 def main() -> int:

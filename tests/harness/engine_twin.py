@@ -119,7 +119,7 @@ class TwinEngine:
     def take(self) -> None:
         """See Engine."""
 
-    def check_room(self, servers: int) -> None:
+    def check_room(self) -> None:
         """See Engine."""
 
     def start_servers(self, count: int) -> tuple[str, ...]:

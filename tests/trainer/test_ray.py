@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from ray_nodes import RayNodes, actors, nodes_of, pid_of
 from small_job import arguments, check_end, summary, synthetic_schedule, train_undisturbed
 
 from foreload.cache.client.store import Store
+from foreload.cache.client.url import parse_url
 from foreload.cache.errors import StoreAuth
 from foreload.trainer.checkpoints.contents import Checkpoint
 from foreload.trainer.run.directory import GIVEN_UP, METRICS, PASSWORD, Run
@@ -231,6 +232,34 @@ def test_a_run_that_nobody_goes_on_with_is_saved_and_its_servers_end(begin: Begi
     resumed = begin("--resume", store="engine:3")
     assert f"resumed from checkpoint {place}" in resumed.said
     check_end(resumed, undisturbed, 2)
+
+
+@pytest.fixture
+def with_password(urls: Sequence[str]) -> Iterator[str]:
+    """For --store: three servers of this machine that want a password."""
+    plain, given = Store(urls), [parse_url(url, {}).with_password("of these") for url in urls]
+    for shard in range(3):
+        plain.command(shard, "CONFIG", "SET", "requirepass", "of these")
+    plain.close()
+    yield ",".join(given)
+    with Store(given) as store:
+        for shard in range(3):
+            store.command(shard, "CONFIG", "SET", "requirepass", "")
+
+
+@pytest.mark.full
+def test_servers_of_somebody_else_may_want_a_password(begin: BeginRun, undisturbed: str, with_password: str) -> None:
+    job = begin(store=with_password)
+    assert {name.split("-")[0] for name in nodes_of(job.path)} == {"trainer"}
+    check_end(job, undisturbed, 2)
+    finish("delete", job.path, "--store", with_password)
+
+
+def test_passwords_that_differ_are_refused(cluster: RayNodes, schedule: Path, tmp_path: Path) -> None:
+    stores = "redis://:one@127.0.0.1:1,redis://:other@127.0.0.1:2,redis://:one@127.0.0.1:3"
+    err = refused_apart(*arguments(schedule, tmp_path / "run", *cluster.flags, "--store", stores))
+    assert "--store: all servers must want the same password, with --engine ray" in err
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_no_node_has_is_refused(cluster: RayNodes, schedule: Path, tmp_path: Path) -> None:

@@ -434,12 +434,11 @@ class Launcher:
             manifest = restored_manifest(checkpoint, self._job, schedule, manifest, goes_on)
             with progress_bar(checkpoint.total_bytes, "B") as bar:
                 check_restorable(checkpoint, self._job, model, bar.update)
+        self._engine.check_room()
         if not count:
             # The servers must answer before anything is deleted.
             reach(urls, self._job.store_silence, self._job.patience.time)
             check_spares(self._job, manifest, urls, placement)
-        if self._job.store.engine:
-            self._engine.check_room(self._job.store.engine)
         self._engine.take()
         with locked(path) as lock:
             # The old run's rows are deleted while its folder still says where they are.

@@ -54,12 +54,17 @@ class EngineRecord:
         write_json(run / ENGINE, asdict(self))
 
 
-def new_password(run: Path) -> None:
-    """Write a new password for a run's servers, which only this user can read."""
+def new_password() -> str:
+    """Return a random password for a run's servers."""
+    return secrets.token_urlsafe(32)
+
+
+def keep_password(run: Path, password: str) -> None:
+    """Write the password of a run's servers to a file that only this user can read."""
     path = run / PASSWORD
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(secrets.token_urlsafe(32))
+        file.write(password)
 
 
 def read_password(run: Path) -> str:

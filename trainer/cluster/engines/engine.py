@@ -93,11 +93,11 @@ class Engine(Protocol):
             RunError: Another call trains the run.
         """
 
-    def check_room(self, servers: int) -> None:
-        """Check that servers of a new run can be placed at all.
+    def check_room(self) -> None:
+        """Check that a new run can be placed at all, and its servers be reached.
 
         Raises:
-            SettingError: They cannot.
+            SettingError: It cannot.
         """
 
     def start_servers(self, count: int) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ class LocalEngine:
     def take(self) -> None:
         """See Engine. Trainers hold the run's lock."""
 
-    def check_room(self, servers: int) -> None:
+    def check_room(self) -> None:
         """See Engine."""
 
     def start_servers(self, count: int) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ from foreload.trainer.compute import numerics
 from foreload.trainer.errors import RunError, TrainerError
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import TOKEN, Run
-from foreload.trainer.run.engine_record import EngineRecord, new_password, with_passwords
+from foreload.trainer.run.engine_record import EngineRecord, keep_password, new_password, with_passwords
 from foreload.trainer.run.shard_change import ENGINE
 from foreload.trainer.saved.migration import OwnServers
 
@@ -462,17 +462,33 @@ class RayEngine:
                 report(f"run {self._run}: the driver that trained it has died; waiting until its trainers have stopped")
             time.sleep(_PAUSE.total_seconds())
 
-    def check_room(self, servers: int) -> None:
+    def check_room(self) -> None:
         """See Engine."""
-        _check_fits("--store", self._server_options)
+        if self._job.store.engine:
+            _check_fits("--store", self._server_options)
+        else:
+            self._given_password()
         _check_fits("--trainers", self._trainer_options)
+
+    def _given_password(self) -> str | None:
+        """Return the password of servers that --store names, None if they want none.
+
+        Raises:
+            SettingError: They have several.
+        """
+        passwords = {parse_url(url).password for url in self._job.store.urls}
+        if len(passwords) > 1:
+            raise SettingError(
+                "--store: all servers must want the same password, with --engine ray; give it in FORELOAD_STORE_PASSWORD, or use --store engine:N"
+            )
+        return passwords.pop()
 
     def start_servers(self, count: int) -> tuple[str, ...]:
         """See Engine. Waits until the cluster has room for them, apart from each other."""
         if self._record is not None:
             # Of a run that was overwritten just now, or that never began to train.
             _end_all(self._record, self._keeper)
-        new_password(self._run)
+        keep_password(self._run, new_password())
         self._begin_record()
         self._server_places = self._reserved(SERVERS_PLACE, self._server_options, count + self._job.spare_servers, "--store")
         started = [self._new_server(shard) for shard in range(count)]
@@ -511,8 +527,10 @@ class RayEngine:
 
     def reserve_trainers(self, trainer_bytes: int) -> None:
         """See Engine."""
+        # Trainers on other nodes read the password of servers that somebody else runs.
+        if not self._servers and (password := self._given_password()) is not None:
+            keep_password(self._run, password)
         if self._record is None:
-            # The store is servers that somebody else runs.
             self._begin_record()
         assert self._record is not None
         write_token(self._run / TOKEN, new_token())

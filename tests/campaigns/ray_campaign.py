@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +35,7 @@ from small_job import arguments, check_end, summary, synthetic_schedule, train_u
 
 from foreload.trainer.cluster.messages.control import training_status  # noqa: E402
 from foreload.trainer.run.directory import METRICS, Run  # noqa: E402
+from foreload.trainer.run.engine_record import EngineRecord  # noqa: E402
 from foreload.trainer.run.report import reported_step  # noqa: E402
 
 NODES, TRAINERS, SHARDS, AN_EPISODE = 4, 2, 3, 8
@@ -142,6 +144,10 @@ class Episode:
         self._job.until(lambda: self._job.status.shards.whole and not self._job.status.exposed)
 
 
+def _is_gone(namespace: str) -> bool:
+    return namespace not in {one["namespace"] for one in ray.util.list_named_actors(all_namespaces=True)}
+
+
 def main() -> int:
     """Play the campaign; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -169,8 +175,11 @@ def main() -> int:
                     episode.play(min(AN_EPISODE, given.faults - faults.total()), digest)
                 finally:
                     print(f"{runs}: {', '.join(episode.done)}", flush=True)
+            record = EngineRecord.read(place / "run")
+            assert record is not None
             status, _, err = Command("delete", place / "run").end()
             assert status == 0, err
+            wait_until(partial(_is_gone, record.namespace))
             faults.update(episode.done)
             runs += 1
     finally:

@@ -119,14 +119,14 @@ class TwinEngine:
     def take(self) -> None:
         """See Engine."""
 
-    def check_room(self) -> None:
+    def check_room(self, server_bytes: int) -> None:
         """See Engine."""
 
     def start_servers(self, count: int) -> tuple[str, ...]:
         """See Engine."""
         return tuple(self.add(shard) for shard in range(count))
 
-    def find_servers(self, urls: Sequence[str]) -> tuple[tuple[str, ...], int]:
+    def find_servers(self, urls: Sequence[str], server_bytes: int) -> tuple[tuple[str, ...], int]:
         """See Engine."""
         new = {shard: self.add(shard) for shard, url in enumerate(urls) if url in self._ended}
         return tuple(new.get(shard, url) for shard, url in enumerate(urls)), len(new)

@@ -276,9 +276,9 @@ def test_servers_of_a_stopped_run_are_found_or_replaced(world: World) -> None:
         pytest.skip("local servers are the run's own, which its folder finds")
     plain = tuple(url.rpartition("@")[2] if "@" in url else url.removeprefix("redis://") for url in urls)
     plain = tuple(f"redis://{url}" for url in plain)
-    assert world.engine.find_servers(plain) == (urls, 0)
+    assert world.engine.find_servers(plain, 1 << 20) == (urls, 0)
     world.kill_server(urls[2])
-    urls_now, ended = world.engine.find_servers(plain)
+    urls_now, ended = world.engine.find_servers(plain, 1 << 20)
     assert ended == 1
     assert urls_now[:2] == urls[:2]
     assert urls_now[2] != urls[2]

@@ -54,7 +54,7 @@ from foreload.trainer.compute.reports import values_of
 from foreload.trainer.errors import CheckpointError, HistoryError, ShardsLost, TrainerError
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_values import AUTO, Servers
-from foreload.trainer.job.memory_check import check_fit, trainer_bytes
+from foreload.trainer.job.memory_check import check_fit, store_bytes, trainer_bytes
 from foreload.trainer.job.metric_choice import check_metric
 from foreload.trainer.job.scheduler import FAILED, NO_STEPS, Meeting, meet, under_scheduler
 from foreload.trainer.models.checking import check_apart_later, doubts, ignored_inputs
@@ -346,7 +346,7 @@ class Launcher:
             with locked(Run.open(path).path) as lock:
                 run = Run.open(path, lock)
                 before = run.status
-                if self._find_servers(run) > run.placement.r and before is not None:
+                if self._find_servers(run, schedule) > run.placement.r and before is not None:
                     # The rows are gone for good, so it is as if the run had crashed since.
                     before = replace(before, state="training")
                 self._events = EventLog(path, *((-1, 0) if before is None else (before.step, before.term)))
@@ -434,7 +434,7 @@ class Launcher:
             manifest = restored_manifest(checkpoint, self._job, schedule, manifest, goes_on)
             with progress_bar(checkpoint.total_bytes, "B") as bar:
                 check_restorable(checkpoint, self._job, model, bar.update)
-        self._engine.check_room()
+        self._engine.check_room(self._server_bytes(schedule))
         if not count:
             # The servers must answer before anything is deleted.
             reach(urls, self._job.store_silence, self._job.patience.time)
@@ -457,7 +457,12 @@ class Launcher:
                     self._job = restore(self._job, run, checkpoint, start, local)
                 yield _NewRun(run, start, local, lock, checkpoint is not None)
 
-    def _find_servers(self, run: Run) -> int:
+    def _server_bytes(self, schedule: Schedule) -> int:
+        """Return about how much memory a store server takes for its rows; 0 if that is not known."""
+        count = self._job.store.count
+        return store_bytes(self._job, schedule, *self._job.code(count)) // count
+
+    def _find_servers(self, run: Run, schedule: Schedule) -> int:
         """Have a resumed run use the servers that its engine has started for it, unless the call names others.
 
         Returns:
@@ -466,7 +471,7 @@ class Launcher:
         manifest, placement = run.manifest, run.placement
         own = noted(manifest, placement)
         if manifest.local_stores is None and (self._job.store.engine or plain(self._job.store.urls) == tuple(filter(None, own))):
-            found, ended = self._engine.find_servers(own)
+            found, ended = self._engine.find_servers(own, self._server_bytes(schedule))
             self._job = replace(self._job, store=Servers(None, tuple(filter(None, found))))
             return ended
         return 0
@@ -630,7 +635,7 @@ class Launcher:
         """
         job = replace(self._job, namespace=run.manifest.namespace)
         if run.manifest.local_stores is not None:
-            warn_of_machine(schedule, run.placement, self._layouts)
+            warn_of_machine(job, schedule, run.placement)
         with Store.connect(asked(urls), job.store_silence, run.placement.r) as store:
             watch = StoreWatch(job, store, schedule, run.placement, self._layouts, start)
         watch.begin(urls)

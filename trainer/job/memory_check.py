@@ -10,6 +10,7 @@ from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.job.job import TrainJob, layouts_of
 
 _PROCESS_BYTES = 400 << 20  # of a trainer without its lanes
+_ENTRY_BYTES = 64  # of a server's hash, beside the row
 _KEPT_ROW_BYTES = 34  # table, ordinal, id, tag, stored tag and boundary
 
 
@@ -72,6 +73,19 @@ def trainer_bytes(job: TrainJob, schedule: Schedule) -> int:
     copies = job.replicas_held - 1 + job.saves_checkpoints
     lane = lane_bytes(slots, columns, with_base=job.code(job.store.count).r > 0)
     return _PROCESS_BYTES + lanes * (lane + copies * slot_bytes(columns, with_base=False) * slots)
+
+
+def store_bytes(job: TrainJob, schedule: Schedule, k: int, r: int) -> int:
+    """Return about how much memory all store servers take for their rows; 0 if the schedule is not complete yet.
+
+    Args:
+        k, r: The data shards and parity shards of the code.
+    """
+    if not schedule.complete:
+        return 0
+    rows, layouts = schedule.rows_per_table(), layouts_of(job, schedule.header.features)
+    widest = sum(count * (layout.row_bytes + _ENTRY_BYTES) for count, layout in zip(rows, layouts, strict=True))
+    return int(widest * (k + r) / k)
 
 
 def kept_bytes(lanes: int, slots: int, columns: int) -> int:

@@ -24,7 +24,7 @@ from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import StoreTooSmall
 from foreload.trainer.job.job import TrainJob
-from foreload.trainer.job.memory_check import readable
+from foreload.trainer.job.memory_check import readable, store_bytes
 from foreload.trainer.memory.row_timeline import RowTimeline
 from foreload.trainer.memory.store_memory import ShardServer, Shortage, StoreMemory, counted_bytes, remedy, shortage_text
 from foreload.trainer.run.manifest import Status
@@ -223,17 +223,13 @@ def _ordinals(schedule: Schedule, step: int) -> np.ndarray:
     return given_ordinals(schedule, step)
 
 
-def warn_of_machine(schedule: Schedule, placement: Placement, layouts: Sequence[RowLayout]) -> None:
+def warn_of_machine(job: TrainJob, schedule: Schedule, placement: Placement) -> None:
     """Warn if local stores will hardly fit into this machine's memory.
 
     They have no memory limit of their own, so `StoreWatch` does not cover them.
     """
-    if not schedule.complete or not (available := available_bytes()):
-        return
-    rows = schedule.rows_per_table()
-    widest = sum(count * (layout.row_bytes + 64) for count, layout in zip(rows, layouts, strict=True))
-    needed = widest * (placement.k + placement.r) / placement.k
-    if needed > available:
+    needed = store_bytes(job, schedule, placement.k, placement.r)
+    if (available := available_bytes()) and needed > available:
         sys.stderr.write(
             f"foreload: warning: local store shards will take about {readable(needed)} in all, and {readable(available)} are available here; "
             "name servers on others with --store\n"

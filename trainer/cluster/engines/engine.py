@@ -93,8 +93,11 @@ class Engine(Protocol):
             RunError: Another call trains the run.
         """
 
-    def check_room(self) -> None:
+    def check_room(self, server_bytes: int) -> None:
         """Check that a new run can be placed at all, and its servers be reached.
+
+        Args:
+            server_bytes: The memory that a server takes for its rows; 0 if that is not known.
 
         Raises:
             SettingError: It cannot.
@@ -107,11 +110,12 @@ class Engine(Protocol):
             TrainerError: A server cannot be started.
         """
 
-    def find_servers(self, urls: Sequence[str]) -> tuple[tuple[str, ...], int]:
+    def find_servers(self, urls: Sequence[str], server_bytes: int) -> tuple[tuple[str, ...], int]:
         """Find a run's servers. Those that have ended are replaced by empty ones.
 
         Args:
             urls: Their URLs by shard, without passwords; "" for a removed shard.
+            server_bytes: As for `check_room`.
 
         Returns:
             Their URLs, with passwords, and how many of them were replaced.
@@ -170,14 +174,14 @@ class LocalEngine:
     def take(self) -> None:
         """See Engine. Trainers hold the run's lock."""
 
-    def check_room(self) -> None:
+    def check_room(self, server_bytes: int) -> None:
         """See Engine."""
 
     def start_servers(self, count: int) -> tuple[str, ...]:
         """See Engine. Local servers are not started this way."""
         raise AssertionError(count)
 
-    def find_servers(self, urls: Sequence[str]) -> tuple[tuple[str, ...], int]:
+    def find_servers(self, urls: Sequence[str], server_bytes: int) -> tuple[tuple[str, ...], int]:
         """See Engine."""
         return tuple(urls), 0
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -331,15 +331,20 @@ class Keeper:
 
 def end_servers(record: EngineRecord | None) -> None:
     """End the servers of a run, and all that they hold. Ray must be connected."""
-    import ray
-
     if record is None:
         return
-    for name in (*record.servers.values(), *record.spares):
-        with contextlib.suppress(ValueError, ray.exceptions.RayError):
-            ray.kill(ray.get_actor(name, namespace=record.namespace))
+    end_actors(record.namespace, [*record.servers.values(), *record.spares])
     for name in (SERVERS_PLACE, TRAINERS_PLACE):
         free_place(record, name)
+
+
+def end_actors(namespace: str, names: Sequence[str]) -> None:
+    """End actors, unless they have ended. Ray must be connected."""
+    import ray
+
+    for name in names:
+        with contextlib.suppress(ValueError, ray.exceptions.RayError):
+            ray.kill(ray.get_actor(name, namespace=namespace))
 
 
 def free_place(record: EngineRecord, name: str) -> None:

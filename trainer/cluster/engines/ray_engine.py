@@ -39,6 +39,7 @@ from foreload.trainer.cluster.engines.ray_actors import (
     Placed,
     ServerActor,
     TrainerActor,
+    end_actors,
     end_servers,
     free_place,
 )
@@ -58,6 +59,7 @@ _CONNECT = timedelta(seconds=10)  # for reaching the cluster's head
 _SAID = timedelta(seconds=15)  # between two lines that a place is waited for
 _PAUSE = timedelta(seconds=1)  # between two attempts to place an actor
 _ADD_PATIENCE = timedelta(seconds=45)  # how long a further server may take to be there
+_SERVER_BYTES = 100 << 20  # of a server's actor and process, without rows
 _CONCURRENT = 8  # methods of an actor that may run at once
 # How long a trainer may take to end when it is told to. One whose node is lost never reports it.
 _END_PATIENCE = timedelta(seconds=0.5)
@@ -462,8 +464,9 @@ class RayEngine:
                 report(f"run {self._run}: the driver that trained it has died; waiting until its trainers have stopped")
             time.sleep(_PAUSE.total_seconds())
 
-    def check_room(self) -> None:
+    def check_room(self, server_bytes: int) -> None:
         """See Engine."""
+        self._server_options["memory"] = _SERVER_BYTES + server_bytes
         if self._job.store.engine:
             _check_fits("--store", self._server_options)
         else:
@@ -500,8 +503,9 @@ class RayEngine:
         self._write()
         return with_passwords(self._run, list(self._servers))
 
-    def find_servers(self, urls: Sequence[str]) -> tuple[tuple[str, ...], int]:
+    def find_servers(self, urls: Sequence[str], server_bytes: int) -> tuple[tuple[str, ...], int]:
         """See Engine."""
+        self._server_options["memory"] = _SERVER_BYTES + server_bytes
         if self._record is None:
             return tuple(urls), 0
         ended: dict[int, _RayServer] = {}
@@ -514,6 +518,9 @@ class RayEngine:
                 if handle is not None and ray.get(handle.pid.remote()) is not None:
                     self._servers[url] = _RayServer(None, str(name), url, handle, ray.get(handle.place.remote()).node)
                     continue
+            if name is not None:
+                # Its actor may outlive the server.
+                end_actors(self._record.namespace, [name])
             ended[shard] = self._new_server(shard)
         self._await_up(list(ended.values()))
         for shard, server in ended.items():
@@ -671,6 +678,9 @@ class RayEngine:
         return _RayServer(self._actor(what, name, ServerActor, self._server_options, self._server_places))
 
     def _start_spares(self) -> None:
+        assert self._record is not None
+        # Those of an earlier call may be on nodes that are gone, or be more than are wanted now.
+        end_actors(self._record.namespace, self._record.spares)
         self._spares = [self._new_server(None) for _ in range(self._job.spare_servers)]
         self._await_up(self._spares)
 

@@ -128,8 +128,9 @@ class Episode:
         return self._chance.choice([name for name in nodes_of(self._path) if name.startswith("server") and "spare" not in name])
 
     def _keeper(self) -> None:
-        """The one that holds the rendezvous host: trainers stop, with everything saved."""
-        ray.kill(actors(self._path)["keeper"])
+        """Its process is killed. The rendezvous host has trainers stop, with everything saved."""
+        keeper = actors(self._path)["keeper"]
+        os.kill(ray._private.state.actors(keeper._actor_id.hex())["Pid"], signal.SIGKILL)
         status, _, err = self._job.stopped()
         assert "Traceback" not in err, err
         assert training_status(self._path) is None

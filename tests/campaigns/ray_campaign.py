@@ -33,7 +33,6 @@ from held import HeldRun, Hold, holding  # noqa: E402
 from ray_nodes import RayNodes, actors, nodes_of, pid_of  # noqa: E402
 from small_job import arguments, check_end, summary, synthetic_schedule, train_undisturbed  # noqa: E402
 
-from foreload.trainer.cluster.messages.control import training_status  # noqa: E402
 from foreload.trainer.run.directory import METRICS, Run  # noqa: E402
 from foreload.trainer.run.engine_record import EngineRecord  # noqa: E402
 from foreload.trainer.run.report import reported_step  # noqa: E402
@@ -70,7 +69,6 @@ class Episode:
             "server's actor": lambda: ray.kill(actors(self._path)[self._one("server")]),
             "driver": self._driver,
             "driver stopped, server lost": self._stopped,
-            "keeper": self._keeper,
         }
         for _ in range(faults):
             self._become_whole()
@@ -126,16 +124,6 @@ class Episode:
 
     def _one_of_stopped(self) -> str:
         return self._chance.choice([name for name in nodes_of(self._path) if name.startswith("server") and "spare" not in name])
-
-    def _keeper(self) -> None:
-        """Its process is killed. The rendezvous host has trainers stop, with everything saved."""
-        keeper = actors(self._path)["keeper"]
-        os.kill(ray._private.state.actors(keeper._actor_id.hex())["Pid"], signal.SIGKILL)
-        status, _, err = self._job.stopped()
-        assert "Traceback" not in err, err
-        assert training_status(self._path) is None
-        assert Run.open(self._path).saved_status().state == "stopped", (status, err)
-        self._job = self._begin("--resume=auto")
 
     def _become_whole(self) -> None:
         """Train until all shards are whole, and all trainers and replicas there."""

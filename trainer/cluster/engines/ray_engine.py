@@ -99,7 +99,8 @@ def connected(address: str | None) -> Iterator[None]:
     try:
         ray.init(address=address or "auto", log_to_driver=True, logging_level=logging.WARNING)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise _not_reached(address or "auto", str(error).splitlines()[0]) from error
+        why = str(error).splitlines()[0]
+        raise _not_reached(address or "auto", f"{why}; if the cluster wants a token, set RAY_AUTH_MODE=token") from error
     finally:
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)

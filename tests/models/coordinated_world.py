@@ -18,6 +18,7 @@ from simulated_checkpoints import Broken, CoordinatedCheckpoints, MemberCheckpoi
 from foreload.cache.protocol.shards.shard_status import ShardSnapshot
 from foreload.trainer.cluster.coordinator.coordinator import Coordinator
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall
+from foreload.trainer.cluster.engines.engine import Draining
 from foreload.trainer.cluster.messages.control import (
     AskCheckpoint,
     AskCheckpointed,
@@ -367,6 +368,10 @@ class Processes:
         """See SpawnedTrainers."""
         return {one.number: "has ended" for one in self._world.trainers if not one.alive and one.number not in self.forgotten}
 
+    def draining(self) -> Draining:
+        """See SpawnedTrainers."""
+        return Draining(frozenset(self._world.drained))
+
     def start(self, trainer: int, plan: int) -> None:
         """See SpawnedTrainers."""
         assert trainer == len(self._world.trainers)
@@ -396,6 +401,7 @@ class World:
         self.now, self.draw, self.killable, self.board = 0.0, Random(seed), killable, Board()
         self.asked: list[Any] = []
         self.trainers: list[Trainer] = []
+        self.drained: set[int] = set()  # trainers whose machines are about to be taken away
         self.call = replace(call, clock=lambda: self.now, say=lambda line: None, start=replace(call.start))
         self.call.run = mock.Mock(
             path=call.run.path, placement=SimpleNamespace(text="", r=0, shard_count=1, removed=(), migrating=False)
@@ -495,6 +501,8 @@ class World:
             one.stands_still = False
         elif fault == "leave":
             one.wants_to_leave = True
+        elif fault == "drain":
+            self.drained.add(one.number)
         elif fault == "scale":
             self.asked.append(AskScale(1 + which % LANES))
         elif fault == "end":
@@ -532,7 +540,8 @@ class World:
             self.checkpoints.work.do_one()
             self.look()
             trained = [self.trainers[trainer] for trainer in members.term.members]
-            if members.is_stable and all(one.stage in TRAINS for one in trained):
+            left = not self.drained & {*members.term.members} or self.drained >= {*members.term.members}
+            if members.is_stable and left and all(one.stage in TRAINS for one in trained):
                 step = min(one.step for one in trained)
                 begun = step if begun is None else begun
                 saved = len(self.checkpoints.published) - published

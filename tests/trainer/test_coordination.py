@@ -29,7 +29,7 @@ from foreload.trainer.cluster.messages.trainers import CheckpointPlan, Checkpoin
 BEST = "best"
 CHECKPOINTS = (None, "1", "4", BEST)
 """After how many steps one is due, or where an evaluation is the best."""
-DISTURBANCES = ("kill", "kill", "stop", "go on", "leave", "leave", "scale", "scale", "wait", "end", *STAGES)
+DISTURBANCES = ("kill", "kill", "stop", "go on", "leave", "leave", "drain", "drain", "scale", "scale", "wait", "end", *STAGES)
 
 
 def faults(*kinds: str) -> st.SearchStrategy[list[tuple[int, str, int]]]:

@@ -17,6 +17,7 @@ from ray.cluster_utils import Cluster
 from foreload.trainer.run.engine_record import EngineRecord
 
 CORES = 4  # of a node, as Ray counts them
+_ANSWERS = 5.0  # seconds in which an actor that has a place answers
 _STORE_BYTES = 80 << 20  # of Ray's object store, which nothing here uses
 _QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
 """By default Ray takes half a minute to notice that a node is lost."""
@@ -95,8 +96,9 @@ def nodes_of(run: Path) -> dict[str, str]:
     nodes = {}
     for name, actor in actors(run).items():
         if name != "keeper":
+            # One that has no place yet does not answer.
             with contextlib.suppress(ray.exceptions.RayError):
-                nodes[name] = ray.get(actor.place.remote()).node
+                nodes[name] = ray.get(actor.place.remote(), timeout=_ANSWERS).node
     return nodes
 
 

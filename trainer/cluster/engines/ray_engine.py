@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -169,14 +169,25 @@ class _Bundle:
 
 
 class _Places:
-    """The bundles of a placement group, and places beyond them, for actors of one kind."""
+    """The bundles of a placement group, and places beyond them, for actors of one kind.
 
-    def __init__(self, group: Any, count: int) -> None:
-        self.group, self._free = group, list(range(count))
+    Args:
+        avoid: Returns the nodes that are about to be taken away.
+    """
+
+    def __init__(self, group: Any, count: int, avoid: Callable[[], Collection[str]]) -> None:
+        self.group, self._free, self._avoid = group, list(range(count)), avoid
 
     def take(self) -> _Bundle:
         """Return a free bundle, or, if none is left, a place that is not reserved."""
-        return _Bundle(self.group, self._free.pop(0)) if self._free else _Bundle(None, 0)
+        free = self._free
+        if free and (avoided := self._avoid()):
+            nodes = placement_group_table(self.group)["bundles_to_node_id"]
+            free = [index for index in free if nodes[index] not in avoided]
+        if not free:
+            return _Bundle(None, 0)
+        self._free.remove(free[0])
+        return _Bundle(self.group, free[0])
 
     def give_back(self, bundle: _Bundle) -> None:
         """Note that a bundle is free again. Ray moves a bundle whose node is lost to another one."""
@@ -422,7 +433,7 @@ class RayEngine:
         self._here = ray.get_runtime_context().get_node_id()
         self._trainer_options: dict[str, Any] = {"num_cpus": job.threads}
         self._server_options: dict[str, Any] = {"num_cpus": 1}
-        self._trainer_places, self._server_places = _Places(None, 0), _Places(None, 0)
+        self._trainer_places, self._server_places = _Places(None, 0, tuple), _Places(None, 0, tuple)
         self._servers: dict[str, _RayServer] = {}  # by URL without password
         self._coming: dict[int, _RayServer] = {}  # by the shard whose server they replace
         self._spares: list[_RayServer] = []
@@ -582,16 +593,18 @@ class RayEngine:
 
     def draining(self) -> Draining:
         """See Engine. Ray has been asked to drain these nodes, as before a spot machine is taken away."""
-        if time.monotonic() - self._looked_at >= _PAUSE.total_seconds():
-            self._looked_at = time.monotonic()
-            # Ray's own libraries ask for them in this way; there is no public one.
-            self._drained = frozenset(ray._private.state.state.get_draining_nodes())
-        nodes = self._drained
-        if not nodes:
+        if not (nodes := self._drained_nodes()):
             return Draining()
         with self._changing:
             servers = frozenset(url for url, server in self._servers.items() if server.node in nodes)
         return Draining(frozenset(trainer for trainer, node in self.machines.items() if node in nodes), servers)
+
+    def _drained_nodes(self) -> frozenset[str]:
+        if time.monotonic() - self._looked_at >= _PAUSE.total_seconds():
+            self._looked_at = time.monotonic()
+            # Ray's own libraries ask for them in this way; there is no public one.
+            self._drained = frozenset(ray._private.state.state.get_draining_nodes())
+        return self._drained
 
     def add(self, shard: int) -> str:
         """See OwnServers. Uses a spare server if there is one."""
@@ -722,4 +735,4 @@ class RayEngine:
                 f"{flag}: waiting until the cluster has room for {count} of {_wanted(options)} each; "
                 f"{free.get('CPU', 0):g} cores are free; Ctrl-C ends the wait"
             )
-        return _Places(group, count)
+        return _Places(group, count, self._drained_nodes)

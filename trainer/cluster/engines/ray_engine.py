@@ -177,22 +177,25 @@ class _Places:
 
     def __init__(self, group: Any, count: int, avoid: Callable[[], Collection[str]]) -> None:
         self.group, self._free, self._avoid = group, list(range(count)), avoid
+        self._taking = threading.Lock()  # servers are added by a thread of their own
 
     def take(self) -> _Bundle:
         """Return a free bundle, or, if none is left, a place that is not reserved."""
-        free = self._free
-        if free and (avoided := self._avoid()):
-            nodes = placement_group_table(self.group)["bundles_to_node_id"]
-            free = [index for index in free if nodes[index] not in avoided]
-        if not free:
-            return _Bundle(None, 0)
-        self._free.remove(free[0])
-        return _Bundle(self.group, free[0])
+        with self._taking:
+            free = self._free
+            if free and (avoided := self._avoid()):
+                nodes = placement_group_table(self.group)["bundles_to_node_id"]
+                free = [index for index in free if nodes[index] not in avoided]
+            if not free:
+                return _Bundle(None, 0)
+            self._free.remove(free[0])
+            return _Bundle(self.group, free[0])
 
     def give_back(self, bundle: _Bundle) -> None:
         """Note that a bundle is free again. Ray moves a bundle whose node is lost to another one."""
         if bundle.group is not None:
-            self._free.append(bundle.index)
+            with self._taking:
+                self._free.append(bundle.index)
 
 
 class _Actor:

@@ -182,7 +182,7 @@ class _Places:
     def take(self) -> _Bundle:
         """Return a free bundle, or, if none is left, a place that is not reserved."""
         with self._taking:
-            free = self._free
+            free = [*self._free]
             if free and (avoided := self._avoid()):
                 nodes = placement_group_table(self.group)["bundles_to_node_id"]
                 free = [index for index in free if nodes[index] not in avoided]

@@ -88,7 +88,12 @@ def actors(run: Path) -> dict[str, Any]:
     record = EngineRecord.read(run)
     assert record is not None
     named = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == record.namespace]
-    return {"-".join(name.split("-")[:2]): ray.get_actor(name, namespace=record.namespace) for name in named}
+    handles = {}
+    for name in named:
+        # It may have ended since.
+        with contextlib.suppress(ValueError):
+            handles["-".join(name.split("-")[:2])] = ray.get_actor(name, namespace=record.namespace)
+    return handles
 
 
 def nodes_of(run: Path) -> dict[str, str]:

@@ -523,6 +523,9 @@ class RayEngine:
         self._server_options["memory"] = _SERVER_BYTES + server_bytes
         if self._record is None:
             return tuple(urls), 0
+        # Of a call that died while shards came or went.
+        stray = {url: name for url, name in self._record.servers.items() if url not in urls}
+        end_actors(self._record.namespace, [*stray.values()])
         ended: dict[int, _RayServer] = {}
         for shard, url in enumerate(urls):
             name = self._record.servers.get(url)
@@ -543,7 +546,7 @@ class RayEngine:
             self._servers[str(server.url)] = server
         if self._servers:
             self._start_spares()
-        self._write(*(urls[shard] for shard in ended))
+        self._write(*stray, *(urls[shard] for shard in ended))
         found = [str(ended[shard].url) if shard in ended else url for shard, url in enumerate(urls)]
         return with_passwords(self._run, found), len(ended)
 

@@ -209,6 +209,8 @@ def test_servers_want_a_password_and_end_with_the_run(begin: BeginRun, cluster: 
     psutil.wait_procs([psutil.Process(pid) for pid in servers if psutil.pid_exists(pid)], timeout=DEADLINE_SECONDS)
     assert not any(map(psutil.pid_exists, servers))
     assert record.namespace not in {one["namespace"] for one in ray.util.list_named_actors(all_namespaces=True)}
+    places = [place for place in ray.util.placement_group_table().values() if place["name"].startswith(record.namespace)]
+    assert {place["state"] for place in places} == {"REMOVED"}
 
 
 @pytest.mark.full

@@ -55,6 +55,7 @@ from foreload.trainer.run.engine_record import EngineRecord, keep_password, new_
 from foreload.trainer.run.shard_change import ENGINE
 from foreload.trainer.saved.migration import OwnServers
 
+_NAMESPACE = "foreload"  # of all drivers; a run's actors have one of their own
 _CONNECT = timedelta(seconds=10)  # for reaching the cluster's head
 _SAID = timedelta(seconds=15)  # between two lines that a place is waited for
 _PAUSE = timedelta(seconds=1)  # between two attempts to place an actor
@@ -97,7 +98,8 @@ def connected(address: str | None) -> Iterator[None]:
     # Ray puts a handler of its own in place of that of `Interrupts`.
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=address or "auto", log_to_driver=True, logging_level=logging.WARNING)
+        # A placement group is found by its name in the same namespace alone.
+        ray.init(address=address or "auto", namespace=_NAMESPACE, log_to_driver=True, logging_level=logging.WARNING)
     except (ConnectionError, ValueError, RuntimeError) as error:
         why = str(error).splitlines()[0]
         raise _not_reached(address or "auto", f"{why}; if the cluster wants a token, set RAY_AUTH_MODE=token") from error

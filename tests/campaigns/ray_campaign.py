@@ -82,10 +82,11 @@ class Episode:
         check_end(self._job, digest, TRAINERS)
 
     def _one(self, kind: str) -> str:
-        """The name of an actor of the run."""
+        """The name of an actor that the run uses."""
         named = [name for name in nodes_of(self._path) if name.startswith(kind) and "spare" not in name]
-        in_use = {f"trainer-{trainer}" for trainer in self._job.status.members}
-        return self._chance.choice([name for name in named if kind != "trainer" or name in in_use])
+        if kind == "trainer":
+            named = [name for name in named if name in {f"trainer-{trainer}" for trainer in self._job.status.members}]
+        return self._chance.choice(named)
 
     def _nodes(self) -> list[str]:
         """The nodes that may be lost: those with no more of the run than it survives the loss of."""
@@ -119,11 +120,8 @@ class Episode:
     def _stopped(self) -> None:
         self._job.interrupt(self._job.waits)
         self._job.stopped()
-        os.kill(pid_of(self._path, self._one_of_stopped()), signal.SIGKILL)
+        os.kill(pid_of(self._path, self._one("server")), signal.SIGKILL)
         self._job = self._begin("--resume")
-
-    def _one_of_stopped(self) -> str:
-        return self._chance.choice([name for name in nodes_of(self._path) if name.startswith("server") and "spare" not in name])
 
     def _become_whole(self) -> None:
         """Train until all shards are whole, and all trainers and replicas there."""

@@ -16,6 +16,7 @@ from small_job import BATCH, arguments, summary, synthetic_schedule
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
+from foreload.cache.client.url import parse_url
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.shards.namespace import claim, owner
 from foreload.cache.protocol.shards.shard_status import ShardSnapshot, ShardStatus
@@ -23,6 +24,7 @@ from foreload.trainer.cluster.coordinator.store_shards import StoreShards
 from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.commands import migrate, stores
 from foreload.trainer.run.directory import STORES, Run
+from foreload.trainer.run.engine_record import EngineRecord, keep_password
 from foreload.trainer.run.event_log import read_events
 from foreload.trainer.run.shard_change import ShardChange
 from foreload.trainer.saved.migration import NewServers
@@ -126,6 +128,33 @@ def test_from_one_server_of_its_own_to_four_to_three_without_parity(
         assert main(["stores", "remove", str(run), wrong]) == 2
         assert why in capsys.readouterr().err
     assert not (run / STORES / "shard-0.rdb").exists()
+
+
+@pytest.mark.parametrize("known_by", ["--store", "engine"])
+def test_a_server_that_wants_a_password_is_left(case: Case, tmp_path: Path, known_by: str) -> None:
+    run, password = tmp_path / "run", "s3cret"
+    with LocalStores(2, tmp_path / "stores") as servers:
+        urls = servers.urls
+        with_passwords = [parse_url(url, {}).with_password(password) for url in urls]
+        stop_after(10, case.words(run, "--store", ",".join(urls), "--trainers", 2), tmp_path)
+        with Store(urls) as store:
+            for shard in range(2):
+                store.command(shard, "CONFIG", "SET", "requirepass", password)
+        try:
+            if known_by == "engine":
+                EngineRecord("ray", "127.0.0.1:1", "foreload-run", dict.fromkeys(urls, "actor")).write(run)
+                keep_password(run, password)
+                asked("remove", run, "1")
+            else:
+                asked("remove", run, "1", "--store", ",".join(with_passwords))
+            with Store(with_passwords[1:]) as left:
+                assert owner(left, "run", 0) is None
+            assert Run.open(run).manifest.store_urls == (urls[0], "")
+        finally:
+            # Shutdown has no password.
+            with Store(with_passwords) as store:
+                for shard in range(2):
+                    store.command(shard, "CONFIG", "SET", "requirepass", "")
 
 
 def test_from_three_servers_to_five_to_four_with_parity(

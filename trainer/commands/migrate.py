@@ -6,7 +6,7 @@ does. A change is done in the steps of `run.shard_change`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +21,7 @@ from foreload.trainer.errors import RunError
 from foreload.trainer.job.job import layouts_of
 from foreload.trainer.memory.seen_servers import check_room
 from foreload.trainer.run.directory import STORES, Run, locked
+from foreload.trainer.run.engine_record import with_passwords
 from foreload.trainer.run.event_log import EventLog, RowsMove, RowsMoved
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.servers import plain
@@ -159,7 +160,15 @@ class _Driver:
                 clear_removed(self._run.path / STORES, placement.removed)
                 self._program = program.leave(())
             else:
-                self._program = program.leave(self._new.leave(program.leaving))
+                emptied = self._new.leave(self._with_passwords(program.leaving))
+                self._program = program.leave(plain([*emptied]))
+
+    def _with_passwords(self, urls: Mapping[int, str]) -> dict[int, str]:
+        """Return the URLs of servers, by number, with the passwords that they want."""
+        known = {shard: url for shard, url in enumerate(self._urls) if url}
+        return dict(zip(urls, with_passwords(self._run.path, [*urls.values()]), strict=True)) | {
+            shard: known[shard] for shard in urls if shard in known
+        }
 
     def _publish(self) -> Placement:
         """Publish the program's placement.

@@ -14,15 +14,15 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group, placement_group_table
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from foreload.base.errors import SettingError
 from foreload.base.job_token import new_token, write_token
@@ -36,19 +36,30 @@ from foreload.trainer.cluster.engines.ray_actors import (
     TRAINER,
     TRAINERS_PLACE,
     Keeper,
-    Placed,
     ServerActor,
     TrainerActor,
     end_actors,
     end_servers,
     free_place,
 )
-from foreload.trainer.cluster.messages.host_messages import HOST_GONE
+from foreload.trainer.cluster.engines.ray_places import (
+    CONCURRENT_METHODS,
+    PLACE_INTERVAL,
+    POLL_INTERVAL,
+    WAIT_REPORT_INTERVAL,
+    PlacedActor,
+    Places,
+    RayServer,
+    RayTrainer,
+    bundle,
+    check_fits,
+    wanted,
+)
 from foreload.trainer.cluster.processes.joining_host import report
 from foreload.trainer.cluster.processes.rendezvous_host import RendezvousHost
 from foreload.trainer.cluster.processes.starting import TrainerStart
 from foreload.trainer.compute import numerics
-from foreload.trainer.errors import RunError, TrainerError
+from foreload.trainer.errors import RunError
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import TOKEN, Run
 from foreload.trainer.run.engine_record import EngineRecord, keep_password, new_password, with_passwords
@@ -57,14 +68,8 @@ from foreload.trainer.saved.migration import OwnServers
 
 _NAMESPACE = "foreload"  # of all drivers; a run's actors have one of their own
 _CONNECT = timedelta(seconds=10)  # for reaching the cluster's head
-_SAID = timedelta(seconds=15)  # between two lines that a place is waited for
-_PAUSE = timedelta(seconds=1)  # between two attempts to place an actor
 _ADD_PATIENCE = timedelta(seconds=45)  # how long a further server may take to be there
 _SERVER_BYTES = 100 << 20  # of a server's actor and process, without rows
-_CONCURRENT = 8  # methods of an actor that may run at once
-# How long a trainer may take to end when it is told to. One whose node is lost never reports it.
-_END_PATIENCE = timedelta(seconds=0.5)
-_POLL = timedelta(milliseconds=50)
 
 
 def _not_reached(address: str, why: str) -> SettingError:
@@ -147,262 +152,6 @@ def _end_all(record: EngineRecord, keeper: Any) -> None:
         ray.kill(keeper)
 
 
-def _is_done(ref: Any) -> bool:
-    return bool(ray.wait([ref], timeout=0)[0])
-
-
-@dataclass(frozen=True, slots=True)
-class _Bundle:
-    """Reserved cores and memory for one actor.
-
-    Attributes:
-        group: The placement group. None for a place that is not reserved.
-        index: In the group.
-    """
-
-    group: Any
-    index: int
-
-    def options(self) -> dict[str, Any]:
-        """Return what places an actor there."""
-        if self.group is None:
-            return {"scheduling_strategy": "SPREAD"}
-        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.index)}
-
-
-class _Places:
-    """The bundles of a placement group, and places beyond them, for actors of one kind.
-
-    Args:
-        avoid: Returns the nodes that are about to be taken away.
-    """
-
-    def __init__(self, group: Any, count: int, avoid: Callable[[], Collection[str]]) -> None:
-        self.group, self._free, self._avoid = group, list(range(count)), avoid
-        self._taking = threading.Lock()  # servers are added by a thread of their own
-
-    def take(self) -> _Bundle:
-        """Return a free bundle, or, if none is left, a place that is not reserved."""
-        with self._taking:
-            free = [*self._free]
-            if free and (avoided := self._avoid()):
-                nodes = placement_group_table(self.group)["bundles_to_node_id"]
-                free = [index for index in free if nodes[index] not in avoided]
-            if not free:
-                return _Bundle(None, 0)
-            self._free.remove(free[0])
-            return _Bundle(self.group, free[0])
-
-    def give_back(self, bundle: _Bundle) -> None:
-        """Note that a bundle is free again. Ray moves a bundle whose node is lost to another one."""
-        if bundle.group is not None:
-            with self._taking:
-                self._free.append(bundle.index)
-
-
-class _Actor:
-    """An actor that is being placed, or runs. It is started again until it has a place.
-
-    Attributes:
-        name: Its name on the cluster.
-        placed: Where it is. None while it waits for a place.
-        handle: Ray's handle.
-    """
-
-    def __init__(self, what: str, kind: type, options: Mapping[str, Any], places: _Places, namespace: str, name: str) -> None:
-        self._what, self._kind, self._options, self._places = what, kind, dict(options), places
-        self._namespace, self._base = namespace, name
-        self._attempt, self._since, self._said = 0, time.monotonic(), False
-        self.placed: Placed | None = None
-        self.failed: str | None = None
-        self._try()
-
-    def _try(self) -> None:
-        self._tried = time.monotonic()
-        self._bundle = self._places.take()
-        self.name = f"{self._base}-{self._attempt}"
-        self._attempt += 1
-        options = (
-            self._options | self._bundle.options() | {"name": self.name, "namespace": self._namespace, "lifetime": "detached"}
-        )
-        actor: Any = ray.remote(self._kind)
-        self.handle = actor.options(max_concurrency=_CONCURRENT, **options).remote()
-        self._placing = self.handle.place.remote()
-
-    def look(self) -> bool:
-        """Return whether the actor has a place. Starts it again if its node was lost before."""
-        if self.placed is not None:
-            return True
-        if _is_done(self._placing):
-            try:
-                self.placed = ray.get(self._placing)
-                return True
-            except ray.exceptions.RayError as error:
-                # An actor whose node was lost may be placed elsewhere. All else would fail again.
-                if not isinstance(error, ray.exceptions.RayActorError) or getattr(error, "actor_init_failed", False):
-                    self.failed = f"cannot be started: {str(error).strip().splitlines()[-1]}"
-                    return False
-            if time.monotonic() - self._tried >= _PAUSE.total_seconds():
-                self.end()
-                self._try()
-        elif not self._said and time.monotonic() - self._since >= _SAID.total_seconds():
-            self._said = True
-            report(f"{self._what}: waits until the cluster has room for it, {_wanted(self._options)}")
-        return False
-
-    def end(self) -> None:
-        """End the actor's process, and free its place."""
-        with contextlib.suppress(Exception):
-            ray.kill(self.handle)
-        self._places.give_back(self._bundle)
-
-
-def _wanted(options: Mapping[str, Any]) -> str:
-    cores, memory = options.get("num_cpus", 0), options.get("memory", 0)
-    return f"{cores:g} core{'s' * (cores != 1)}" + (f" and {memory / 2**20:,.0f} MiB" if memory else "")
-
-
-def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
-    return {"CPU": options["num_cpus"]} | ({"memory": options["memory"]} if options.get("memory") else {})
-
-
-def _check_fits(flag: str, options: Mapping[str, Any]) -> None:
-    """Raise SettingError if no node of the cluster is large enough for an actor."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if not any(all(node.get(kind, 0) >= amount for kind, amount in _bundle(options).items()) for node in nodes):
-        raise SettingError(f"{flag}: no node of the Ray cluster has {_wanted(options)}, which each takes; add larger nodes")
-
-
-class RayTrainer:
-    """A trainer on the cluster: a StartedProcess from the launcher's side."""
-
-    is_here = False
-
-    def __init__(self, actor: _Actor, begin: Callable[[_Actor], Any]) -> None:
-        self._actor, self._begin = actor, begin
-        self._running: Any = None
-        self._status: int | None = None
-
-    @property
-    def pid(self) -> int:
-        """Id of the actor's process on its node; 0 while it has no place."""
-        return 0 if self._actor.placed is None else self._actor.placed.pid
-
-    def poll(self) -> int | None:
-        """Return the trainer's exit status, HOST_GONE if its node or actor is gone, or None."""
-        if self._status is None:
-            if self._running is None:
-                if self._actor.look():
-                    self._running = self._begin(self._actor)
-                elif self._actor.failed is not None:
-                    report(self._actor.failed)
-                    self._over(1)
-            elif _is_done(self._running):
-                try:
-                    self._over(ray.get(self._running))
-                except ray.exceptions.RayError:
-                    self._over(HOST_GONE)
-        return self._status
-
-    def _over(self, status: int) -> None:
-        self._status = status
-        self._actor.end()
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait until the trainer has ended or its node is gone.
-
-        Args:
-            timeout: If None, a moment.
-        """
-        deadline = time.monotonic() + (timeout or _END_PATIENCE).total_seconds()
-        while self.poll() is None and time.monotonic() < deadline:
-            time.sleep(_POLL.total_seconds())
-
-    def kill(self) -> None:
-        """Kill the trainer. Its actor ends once it has reported that."""
-        if self._status is not None:
-            return
-        if self._running is None:
-            self._over(-signal.SIGKILL)
-        else:
-            self._actor.handle.stop.remote()
-
-
-class _RayServer:
-    """A store server on the cluster.
-
-    Attributes:
-        url: Its URL, without password. None while it is being started.
-        failed: Why it cannot be started, or None.
-    """
-
-    def __init__(
-        self, actor: _Actor | None = None, name: str = "", url: str | None = None, handle: Any = None, node: str | None = None
-    ) -> None:
-        """Take on a server that is being started by `actor`, or that runs already.
-
-        Args:
-            name, url, handle, node: Of a server that runs.
-        """
-        self._actor, self._name, self._handle, self.url, self._node = actor, name, handle, url, node
-        self._starting: Any = None
-        self._waiting: Any = None if handle is None else handle.wait.remote()
-        self.failed: str | None = None
-
-    @property
-    def name(self) -> str:
-        """The name of its actor."""
-        return self._name if self._actor is None else self._actor.name
-
-    @property
-    def node(self) -> str | None:
-        """The node that it is on. None while it has no place."""
-        if self._actor is None:
-            return self._node
-        return None if self._actor.placed is None else self._actor.placed.node
-
-    def is_up(self, run: Path) -> bool:
-        """Return whether the server runs. Goes on with starting it."""
-        if self.url is not None:
-            return True
-        assert self._actor is not None
-        if self._starting is None:
-            if self._actor.look():
-                self._starting = self._actor.handle.start.remote(str(run))
-            self.failed = self._actor.failed
-            return False
-        if not _is_done(self._starting):
-            return False
-        try:
-            self.url = ray.get(self._starting)
-        except ray.exceptions.RayTaskError as error:
-            self.failed = str(error.cause)
-            return False
-        except ray.exceptions.RayError as error:
-            self.failed = str(error).strip().splitlines()[0]
-            return False
-        self._handle = self._actor.handle
-        self._waiting = self._handle.wait.remote()
-        return True
-
-    def ended(self) -> str | None:
-        """Return how the server ended, or None while it runs."""
-        if not _is_done(self._waiting):
-            return None
-        try:
-            return str(ray.get(self._waiting))
-        except ray.exceptions.RayError:
-            return "its node can no longer be reached"
-
-    def end(self) -> None:
-        """End the server."""
-        if self._actor is not None:
-            self._actor.end()
-        else:
-            with contextlib.suppress(Exception):
-                ray.kill(self._handle)
-
-
 class _KeptRendezvous(RendezvousHost):
     """The rendezvous host that a run's keeper holds."""
 
@@ -438,10 +187,10 @@ class RayEngine:
         self._here = ray.get_runtime_context().get_node_id()
         self._trainer_options: dict[str, Any] = {"num_cpus": job.threads}
         self._server_options: dict[str, Any] = {"num_cpus": 1}
-        self._trainer_places, self._server_places = _Places(None, 0, tuple), _Places(None, 0, tuple)
-        self._servers: dict[str, _RayServer] = {}  # by URL without password
-        self._coming: dict[int, _RayServer] = {}  # by the shard whose server they replace
-        self._spares: list[_RayServer] = []
+        self._trainer_places, self._server_places = Places(None, 0, tuple), Places(None, 0, tuple)
+        self._servers: dict[str, RayServer] = {}  # by URL without password
+        self._coming: dict[int, RayServer] = {}  # by the shard whose server they replace
+        self._spares: list[RayServer] = []
         self._changing = threading.Lock()  # held while servers change during training
         self._drained: frozenset[str] = frozenset()  # nodes
         self._looked_at = 0.0
@@ -460,7 +209,7 @@ class RayEngine:
         kind: Any = ray.remote(Keeper)
         abandon, said = self._job.abandon_after, False
         while True:
-            keeper = kind.options(max_concurrency=_CONCURRENT, scheduling_strategy=place, **options).remote(
+            keeper = kind.options(max_concurrency=CONCURRENT_METHODS, scheduling_strategy=place, **options).remote(
                 str(self._run), namespace
             )
             try:
@@ -479,16 +228,16 @@ class RayEngine:
             elif taken == "stopping" and not said:
                 said = True
                 report(f"run {self._run}: the driver that trained it has died; waiting until its trainers have stopped")
-            time.sleep(_PAUSE.total_seconds())
+            time.sleep(PLACE_INTERVAL.total_seconds())
 
     def check_room(self, server_bytes: int) -> None:
         """See Engine."""
         self._server_options["memory"] = _SERVER_BYTES + server_bytes
         if self._job.store.engine:
-            _check_fits("--store", self._server_options)
+            check_fits("--store", self._server_options)
         else:
             self._given_password()
-        _check_fits("--trainers", self._trainer_options)
+        check_fits("--trainers", self._trainer_options)
 
     def _given_password(self) -> str | None:
         """Return the password of servers that --store names, None if they want none.
@@ -528,7 +277,7 @@ class RayEngine:
         # Of a call that died while shards came or went.
         stray = {url: name for url, name in self._record.servers.items() if url not in urls}
         end_actors(self._record.namespace, [*stray.values()])
-        ended: dict[int, _RayServer] = {}
+        ended: dict[int, RayServer] = {}
         for shard, url in enumerate(urls):
             name = self._record.servers.get(url)
             if name is None and url not in self._record.ended:
@@ -536,7 +285,7 @@ class RayEngine:
             with contextlib.suppress(ValueError, ray.exceptions.RayError):
                 handle: Any = None if name is None else ray.get_actor(name, namespace=self._record.namespace)
                 if handle is not None and ray.get(handle.pid.remote()) is not None:
-                    self._servers[url] = _RayServer(None, str(name), url, handle, ray.get(handle.place.remote()).node)
+                    self._servers[url] = RayServer(None, str(name), url, handle, ray.get(handle.place.remote()).node)
                     continue
             if name is not None:
                 # Its actor may outlive the server.
@@ -608,7 +357,7 @@ class RayEngine:
         return Draining(frozenset(trainer for trainer, node in self.machines.items() if node in nodes), servers)
 
     def _drained_nodes(self) -> frozenset[str]:
-        if time.monotonic() - self._looked_at >= _PAUSE.total_seconds():
+        if time.monotonic() - self._looked_at >= PLACE_INTERVAL.total_seconds():
             self._looked_at = time.monotonic()
             # Ray's own libraries ask for them in this way; there is no public one.
             self._drained = frozenset(ray._private.state.state.get_draining_nodes())
@@ -618,13 +367,7 @@ class RayEngine:
         """See OwnServers. Uses a spare server if there is one."""
         with self._changing:
             server = self._spares.pop(0) if self._spares else self._new_server(shard)
-        until = time.monotonic() + _ADD_PATIENCE.total_seconds()
-        while not server.is_up(self._run):
-            if server.failed is not None or time.monotonic() > until:
-                server.end()
-                why = server.failed or f"the cluster had no room for it in {_ADD_PATIENCE.total_seconds():.0f} s"
-                raise StoreError(f"store shard {shard}: no server: {why}")
-            time.sleep(_POLL.total_seconds())
+        self._await_up([server], _ADD_PATIENCE)
         with self._changing:
             self._servers[str(server.url)] = server
             self._write()
@@ -650,7 +393,7 @@ class RayEngine:
         """See Engine."""
         variables = numerics.environment(self._job.cpu_capability, self._job.threads)
 
-        def begin(actor: _Actor) -> Any:
+        def begin(actor: PlacedActor) -> Any:
             assert actor.placed is not None
             self.machines[start.trainer] = actor.placed.node
             return actor.handle.run.remote(
@@ -690,14 +433,14 @@ class RayEngine:
 
     # The rest is its own.
 
-    def _actor(self, what: str, name: str, kind: type, options: Mapping[str, Any], places: _Places) -> _Actor:
+    def _actor(self, what: str, name: str, kind: type, options: Mapping[str, Any], places: Places) -> PlacedActor:
         assert self._record is not None
-        return _Actor(what, kind, options, places, self._record.namespace, f"{name}-{secrets.token_hex(4)}")
+        return PlacedActor(what, kind, options, places, self._record.namespace, f"{name}-{secrets.token_hex(4)}")
 
-    def _new_server(self, shard: int | None) -> _RayServer:
+    def _new_server(self, shard: int | None) -> RayServer:
         """Start a server for a shard, or a spare one."""
         what, name = ("spare server", f"{SERVER}-spare") if shard is None else (f"store shard {shard}", f"{SERVER}-{shard}")
-        return _RayServer(self._actor(what, name, ServerActor, self._server_options, self._server_places))
+        return RayServer(self._actor(what, name, ServerActor, self._server_options, self._server_places))
 
     def _start_spares(self) -> None:
         assert self._record is not None
@@ -706,14 +449,20 @@ class RayEngine:
         self._spares = [self._new_server(None) for _ in range(self._job.spare_servers)]
         self._await_up(self._spares)
 
-    def _await_up(self, servers: Sequence[_RayServer]) -> None:
-        while [server for server in servers if not server.is_up(self._run)]:
-            for server in servers:
-                if server.failed is not None:
-                    for one in servers:
-                        one.end()
-                    raise TrainerError(f"store server on the cluster: {server.failed}")
-            time.sleep(_POLL.total_seconds())
+    def _await_up(self, servers: Sequence[RayServer], patience: timedelta | None = None) -> None:
+        """Wait until servers run.
+
+        Raises:
+            StoreError: One cannot be started, or not in this time. All of them are ended.
+        """
+        until = None if patience is None else time.monotonic() + patience.total_seconds()
+        while coming := [server for server in servers if not server.is_up(self._run)]:
+            late = until is not None and time.monotonic() > until
+            if failed := [server for server in coming if late or server.failed is not None]:
+                for server in servers:
+                    server.end()
+                raise StoreError(f"{failed[0].what}: no server: {failed[0].failed or 'the cluster has no room for one'}")
+            time.sleep(POLL_INTERVAL.total_seconds())
 
     def _write(self, *ended: str) -> None:
         """Note the servers in the run's folder.
@@ -727,20 +476,21 @@ class RayEngine:
         self._record = replace(self._record, servers=servers, spares=spares, ended=(*self._record.ended, *ended))
         self._record.write(self._run)
 
-    def _reserved(self, name: str, options: Mapping[str, Any], count: int, flag: str) -> _Places:
+    def _reserved(self, name: str, options: Mapping[str, Any], count: int, flag: str) -> Places:
         """Reserve places for actors, on as many nodes as there are.
 
         Raises:
             SettingError: No node of the cluster is large enough for one.
         """
         assert self._record is not None
-        _check_fits(flag, options)
-        bundle = _bundle(options)
-        group = placement_group([bundle] * count, strategy="SPREAD", name=f"{self._record.namespace}-{name}", lifetime="detached")
-        while not group.wait(_SAID.total_seconds()):
+        check_fits(flag, options)
+        group = placement_group(
+            [bundle(options)] * count, strategy="SPREAD", name=f"{self._record.namespace}-{name}", lifetime="detached"
+        )
+        while not group.wait(WAIT_REPORT_INTERVAL.total_seconds()):
             free = ray.available_resources()
             report(
-                f"{flag}: waiting until the cluster has room for {count} of {_wanted(options)} each; "
+                f"{flag}: waiting until the cluster has room for {count} of {wanted(options)} each; "
                 f"{free.get('CPU', 0):g} cores are free; Ctrl-C ends the wait"
             )
-        return _Places(group, count, self._drained_nodes)
+        return Places(group, count, self._drained_nodes)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from foreload.base.memory import zeros_in_huge_pages
+from foreload.cache.rows.layout import RowLayout
 from foreload.cache.rows.row_bytes import initial_weights
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel
@@ -139,7 +140,7 @@ def _initial_tables(setting: Setting) -> Tensor:
     for number, size in enumerate(sizes):
         ids = np.flatnonzero(used[base : base + size])
         weights = np.empty((len(ids), DIM), np.float32)
-        initial_weights(SEED, number, ids, np.float32(1 / np.sqrt(size)), weights, DIM)
+        initial_weights(SEED, RowLayout(number, "", size, (("weights", DIM),)), ids, weights)
         whole.numpy()[base + ids] = weights
         base += size
     return whole

@@ -85,7 +85,7 @@ class MemoryTraining:
         self._table = np.repeat(np.arange(len(sizes), dtype=np.int16), sizes)
         for number, layout in enumerate(self._parts.layouts):
             own = self._weights.numpy()[self.bases[number] : ends[number]]
-            initial_weights(job.seed, number, np.arange(layout.rows), layout.scale, own, layout.parts[0][1])
+            initial_weights(job.seed, layout, np.arange(layout.rows), own)
         self._place, self._distinct = np.full(total, -1, np.int32), np.empty(total, np.int32)
         self.step = -1
 

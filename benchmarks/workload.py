@@ -142,7 +142,7 @@ class Workload:
             for table in np.unique(batch["table"]):
                 # Rows stand by table, so those of one table are a slice.
                 start, end = np.searchsorted(batch["table"], (table, table + 1))
-                initial_weights(SEED, int(table), batch["id"][start:end], self.layouts[table].scale, weights[start:end], DIM)
+                initial_weights(SEED, self.layouts[table], batch["id"][start:end], weights[start:end])
             encode_rows(weights, np.zeros((count, 1), np.float32), batch["id"], batch["tag"], DIM, 1, rows)
             yield batch, rows
 

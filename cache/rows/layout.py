@@ -6,14 +6,15 @@ contiguous.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
+from foreload.base.codec import LeftOut
 from foreload.cache.errors import CacheError
 from foreload.pipelines.planning.sizing import stored_bytes
+from foreload.pipelines.samples.initial_values import InitialValues
 
 MOST_COLUMNS = 1 << 20  # of a part of a row
 
@@ -53,9 +54,10 @@ class RowLayout:
     Attributes:
         table: the table's number.
         name: the table's name.
-        rows: the number of rows in the table, which bounds initial weights.
+        rows: the number of rows in the table.
         parts: (name, columns) of each part, in order. The first part is `weights`, the embedding
             itself. Further parts are columns that the model declares.
+        initial: how embeddings begin, as `InitialValues` is written.
     """
 
     table: int
@@ -63,6 +65,7 @@ class RowLayout:
     rows: int
     parts: tuple[tuple[str, int], ...]
     optimizer: str = "sgd"
+    initial: LeftOut[str] = "uniform"
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -70,6 +73,15 @@ class RowLayout:
         if not self.parts or not all(1 <= columns <= MOST_COLUMNS for _, columns in self.parts):
             raise CacheError(f"table {self.name}: needs parts of 1 to {MOST_COLUMNS} columns each; got {self.parts}")
         state_width(self.optimizer, self.parts)
+        try:
+            InitialValues.parse(self.initial)
+        except ValueError as error:
+            raise CacheError(f"table {self.name}: initial {error}") from None
+
+    @property
+    def initial_values(self) -> InitialValues:
+        """How embeddings begin."""
+        return InitialValues.parse(self.initial)
 
     @property
     def width(self) -> int:
@@ -88,13 +100,13 @@ class RowLayout:
 
     @property
     def init_columns(self) -> int:
-        """D: the number of columns with random initial values. The others start at 0."""
+        """D: the columns of the embedding, which begin by `initial`. The others start at 0."""
         return self.parts[0][1]
 
     @property
     def scale(self) -> np.float32:
-        """float32(1 / sqrt(rows)), the bound of initial weights."""
-        return np.float32(1.0 / math.sqrt(self.rows))
+        """The factor of the draws of initial weights."""
+        return self.initial_values.scale(self.rows, self.init_columns)
 
 
 def slot_columns(layouts: Iterable[RowLayout]) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 
 from foreload.base.compiled import nb
 from foreload.base.hashing import key, mix
+from foreload.cache.rows.layout import RowLayout
 
 
 # The kernels move 4-byte words, as int32, so that no bit changes on the way. An id is two words,
@@ -167,6 +168,8 @@ def words(packed: np.ndarray) -> list[bytes]:
 _TWO23 = np.float32(2.0**23)
 _INVERSE23 = np.float32(2.0**-23)
 _S16, _S40, _MASK24 = np.uint64(16), np.uint64(40), np.uint64(0xFFFFFF)
+# Twelve draws of 16 bits each have this mean and, divided by 2^16, nearly the variance 1.
+_MASK16, _MEAN_OF_12, _INVERSE16 = np.uint64(0xFFFF), np.int64(12 * 0xFFFF // 2), np.float32(2.0**-16)
 
 
 @nb.njit(nogil=True, cache=True)
@@ -187,17 +190,37 @@ def _initial(prefix, ids, scale, out, D):  # type: ignore[no-untyped-def]
             out[i, j] = np.float32(0.0)
 
 
-def initial_weights(seed: int, table: int, ids: np.ndarray, scale: np.float32, out: np.ndarray, D: int) -> None:
+@nb.njit(nogil=True, cache=True)
+def _initial_normal(prefix, ids, scale, out, D):  # type: ignore[no-untyped-def]
+    for i in range(ids.shape[0]):
+        h = mix(prefix ^ np.uint64(ids[i]))
+        for j in range(D):
+            total = np.int64(0)
+            for draw in range(3):
+                b = mix(h ^ np.uint64(3 * j + draw))
+                for _ in range(4):
+                    total += np.int64(b & _MASK16)
+                    b >>= _S16
+            # The difference to the mean of twelve draws is below 2^24, so that it is exact, as is
+            # its product with a power of two. Only the last product rounds.
+            out[i, j] = (np.float32(total - _MEAN_OF_12) * _INVERSE16) * scale
+        for j in range(D, out.shape[1]):
+            out[i, j] = np.float32(0.0)
+
+
+def initial_weights(seed: int, layout: RowLayout, ids: np.ndarray, out: np.ndarray) -> None:
     """Write the initial weights of rows of one table.
 
-    The columns below D are drawn uniformly from [-scale, scale). The others are set to 0.
+    The columns of the embedding follow the table's rule. The others are set to 0.
 
     Args:
         seed: the run's seed.
-        table: the table's number.
         ids: int64 [n].
-        scale: float32(1 / sqrt(rows of the table)).
-        out: float32 [n, >= D], written.
-        D: the number of random columns.
+        out: float32 [n, >= layout.width], written.
     """
-    _initial(np.uint64(key(seed, table)), ids, np.float32(scale), out, D)
+    kind = layout.initial_values.kind
+    if kind == "zeros":
+        out[:] = 0.0
+        return
+    fill = _initial_normal if kind == "normal" else _initial
+    fill(np.uint64(key(seed, layout.table)), ids, layout.scale, out, layout.init_columns)

@@ -208,6 +208,6 @@ class EventStaging:
         for start, end in pairwise([*starts, len(tables)]):
             layout = layouts[tables[start]]
             ids = self.arrivals.id[places[start:end]]
-            initial_weights(seed, layout.table, ids, layout.scale, made[start:end], layout.init_columns)
+            initial_weights(seed, layout, ids, made[start:end])
         put_rows(made, places, self.rows.weights)
         return places

@@ -56,6 +56,9 @@ class TrainSettings(TypedDict, total=False):
     lr: float
     lr_schedule: str | None
     row_options: Mapping[str, float]
+    row_initial: str
+    row_l2: float
+    row_l1: float
     tables: Mapping[str, Mapping[str, Any]]
     dense_optimizer: str
     dense_lr: float

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 from foreload.base.codec import Count, JsonForm, LeftOut, Natural, of_json, to_stored
 from foreload.pipelines.errors import FeatureError
+from foreload.pipelines.samples.initial_values import InitialValues
 
 ENCODINGS = ("hash", "vocabulary", "id")
 POOLINGS = ("single", "sum", "mean")
@@ -35,6 +36,7 @@ KAGGLE_ROWS = (
 )  # fmt: skip
 """The rows of the 26 tables of Criteo's Kaggle data set."""
 
+_OF_TABLE = ("rows", "dimension", "initial")  # entries of a table, or of a feature with one of its own
 _WHOLE = re.compile(r"(-?)(0|[1-9][0-9]*)[.]0+")
 _MAX_TABLES = 1 << 15  # a store's field holds the table in 15 bits
 _MAX_ROWS = (1 << 63) - 1
@@ -50,11 +52,13 @@ class Table:
     Attributes:
         rows: None for a table with a vocabulary whose values are not counted yet.
         dimension: the columns of a row. If None, the job's --dim.
+        initial: how rows begin, as `InitialValues` is written. If None, by the job's --row-initial.
     """
 
     name: str
     rows: Natural | None
     dimension: Natural | None = None
+    initial: LeftOut[str | None] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,6 +421,11 @@ def _check_table(table: Table, features: list[Feature]) -> None:
         raise FeatureError(f"{where}: its features must have one min_count, not {', '.join(map(str, sorted(counts)))}")
     if table.dimension is not None:
         _positive(where, "dimension", table.dimension)
+    if table.initial is not None:
+        try:
+            InitialValues.parse(table.initial)
+        except ValueError as error:
+            raise FeatureError(f"{where}: initial {error}") from None
     if table.rows is None:
         if encodings != {"vocabulary"}:
             raise FeatureError(f'{where}: rows is missing; set its number of rows, or encode its features by "vocabulary"')
@@ -542,9 +551,9 @@ def _label(entry: Mapping[str, Any]) -> Label:
 def _table(name: str, entry: Any) -> Table:
     where = f"[table.{name}]"
     if not isinstance(entry, Mapping):
-        raise FeatureError(f"{where}: must be a table of rows and dimension, not {entry!r}")
-    _refuse_unknown(entry, {"rows", "dimension"}, where)
-    return Table(name, entry.get("rows"), entry.get("dimension"))
+        raise FeatureError(f"{where}: must be a table of rows, dimension and initial, not {entry!r}")
+    _refuse_unknown(entry, set(_OF_TABLE), where)
+    return Table(name, **{"rows": None, **entry})
 
 
 def _feature(entry: Mapping[str, Any], tables: list[Table], places: dict[str, int]) -> Feature:
@@ -554,16 +563,19 @@ def _feature(entry: Mapping[str, Any], tables: list[Table], places: dict[str, in
     """
     name = _text(entry, "name", "[[feature]]")
     where = f"feature {name}"
-    known = {"name", "column", "table", "encoding", "pooling", "min_count", "separator", "rows", "dimension"}
+    known = {"name", "column", "table", "encoding", "pooling", "min_count", "separator", *_OF_TABLE}
     _refuse_unknown(entry, known, where)
     table = _optional(entry, "table", where) or name
-    if ("rows" in entry or "dimension" in entry) and (table in places or table != name):
-        raise FeatureError(f"{where}: rows and dimension of a shared table belong to the table; set them under [table.{table}]")
+    of_table = {key: entry[key] for key in _OF_TABLE if key in entry}
+    if of_table and (table in places or table != name):
+        raise FeatureError(
+            f"{where}: rows, dimension and initial of a shared table belong to the table; set them under [table.{table}]"
+        )
     if table not in places:
         if table != name:
             raise FeatureError(f"{where}: table must be one of the [table.NAME] of the file, not {table!r}; add [table.{table}]")
         places[table] = len(tables)
-        tables.append(Table(table, entry.get("rows"), entry.get("dimension")))
+        tables.append(Table(table, **{"rows": None, **of_table}))
     return Feature(
         name=name,
         table=places[table],

@@ -51,7 +51,7 @@ def initial(row: tuple[int, int]) -> np.ndarray:
     """weights and state of a row that was never written, float32 [WIDTH + STATE_WIDTH]."""
     out = np.zeros((1, WIDTH + STATE_WIDTH), np.float32)
     layout = LAYOUTS[row[0]]
-    initial_weights(SEED, row[0], np.array([row[1]]), layout.scale, out[:, :WIDTH], layout.init_columns)
+    initial_weights(SEED, layout, np.array([row[1]]), out[:, :WIDTH])
     return out[0]
 
 

@@ -134,6 +134,7 @@ BAD = {
     "table a: rows must be at least 2": GOOD.replace("5", "1"),
     "table a: rows must be below 2\\^63": GOOD.replace("5", str(1 << 63)),
     "table a: dimension must be a whole number of at least 1, not 0": GOOD + "dimension = 0",
+    "table a: initial must be uniform, uniform:A, xavier, normal:S or zeros": GOOD + 'initial = "normal"',
     "table must be one of the": GOOD.replace("rows = 5", 'table = "b"'),
     "table b: no feature uses it": GOOD + "[table.b]\nrows = 3",
     r"set them under \[table.a\]": GOOD + "[table.a]\nrows = 3",

@@ -41,6 +41,10 @@ class Config:
     lr: float = 0.01
     row_options: Mapping[str, float] = field(default_factory=dict)
     by_table: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    row_initial: str = "uniform"
+    initial_by_table: Mapping[str, str] = field(default_factory=dict)
+    penalties: tuple[float, float] = (0.0, 0.0)  # l1 and l2
+    penalties_by_table: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     dense_optimizer: str = "SGD"
     dense_options: Mapping[str, object] = field(default_factory=lambda: {"lr": 0.01})
     lr_schedule: str | None = None

@@ -93,11 +93,12 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """An embedding table. rows: None where a vocabulary gives them; dimension: None for the job's."""
+    """An embedding table. rows: None where a vocabulary gives them; dimension and initial: None for the job's."""
 
     name: str
     rows: int | None
     dimension: int | None = None
+    initial: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,15 +194,19 @@ def criteo(rows: int | Sequence[int] = KAGGLE_ROWS, dimension: int | None = None
     )
 
 
+def _table(name: str, entry: Mapping[str, Any]) -> Table:
+    return Table(name, entry.get("rows"), entry.get("dimension"), entry.get("initial"))
+
+
 def read_features(path: Path, delimiter: str = ",") -> Log:
     """The log that a feature file (docs/features.md) describes, without its checks."""
     document = tomllib.loads(path.read_text(encoding="utf-8"))
-    tables = [Table(name, entry.get("rows"), entry.get("dimension")) for name, entry in document.get("table", {}).items()]
+    tables = [_table(name, entry) for name, entry in document.get("table", {}).items()]
     features = []
     for entry in document["feature"]:
         table = entry.get("table", entry["name"])
         if table not in [known.name for known in tables]:
-            tables.append(Table(table, entry.get("rows"), entry.get("dimension")))
+            tables.append(_table(table, entry))
         place = [known.name for known in tables].index(table)
         rest = {name: entry[name] for name in ("pooling", "min_count", "separator") if name in entry}
         features.append(Feature(entry["name"], place, entry.get("column", entry["name"]), entry.get("encoding", "hash"), **rest))

@@ -19,11 +19,21 @@ DEFAULTS: dict[str, dict[str, float]] = {
 """Options of the row optimizers."""
 
 
-def initial_weights(seed: int, table: int, ids: np.ndarray, rows: int, dimension: int) -> np.ndarray:
+def initial_weights(seed: int, table: int, ids: np.ndarray, rows: int, dimension: int, rule: str = "uniform") -> np.ndarray:
     """Initial `weights` columns, float32 [len(ids), dimension]."""
     h = key_array((seed, table), ids)
-    result = np.empty((len(ids), dimension), np.float32)
-    scale = np.float32(1.0 / np.sqrt(float(rows)))
+    result = np.zeros((len(ids), dimension), np.float32)
+    kind, _, given = rule.partition(":")
+    if kind == "zeros":
+        return result
+    if kind == "normal":
+        for column in range(dimension):
+            words = np.stack([mix_array(h ^ np.uint64(3 * column + i)) for i in range(3)]).astype("<u8")
+            total = np.ascontiguousarray(words.T).view("<u2").astype(np.int64).sum(axis=1)
+            result[:, column] = np.float32(2.0**-16) * (total - 393210).astype(np.float32) * np.float32(float(given))
+        return result
+    bound = float(given) if given else np.sqrt(6.0 / (rows + dimension)) if kind == "xavier" else 1.0 / np.sqrt(float(rows))
+    scale = np.float32(bound)
     for column in range(dimension):
         b = mix_array(h ^ np.uint64(column // 2))
         u = (b >> np.uint64(40)) if column % 2 == 0 else (b >> np.uint64(16)) & np.uint64(0xFFFFFF)
@@ -38,8 +48,17 @@ class Table:
     """
 
     def __init__(
-        self, rows: int, parts: Sequence[int], optimizer: str, lr: float, options: Mapping[str, float] | None = None
+        self,
+        rows: int,
+        parts: Sequence[int],
+        optimizer: str,
+        lr: float,
+        options: Mapping[str, float] | None = None,
+        initial: str = "uniform",
+        penalties: tuple[float, float] = (0.0, 0.0),
     ) -> None:
+        """penalties: (l1, l2) of the `weights` columns, before the optimizer."""
+        self.initial, self.penalties = initial, penalties
         self.parts, self.optimizer, self.lr = list(parts), optimizer, lr
         self.options = DEFAULTS[optimizer] | dict(options or {})
         self.width = width = sum(parts)
@@ -52,11 +71,16 @@ class Table:
         self.used = np.zeros(rows, bool)
 
     def initialise(self, seed: int, number: int, touched: np.ndarray) -> None:
-        self.weights[touched, : self.parts[0]] = initial_weights(seed, number, touched, self.rows, self.parts[0])
+        self.weights[touched, : self.parts[0]] = initial_weights(seed, number, touched, self.rows, self.parts[0], self.initial)
 
     def update(self, ids: np.ndarray, gradients: np.ndarray, number: int = 0) -> None:
         """A step of the row optimizer, of this number. ids: int64 [n], distinct; gradients: float32 [n, W]."""
         self.used[ids] = True
+        if any(self.penalties):
+            l1, l2 = map(np.float32, self.penalties)
+            own = self.parts[0]
+            w, gradients = self.weights[ids, :own], gradients.copy()
+            gradients[:, :own] = (gradients[:, :own] + l2 * w) + l1 * np.sign(w)
         lr, option = np.float32(self.lr), {name: np.float32(value) for name, value in self.options.items()}
         if self.optimizer == "sgd":
             self.weights[ids] = self.weights[ids] - lr * gradients

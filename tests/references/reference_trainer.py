@@ -52,7 +52,10 @@ class Trainer:
         self.tables: list[Table] = []
         for described, rows, dimension in zip(log.tables, data.rows, dimensions, strict=True):
             optimizer = config.by_table.get(described.name, (config.row_optimizer, config.lr, config.row_options))
-            self.tables.append(Table(rows, [dimension, *further.values()], *optimizer))
+            name, lr, options = (*optimizer, {})[:3]
+            initial = config.initial_by_table.get(described.name, described.initial or config.row_initial)
+            penalties = config.penalties_by_table.get(described.name, config.penalties)
+            self.tables.append(Table(rows, [dimension, *further.values()], name, lr, options, initial, penalties))
         for number, table in enumerate(self.tables):
             features = [f for f, feature in enumerate(log.features) if feature.table == number]
             bags = [sample[f] for samples in (data.training, data.evaluation) for sample in samples.bags for f in features]

@@ -86,6 +86,8 @@ class Case:
     options: dict[str, Any]
     shuffle_seed: int | None = None
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rows: dict[str, Any] = field(default_factory=dict)  # row-... settings of all tables
+    of_number: str = ""  # further lines of the feature file about the table `number`
 
 
 OWN_OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -98,6 +100,11 @@ WITH_OPTIONS: dict[str, dict[str, Any]] = {
     "tags": {"row-optimizer": "adam", "row-options": {"beta1": 0.5}},
     "number": {"row-options": {"decay": 0.9, "epsilon": 1e-4}},
 }
+PENALISED: dict[str, dict[str, Any]] = {
+    "place": {"row-optimizer": "ftrl", "lr": 0.3, "row-options": {"l1": 0.001}, "row-l2": 0},
+    "tags": {"row-optimizer": "adam", "row-l1": 0.004},
+    "number": {"row-optimizer": "sgd", "row-l2": 0.3},
+}
 CASES = {
     "dlrm, shuffled": Case("dlrm", EQUAL, {"bottom": f"7-{DIM}", "top": "9-1"}, shuffle_seed=11),
     "deepfm with dropout": Case("deepfm", EQUAL, {"deep": "16-8", "dropout": 0.3}),
@@ -105,21 +112,44 @@ CASES = {
     "dcn of mixed dimensions with dropout": Case("dcn", MIXED, {"deep": "16-8", "rank": 3, "dropout": 0.2}),
     "row optimizers by table": Case("wide_deep", MIXED, {"deep": "8"}, tables=OWN_OPTIMIZERS),
     "row optimizers with options": Case("wide_deep", MIXED, {"deep": "8"}, tables=WITH_OPTIONS),
+    "initial values by table": Case(
+        "wide_deep",
+        MIXED,
+        {"deep": "8"},
+        tables={"place": {"row-initial": "xavier"}},
+        rows={"row_initial": "uniform:0.05"},
+        of_number='initial = "normal:0.3"',
+    ),
+    "initial values of all": Case("dlrm", EQUAL, {"bottom": f"7-{DIM}", "top": "9-1"}, rows={"row_initial": "normal:0.01"}),
+    "initial zeros": Case(
+        "wide_deep", MIXED, {"deep": "8"}, tables={"tags": {"row-initial": "zeros"}}, of_number='initial = "zeros"'
+    ),
+    "penalties": Case("wide_deep", MIXED, {"deep": "8"}, rows={"row_l1": 0.002, "row_l2": 0.01}),
+    "penalties by table": Case("wide_deep", MIXED, {"deep": "8"}, tables=PENALISED, rows={"row_l2": 0.01}),
+    "penalties with row-wise Adagrad": Case(
+        "dlrm",
+        EQUAL,
+        {"bottom": f"7-{DIM}", "top": "9-1"},
+        tables={name: {"row-optimizer": "rowwise_adagrad"} for name in OWN_OPTIMIZERS},
+        rows={"row_l2": 0.1, "row_l1": 0.003},
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_every_kind_of_feature_trains_as_in_memory(case: Case, clicks: Path, servers: LocalStores, tmp_path: Path) -> None:
     features = tmp_path / "features.toml"
-    features.write_text(FEATURES.format(place=case.dimensions[0], number=case.dimensions[1]))
+    place, number = case.dimensions
+    features.write_text(FEATURES.format(place=place, number=f"{number}\n{case.of_number}"))
     given = [clicks, "--format=csv", f"--features={features}", f"--batch-size={BATCH}", f"--lanes={LANES}", "--slots=min"]
     given += [f"--epochs={EPOCHS}", "--eval-fraction=0.1", f"--out={tmp_path / 'schedule'}"]
     given += [] if case.shuffle_seed is None else [f"--shuffle-seed={case.shuffle_seed}"]
     prepare.run([str(word) for word in given])
     job = job_in_memory(
         model=case.model, dim=DIM, model_options=case.options, seed=9, row_optimizer="adagrad", lr=0.05, dense_optimizer="Adam",
-        dense_lr=0.01, tables=case.tables,
+        dense_lr=0.01, tables=case.tables, **case.rows,
     )  # fmt: skip
+    penalties = (case.rows.get("row_l1", 0.0), case.rows.get("row_l2", 0.0))
     expected = reference.train(
         reference_config.Config(
             log=reference_data.read_features(features),
@@ -138,6 +168,12 @@ def test_every_kind_of_feature_trains_as_in_memory(case: Case, clicks: Path, ser
             by_table={
                 name: (own.get("row-optimizer", "adagrad"), own.get("lr", 0.05), own.get("row-options", {}))
                 for name, own in case.tables.items()
+            },
+            row_initial=case.rows.get("row_initial", "uniform"),
+            initial_by_table={name: own["row-initial"] for name, own in case.tables.items() if "row-initial" in own},
+            penalties=penalties,
+            penalties_by_table={
+                name: (own.get("row-l1", penalties[0]), own.get("row-l2", penalties[1])) for name, own in case.tables.items()
             },
             dense_optimizer="Adam",
             dense_options={"lr": 0.01},

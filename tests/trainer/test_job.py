@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,17 @@ def test_a_table_has_the_options_of_all_and_its_own_unless_its_optimizer_is_anot
         RowOptimizer("adam", 1.0, {"beta1": 0.5}),
         RowOptimizer("adam", 0.05, {"beta1": 0.5}),
     ]
+
+
+def test_how_rows_begin_and_their_penalties_are_of_the_table_then_of_the_feature_file_then_of_all() -> None:
+    first, second, third, *others = FeatureSpec.criteo().tables
+    tables = (replace(first, initial="zeros"), replace(second, initial="normal:0.2"), third, *others)
+    features = replace(FeatureSpec.criteo(), tables=tables)
+    own = {"C1": {"row-initial": "xavier", "row-l2": 0}, "C3": {"row-l1": 0.5}}
+    job = TrainJob.of(LEAST | {"row-initial": "uniform:0.10", "row-l2": 0.25, "tables": own})
+    assert TrainJob.of(json.loads(json.dumps(job.to_dict()))) == job
+    assert [str(rule) for rule in job.initial_values(features)[:4]] == ["xavier", "normal:0.2", "uniform:0.1", "uniform:0.1"]
+    assert [(one.l1, one.l2) for one in job.row_optimizers(features)[:4]] == [(0.0, 0.0), (0.0, 0.25), (0.5, 0.25), (0.0, 0.25)]
 
 
 def test_settings_of_a_table_that_is_not_there_are_refused() -> None:
@@ -99,7 +111,19 @@ def test_a_trainer_is_reached_at_the_address_given_or_that_which_the_rendezvous_
         ({"namespace": "a b"}, "--namespace"),
         (
             {"tables": {"C1": {"momentum": 1}}},
-            r"\[train.tables.C1\]: may have only row-optimizer, lr and row-options; got momentum",
+            r"\[train.tables.C1\]: may have only row-optimizer, lr, row-options, row-initial, row-l1, row-l2; got momentum",
+        ),
+        ({"row_initial": "he"}, "--row-initial: must be uniform, uniform:A, xavier, normal:S or zeros"),
+        ({"tables": {"C1": {"row-initial": "normal"}}}, r"\[train.tables.C1\] row-initial: must be uniform"),
+        ({"row_l1": -1}, "--row-l1: must be at least 0; got -1"),
+        ({"row_l2": 1e40}, r"--row-l2: must be from 0 to 1e\+30; got 1e\+40"),
+        (
+            {"row_l2": 1, "row_optimizer": "ftrl"},
+            "--row-l2: must be 0 with row-optimizer ftrl, whose own l2 is in row-options; got 1",
+        ),
+        (
+            {"row_l1": 1, "tables": {"C1": {"row-optimizer": "ftrl"}}},
+            r"\[train.tables.C1\] row-l1: must be 0 with row-optimizer ftrl",
         ),
         ({"tables": {"C1": {"row-optimizer": "lion"}}}, "row-optimizer: must be one of"),
         ({"parity": "2"}, r"--parity: must be off, or K\+R such as 2\+1"),

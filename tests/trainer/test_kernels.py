@@ -220,6 +220,10 @@ OPTIONS: dict[str, dict[str, float]] = {
 def expected_update(row: RowLayout, of: RowOptimizer, step: int, w: np.ndarray, s: np.ndarray, g: np.ndarray) -> None:
     """A step of a row's optimizer in place: w, its weights; s, its state; g, its gradient."""
     lr, option, width = f32(of.lr), {name: f32(of.option(name)) for name in reference_tables.DEFAULTS[of.name]}, row.width
+    if of.penalised:
+        embedding = row.parts[0][1]
+        penalised = (g[:embedding] + f32(of.l2) * w[:embedding]) + f32(of.l1) * np.sign(w[:embedding])
+        g = np.concatenate([penalised, g[embedding:]])
     start = 0
     for own, (_, columns) in enumerate(row.parts):
         if of.name == "rowwise_adagrad":
@@ -247,9 +251,11 @@ def expected_update(row: RowLayout, of: RowOptimizer, step: int, w: np.ndarray, 
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 2**32), st.sampled_from([0, 16, 32, 24]), st.integers(0, 5000), st.sampled_from([30, 30, 1, 0]))
-def test_updates_are_those_of_each_tables_optimizer(seed: int, alike: int, step: int, count: int) -> None:
-    """alike: all tables have rows of one part of this width, under row-wise Adagrad; 0: they differ."""
+@given(
+    st.integers(0, 2**32), st.sampled_from([0, 16, 32, 24]), st.integers(0, 5000), st.sampled_from([30, 30, 1, 0]), st.booleans()
+)
+def test_updates_are_those_of_each_tables_optimizer(seed: int, alike: int, step: int, count: int, penalties: bool) -> None:
+    """alike: all tables have rows of one part of this width, under row-wise Adagrad; 0: they differ. penalties: some tables have them."""
     rng = np.random.default_rng(seed)
     tables = [
         RowLayout(k, f"t{k}", 9, (("weights", alike),), "rowwise_adagrad")
@@ -264,12 +270,17 @@ def test_updates_are_those_of_each_tables_optimizer(seed: int, alike: int, step:
         for k in range(4)
     ]
     optimizers = [
-        RowOptimizer(row.optimizer, 0.1 * k + 0.01 * (row.optimizer == "ftrl"), OPTIONS.get(row.optimizer, {}) if k % 3 else {})
+        RowOptimizer(
+            row.optimizer,
+            0.1 * k + 0.01 * (row.optimizer == "ftrl"),
+            OPTIONS.get(row.optimizer, {}) if k % 3 else {},
+            *((0.3 * (k > 1), 0.7 * (k % 2)) if penalties and row.optimizer != "ftrl" else ()),
+        )
         for k, row in enumerate(tables)
     ]
     rules = UpdateRules.of(tables, optimizers).at(optimizers, step, 1.0)
     assert rules.rowwise or not alike
-    weights = rng.standard_normal((50, rules.width)).astype(f32)
+    weights = (rng.standard_normal((50, rules.width)) * rng.choice([0, -0.0, 1], (50, rules.width))).astype(f32)
     state = rng.random((50, rules.state_width)).astype(f32)
     slots, numbers = rng.permutation(50)[:count].astype(np.int32), rng.integers(0, 4, count).astype(np.int16)
     gradient = (rng.standard_normal((count, rules.width)) * rng.choice([0, 1e-30, 1e-3, 1, 1e20], (count, 1))).astype(f32)
@@ -281,7 +292,8 @@ def test_updates_are_those_of_each_tables_optimizer(seed: int, alike: int, step:
         before = torch.empty(count, rules.width), torch.empty(count, rules.state_width)
         for kept in (None, before):
             updated, new_state = torch.from_numpy(weights.copy()), torch.from_numpy(state.copy())
-            kernels.apply(updated, new_state, readonly(slots), readonly(numbers), torch.from_numpy(gradient), rules, kept)
+            given = torch.from_numpy(gradient.copy())
+            kernels.apply(updated, new_state, readonly(slots), readonly(numbers), given, rules, kept)
             updated_bits, expected = ([bits(of, kernels) for of in both] for both in ((updated, new_state), (w, s)))
             assert updated_bits == expected, type(kernels).__name__
         assert (bits(before[0]), bits(before[1])) == (bits(weights[slots]), bits(state[slots])), type(kernels).__name__

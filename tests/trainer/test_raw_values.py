@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreload.base.hashing import hash_strings
+from foreload.cache.rows.layout import RowLayout
 from foreload.cache.rows.row_bytes import initial_weights
 from foreload.pipelines.errors import SourceError
 from foreload.pipelines.samples.convert import convert
@@ -122,12 +123,14 @@ def test_hashes_are_the_trainers(texts: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize(("columns", "width"), [(1, 1), (7, 9), (16, 16)])
-def test_initial_rows_are_the_trainers(columns: int, width: int) -> None:
+@pytest.mark.parametrize("rule", ["uniform", "uniform:0.05", "xavier", "normal:0.3", "zeros"])
+def test_initial_rows_are_the_trainers(columns: int, width: int, rule: str) -> None:
     ids = np.array([0, 1, 7, 1 << 40, (1 << 63) - 1], np.int64)
     wanted = np.empty((len(ids), width), np.float32)
     rows = 1 << 30
-    initial_weights(-5, 3, ids, np.float32(1 / np.sqrt(rows)), wanted, columns)
-    assert raw_values.initial_rows(-5, 3, ids, rows, columns, width).tobytes() == wanted.tobytes()
+    layout = RowLayout(3, "t", rows, (("weights", columns),), "sgd", rule)
+    initial_weights(-5, layout, ids, wanted)
+    assert raw_values.initial_rows(-5, 3, ids, rule, rows, columns, width).tobytes() == wanted.tobytes()
 
 
 def test_records_come_as_dicts_columns_tables_and_frames() -> None:

@@ -230,7 +230,7 @@ def onnx_logits(folder: Path, model: Any, columns: dict[str, list[Any]]) -> np.n
 def test_logits_are_the_trainers_bit_for_bit_where_its_operations_are_torchs(
     tmp_path: Path, model: str, features: dict[str, Any], exact: bool
 ) -> None:
-    trained = ModelInMemory.of(model, features)
+    trained = ModelInMemory.of(model, features, row_initial="normal:0.3")
     trained.write(tmp_path / "out", onnx=True)
     loaded = served(tmp_path / "out").load()
     for count in (1, 7, 256):
@@ -248,7 +248,7 @@ def test_logits_are_the_trainers_bit_for_bit_where_its_operations_are_torchs(
 def test_a_wrapped_module_is_served_and_parameters_alone_go_into_ones_own(tmp_path: Path) -> None:
     features = tmp_path / "two_tower.toml"
     plain_models.two_tower_here(None).write_features(features, label="clicked")  # type: ignore[arg-type]
-    trained = ModelInMemory.of("plain_models:two_tower_here", tomllib.loads(features.read_text()))
+    trained = ModelInMemory.of("plain_models:two_tower_here", tomllib.loads(features.read_text()), row_initial="xavier")
     columns: dict[str, list[Any]] = {
         "user": [3, 119, 7], "ad": [1, 29, None], "ad_before": [0, 5, 5], "visited": ["1|2", "", "39"], "age": [0.5, None, 30.0],
     }  # fmt: skip

@@ -241,6 +241,7 @@ def contents_of(model: SavedModel) -> Contents:
                 "file": quote(layout.name, safe=" ") + ".parquet",
                 "table_rows": layout.rows,
                 "parts": list(layout.parts),
+                "initial": layout.initial,
                 "optimizer": layout.optimizer,
                 "rows": 0,
             }

@@ -30,6 +30,8 @@ from foreload.trainer.compute.row_optimizers import (
     FTRL,
     L1,
     L2,
+    PENALTY_L1,
+    PENALTY_L2,
     ROOT,
     SECOND,
     SGD,
@@ -73,6 +75,25 @@ def _keep(rows: np.ndarray, place: np.int64, kept: np.ndarray, at: int) -> None:
     if at < kept.shape[0]:
         for j in range(rows.shape[1]):
             kept[at, j] = rows[place, j]
+
+
+@_compile
+def _penalise(weights: np.ndarray, slots: np.ndarray, tables: np.ndarray, gradient: np.ndarray, rules: UpdateRules) -> None:
+    """Add the penalties of each row `weights[slots[i]]` to `gradient[i]`, where its table has any.
+
+    After: `gradient[i]` is (g + l2 * w) + l1 * sign(w) in the columns of the embedding, each
+    operation rounded, and as before in all others.
+    """
+    constants, penalised, last = rules.constants, rules.penalised, slots.size - 1
+    for i in range(slots.size):
+        for j in range(0, penalised[tables[i]], _LINE):
+            prefetch(weights, np.int64(slots[min(i + _AHEAD, last)]) * weights.shape[1] + j)
+        r, k = np.int64(slots[i]), tables[i]
+        l1, l2 = constants[k, PENALTY_L1], constants[k, PENALTY_L2]
+        for j in range(penalised[k]):
+            w = weights[r, j]
+            sign = np.float32(w > 0) - np.float32(w < 0)
+            gradient[i, j] = (gradient[i, j] + l2 * w) + l1 * sign
 
 
 @_compile
@@ -487,6 +508,8 @@ class CompiledKernels(Kernels):
         empty = weights[:0], state[:0]
         kept_weights, kept_state = empty if before is None else before
         kept = kept_weights.numpy(), kept_state.numpy()
+        if rules.penalised.any():
+            _penalise(weights.numpy(), slots, tables, gradient.numpy(), rules)
         rows = weights.numpy(), state.numpy(), slots, tables, gradient.numpy()
         if rules.rowwise and rules.width % COLUMNS == 0:
             update_rows_rowwise(*rows, rules, kept)

@@ -106,7 +106,7 @@ class Kernels(Protocol):
     ) -> None:
         """Update each row `weights[slots[i]]`, `state[slots[i]]` once by `gradient[i]`.
 
-        The rule is that of the row's table.
+        The rule is that of the row's table, whose penalties are first added to the gradient.
 
         After: every row in `slots` is one step further within its table's columns. The columns
         beyond them and all other slots are as before.
@@ -116,7 +116,7 @@ class Kernels(Protocol):
             state: float32 [slots, S], S being the widest state.
             slots: int32 [U], without repetition.
             tables: int16 [U], the tables of these rows.
-            gradient: float32 [U, W].
+            gradient: float32 [U, W], which may be changed.
             before: float32 [U, W] and [U, S], which receive the old weights and states of these
                 rows. If None, these are not kept.
         """

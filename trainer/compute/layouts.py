@@ -122,6 +122,7 @@ class UpdateRules(NamedTuple):
         rowwise: whether all tables are under row-wise Adagrad and have rows of one part, of one
             width.
         two_a_weight: whether any table is under Adam or FTRL-Proximal.
+        penalised: int32 [tables], the columns whose gradients get penalties; 0 for a table without.
         by_step: whether the constants depend on the step.
     """
 
@@ -135,6 +136,7 @@ class UpdateRules(NamedTuple):
     state_width: int
     rowwise: bool
     two_a_weight: bool
+    penalised: np.ndarray
     by_step: bool
 
     @classmethod
@@ -162,6 +164,7 @@ class UpdateRules(NamedTuple):
             and len(rows[0].parts) == 1
             and all((row.optimizer, row.parts) == ("rowwise_adagrad", rows[0].parts) for row in rows),
             any(row.optimizer in ("adam", "ftrl") for row in rows),
+            np.array([row.parts[0][1] * one.penalised for row, one in zip(rows, optimizers, strict=True)], np.int32),
             any(optimizer.by_step for optimizer in optimizers),
         )
 

@@ -17,6 +17,7 @@ import numpy as np
 from foreload.base.errors import SettingError
 from foreload.cache.rows.layout import ROW_OPTIMIZERS, RowLayout
 from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.initial_values import InitialValues
 from foreload.trainer.compute.rate_schedules import power
 
 # UpdateRules.kinds, on which the kernels switch: places in ROW_OPTIMIZERS.
@@ -26,10 +27,12 @@ SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM, FTRL = (
 # The columns of UpdateRules.constants: of both Adagrads, Adam and FTRL-Proximal. FIRST and SECOND
 # are Adam's beta1 and beta2, and the column behind each has 1 less it. ROOT is the factor of the
 # root of Adam's second moment at the step.
-CONSTANTS = 6
+CONSTANTS = 8
 EPSILON, DECAY = 0, 1
 FIRST, SECOND, ROOT = 1, 3, 5
 L1, L2, BETA = 0, 1, 2
+# The penalties of the embedding, with every optimizer but FTRL-Proximal, which has its own.
+PENALTY_L1, PENALTY_L2 = 6, 7
 
 # The least value of terms that are added to a denominator. With 0 there, a gradient of 0 would give
 # NaN.
@@ -89,6 +92,8 @@ class RowOptimizer:
         name: one of ROW_OPTIMIZERS.
         lr: the learning rate, finite and not negative.
         options: the optimizer's options that differ from their defaults, by name.
+        l1: the L1 penalty of the embedding, which adds l1 * sign(w) to the gradient of weight w.
+        l2: the L2 penalty of the embedding, which adds l2 * w.
 
     Raises:
         SettingError: a setting is not valid.
@@ -97,6 +102,8 @@ class RowOptimizer:
     name: str
     lr: float
     options: Mapping[str, float] = field(default_factory=dict)
+    l1: float = 0.0
+    l2: float = 0.0
 
     def __post_init__(self) -> None:
         if self.name not in ROW_OPTIMIZERS:
@@ -106,6 +113,18 @@ class RowOptimizer:
         if self.name == "ftrl" and not np.float32(self.lr) > 0:
             raise SettingError(f"lr: must be above 0 with row-optimizer ftrl, which divides by it; got {self.lr!r}")
         check_options("row-options", self.name, self.options)
+        for name, value in (("row-l1", self.l1), ("row-l2", self.l2)):
+            if not _PENALTY.allows(value):
+                raise SettingError(f"{name}: must be {_PENALTY.rule}; got {value:g}")
+            if self.name == "ftrl" and value:
+                raise SettingError(
+                    f"{name}: must be 0 with row-optimizer ftrl, whose own {name.removeprefix('row-')} is in row-options; got {value:g}"
+                )
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the gradient gets penalties of the embedding."""
+        return bool(self.l1 or self.l2)
 
     @property
     def by_step(self) -> bool:
@@ -147,6 +166,8 @@ def rule_arrays(optimizers: Sequence[RowOptimizer], step: int, factor: float = 1
     rates, constants = np.zeros(len(optimizers), np.float32), np.zeros((len(optimizers), CONSTANTS), np.float32)
     for table, optimizer in enumerate(optimizers):
         rates[table], own = optimizer.rule(step, factor)
+        if optimizer.penalised:
+            own |= {PENALTY_L1: optimizer.l1, PENALTY_L2: optimizer.l2}
         for column, value in own.items():
             constants[table, column] = value
     return rates, constants
@@ -182,7 +203,11 @@ def dimensions(features: FeatureSpec, dim: int) -> list[int]:
 
 
 def layouts(
-    features: FeatureSpec, further: Sequence[tuple[str, int]], dim: int, optimizers: Sequence[RowOptimizer]
+    features: FeatureSpec,
+    further: Sequence[tuple[str, int]],
+    dim: int,
+    optimizers: Sequence[RowOptimizer],
+    initial: Sequence[InitialValues] | None = None,
 ) -> list[RowLayout]:
     """Return the layout of every table's rows, in the order of the tables.
 
@@ -190,15 +215,18 @@ def layouts(
         further: the columns of a row besides the embedding, as the model declares them.
         dim: the dimension of tables without one of their own.
         optimizers: for each table, the optimizer whose state the rows have.
+        initial: for each table, how embeddings begin. If None, as by default.
 
     Raises:
         SettingError: a dimension is not positive, or the number of a table's rows is not known.
     """
+    if initial is None:
+        initial = [InitialValues()] * len(features.tables)
     row_layouts = []
-    for number, (table, dimension, optimizer) in enumerate(
-        zip(features.tables, dimensions(features, dim), optimizers, strict=True)
-    ):
+    columns = zip(features.tables, dimensions(features, dim), optimizers, initial, strict=True)
+    for number, (table, dimension, optimizer, values) in enumerate(columns):
         if table.rows is None:
             raise SettingError(f"table {table.name}: its number of rows is not known; use the features of a prepared schedule")
-        row_layouts.append(RowLayout(number, table.name, table.rows, (("weights", dimension), *further), optimizer.name))
+        parts = (("weights", dimension), *further)
+        row_layouts.append(RowLayout(number, table.name, table.rows, parts, optimizer.name, str(values)))
     return row_layouts

@@ -25,6 +25,8 @@ from foreload.trainer.compute.row_optimizers import (
     FTRL,
     L1,
     L2,
+    PENALTY_L1,
+    PENALTY_L2,
     ROOT,
     ROWWISE_ADAGRAD,
     SECOND,
@@ -121,6 +123,10 @@ class TorchKernels(Kernels):
         by_table = upload(np.vstack([rules.rates, rules.constants.T]), self.device)
         by_row = by_table.index_select(1, self._places(tables))
         rates, constants = by_row[0], by_row[1:]
+        if rules.penalised.any():
+            penalty = (gradient + constants[PENALTY_L2][:, None] * w) + constants[PENALTY_L1][:, None] * torch.sign(w)
+            columns = self._places(rules.penalised[tables])[:, None]
+            gradient = torch.where(torch.arange(w.shape[1], device=self.device) < columns, penalty, gradient)
         if len(groups) == 1:
             _update(w, s, gradient, rates, constants, rules, groups[0][0])
         else:

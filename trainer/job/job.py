@@ -31,6 +31,7 @@ from foreload.base.settings import (
 from foreload.cache.protocol.shards.shard_status import Patience
 from foreload.cache.rows.layout import ROW_OPTIMIZERS, RowLayout
 from foreload.pipelines.samples.features import FeatureSpec
+from foreload.pipelines.samples.initial_values import InitialValues
 from foreload.pipelines.schedule.format import MOST_LANES
 from foreload.trainer.compute.rate_schedules import RateSchedule
 from foreload.trainer.compute.row_optimizers import RowOptimizer, layouts
@@ -45,6 +46,7 @@ from foreload.trainer.job.job_values import (
     Size,
     TableSettings,
     decay,
+    initial_values,
     label_weights,
     row_options,
     storage_place,
@@ -214,9 +216,25 @@ class TrainJob:
     row_options: dict[str, float] = setting(
         {}, row_options, "options of the row optimizer, such as beta1=0.8 of adam", _HOW, form="several", metavar="K=V"
     )
-    tables: dict[str, TableSettings] = setting(
-        {}, tables, "job file only: row-optimizer, lr and row-options of single tables, in [train.tables.NAME]", _HOW, form="file"
+    row_initial: str = setting(
+        "uniform", initial_values,
+        "how embedding rows begin, for tables with no initial in the feature file: uniform (within 1/sqrt of the table's rows), uniform:A (within "
+        "A), xavier, normal:S (standard deviation S) or zeros",
+        _HOW, metavar="RULE",
+    )  # fmt: skip
+    row_l2: float = setting(
+        0.0,
+        number(0),
+        "L2 penalty of the embedding rows that a step uses: adds X times the row to its gradient",
+        _HOW,
+        metavar="X",
     )
+    row_l1: float = setting(
+        0.0, number(0), "L1 penalty of the embedding rows that a step uses: adds X times the signs of the row", _HOW, metavar="X"
+    )
+    tables: dict[str, TableSettings] = setting(
+        {}, tables, "job file only: row-optimizer, lr and the settings named --row-... of single tables, in [train.tables.NAME]", _HOW, form="file"
+    )  # fmt: skip
     dense_optimizer: str = setting("Adagrad", text, "optimizer of the dense part, as torch.optim names it", _HOW, metavar="NAME")
     dense_lr: float = setting(0.01, number(0), "learning rate of the dense part", _HOW, metavar="X", resume="rates")
     dense_lr_schedule: RateSchedule | None = setting(
@@ -542,10 +560,16 @@ class TrainJob:
         name = own.row_optimizer or self.row_optimizer
         # Options for another optimizer do not apply to this one.
         of_all = self.row_options if name == self.row_optimizer else {}
+        l1, l2 = (self.row_l1 if own.row_l1 is None else own.row_l1), (self.row_l2 if own.row_l2 is None else own.row_l2)
         try:
-            return RowOptimizer(name, self.lr if own.lr is None else own.lr, of_all | (own.row_options or {}))
+            return RowOptimizer(name, self.lr if own.lr is None else own.lr, of_all | (own.row_options or {}), l1, l2)
         except SettingError as error:
             raise SettingError(f"{place}{error}") from None
+
+    def initial_values(self, features: FeatureSpec) -> list[InitialValues]:
+        """Return how the rows of every table begin, in the order of the tables."""
+        own = [self.tables.get(table.name, TableSettings()).row_initial or table.initial for table in features.tables]
+        return [InitialValues.parse(text or self.row_initial) for text in own]
 
     @property
     def store_silence(self) -> timedelta:
@@ -616,4 +640,4 @@ def layouts_of(job: TrainJob, features: FeatureSpec) -> list[RowLayout]:
         ModelError: the model cannot be loaded.
     """
     further = further_columns_of(job.model, job.model_folder)
-    return layouts(features, further, job.dim, job.row_optimizers(features))
+    return layouts(features, further, job.dim, job.row_optimizers(features), job.initial_values(features))

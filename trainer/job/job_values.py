@@ -18,6 +18,7 @@ from foreload.base.errors import SettingError
 from foreload.base.settings import Parse, choice, key_values, number, size_bytes, spelled, text
 from foreload.cache.parity.placement import MOST_ROWS
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
+from foreload.pipelines.samples.initial_values import InitialValues
 from foreload.trainer import storage
 from foreload.trainer.errors import CheckpointError
 
@@ -197,6 +198,9 @@ class TableSettings:
     row_optimizer: str | None = None
     lr: float | None = None
     row_options: dict[str, float] | None = None
+    row_initial: str | None = None
+    row_l1: float | None = None
+    row_l2: float | None = None
 
     @classmethod
     def parse(cls, table: str, value: Any) -> TableSettings:
@@ -210,10 +214,17 @@ class TableSettings:
         if not isinstance(value, Mapping):
             raise SettingError(f"{place}: must be a table; got {value!r}")
         given = {key.replace("-", "_"): own for key, own in value.items()}
-        parsers = {"row_optimizer": choice(*ROW_OPTIMIZERS), "lr": number(0), "row_options": row_options}
+        parsers: dict[str, Parse] = {
+            "row_optimizer": choice(*ROW_OPTIMIZERS),
+            "lr": number(0),
+            "row_options": row_options,
+            "row_initial": initial_values,
+            "row_l1": number(0),
+            "row_l2": number(0),
+        }
         unknown = sorted(set(given) - set(parsers))
         if unknown:
-            raise SettingError(f"{place}: may have only row-optimizer, lr and row-options; got {unknown[0]}")
+            raise SettingError(f"{place}: may have only {', '.join(map(spelled, parsers))}; got {unknown[0]}")
         return cls(**{name: parsers[name](f"{place} {spelled(name)}", own) for name, own in given.items()})
 
     def to_dict(self) -> dict[str, Any]:
@@ -258,6 +269,14 @@ def numbers(least: float) -> Parse:
 
 
 row_options, label_weights = numbers(-math.inf), numbers(0)
+
+
+def initial_values(flag: str, value: Any) -> str:
+    """Parse the rule by which rows begin. Raises SettingError."""
+    try:
+        return str(InitialValues.parse(value))
+    except ValueError as error:
+        raise SettingError(f"{flag}: {error}") from None
 
 
 def tables(flag: str, value: Any) -> dict[str, TableSettings]:

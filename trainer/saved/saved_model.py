@@ -148,7 +148,7 @@ def initial_rows(model: SavedModel, table: int, ids: np.ndarray) -> np.ndarray:
     """
     layout = model.layouts[table]
     weights = np.zeros((len(ids), layout.width), np.float32)
-    initial_weights(model.job.seed, table, np.ascontiguousarray(ids), layout.scale, weights, layout.init_columns)
+    initial_weights(model.job.seed, layout, np.ascontiguousarray(ids), weights)
     return weights
 
 

@@ -51,6 +51,7 @@ class TableOfModel(TypedDict):
     table_rows: Natural
     parts: Parts
     optimizer: str
+    initial: NotRequired[str]
 
 
 class TableEntry(TableOfModel):
@@ -282,8 +283,16 @@ def same_model(manifest: OfModel) -> dict[str, object]:
 
 
 def same_table(table: TableOfModel) -> TableOfModel:
-    """Return the properties that all states of a table share."""
-    return {"name": table["name"], "table_rows": table["table_rows"], "parts": table["parts"], "optimizer": table["optimizer"]}
+    """Return the properties that all states of a table share. `initial` is left out where it is the default."""
+    same: TableOfModel = {
+        "name": table["name"],
+        "table_rows": table["table_rows"],
+        "parts": table["parts"],
+        "optimizer": table["optimizer"],
+    }
+    if (initial := table.get("initial", "uniform")) != "uniform":
+        same["initial"] = initial
+    return same
 
 
 def file_entries(folder: Path) -> dict[str, FileEntry]:
@@ -407,7 +416,14 @@ class Export:
     def layouts(self) -> list[RowLayout]:
         """The layouts of its tables, in order."""
         return [
-            RowLayout(number, one["name"], one["table_rows"], tuple(one["parts"]), one["optimizer"])
+            RowLayout(
+                number,
+                one["name"],
+                one["table_rows"],
+                tuple(one["parts"]),
+                one["optimizer"],
+                one.get("initial", "uniform"),
+            )
             for number, one in enumerate(self.about["tables"])
         ]
 

@@ -49,24 +49,36 @@ def hash64(texts: Sequence[bytes]) -> np.ndarray:
     return hashes
 
 
-def initial_rows(seed: int, table: int, ids: np.ndarray, table_rows: int, columns: int, width: int) -> np.ndarray:
+def initial_rows(seed: int, table: int, ids: np.ndarray, initial: str, table_rows: int, columns: int, width: int) -> np.ndarray:
     """Return the initial values of rows: float32 [n, width].
 
     Args:
         seed: the seed of the training.
         table: the number of the table.
         ids: the ids of the rows, int64 [n].
+        initial: the rule: uniform, uniform:A, xavier, normal:S or zeros.
         table_rows: the number of rows of the table.
-        columns: the number of columns with random values. The other columns are zeros.
+        columns: the number of columns of the embedding, which follow the rule. The other columns
+            are zeros.
         width: the number of all columns.
     """
     prefix = mix(mix(np.array([seed & (1 << 64) - 1], np.uint64)) ^ _U64(table))
     h = mix(prefix ^ ids.astype(np.uint64))
-    bits = mix(h[:, None] ^ np.arange((columns + 1) // 2, dtype=np.uint64))
-    draws = np.stack([bits >> _U64(40), (bits >> _U64(16)) & _U64(0xFFFFFF)], 2).reshape(len(ids), 2 * bits.shape[1])[:, :columns]
     rows = np.zeros((len(ids), width), np.float32)
-    rows[:, :columns] = (draws.astype(np.int64) - (1 << 23)).astype(np.float32) * np.float32(2.0**-23)
-    rows[:, :columns] *= np.float32(1.0 / math.sqrt(table_rows))
+    kind, _, amount = initial.partition(":")
+    if kind == "zeros":
+        return rows
+    if kind == "normal":
+        bits = mix(h[:, None] ^ np.arange(3 * columns, dtype=np.uint64)).reshape(len(ids), columns, 3, 1)
+        draws = ((bits >> (np.arange(4, dtype=np.uint64) * _U64(16))) & _U64(0xFFFF)).astype(np.int64).sum((2, 3))
+        rows[:, :columns] = (draws - 393210).astype(np.float32) * np.float32(2.0**-16)
+    else:
+        bits = mix(h[:, None] ^ np.arange((columns + 1) // 2, dtype=np.uint64))
+        draws = np.stack([bits >> _U64(40), (bits >> _U64(16)) & _U64(0xFFFFFF)], 2)
+        draws = draws.reshape(len(ids), 2 * bits.shape[1])[:, :columns]
+        rows[:, :columns] = (draws.astype(np.int64) - (1 << 23)).astype(np.float32) * np.float32(2.0**-23)
+    by_rows = math.sqrt(6.0 / (table_rows + columns)) if kind == "xavier" else 1.0 / math.sqrt(table_rows)
+    rows[:, :columns] *= np.float32(float(amount) if amount else by_rows)
     return rows
 
 

@@ -154,7 +154,7 @@ class Table(nn.Module):
     def __init__(self, number: int, entry: Mapping[str, Any], seed: int, rows: Rows) -> None:
         super().__init__()
         self.name, self.table_rows, self.width = entry["name"], entry["table_rows"], sum(columns for _, columns in entry["parts"])
-        self._initial = (seed, number), (self.table_rows, entry["parts"][0][1], self.width)
+        self._initial = (seed, number), (entry.get("initial", "uniform"), self.table_rows, entry["parts"][0][1], self.width)
         self._reader = None if isinstance(rows, Mapping) else rows
         self.known = rows["ids"] if isinstance(rows, Mapping) else np.empty(0, np.int64)
         weights = rows["weights"] if isinstance(rows, Mapping) else np.empty((0, self.width), np.float32)

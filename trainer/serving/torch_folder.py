@@ -239,6 +239,7 @@ def _write_tables(model: SavedModel, folder: Path, encoder: Encoder, options: To
             "name": layout.name,
             "table_rows": layout.rows,
             "parts": [list(part) for part in layout.parts],
+            "initial": layout.initial,
             "rows": rows,
             "at": at,
         }

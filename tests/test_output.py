@@ -102,7 +102,9 @@ def undisturbed(clicks: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return _outcome(folder)
 
 
-@pytest.mark.parametrize("sink", [pytest.param(sink, marks=pytest.mark.full) if sink == "reader gone" else sink for sink in WHY])
+@pytest.mark.parametrize(
+    "sink", ["disk full", *(pytest.param(sink, marks=pytest.mark.full) for sink in WHY if sink != "disk full")]
+)
 def test_a_training_whose_messages_are_lost_ends_as_ever_and_notes_that(
     sink: Sink, clicks: Path, undisturbed: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -114,7 +116,9 @@ def test_a_training_whose_messages_are_lost_ends_as_ever_and_notes_that(
 
 
 # One that does not read is waited for, as by any program.
-@pytest.mark.parametrize("sink", ["reader gone", "disk full", pytest.param("closed", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "sink", ["reader gone", *(pytest.param(sink, marks=pytest.mark.full) for sink in ("disk full", "closed"))]
+)
 def test_a_training_whose_result_is_lost_is_saved_and_says_so(
     sink: Sink, clicks: Path, undisturbed: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -92,7 +92,7 @@ def live_through(run: Path, histories: int, first: int = 0, saved: bool = True) 
 
 
 def test_no_lane_has_two_owners_and_nobody_waits_for_ever(tmp_path: Path) -> None:
-    live_through(tmp_path, 500)
+    live_through(tmp_path, 200)
 
 
 @pytest.mark.full

@@ -211,7 +211,8 @@ def test_trainers_on_two_hosts_whose_launcher_is_killed_stop_and_go_on_exactly(
     assert summary(run)["digest"] == undisturbed
 
 
-@pytest.mark.parametrize("leads", ["the one beside the run's folder", pytest.param("a joined one", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("leads", ["the one beside the run's folder", "a joined one"])
 def test_a_launcher_that_is_killed_while_lanes_change_hands_over_hosts_loses_no_step(
     schedule: Path, undisturbed: str, servers: list[str], tmp_path: Path, launched: Callable[..., Command], hold: Hold, leads: str
 ) -> None:

@@ -245,7 +245,9 @@ def test_trainers_whose_launcher_is_killed_stop_cleanly_and_resuming_gives_the_s
 
 
 @pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.full), 2])
-@pytest.mark.parametrize("point", [pytest.param("last write-back", marks=pytest.mark.full), "last rows written", "ended"])
+@pytest.mark.parametrize(
+    "point", ["last rows written", *(pytest.param(point, marks=pytest.mark.full) for point in ("last write-back", "ended"))]
+)
 def test_a_trainer_that_dies_at_the_end_without_a_launcher_is_not_waited_for(
     schedule: Path, undisturbed: Path, tmp_path: Path, hold: Hold, point: str, copies: int
 ) -> None:

@@ -205,7 +205,7 @@ def test_one_can_be_asked_for_while_it_trains(case: Case, tmp_path: Path) -> Non
     case.check_goes_on(one.path, tmp_path / "next", "--store", "local:1", "--trainers", 1)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [pytest.param(signal.SIGSTOP, marks=pytest.mark.full), signal.SIGKILL])
 def test_who_asks_for_one_is_told_of_it_though_the_launcher_does_not_say_that_it_is_there(
     case: Case, tmp_path: Path, sent: int, launched: Callable[..., Command]
 ) -> None:

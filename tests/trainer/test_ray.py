@@ -105,6 +105,7 @@ def test_a_node_with_a_trainer_and_a_shard_is_lost(begin: BeginRun, cluster: Ray
     check_end(job, undisturbed, 2)
 
 
+@pytest.mark.full
 def test_a_driver_is_killed_and_the_run_goes_on(begin: BeginRun, undisturbed: str) -> None:
     """Its trainers stop with everything saved, its servers stay, and the same command resumes the run."""
     job = begin()

@@ -53,7 +53,7 @@ def begin(schedule: Path, tmp_path: Path, hold: Hold) -> Begin:
 @pytest.mark.parametrize(
     "further",
     [
-        pytest.param(("--store", "local:1"), id="alone"),
+        pytest.param(("--store", "local:1"), id="alone", marks=pytest.mark.full),
         pytest.param(("--store", "local:3", "--copies", "2"), id="with parity and copies"),
     ],
 )
@@ -137,8 +137,10 @@ def test_a_trainer_is_killed_while_another_joins(begin: Begin, undisturbed: str)
     assert "trainer 0: lost (was killed by SIGKILL)" in check_end(run, undisturbed, trainers=3)
 
 
-@pytest.mark.parametrize("copies", ["1", "2"])
-@pytest.mark.parametrize("change", ["leave", "scale"])
+@pytest.mark.parametrize(
+    ("change", "copies"),
+    [("leave", "1"), ("scale", "2"), *(pytest.param(*case, marks=pytest.mark.full) for case in (("leave", "2"), ("scale", "1")))],
+)
 def test_a_launcher_that_is_killed_while_lanes_change_hands_loses_no_step(
     schedule: Path, undisturbed: str, tmp_path: Path, hold: Hold, change: str, copies: str
 ) -> None:

@@ -143,6 +143,7 @@ def test_one_whose_launcher_is_killed_before_it_trains_is_started_again(
     assert f"digest {undisturbed}\n" in done(*words())
 
 
+@pytest.mark.full
 def test_under_torchrun_whoever_is_killed_all_start_again(
     schedule: Path, undisturbed: str, tmp_path: Path, launched: Callable[..., Command]
 ) -> None:
@@ -268,6 +269,7 @@ def test_servers_that_were_added_since_need_not_be_named(words: Words, hold: Hol
     assert f"digest {undisturbed}\n" in done(*job_words(words(), job.schedule.path))
 
 
+@pytest.mark.full
 def test_urls_of_servers_that_a_run_has_left_are_those_it_has_now(
     schedule: Path, undisturbed: str, tmp_path: Path, words: Words, hold: Hold
 ) -> None:

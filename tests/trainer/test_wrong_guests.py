@@ -139,6 +139,7 @@ COUNTS = pytest.mark.parametrize("count", [pytest.param(1, id="a few"), pytest.p
 """How many of `wrongs` a test goes over: each starts two processes."""
 
 
+@pytest.mark.full
 @COUNTS
 def test_before_training_begins(
     schedule: Path,

@@ -1,4 +1,4 @@
-"""The rules by which rows begin (docs/definitions.md, Initial rows)."""
+"""The rules by which rows begin (docs/definitions.md, Rows)."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class MemoryTraining:
         rows, index = self._local(batch.rows)
         event = Event("train", self.step, len(batch.labels), self.step, 0, 0, self.step)
         local = LocalRows(self._weights, rows)
-        gradients = slices.learn(self._parts, event, 0, _moves(batch, index), local)
+        gradients = slices.learn(self._parts, event, 0, _moves(batch, index), local, True)
         self._used[rows] = True
         parts = self._parts
         parts.kernels.apply(self._weights, self._state, rows, self._table[rows], gradients.rows, parts.rules)

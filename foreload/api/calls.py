@@ -42,7 +42,7 @@ def answer(reply: socket.socket, request: Mapping[str, Any]) -> int:
     try:
         os.chdir(request["folder"])
         with Interrupts(), exits_reported(request["call"]):
-            for values, payload in CALLS[request["call"]](reply.close, **request["values"]):
+            for values, payload in CALLS[request["call"]](reply.close, **_with_model(request)):
                 send(reply, {"part": values}, payload)
     except ForeloadError as error:
         end = {"code": error.code, "message": str(error)}
@@ -61,6 +61,16 @@ def answer(reply: socket.socket, request: Mapping[str, Any]) -> int:
     with contextlib.suppress(OSError):
         send(reply, end)
     return 2 if end else 0
+
+
+def _with_model(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a call. A call that uses a model gets the path of the one that a run stands for."""
+    values = dict(request["values"])
+    if request["call"] in ("evaluate", "export", "export_torch", "predict", "rows"):
+        from foreload.trainer.commands.chosen_model import chosen_model
+
+        values["run"] = chosen_model(values["run"], last=values["last"])
+    return values
 
 
 def _prepare(_: Leave, /, settings: dict[str, Any], beam_flags: list[str], **_further: object) -> Iterator[Part]:

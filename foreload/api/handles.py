@@ -58,15 +58,28 @@ class Run(Model):
             FORELOAD_STORE_PASSWORD does not give.
         accept_model: whether `evaluate`, `predict`, `export` and `export_torch` accept that the
             model's code differs from the code that it was trained with.
+        last: whether the model's methods use the model of the run's end in any case. Otherwise,
+            if the run ended with `stop_early` and `keep_best`, they use its best checkpoint.
     """
 
     _manifest = "manifest.json"
     path: Path
 
     @checked()
-    def __init__(self, path: AnyPath, store: str | None = None, accept_model: bool = False) -> None:
+    def __init__(self, path: AnyPath, store: str | None = None, accept_model: bool = False, last: bool = False) -> None:
         super().__init__(path)
-        self._store, self._accept_model = store, accept_model
+        self._store, self._accept_model, self._last = store, accept_model, last
+
+    @property
+    def best(self) -> Checkpoint:
+        """The checkpoint of the best evaluation, which `train(keep_best=METRIC)` keeps.
+
+        Raises:
+            CheckpointError: none is recorded.
+        """
+        from foreload.trainer.commands.chosen_model import best_model
+
+        return Checkpoint(best_model(str(self.path)), accept_model=self._accept_model)
 
     @property
     def summary(self) -> TrainSummary:
@@ -220,17 +233,17 @@ def apply(export: AnyPath, to: AnyPath, *, key: str | None = None, keep: int = 0
 
 
 @checked()
-def open_run(run: AnyPath, *, store: str | None = None, accept_model: bool = False) -> Run:
+def open_run(run: AnyPath, *, store: str | None = None, accept_model: bool = False, last: bool = False) -> Run:
     """Return the run in a folder.
 
     Args:
         run: the folder.
-        store: as for Run, like `accept_model`.
+        store: as for Run, like `accept_model` and `last`.
 
     Raises:
         RunError: there is no run.
     """
-    opened = Run(run, store, accept_model)
+    opened = Run(run, store, accept_model, last)
     # This reads the manifest, which only a run has.
     opened._numerics()
     return opened

@@ -41,6 +41,7 @@ class Model:
         self._store: str | None = None
         self._schedule: str | None = None
         self._accept_model = False
+        self._last = False
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -193,6 +194,7 @@ class Model:
             "store": self._store,
             "of_schedule": self._schedule,
             "accept_model": self._accept_model,
+            "last": self._last,
             **values,
         }
 

@@ -113,11 +113,12 @@ class Trainer:
         out[bags] = out[bags] / lookups.count[of_mean].astype(np.float32)[:, None]
         return block
 
-    def logits(self, block: torch.Tensor, dense: np.ndarray, steps_done: int) -> torch.Tensor:
+    def forward(self, block: torch.Tensor, dense: np.ndarray, steps_done: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The outputs, and the module's own loss of each sample, if it has one."""
         embeddings = Embeddings({name: block[:, f, columns] for name, f, columns in self.views}, block)
         given = {"step": steps_done} if self.takes_step else {}
-        result: torch.Tensor = self.module(torch.tensor(dense), embeddings, **given)
-        return result
+        result = self.module(torch.tensor(dense), embeddings, **given)
+        return result if isinstance(result, tuple) else (result, None)
 
     def loss(self, outputs: torch.Tensor, samples: Samples) -> torch.Tensor:
         """The sum of a slice's losses."""
@@ -171,8 +172,14 @@ class Trainer:
                 block = self.block(lookups, len(part)).requires_grad_()
                 self.module.zero_grad(set_to_none=True)
                 torch.manual_seed(key(self.config.seed, number, lane) >> 1)
-                logits = self.logits(block, part.dense, number)
-                loss = self.loss(logits, part) / len(samples)
+                logits, own = self.forward(block, part.dense, number)
+                loss = self.loss(logits, part)
+                if own is not None:
+                    loss = loss + own.sum()
+                loss = loss / len(samples)
+                penalty: Callable[[], torch.Tensor] | None = getattr(self.module, "penalty", None)
+                if not lanes and penalty is not None:
+                    loss = loss + penalty()
                 loss.backward()
                 total_loss += float(loss.detach())
                 gradients.update(
@@ -230,7 +237,7 @@ class Trainer:
         for first in range(0, len(samples), size):
             last = min(first + size, len(samples)) - 1
             part = samples.take(np.minimum(np.arange(first, first + size), last))
-            outputs = self.logits(self.block(Lookups.of(part), len(part)), part.dense, steps_done)
+            outputs, _ = self.forward(self.block(Lookups.of(part), len(part)), part.dense, steps_done)
             result.append(outputs.numpy()[: last + 1 - first].copy())
         return np.concatenate(result)
 

@@ -74,6 +74,64 @@ class Squeezing(Sum):
         return super().forward(dense, embeddings).squeeze()
 
 
+class Balanced(nn.Module):
+    """Its samples and its parameters add terms of their own to the loss."""
+
+    def __init__(self, spec: ModelSpec, *, share: float = 0.1) -> None:
+        super().__init__()
+        self.names, self.share = spec.names, share
+        self.top, self.last = nn.Linear(spec.dense_width + spec.width, 4), nn.Linear(4, 1)
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        hidden = torch.relu(self.top(torch.cat([dense, *(embeddings[name] for name in self.names)], 1)))
+        return self.last(hidden).squeeze(1), self.share * (hidden * hidden).mean(1)
+
+    def penalty(self) -> Any:
+        return 0.01 * sum((value * value).sum() for value in self.parameters())
+
+
+class SummedOnItsOwn(Balanced):
+    """It adds up its own losses."""
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        outputs, losses = super().forward(dense, embeddings)
+        return outputs, losses.sum()
+
+
+class MixedOnItsOwn(Balanced):
+    """Its own losses are of the whole slice."""
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        outputs, losses = super().forward(dense, embeddings)
+        return outputs, losses - losses.mean()
+
+
+class PenalisedByLayer(Balanced):
+    """Its penalty is no scalar."""
+
+    def penalty(self) -> Any:
+        return self.top.weight.square().sum(1)
+
+
+class PenalisedBySamples(Balanced):
+    """Its penalty is of the samples of the last forward."""
+
+    def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Any:
+        outputs, losses = super().forward(dense, embeddings)
+        self.kept = losses
+        return outputs
+
+    def penalty(self) -> Any:
+        return self.kept.mean()
+
+
+class PenalisedByArgument(Balanced):
+    """It has a method of that name that is something else."""
+
+    def penalty(self, factor: float) -> Any:  # type: ignore[override]
+        return factor
+
+
 class Tupled(Sum):
     """Its logits are in a tuple."""
 

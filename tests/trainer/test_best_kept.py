@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
-from command_line import Command, done
+from command_line import Command, done, refused, run_here
 from live_runs import saved
 from small_job import arguments, summary, synthetic_schedule
 from test_early_stopping import stops_at, told
 
+import foreload
 from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.job.metric_choice import StopEarly
 from foreload.trainer.run.directory import CHECKPOINTS
@@ -70,5 +72,30 @@ def test_every_best_evaluation_has_its_checkpoint_whoever_dies_while_training_wa
     waited = sum(line.get("seconds_waited", 0.0) for line in lines if line["kind"] == "checkpoint")
     assert 0 < waited <= checkpoints["seconds_waited"] + 1e-6
     assert done("digest", run / CHECKPOINTS / f"step-{best}") == digest
-    done("export", run, "--best", "--out", tmp_path / "best")
-    assert json.loads((tmp_path / "best" / "export.json").read_text())["step"] == best
+    check_what_commands_use(run, best, tmp_path)
+
+
+def check_what_commands_use(run: Path, best: int, folder: Path) -> None:
+    """A run with --stop-early and --keep-best stands for its best checkpoint, and for the model of its end where that is asked for."""
+    last = summary(run)["last_step"]
+    assert last > best
+
+    def step_of(*words: object) -> tuple[int, str]:
+        status, _, err = run_here(*words, "--json", folder / "answer.json")
+        assert status == 0, err
+        return json.loads((folder / "answer.json").read_text())["step"], err
+
+    for words in (["evaluate", run], ["lookup", run, "C1", "1"], ["export", run, "--out", folder / "export"]):
+        step, err = step_of(*words)
+        assert step == best
+        assert f"note: run {run}: has --stop-early and --keep-best, so its best evaluation is used, log_loss " in err
+        shutil.rmtree(folder / "export", ignore_errors=True)
+        for choice, wanted in (("--best", best), ("--last", last)):
+            step, err = step_of(*words, choice)
+            assert step == wanted
+            assert "note" not in err
+            shutil.rmtree(folder / "export", ignore_errors=True)
+    assert "--best and --last: only one of them can be given" in refused("evaluate", run, "--best", "--last")
+    opened = foreload.open_run(run)
+    assert opened.best.step == opened.evaluate().step == best
+    assert foreload.open_run(run, last=True).evaluate().step == last

@@ -42,6 +42,17 @@ def checked(clicks: Clicks, model: object, *rest: object) -> tuple[object, ...]:
     [
         ("Wide", "Wide: forward must return logits, torch.float32 [3], for 3 samples; got torch.float32 [3, 1]"),
         ("Tupled", "Tupled: forward must return logits, torch.float32 [3], for 3 samples; got tuple"),
+        (
+            "SummedOnItsOwn",
+            r"a loss of its own for each sample, torch.float32 [3], for 3 samples; got torch.float32 [] as the second",
+        ),
+        ("MixedOnItsOwn", "MixedOnItsOwn: an output must depend on its own sample alone"),
+        (
+            "PenalisedByLayer",
+            "PenalisedByLayer: penalty() must return a scalar, torch.float32 []; got torch.float32 [4]; add it up",
+        ),
+        ("PenalisedBySamples", "PenalisedBySamples: penalty() must be a finite function of the parameters alone"),
+        ("PenalisedByArgument", "PenalisedByArgument: penalty() must take no arguments"),
         ("AlwaysNormed", "it changes norm.running_mean; leave out BatchNorm and the like, use LayerNorm"),
         ("Deaf", "Deaf: logits do not depend on user, site; use all of it, or take it out of the feature file"),
         ("Failing", "Failing: forward failed on 3 synthetic samples: KeyError: 'nothing of this name' (model_cases.py, line "),

@@ -87,6 +87,7 @@ class Case:
     shuffle_seed: int | None = None
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)
     rows: dict[str, Any] = field(default_factory=dict)  # row-... settings of all tables
+    batch: int = BATCH
     of_number: str = ""  # further lines of the feature file about the table `number`
 
 
@@ -124,6 +125,7 @@ CASES = {
     "initial zeros": Case(
         "wide_deep", MIXED, {"deep": "8"}, tables={"tags": {"row-initial": "zeros"}}, of_number='initial = "zeros"'
     ),
+    "a loss of its own, on fewer samples than lanes at the end": Case("model_cases:Balanced", MIXED, {"share": 0.2}, batch=29),
     "penalties": Case("wide_deep", MIXED, {"deep": "8"}, rows={"row_l1": 0.002, "row_l2": 0.01}),
     "penalties by table": Case("wide_deep", MIXED, {"deep": "8"}, tables=PENALISED, rows={"row_l2": 0.01}),
     "penalties with row-wise Adagrad": Case(
@@ -141,7 +143,7 @@ def test_every_kind_of_feature_trains_as_in_memory(case: Case, clicks: Path, ser
     features = tmp_path / "features.toml"
     place, number = case.dimensions
     features.write_text(FEATURES.format(place=place, number=f"{number}\n{case.of_number}"))
-    given = [clicks, "--format=csv", f"--features={features}", f"--batch-size={BATCH}", f"--lanes={LANES}", "--slots=min"]
+    given = [clicks, "--format=csv", f"--features={features}", f"--batch-size={case.batch}", f"--lanes={LANES}", "--slots=min"]
     given += [f"--epochs={EPOCHS}", "--eval-fraction=0.1", f"--out={tmp_path / 'schedule'}"]
     given += [] if case.shuffle_seed is None else [f"--shuffle-seed={case.shuffle_seed}"]
     prepare.run([str(word) for word in given])
@@ -156,7 +158,7 @@ def test_every_kind_of_feature_trains_as_in_memory(case: Case, clicks: Path, ser
             sources=(clicks,),
             model=load_model(case.model),
             dim=DIM,
-            batch_size=BATCH,
+            batch_size=case.batch,
             lanes=LANES,
             epochs=EPOCHS,
             seed=9,

@@ -224,6 +224,7 @@ def onnx_logits(folder: Path, model: Any, columns: dict[str, list[Any]]) -> np.n
         pytest.param("wide_deep", FEATURES, True, marks=pytest.mark.full),
         pytest.param("dcn", FEATURES, True, marks=pytest.mark.full),
         pytest.param("model_cases:Sum", FEATURES, True, marks=pytest.mark.full),
+        pytest.param("model_cases:Balanced", FEATURES, True, marks=pytest.mark.full),
         pytest.param("plain_models:native_here", NATIVE, True, marks=pytest.mark.full),
     ],
 )

@@ -724,3 +724,30 @@ def test_a_wrapped_module_may_be_part_of_a_model_with_layers_of_its_own() -> Non
     module, rows = build_model(Whole, spec, {}, 0), embeddings_of(spec, 4)
     expected = module.inner.module.out(rows["table"]).squeeze(1) + rows["b"].sum(1)  # type: ignore[union-attr, operator]
     assert torch.equal(module(torch.empty(4, 0), rows), expected)
+
+
+class Penalised(nn.Module):
+    """Samples and parameters add terms to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.last = nn.Embedding(10, 4), nn.Linear(4, 1)
+
+    def forward(self, ad: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.emb(ad)
+        return self.last(rows), rows.square().mean(1, keepdim=True)
+
+    def penalty(self) -> Tensor:
+        return self.last.weight.square().sum()
+
+
+def test_terms_of_its_own_stay_terms_of_the_loss_if_wrap_is_told_so() -> None:
+    rows, module = {"emb": torch.randn(3, 4)}, Penalised()
+    wrapped = foreload.wrap(module, own_loss=True)
+    outputs, losses = wrapped(torch.zeros(3, 0), rows)
+    assert torch.equal(outputs, module.last(rows["emb"]).squeeze(1))
+    assert torch.equal(losses, rows["emb"].square().mean(1))
+    assert wrapped.penalty == module.penalty
+    # Else two outputs are those of two labels.
+    assert foreload.wrap(Penalised())(torch.zeros(3, 0), rows).shape == (3, 2)
+    assert not hasattr(foreload.wrap(nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1))), "penalty")

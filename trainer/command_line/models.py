@@ -43,6 +43,7 @@ def add_to(commands: Any) -> None:
         type=a_path("SCHEDULE"),
         help="schedule to evaluate on, instead of the run's own",
     )
+    _add_best(evaluate)
     add_accept_model(evaluate)
     _add_predict(commands)
     lookup = add_command(
@@ -57,6 +58,7 @@ def add_to(commands: Any) -> None:
     )
     lookup.add_argument("values", nargs="+", metavar="VALUE", help="raw values; an empty one is a missing value")
     lookup.add_argument("--ids", action="store_true", help="the values are ids")
+    _add_best(lookup)
     add_schedule(lookup)
     _add_export(commands)
     _add_apply(commands)
@@ -99,11 +101,7 @@ def _add_export(commands: Any) -> None:
         metavar="STEP|CHECKPOINT|EXPORT",
         help="write an increment, based on the model after this step, or on that of this checkpoint or export",
     )
-    export.add_argument(
-        "--best",
-        action="store_true",
-        help="for a run: export its checkpoint with the best evaluation (`train --keep-best`) instead",
-    )
+    _add_best(export)
     _add_torch(export)
     add_schedule(export)
     add_accept_model(export)
@@ -187,8 +185,26 @@ def _add_predict(commands: Any) -> None:
     predict.add_argument(
         "--logits", action="store_true", help="write logits instead of probabilities; the column score is then called logit"
     )
+    _add_best(predict)
     add_schedule(predict)
     add_accept_model(predict)
+
+
+def _add_best(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--best", action="store_true", help="for a run: use its checkpoint with the best evaluation (`train --keep-best`) instead"
+    )
+    command.add_argument(
+        "--last",
+        action="store_true",
+        help="for a run that ended with --stop-early and --keep-best: use the model of its end, instead of the best",
+    )
+
+
+def _chosen(parsed: argparse.Namespace) -> str:
+    from foreload.trainer.commands.chosen_model import chosen_model
+
+    return chosen_model(parsed.run, parsed.best, parsed.last)
 
 
 def _check_model(parsed: argparse.Namespace) -> int:
@@ -205,7 +221,7 @@ def _check_model(parsed: argparse.Namespace) -> int:
 def _evaluate(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import evaluate
 
-    metrics = evaluate.run(parsed.run, parsed.store, parsed.schedule, parsed.accept_model)
+    metrics = evaluate.run(_chosen(parsed), parsed.store, parsed.schedule, parsed.accept_model)
     lines = []
     for name, of_set in metrics.get("sets", {"": metrics}).items():
         lines += [f"{name}: {line}" if name else line for line in metric_lines(of_set, "   ")]
@@ -218,7 +234,7 @@ def _predict(parsed: argparse.Namespace) -> int:
 
     predict.check_out(parsed.out)
     records = predict.Records(tuple(parsed.sources), parsed.format, parsed.steps_of)
-    with predict.run(parsed.run, parsed.store, records, parsed.schedule, parsed.logits, parsed.accept_model) as predictions:
+    with predict.run(_chosen(parsed), parsed.store, records, parsed.schedule, parsed.logits, parsed.accept_model) as predictions:
         written = predict.write(parsed.out, predictions)
     return print_result(parsed, written, f"{parsed.out}: {written.records:,} {'logits' if parsed.logits else 'scores'}")
 
@@ -227,14 +243,14 @@ def _lookup(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import lookup
 
     values, ids = (None, parsed.values) if parsed.ids else (parsed.values, None)
-    found = lookup.run(parsed.run, parsed.store, parsed.table, values, ids, parsed.schedule)
+    found = lookup.run(_chosen(parsed), parsed.store, parsed.table, values, ids, parsed.schedule)
     return print_result(parsed, found.as_json(parsed.table, parsed.values), found.text(parsed.values))
 
 
 def _export(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import export
 
-    path = export.best_of(parsed.run) if parsed.best else parsed.run
+    path = _chosen(parsed)
     if parsed.format == "torch":
         return _export_torch(parsed, path)
     for_torch = ("onnx", "rows_at", "key", "most_rows")

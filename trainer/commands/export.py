@@ -21,14 +21,11 @@ from torch import Tensor, nn
 from foreload.base.files import write_json
 from foreload.base.settings import settings_of
 from foreload.pipelines.samples.features import FeatureSpec
-from foreload.trainer.checkpoints.lineage import best_checkpoint, best_in
 from foreload.trainer.checkpoints.saved_checkpoint import names_checkpoint, open_model
 from foreload.trainer.compute.dense_average import beside_served, to_serve
 from foreload.trainer.errors import ExportError, ModelError
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.models.diagnosis import mixes_samples
-from foreload.trainer.run.directory import MANIFEST as RUN
-from foreload.trainer.run.directory import Run
 from foreload.trainer.saved.model_rows import RowsByTable
 from foreload.trainer.saved.saved_model import SavedModel, encoder_of
 from foreload.trainer.saved.trained_model import dense_module
@@ -50,7 +47,6 @@ from foreload.trainer.serving.format import (
     write_about,
 )
 from foreload.trainer.serving.plain_files import weights_of
-from foreload.trainer.storage import place
 
 _HASH = (
     "id = 1 + hash64(UTF-8 bytes of the text) mod (rows - 1), 0 where missing; hash64 is defined (docs/definitions.md, Mixing)"
@@ -81,21 +77,6 @@ class Predecessor:
     state: str | None = None
     about: Contents | None = None
     where: str = ""
-
-
-def best_of(path: str) -> str:
-    """Return the checkpoint with the best evaluation, of a run or in a folder of checkpoints.
-
-    Raises:
-        CheckpointError: no best checkpoint is recorded.
-    """
-    folder = place(path)
-    if not isinstance(folder, Path) or not (folder / RUN).exists():
-        return str(best_checkpoint(folder))
-    run = Run.open(folder)
-    folders = run.checkpoint_folders()
-    noted = [one for one in folders if best_in(one, run.manifest.run_id) is not None]
-    return str(best_checkpoint((noted or folders)[0]))
 
 
 def run(

@@ -5,8 +5,10 @@ Checks that its training is a function only of its parameters, the slice, the st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,7 @@ from foreload.trainer.models.fitting import model_name
 from foreload.trainer.models.generators import seed_torch, states_beside_torch
 from foreload.trainer.models.inference import TILE, modes_kept
 from foreload.trainer.models.layers import takes_step
+from foreload.trainer.models.own_losses import outputs_and_losses, outputs_of, penalty_of
 from foreload.trainer.models.spec import Embeddings, ModelSpec, further_columns
 
 # The numbers of synthetic samples: _FEW for most trials, and _OTHERS for the calls between them.
@@ -50,16 +53,18 @@ def _trial(
         step: the step for a forward that takes it.
 
     Returns:
-        The outputs, and the gradient of the embedding block. The gradient is None in evaluation
-        mode, and if the outputs do not depend on the block.
+        The outputs, with the module's own losses as a last column if it has any, and the gradient
+        of the embedding block. The gradient is None in evaluation mode, and if the outputs do not
+        depend on the block.
     """
     seed_torch(samples)
     parts = _parts(module, spec)
     block = torch.randn(samples, len(parts), _width(parts), requires_grad=module.training)
     dense = torch.randn(samples, spec.dense_width) + dense_shift
     with torch.set_grad_enabled(module.training):
-        outputs = _outputs(module, spec, dense, block, step)
-    check_outputs(model_name(module), outputs, spec, samples)
+        result = _result(module, spec, dense, block, step)
+    check_outputs(model_name(module), outputs_of(result), spec, samples)
+    outputs = outputs_and_losses(model_name(module), result, samples)
     if module.training:
         outputs.sum().backward()
     return outputs.detach(), block.grad
@@ -78,9 +83,14 @@ def _width(parts: _Parts) -> int:
     return max(sum(columns for _, columns in own) for own in parts)
 
 
-def _outputs(module: nn.Module, spec: ModelSpec, dense: Tensor, block: Tensor, step: int) -> Tensor:
+def _result(module: nn.Module, spec: ModelSpec, dense: Tensor, block: Tensor, step: int) -> Any:
+    """Return what forward returns: the outputs, or (outputs, own losses)."""
     given = {"step": step} if takes_step(module) else {}
-    outputs: Tensor = module(dense, Embeddings.split(block, spec.names, _parts(module, spec)), **given)
+    return module(dense, Embeddings.split(block, spec.names, _parts(module, spec)), **given)
+
+
+def _outputs(module: nn.Module, spec: ModelSpec, dense: Tensor, block: Tensor, step: int) -> Tensor:
+    outputs: Tensor = outputs_of(_result(module, spec, dense, block, step))
     return outputs
 
 
@@ -95,7 +105,7 @@ def _check_apart(module: nn.Module, spec: ModelSpec, step: int = 0) -> None:
 
     def forward(dense: Tensor, block: Tensor) -> Tensor:
         seed_torch(_SEVERAL)
-        return _outputs(module, spec, dense, block, step)
+        return outputs_and_losses(model_name(module), _result(module, spec, dense, block, step), len(block))
 
     seed_torch(_SEVERAL)
     parts = _parts(module, spec)
@@ -346,6 +356,7 @@ def check_model(module: nn.Module, spec: ModelSpec) -> None:
         module.train(training)
         _check_memory(module, spec)
     module.train()
+    _check_penalty(module, spec)
     for source, state in states_beside_torch().items():
         if state != drawn[source]:
             raise ModelError(
@@ -387,6 +398,25 @@ def _check_memory(module: nn.Module, spec: ModelSpec) -> None:
         raise ModelError(
             f"{name}: two forwards{mode} of the same samples under one seed differ; forward must keep no state of its own, and draw random numbers "
             "from torch's generator alone"
+        )
+
+
+def _check_penalty(module: nn.Module, spec: ModelSpec) -> None:
+    """Refuse a penalty that depends on anything but the parameters, as on the samples of a forward.
+
+    Raises:
+        ModelError: the penalty changes between calls, or is not a finite scalar.
+    """
+    name, values = model_name(module), []
+    for samples in (_FEW, _OTHERS):
+        _checked_trial(module, spec, samples)
+        if (value := penalty_of(name, module)) is None:
+            return
+        values.append(float(value.detach()))
+    if not math.isfinite(values[0]) or values[0] != values[1]:
+        raise ModelError(
+            f"{name}: penalty() must be a finite function of the parameters alone, since it is added once a step, not for each sample; got "
+            f"{values[0]:g} and {values[1]:g} after forwards of different samples; return what samples add from forward: (outputs, losses)"
         )
 
 

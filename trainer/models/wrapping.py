@@ -88,8 +88,11 @@ class Wrapped(nn.Module):
         weights: the hashes of the values that tables had before they were wrapped, by path.
     """
 
-    def __init__(self, module: nn.Module, arguments: Arguments, rows: WrappedRows, weights: Mapping[str, Drawn]) -> None:
+    def __init__(
+        self, module: nn.Module, arguments: Arguments, rows: WrappedRows, weights: Mapping[str, Drawn], own_loss: bool
+    ) -> None:
         super().__init__()
+        self._own_loss = own_loss
         self.module = module
         self.dense_names = arguments.dense_names
         self.features: tuple[WrappedFeature, ...] = ()
@@ -97,8 +100,13 @@ class Wrapped(nn.Module):
         self.weights = dict(weights)
         self._arguments, self._rows = arguments, rows
 
+    @property
+    def penalty(self) -> Any:
+        """The method `penalty` of the module. AttributeError if it has none."""
+        return self.module.penalty
+
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor], step: int = 0) -> Any:
-        """Return the outputs of the module.
+        """Return the outputs of the module, or (outputs, own losses).
 
         An output [b, 1] is returned as [b]. Several outputs, each [b] or [b, 1], are returned as
         one tensor [b, labels].
@@ -114,10 +122,9 @@ class Wrapped(nn.Module):
             outputs = self._arguments.call(self.module, dense, step)
         finally:
             self._rows.embeddings = None
-        if isinstance(outputs, list | tuple) and len(outputs) > 1 and all(isinstance(one, Tensor) for one in outputs):
-            columns = [_as_column(one) for one in outputs]
-            return torch.stack(columns, 1) if all(one.dim() == 1 for one in columns) else outputs
-        return _as_column(outputs)
+        if self._own_loss and isinstance(outputs, tuple) and len(outputs) == 2:
+            return _as_labels(outputs[0]), _as_column(outputs[1])
+        return _as_labels(outputs)
 
     def write_features(self, path: str | os.PathLike[str], *, label: str | Sequence[str], encoding: str = "id") -> None:
         """Write the feature file of the module (docs/features.md), for `foreload prepare`.
@@ -135,6 +142,14 @@ class Wrapped(nn.Module):
         described.write(pathlib.Path(path), (label,) if isinstance(label, str) else tuple(label), encoding)
 
 
+def _as_labels(outputs: Any) -> Any:
+    """Return one output as [b], and several as [b, labels]."""
+    if isinstance(outputs, list | tuple) and len(outputs) > 1 and all(isinstance(one, Tensor) for one in outputs):
+        columns = [_as_column(one) for one in outputs]
+        return torch.stack(columns, 1) if all(one.dim() == 1 for one in columns) else outputs
+    return _as_column(outputs)
+
+
 def _as_column(output: Any) -> Any:
     """Return an output [b, 1] as [b], and any other output unchanged."""
     return output.squeeze(1) if isinstance(output, Tensor) and output.dim() == 2 and output.shape[1] == 1 else output
@@ -149,6 +164,7 @@ def wrap(
     names: Mapping[str, str] | None = None,
     keep: Sequence[str] = (),
     step: str | None = None,
+    own_loss: bool = False,
 ) -> Wrapped:
     """Turn a PyTorch module into a model with forward(dense, embeddings).
 
@@ -168,6 +184,8 @@ def wrap(
             itself, such as positions.
         step: the argument of forward that gets the number of the training step, an int. If None, no
             argument gets it.
+        own_loss: whether forward returns (outputs, losses), the losses [b] being terms of its own
+            that each sample adds to the loss.
 
     Raises:
         ModelError: the module cannot be wrapped, or an argument does not fit it.
@@ -178,7 +196,7 @@ def wrap(
     rows = WrappedRows()
     weights = _weights(module, keep)
     layers = _replace(module, rows, dict(names or {}), keep)
-    wrapped = Wrapped(module, arguments, rows, weights)
+    wrapped = Wrapped(module, arguments, rows, weights, own_loss)
     wrapped.features = _features(wrapped, _calls(wrapped, arguments, rows), arguments)
     used = {feature.table.name for feature in wrapped.features}
     wrapped.unused = tuple(layer.path for layer in layers if not {table.name for table in _tables(layer)} & used)

@@ -16,6 +16,7 @@ from foreload.trainer.models.building import build_model, load_model
 from foreload.trainer.models.diagnosis import mixes_samples
 from foreload.trainer.models.inference import in_tiles
 from foreload.trainer.models.layers import takes_step
+from foreload.trainer.models.own_losses import outputs_of
 from foreload.trainer.saved.saved_model import SavedModel
 
 
@@ -82,5 +83,5 @@ class DenseForward:
             return self._run(values, block) if self.mixes_samples else in_tiles(self._run, values, block)
 
     def _run(self, dense: Tensor, block: Tensor) -> Tensor:
-        outputs: Tensor = self._module(dense, self._layout.embeddings(block), **self._given)
+        outputs: Tensor = outputs_of(self._module(dense, self._layout.embeddings(block), **self._given))
         return outputs

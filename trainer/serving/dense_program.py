@@ -22,6 +22,7 @@ from foreload.trainer.errors import ExportError
 from foreload.trainer.models.diagnosis import check_apart
 from foreload.trainer.models.generators import seed_torch
 from foreload.trainer.models.layers import takes_step
+from foreload.trainer.models.own_losses import outputs_of
 from foreload.trainer.serving.plain_files import read_program
 
 # The numbers of synthetic samples: for the trace, and for the trials of a written program.
@@ -54,7 +55,7 @@ class BlockModel(nn.Module):
 
     def forward(self, dense: Tensor, block: Tensor) -> Tensor:
         """Return the logits [b], or [b, L] for several labels."""
-        logits: Tensor = self.module(dense, self._layout.embeddings(block), **self._given)
+        logits: Tensor = outputs_of(self.module(dense, self._layout.embeddings(block), **self._given))
         return logits
 
 

@@ -79,7 +79,9 @@ class OwnModule(nn.Module):
 
     def forward(self, dense: Tensor, block: Tensor) -> Tensor:
         """Return the logits [b], or [b, L] for several labels."""
-        logits: Tensor = self.module(dense, Views(block, self._about), **self._given)
+        result = self.module(dense, Views(block, self._about), **self._given)
+        # A forward may return losses of its own beside the logits.
+        logits: Tensor = result[0] if isinstance(result, tuple) else result
         return logits
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from foreload.trainer.models.diagnosis import check_apart, mixes_samples
 from foreload.trainer.models.fitting import model_name
 from foreload.trainer.models.generators import seed_torch
 from foreload.trainer.models.inference import in_tiles
+from foreload.trainer.models.own_losses import outputs_and_losses, outputs_of, own_losses_of, penalty_of
 from foreload.trainer.step.term_session import TrainerParts
 
 
@@ -68,17 +70,18 @@ def _gathered(parts: TrainerParts, moves: LaneEvent, local: LocalRows, requires_
     return upload(moves.dense, parts.device), block
 
 
-def _module_of(parts: TrainerParts, steps_done: int) -> Callable[[Tensor, Tensor], Tensor]:
+def _module_of(parts: TrainerParts, steps_done: int) -> Callable[[Tensor, Tensor], Any]:
     """Return the module as a function of dense values and an embedding block.
+
+    It returns what forward does: the outputs, or (outputs, own losses).
 
     Args:
         steps_done: the number of training steps before, which a model that takes the step receives.
     """
     given = {"step": steps_done} if parts.takes_step else {}
 
-    def run(dense: Tensor, block: Tensor) -> Tensor:
-        outputs: Tensor = parts.module(dense, parts.block.embeddings(block), **given)
-        return outputs
+    def run(dense: Tensor, block: Tensor) -> Any:
+        return parts.module(dense, parts.block.embeddings(block), **given)
 
     return run
 
@@ -95,7 +98,12 @@ def evaluate(parts: TrainerParts, moves: LaneEvent, local: LocalRows, steps_done
         steps_done: the number of training steps before.
     """
     dense, block = _gathered(parts, moves, local)
-    run = _module_of(parts, steps_done)
+    module = _module_of(parts, steps_done)
+
+    def run(dense: Tensor, block: Tensor) -> Tensor:
+        outputs: Tensor = outputs_of(module(dense, block))
+        return outputs
+
     return run(dense, block) if mixes_samples(parts.module) else in_tiles(run, dense, block)
 
 
@@ -116,17 +124,17 @@ def check_samples(parts: TrainerParts, moves: LaneEvent, local: LocalRows, steps
     Raises:
         ModelError: the outputs depend on other samples.
     """
-    run = _module_of(parts, steps_done)
+    run, name = _module_of(parts, steps_done), model_name(parts.module)
 
     def forward(dense: Tensor, block: Tensor) -> Tensor:
         # Seed each call alike, so that random draws do not make outputs differ.
         seed_torch(parts.seed, parts.device.type)
-        return run(dense, block)
+        return outputs_and_losses(name, run(dense, block), len(block))
 
-    check_apart(model_name(parts.module), parts.module, forward, *_gathered(parts, moves, local))
+    check_apart(name, parts.module, forward, *_gathered(parts, moves, local))
 
 
-def learn(parts: TrainerParts, event: Event, lane: int, moves: LaneEvent, local: LocalRows) -> SliceGradients:
+def learn(parts: TrainerParts, event: Event, lane: int, moves: LaneEvent, local: LocalRows, with_penalty: bool) -> SliceGradients:
     """Run forward and backward of a lane's slice.
 
     This changes nothing but torch's generator and the module's mode.
@@ -136,6 +144,7 @@ def learn(parts: TrainerParts, event: Event, lane: int, moves: LaneEvent, local:
         lane: the lane, which the seed of random draws depends on.
         moves: the lane's part of the event.
         local: the local rows of the slice.
+        with_penalty: whether this lane has the module's penalty.
     """
     if not len(moves.labels):
         # A batch with fewer samples than lanes leaves some slices empty.
@@ -148,11 +157,18 @@ def learn(parts: TrainerParts, event: Event, lane: int, moves: LaneEvent, local:
     if not all(part.training for part in parts.module.modules()):
         parts.module.train()
     dense_values, block = _gathered(parts, moves, local, requires_grad=True)
-    outputs = _module_of(parts, event.step)(dense_values, block)
+    result = _module_of(parts, event.step)(dense_values, block)
+    outputs: Tensor = outputs_of(result)
     labels = upload(moves.labels, parts.device).reshape(outputs.shape)
     weights = None if moves.weights is None else upload(moves.weights, parts.device)
     # Divide by the samples of the whole batch, so that the lanes' losses and gradients add up.
-    loss = parts.loss.of_slice(outputs, labels, weights) / event.samples
+    name = model_name(parts.module)
+    total = parts.loss.of_slice(outputs, labels, weights)
+    if (own := own_losses_of(name, result, len(labels))) is not None:
+        total = total + own.sum()
+    loss = total / event.samples
+    if with_penalty and (penalty := penalty_of(name, parts.module)) is not None:
+        loss = loss + penalty
     # A parameter or block that the loss does not depend on has no gradient: it counts as zeros.
     of_block, *of_parameters = torch.autograd.grad(loss, [block, *parts.parameters], allow_unused=True)
     dense = [g if g is not None else torch.zeros_like(p) for g, p in zip(of_parameters, parts.parameters, strict=True)]

@@ -111,12 +111,16 @@ class TrainingStep:
         Raises ModelError if the first slices show that samples depend on each other.
         """
         weights = self._lanes.weights()
+        # The lowest lane that has samples: a batch with fewer samples than lanes leaves some empty.
+        with_penalty = next(lane for lane, moves in enumerate(self._plan.events) if len(moves.labels))
         for lane in self._session.hosted:
             local = LocalRows(*self._session.exchange.local_rows(self._plan, lane, weights))
             # Check the model once, in the first step, on its real samples.
             if self.event.step == self._parts.schedule.header.first_step and len(self._plan.events[lane].labels) > 1:
                 slices.check_samples(self._parts, self._plan.events[lane], local, self.event.step)
-            self._gradients[lane] = slices.learn(self._parts, self.event, lane, self._plan.events[lane], local)
+            self._gradients[lane] = slices.learn(
+                self._parts, self.event, lane, self._plan.events[lane], local, lane == with_penalty
+            )
         self._clock.lap("compute")
         self._point("forward done")
 

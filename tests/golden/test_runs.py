@@ -87,14 +87,14 @@ def begun(home: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, servers: LocalStores) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory, three: LocalStores) -> Path:
     """The folder in which all of STORY was called; told/NAME.json: what each told."""
     home = begun(tmp_path_factory.mktemp("golden"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         patch.setenv("XDG_DATA_HOME", str(home / "data"))
         for name, command in STORY.items():
-            done(*command.format(servers=",".join(servers.urls)).split(), "--json", f"told/{name}.json")
+            done(*command.format(servers=",".join(three.urls)).split(), "--json", f"told/{name}.json")
     return home
 
 

@@ -39,6 +39,7 @@ from foreload.pipelines.samples.convert import (
     TaskRejects,
     add_causes,
     by_frequency,
+    header_remedy,
     remedy,
     summed_up,
 )
@@ -143,7 +144,9 @@ class CollectStage(GroupStage):
             missing_line = remedy(causes, self.plan.spec)
             raise RecordError(
                 f"--max-rejects: more than {self.plan.max_rejects} records are malformed; correct them or allow more (see {REJECTS_FILE} in "
-                f"--out): {shown}{more}" + (f"; if these stand for missing values, write {missing_line}" if missing_line else "")
+                f"--out): {shown}{more}"
+                + (f"; if these stand for missing values, write {missing_line}" if missing_line else "")
+                + header_remedy(kept[0], self.plan.spec)
             )
         self.plan.save("rejected", Rejected(rejected, causes))
         yield from self.collected([piece for _, pieces, _ in values for piece in pieces])

@@ -28,7 +28,7 @@ from foreload.pipelines.samples.cells import (
 )
 from foreload.pipelines.samples.column_counts import COUNTS, notice_fields, notice_values
 from foreload.pipelines.samples.dense import Scale
-from foreload.pipelines.samples.features import Dense, Feature, FeatureSpec, Label
+from foreload.pipelines.samples.features import CRITEO_COLUMNS, Dense, Feature, FeatureSpec, Label
 from foreload.pipelines.samples.records import Cause, Faults, Records, RejectedRecord
 from foreload.pipelines.samples.vocabulary import text_buffers
 
@@ -560,6 +560,17 @@ def remedy(causes: list[tuple[Cause, int]], spec: FeatureSpec) -> str | None:
         return None
     texts = [*spec.text.missing, *list(values)[:_SHOWN_VALUES]]
     return f"missing = {json.dumps(texts, ensure_ascii=False)} under [text] of the feature file"
+
+
+def header_remedy(first: RejectedRecord, spec: FeatureSpec) -> str:
+    """Return what to do if the first malformed record is a header line, or "" if it is none."""
+    names = spec.text.columns
+    if first.line != 1 or first.field not in names or first.value.strip() not in names:
+        return ""
+    line = f"; {first.file}:1 looks like a header line"
+    if names == CRITEO_COLUMNS:
+        return f"{line}, which files of --format criteo do not have: remove it, or give --format csv or tsv and a feature file"
+    return f"{line}: leave out columns under [text] of the feature file"
 
 
 def _means_missing(cause: Cause, count: int, spec: FeatureSpec) -> bool:

@@ -37,6 +37,14 @@ KAGGLE_ROWS = (
 """The rows of the 26 tables of Criteo's Kaggle data set."""
 
 _OF_TABLE = ("rows", "dimension", "initial")  # entries of a table, or of a feature with one of its own
+_OURS = {
+    "combiner": "pooling", "embedding_dim": "dimension", "embedding_initializer": "initial", "embedding_name": "table",
+    "emb_dim": "dimension", "feature_name": "name", "hash_bucket_size": "rows", "init_fn": "initial", "initializer": "initial",
+    "input_name": "column", "input_names": "column", "min_categr_count": "min_count", "min_freq": "min_count", "mode": "pooling",
+    "normalizer": "transform", "num_buckets": "rows", "num_embeddings": "rows", "share_embedding": "table", "shared_name": "table",
+    "splitter": "separator", "value_separator": "separator", "vocab_size": "rows", "vocabulary_size": "rows",
+}  # fmt: skip
+"""What other libraries (DeepCTR, FuxiCTR, TorchEasyRec, torch) call entries of a feature file."""
 _WHOLE = re.compile(r"(-?)(0|[1-9][0-9]*)[.]0+")
 _MAX_TABLES = 1 << 15  # a store's field holds the table in 15 bits
 _MAX_ROWS = (1 << 63) - 1
@@ -638,4 +646,9 @@ def _optional(entry: Mapping[str, Any], key: str, where: str) -> str | None:
 def _refuse_unknown(entry: Mapping[str, Any], known: set[str], where: str) -> None:
     for key in entry:
         if key not in known:
-            raise FeatureError(f"{where}: unknown entry {key!r}; known are {', '.join(sorted(known))}")
+            ours = _OURS.get(key.lower())
+            raise FeatureError(
+                f"{where}: unknown entry {key!r}; "
+                + (f"it is called {ours} here; " if ours in known else "")
+                + f"known are {', '.join(sorted(known))}"
+            )

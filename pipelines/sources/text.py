@@ -378,7 +378,7 @@ def _parse(data: bytes, layout: _Layout, lines_before: Callable[[], int], bounds
     assert table.num_rows + len(wrong) == len(lines), "rows end where Arrow's reader ends them"
     is_row = np.ones(len(lines), bool)
     is_row[[row.number - 1 for row in wrong]] = False
-    misfits += [_miscount(layout, int(lines[row.number - 1]), row.actual_columns) for row in wrong]
+    misfits += [_miscount(layout, int(lines[row.number - 1]), row) for row in wrong]
     columns = {place: _one_chunk(table.column(str(place))) for place in places}
     return _Block(columns, lines[is_row], sorted(misfits, key=lambda misfit: misfit.line), lines_before)
 
@@ -403,8 +403,18 @@ def _not_utf8(data: bytes, bounds: Bounds) -> list[_Misfit]:
     return misfits
 
 
-def _miscount(layout: _Layout, line: int, columns: int) -> _Misfit:
-    return _Misfit(line, Cause("columns", str(columns), f"a line must have {len(layout.columns)} columns"))
+_DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars", " ": "spaces"}
+
+
+def _miscount(layout: _Layout, line: int, row: arrow_csv.InvalidRow) -> _Misfit:
+    """Return a row with too few or too many columns. A row of one column may have another delimiter."""
+    reason = f"a line must have {len(layout.columns)} columns"
+    delimiter = layout.text.delimiter or ","
+    others = {other: (row.text or "").count(other) for other in _DELIMITERS if other != delimiter}
+    most = max(others, key=others.__getitem__)
+    if row.actual_columns == 1 and others[most]:
+        reason += f", separated by {_DELIMITERS.get(delimiter, repr(delimiter))} (this one has {_DELIMITERS[most]})"
+    return _Misfit(line, Cause("columns", str(row.actual_columns), reason))
 
 
 def _options(

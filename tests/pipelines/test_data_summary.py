@@ -329,3 +329,30 @@ def test_any_number_of_causes_and_columns_takes_a_few_lines() -> None:
     lines = data_lines(summary, spec)
     assert len(lines) <= 8
     assert max(map(len, lines)) < 400
+
+
+@pytest.mark.parametrize(
+    ("format", "delimiter", "header", "said"),
+    [
+        ("criteo", ",", False, "columns: a line must have 40 columns, separated by tabs (this one has commas), not '1'"),
+        (
+            "criteo", "\t", True,
+            "log:1 looks like a header line, which files of --format criteo do not have: remove it, or give --format csv or tsv and a feature file",
+        ),
+        ("csv", ";", False, "columns: a line must have 40 columns, separated by commas (this one has semicolons), not '1'"),
+        ("csv", ",", True, "log:1 looks like a header line: leave out columns under [text] of the feature file"),
+    ],
+)  # fmt: skip
+def test_another_delimiter_and_a_header_line_are_recognised(
+    tmp_path: Path, format: str, delimiter: str, header: bool, said: str
+) -> None:
+    names = ["label", *(f"I{k}" for k in range(1, 14)), *(f"C{k}" for k in range(1, 27))]
+    names = names if format == "criteo" else [name.lower() for name in names]
+    lines = [delimiter.join(map(str, (k % 2, *range(13), *range(26)))) for k in range(20)]
+    log, features = tmp_path / "log", tmp_path / "features.toml"
+    log.write_text("\n".join([delimiter.join(names)] * header + lines) + "\n")
+    features.write_text(f'label = "label"\n[[feature]]\nname = "c1"\nrows = 9\n[text]\ncolumns = {json.dumps(names)}\n')
+    given = [] if format == "criteo" else [f"--features={features}"]
+    with pytest.raises(RecordError) as caught:
+        prepare.run([str(log), f"--format={format}", *given, "--batch-size=8", f"--out={tmp_path / 'out'}"])
+    assert said in str(caught.value)

@@ -125,6 +125,7 @@ BAD = {
     "label must be a text": GOOD.replace('label = "y"', ""),
     "label must be a text; .* instead of 3": GOOD.replace('"y"', "3"),
     "at least one is needed": 'label = "y"',
+    "unknown entry 'embedding_dim'; it is called dimension here; known are": GOOD + "embedding_dim = 3",
     "unknown entry 'colour'": GOOD + 'colour = "red"',
     "the feature file: unknown entry 'bogus'": "bogus = 1\n" + GOOD,
     "feature a: encoding must be one of hash, vocabulary, id, not 'one-hot'": GOOD + 'encoding = "one-hot"',

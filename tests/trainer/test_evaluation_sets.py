@@ -180,7 +180,7 @@ def test_a_run_tells_of_each_set(tmp_path: Path, schedule: Schedule) -> None:
     of_best = {line["step"]: line["log_loss"] for line in evaluated if line["set"] == "b"}
     assert (best["metric"], best["value"]) == ("b/log_loss", of_best[best["step"]])
     assert "new-users: log loss" in text
-    done("evaluate", str(run), "--json", str(result))
+    done("evaluate", str(run), "--last", "--json", str(result))
     measured = json.loads(result.read_text())
     assert {name: of_set["log_loss"] for name, of_set in measured["sets"].items()} == {
         line["set"]: pytest.approx(line["log_loss"], rel=1e-12) for line in evaluated[-3:]

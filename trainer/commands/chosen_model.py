@@ -9,7 +9,7 @@ from foreload.base.errors import SettingError
 from foreload.trainer.checkpoints.lineage import best_checkpoint, best_in
 from foreload.trainer.errors import after_step
 from foreload.trainer.run.directory import MANIFEST, Run
-from foreload.trainer.storage import place
+from foreload.trainer.storage import AnyFolder, place
 
 
 def chosen_model(path: str, best: bool = False, last: bool = False) -> str:
@@ -31,21 +31,16 @@ def chosen_model(path: str, best: bool = False, last: bool = False) -> str:
         raise SettingError("--best and --last: only one of them can be given")
     if best:
         return best_model(path)
-    folder = place(path)
-    if last or not isinstance(folder, Path) or not (folder / MANIFEST).exists():
+    run = None if last else _run_at(place(path))
+    if run is None or not _stands_for_its_best(run) or not (folders := _recording(run)):
         return path
-    run = Run.open(folder)
-    if not _stands_for_its_best(run):
-        return path
-    for one in run.checkpoint_folders():
-        if (kept := best_in(one, run.manifest.run_id)) is not None:
-            checkpoint = str(best_checkpoint(one))
-            sys.stderr.write(
-                f"foreload: note: run {path}: has --stop-early and --keep-best, so its best evaluation is used, {kept.metric} {kept.value:.6g} "
-                f"{after_step(kept.step)} (checkpoint {checkpoint}); --last uses the model of its end\n"
-            )
-            return checkpoint
-    return path
+    checkpoint, kept = str(best_checkpoint(folders[0])), best_in(folders[0])
+    assert kept is not None
+    sys.stderr.write(
+        f"foreload: note: run {path}: has --stop-early and --keep-best, so its best evaluation is used, {kept.metric} {kept.value:.6g} "
+        f"{after_step(kept.step)} (checkpoint {checkpoint}); --last uses the model of its end\n"
+    )
+    return checkpoint
 
 
 def best_model(path: str) -> str:
@@ -55,12 +50,17 @@ def best_model(path: str) -> str:
         CheckpointError: no best checkpoint is recorded.
     """
     folder = place(path)
-    if not isinstance(folder, Path) or not (folder / MANIFEST).exists():
-        return str(best_checkpoint(folder))
-    run = Run.open(folder)
-    folders = run.checkpoint_folders()
-    noted = [one for one in folders if best_in(one, run.manifest.run_id) is not None]
-    return str(best_checkpoint((noted or folders)[0]))
+    run = _run_at(folder)
+    return str(best_checkpoint(folder if run is None else (_recording(run) or run.checkpoint_folders())[0]))
+
+
+def _run_at(folder: AnyFolder) -> Run | None:
+    return Run.open(folder) if isinstance(folder, Path) and (folder / MANIFEST).exists() else None
+
+
+def _recording(run: Run) -> list[AnyFolder]:
+    """Return the folders of a run's checkpoints that record its best evaluation."""
+    return [folder for folder in run.checkpoint_folders() if best_in(folder, run.manifest.run_id) is not None]
 
 
 def _stands_for_its_best(run: Run) -> bool:

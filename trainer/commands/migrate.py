@@ -166,9 +166,8 @@ class _Driver:
     def _with_passwords(self, urls: Mapping[int, str]) -> dict[int, str]:
         """Return the URLs of servers, by number, with the passwords that they want."""
         known = {shard: url for shard, url in enumerate(self._urls) if url}
-        return dict(zip(urls, with_passwords(self._run.path, [*urls.values()]), strict=True)) | {
-            shard: known[shard] for shard in urls if shard in known
-        }
+        of_engine = with_passwords(self._run.path, [*urls.values()])
+        return {shard: known.get(shard, url) for shard, url in zip(urls, of_engine, strict=True)}
 
     def _publish(self) -> Placement:
         """Publish the program's placement.

@@ -6,6 +6,7 @@ contiguous.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from foreload.pipelines.planning.sizing import stored_bytes
 from foreload.pipelines.samples.initial_values import InitialValues
 
 MOST_COLUMNS = 1 << 20  # of a part of a row
+# Rows are made for every table at every boundary, and there are few rules.
+_parsed = functools.cache(InitialValues.parse)
 
 ROW_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl")
 """The row optimizers. Kernels switch on their places; files have their names."""
@@ -74,14 +77,14 @@ class RowLayout:
             raise CacheError(f"table {self.name}: needs parts of 1 to {MOST_COLUMNS} columns each; got {self.parts}")
         state_width(self.optimizer, self.parts)
         try:
-            InitialValues.parse(self.initial)
+            _parsed(self.initial)
         except ValueError as error:
             raise CacheError(f"table {self.name}: initial {error}") from None
 
     @property
     def initial_values(self) -> InitialValues:
         """How embeddings begin."""
-        return InitialValues.parse(self.initial)
+        return _parsed(self.initial)
 
     @property
     def width(self) -> int:

@@ -86,8 +86,9 @@ def _penalise(weights: np.ndarray, slots: np.ndarray, tables: np.ndarray, gradie
     """
     constants, penalised, last = rules.constants, rules.penalised, slots.size - 1
     for i in range(slots.size):
-        for j in range(0, penalised[tables[i]], _LINE):
-            prefetch(weights, np.int64(slots[min(i + _AHEAD, last)]) * weights.shape[1] + j)
+        ahead = min(i + _AHEAD, last)
+        for j in range(0, penalised[tables[ahead]], _LINE):
+            prefetch(weights, np.int64(slots[ahead]) * weights.shape[1] + j)
         r, k = np.int64(slots[i]), tables[i]
         l1, l2 = constants[k, PENALTY_L1], constants[k, PENALTY_L2]
         for j in range(penalised[k]):

@@ -29,7 +29,7 @@ from foreload.trainer.models.fitting import model_name
 from foreload.trainer.models.generators import seed_torch, states_beside_torch
 from foreload.trainer.models.inference import TILE, modes_kept
 from foreload.trainer.models.layers import takes_step
-from foreload.trainer.models.own_losses import outputs_and_losses, outputs_of, penalty_of
+from foreload.trainer.models.own_losses import check_penalty_arguments, outputs_and_losses, outputs_of, penalty_of
 from foreload.trainer.models.spec import Embeddings, ModelSpec, further_columns
 
 # The numbers of synthetic samples: _FEW for most trials, and _OTHERS for the calls between them.
@@ -408,6 +408,7 @@ def _check_penalty(module: nn.Module, spec: ModelSpec) -> None:
         ModelError: the penalty changes between calls, or is not a finite scalar.
     """
     name, values = model_name(module), []
+    check_penalty_arguments(name, module)
     for samples in (_FEW, _OTHERS):
         _checked_trial(module, spec, samples)
         if (value := penalty_of(name, module)) is None:

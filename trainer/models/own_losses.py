@@ -50,19 +50,14 @@ def outputs_and_losses(name: str, result: Any, samples: int) -> Tensor:
     return outputs if losses is None else torch.cat([outputs.reshape(samples, -1), losses[:, None]], 1)
 
 
-def penalty_of(name: str, module: nn.Module) -> Tensor | None:
-    """Return the module's penalty, a float32 scalar with its graph. None if it has none.
+def check_penalty_arguments(name: str, module: nn.Module) -> None:
+    """Raise ModelError if the module has a method `penalty` that needs arguments.
 
     Args:
         name: of the model, for errors.
-
-    Raises:
-        ModelError: the method takes arguments, or returns something else.
     """
     method = getattr(module, "penalty", None)
-    if not inspect.isroutine(method):
-        return None
-    if any(
+    if inspect.isroutine(method) and any(
         parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         for parameter in inspect.signature(method).parameters.values()
     ):
@@ -70,6 +65,20 @@ def penalty_of(name: str, module: nn.Module) -> Tensor | None:
             f"{name}: penalty() must take no arguments, since it is a term of the loss that depends on the parameters alone; rename a method that is "
             "something else"
         )
+
+
+def penalty_of(name: str, module: nn.Module) -> Tensor | None:
+    """Return the module's penalty, a float32 scalar with its graph. None if it has none.
+
+    Args:
+        name: of the model, for errors.
+
+    Raises:
+        ModelError: the method returns something else.
+    """
+    method = getattr(module, "penalty", None)
+    if not inspect.isroutine(method):
+        return None
     value = method()
     if not isinstance(value, Tensor) or value.shape != () or value.dtype != torch.float32:
         got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

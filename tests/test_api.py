@@ -34,6 +34,7 @@ from foreload.trainer.errors import ModelError, RunError
 from foreload.trainer.job.job import TrainJob
 
 ROWS, HELD_OUT = 3000, 300
+STEPS_OF_EPOCH = -(-(ROWS - HELD_OUT) // 64)
 
 OWN_MODEL = """
 import torch
@@ -269,6 +270,38 @@ def test_ctrl_c_stops_cleanly_and_the_run_can_be_read(schedule: foreload.Schedul
     assert stopped.state == "stopped"
     assert stopped.summary.last_step == copy.step
     assert len(stopped.digest()) == 64
+
+
+class Pruned(Exception):
+    """What a caller of `train` raises who has seen enough."""
+
+
+def test_a_caller_gets_each_evaluation_and_can_stop_the_training(
+    schedule: foreload.Schedule, run: foreload.Run, tmp_path: Path
+) -> None:
+    heard: list[EvaluationMetrics] = []
+
+    def hear(metrics: EvaluationMetrics) -> None:
+        heard.append(metrics)
+        if len(heard) == 1:
+            raise Pruned(metrics.step)
+
+    settings: dict[str, Any] = {"run": tmp_path / "stopped", "store": "local:1", "dim": 4, "lr": 0.05, "follow": True}
+    with held(schedule.path, tmp_path / "held", STEPS_OF_EPOCH + 5) as copy:
+        # The first evaluation is within what is published, and the second one is not.
+        with pytest.raises(Pruned) as raised:
+            foreload.train(copy.path, on_evaluation=hear, **settings)
+        stopped = foreload.open_run(tmp_path / "stopped")
+        assert stopped.state == "stopped"
+        assert raised.value.args[0] == heard[0].step <= stopped.summary.last_step <= copy.step
+        copy.release()
+    resumed = foreload.train(run=stopped, resume=True, on_evaluation=hear)
+    assert heard == [line for line in resumed.metrics() if isinstance(line, EvaluationMetrics)]
+    assert len(heard) == 2
+    assert resumed.evaluation == heard[-1]
+    assert resumed.digest() == run.digest()
+    with pytest.raises(SettingError, match="on_evaluation: must be "):
+        foreload.train(schedule, run=tmp_path / "no", on_evaluation="auc")  # type: ignore[arg-type]
 
 
 @pytest.mark.full

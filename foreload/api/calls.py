@@ -1,8 +1,8 @@
 """The functions that a forked process runs for its caller, one for each call.
 
 Each is a generator of the parts that the caller gets, as JSON values and bytes. Its arguments are
-`leave` and the call's values. `leave` closes the socket to the caller, in processes that are forked
-in turn. Imports are in the functions, so that a call loads only what it needs.
+the caller and the call's values. Imports are in the functions, so that a call loads only what it
+needs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,31 @@ from foreload.base.process import replace_environment
 from foreload.base.socket_messages import send
 from foreload.trainer.run.model_code import exits_reported
 
-Leave = Callable[[], None]
 Part = tuple[Mapping[str, object], bytes]
 """JSON values, and the bytes of an array that they describe."""
+
+
+class Caller:
+    """The process that made a call.
+
+    Args:
+        reply: the socket to it.
+    """
+
+    def __init__(self, reply: socket.socket) -> None:
+        self._reply = reply
+
+    def send(self, values: Mapping[str, object], payload: bytes = b"") -> None:
+        """Send a part of the result.
+
+        Raises:
+            BrokenPipeError: the caller has closed the socket.
+        """
+        send(self._reply, {"part": values}, payload)
+
+    def leave(self) -> None:
+        """Close the socket, in a process that was forked in turn."""
+        self._reply.close()
 
 
 def answer(reply: socket.socket, request: Mapping[str, Any]) -> int:
@@ -42,8 +64,9 @@ def answer(reply: socket.socket, request: Mapping[str, Any]) -> int:
     try:
         os.chdir(request["folder"])
         with Interrupts(), exits_reported(request["call"]):
-            for values, payload in CALLS[request["call"]](reply.close, **_with_model(request)):
-                send(reply, {"part": values}, payload)
+            caller = Caller(reply)
+            for values, payload in CALLS[request["call"]](caller, **_with_model(request)):
+                caller.send(values, payload)
     except ForeloadError as error:
         end = {"code": error.code, "message": str(error)}
     except KeyboardInterrupt:
@@ -73,7 +96,7 @@ def _with_model(request: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _prepare(_: Leave, /, settings: dict[str, Any], beam_flags: list[str], **_further: object) -> Iterator[Part]:
+def _prepare(_: Caller, /, settings: dict[str, Any], beam_flags: list[str], **_further: object) -> Iterator[Part]:
     from foreload.pipelines.planning.options import PrepareOptions
     from foreload.pipelines.prepare import prepare
 
@@ -83,8 +106,9 @@ def _prepare(_: Leave, /, settings: dict[str, Any], beam_flags: list[str], **_fu
         yield prepare(options, beam_flags), b""
 
 
-def _train(leave: Leave, /, job: str | None = None, **settings: Any) -> Iterator[Part]:
+def _train(caller: Caller, /, job: str | None = None, **settings: Any) -> Iterator[Part]:
     from foreload.trainer import storage
+    from foreload.trainer.cluster.messages.faults import RunObserver
     from foreload.trainer.cluster.processes.preforked import Preforked
     from foreload.trainer.cluster.processes.starting import ChildProcess
     from foreload.trainer.commands.train import as_it_stands, call_values, train
@@ -96,19 +120,27 @@ def _train(leave: Leave, /, job: str | None = None, **settings: Any) -> Iterator
     values, _ = call_values(settings, job)
     log_as(values.get("log_format"))
     wanted = TrainJob.of(as_it_stands(values))
+
+    class Evaluations(RunObserver):
+        def on_evaluation(self, metrics: Mapping[str, Any]) -> None:
+            # A caller that is gone, or has heard enough, has a clean stop on its way.
+            with contextlib.suppress(OSError):
+                caller.send({"evaluation": metrics})
+
+    observer = Evaluations()
     # A process that has used an object store has threads, and cannot be forked.
     if under_scheduler() or storage.is_asking():
-        ending = train(wanted, start_process=ChildProcess)
+        ending = train(wanted, observer, ChildProcess)
     else:
-        with contextlib.closing(Preforked(wanted.trainers + 1, leave)) as processes:
-            ending = train(wanted, start_process=processes)
+        with contextlib.closing(Preforked(wanted.trainers + 1, caller.leave)) as processes:
+            ending = train(wanted, observer, processes)
     if ending is not None and ending.no_digest is not None:
         raise ending.no_digest
     yield {"run": wanted.run, "stopped": ending is not None and ending.stopped}, b""
 
 
 def _evaluate(
-    _: Leave, /, run: str, store: str | None, schedule: str | None, accept_model: bool, **_further: object
+    _: Caller, /, run: str, store: str | None, schedule: str | None, accept_model: bool, **_further: object
 ) -> Iterator[Part]:
     from foreload.trainer.commands import evaluate
 
@@ -116,7 +148,7 @@ def _evaluate(
 
 
 def _export(
-    _: Leave,
+    _: Caller,
     /,
     run: str,
     store: str | None,
@@ -132,7 +164,7 @@ def _export(
 
 
 def _export_torch(
-    _: Leave,
+    _: Caller,
     /,
     run: str,
     store: str | None,
@@ -148,33 +180,33 @@ def _export_torch(
     yield export_torch.run(run, store, out, TorchOptions(**options), of_schedule, accept_model), b""
 
 
-def _apply(_: Leave, /, export: str, to: str, key: str | None, keep: int, **_further: object) -> Iterator[Part]:
+def _apply(_: Caller, /, export: str, to: str, key: str | None, keep: int, **_further: object) -> Iterator[Part]:
     from foreload.trainer.commands import apply
 
     yield to_stored(apply.run(export, to, key, keep)), b""
 
 
-def _digest(_: Leave, /, run: str, store: str | None, **_further: object) -> Iterator[Part]:
+def _digest(_: Caller, /, run: str, store: str | None, **_further: object) -> Iterator[Part]:
     from foreload.trainer.commands import digest
 
     yield to_stored(digest.run(run, store)), b""
 
 
-def _delete(_: Leave, /, run: str, store: str | None, folder_moved: bool, force: bool, **_further: object) -> Iterator[Part]:
+def _delete(_: Caller, /, run: str, store: str | None, folder_moved: bool, force: bool, **_further: object) -> Iterator[Part]:
     from foreload.trainer.commands import rows
     from foreload.trainer.saved.run_rows import Overrule
 
     yield to_stored(rows.run(run, store, Overrule(folder_moved, force))), b""
 
 
-def _report(_: Leave, /, run: str, out: str | None, beside: str | None, **_further: object) -> Iterator[Part]:
+def _report(_: Caller, /, run: str, out: str | None, beside: str | None, **_further: object) -> Iterator[Part]:
     from foreload.trainer.commands import report
 
     yield {"report": str(report.run([run, *([beside] if beside else [])], out))}, b""
 
 
 def _predict(
-    _: Leave, /, run: str, store: str | None, of_schedule: str | None, accept_model: bool, logits: bool, **asked: Any
+    _: Caller, /, run: str, store: str | None, of_schedule: str | None, accept_model: bool, logits: bool, **asked: Any
 ) -> Iterator[Part]:
     from foreload.trainer.commands import predict
 
@@ -185,7 +217,7 @@ def _predict(
 
 
 def _rows(
-    _: Leave,
+    _: Caller,
     /,
     run: str,
     store: str | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -23,6 +24,7 @@ from foreload.api.results import (
 )
 from foreload.api.settings import PrepareSettings, TrainSettings
 from foreload.base.arguments import checked
+from foreload.base.errors import SettingError
 from foreload.trainer.errors import CheckpointError, ModelError, RunError
 
 
@@ -77,9 +79,9 @@ class Run(Model):
         Raises:
             CheckpointError: none is recorded.
         """
-        from foreload.trainer.commands.chosen_model import best_model
+        from foreload.trainer.checkpoints.best import best_model
 
-        return Checkpoint(best_model(str(self.path)), accept_model=self._accept_model)
+        return Checkpoint(str(best_model(str(self.path))), accept_model=self._accept_model)
 
     @property
     def summary(self) -> TrainSummary:
@@ -91,14 +93,35 @@ class Run(Model):
         return TrainSummary.of(self._json("summary.json"))
 
     @property
+    def evaluation(self) -> EvaluationMetrics | None:
+        """The evaluation of the model that the run stands for, of the first set. If None, there was none.
+
+        It is the best one if the run ended with `stop_early` and `keep_best`, unless `open_run` got
+        `last=True`; otherwise it is the last one. Its `step` says which.
+        """
+        from foreload.trainer.checkpoints.best import kept_best
+        from foreload.trainer.run.directory import Run as RunFolder
+
+        evaluations = [line for line in self._metrics("evaluation") if isinstance(line, EvaluationMetrics)]
+        if not evaluations:
+            return None
+        kept = None if self._last else kept_best(RunFolder.open(self.path))
+        step = evaluations[-1].step if kept is None else kept.best.step
+        # After a rollback a step is evaluated again. The last evaluation counts.
+        of_sets = {line.set: line for line in evaluations if line.step == step}
+        return next(iter(of_sets.values()), None)
+
+    @property
     def auc(self) -> float | None:
-        """The area under the ROC curve of the last evaluation. If None, there was none."""
-        return self.summary.auc
+        """The area under the ROC curve of `evaluation`. If None, there was none."""
+        evaluation = self.evaluation
+        return None if evaluation is None else evaluation.auc
 
     @property
     def log_loss(self) -> float | None:
-        """The mean log loss of the last evaluation. If None, there was none."""
-        return self.summary.log_loss
+        """The mean log loss of `evaluation`. If None, there was none."""
+        evaluation = self.evaluation
+        return None if evaluation is None else evaluation.log_loss
 
     @property
     def state(self) -> str:
@@ -113,6 +136,10 @@ class Run(Model):
 
     def metrics(self) -> list[StepMetrics | EvaluationMetrics]:
         """Return the metrics of all steps and evaluations so far, in order. The run may train."""
+        return self._metrics("")
+
+    def _metrics(self, kind: str) -> list[StepMetrics | EvaluationMetrics]:
+        """Return the metrics of a kind, or of all kinds if it is ""."""
         self._json("manifest.json")
         kinds: dict[str, type[StepMetrics | EvaluationMetrics]] = {"step": StepMetrics, "evaluation": EvaluationMetrics}
         try:
@@ -120,8 +147,9 @@ class Run(Model):
         except FileNotFoundError:
             return []
         # The last line may be incomplete while the run writes it.
-        lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-        return [kinds[line["kind"]].of(line) for line in lines if line["kind"] in kinds]
+        whole = text[: text.rfind("\n") + 1].splitlines()
+        lines = [json.loads(line) for line in whole if kind in line]
+        return [kinds[line["kind"]].of(line) for line in lines if line["kind"] in kinds and kind in ("", line["kind"])]
 
     @checked()
     def report(self, out: AnyPath | None = None, *, beside: AnyPath | None = None) -> Path:
@@ -275,6 +303,7 @@ def train(
     *,
     model: str | Callable[..., object] | None = None,
     loss: str | Callable[..., object] | None = None,
+    on_evaluation: Callable[[EvaluationMetrics], object] | None = None,
     progress: bool = False,
     **settings: Unpack[TrainSettings],
 ) -> Run:
@@ -288,9 +317,14 @@ def train(
         model: a name as on the command line, or the class itself, or a function that builds one.
             Its module must be importable from its file.
         loss: likewise, a name or the function.
+        on_evaluation: is called with the metrics of each evaluation set when they are known, while
+            training goes on. If it raises an exception, training stops after the current step, with
+            everything saved, and the exception is raised here.
         progress: whether progress is shown on stderr.
         settings: the options of `foreload train`, with underscores for dashes.
     """
+    if on_evaluation is not None and not callable(on_evaluation):
+        raise SettingError(f"on_evaluation: must be a function of one argument, the metrics; got {on_evaluation!r}")
     values = {name: plain(value) for name, value in settings.items()}
     if schedule is not None:
         values["schedule"] = os.fspath(schedule)
@@ -305,7 +339,12 @@ def train(
         elif own is not None:
             values[setting] = own
     numerics = Numerics(str(values.get("cpu_capability", "avx2")), _threads(values.get("threads", 1)))
-    ended = client.result("train", values, numerics, progress)
+    ended: Mapping[str, Any] = {}
+    with contextlib.closing(client.parts("train", values, numerics, progress)) as parts:
+        for message in parts:
+            ended = message.values
+            if on_evaluation is not None and "evaluation" in ended:
+                on_evaluation(EvaluationMetrics.of(ended["evaluation"]))
     store = values.get("store")
     return Run(ended["run"], None if store is None or str(store).startswith("local") else str(store))
 

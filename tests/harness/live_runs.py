@@ -11,9 +11,9 @@ from command_line import Command
 from injection import AnyFault
 from small_job import summary, synthetic_schedule
 
+from foreload.trainer.checkpoints.best import BEST
 from foreload.trainer.checkpoints.contents import Checkpoint
 from foreload.trainer.checkpoints.draft import LOCK
-from foreload.trainer.checkpoints.lineage import BEST
 
 EVERY, EPOCH = 10, 41  # steps between checkpoints, and of an epoch
 MODEL = ("--dim", "4", "--lr", "0.05", "--model-options", "bottom=512-512-4", "top=512-512-1")

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from foreload.trainer.checkpoints.lineage import Best
+from foreload.trainer.checkpoints.best import Best
 from foreload.trainer.cluster.coordinator.background_work import FolderWork, fulfil
 from foreload.trainer.cluster.coordinator.checkpointing import Checkpointing, CheckpointUnderWay, Opened
 from foreload.trainer.cluster.coordinator.training_call import PublishedPlan, TrainingCall

@@ -14,6 +14,7 @@ from small_job import arguments, summary, synthetic_schedule
 from test_early_stopping import stops_at, told
 
 import foreload
+from foreload.api.results import EvaluationMetrics
 from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.job.metric_choice import StopEarly
 from foreload.trainer.run.directory import CHECKPOINTS
@@ -98,4 +99,14 @@ def check_what_commands_use(run: Path, best: int, folder: Path) -> None:
     assert "--best and --last: only one of them can be given" in refused("evaluate", run, "--best", "--last")
     opened = foreload.open_run(run)
     assert opened.best.step == opened.evaluate().step == best
-    assert foreload.open_run(run, last=True).evaluate().step == last
+    lines = {line.step: line for line in opened.metrics() if isinstance(line, EvaluationMetrics)}
+    assert opened.evaluation == lines[best]
+    assert (opened.auc, opened.log_loss) == (lines[best].auc, lines[best].log_loss)
+    at_end = foreload.open_run(run, last=True)
+    assert at_end.evaluate().step == last
+    assert at_end.evaluation == lines[last]
+    assert at_end.log_loss == opened.summary.log_loss != opened.log_loss
+    page = (run / "report.html").read_text()
+    assert page.count(f"best evaluation, after step {best:,}") == 2  # log loss and AUC
+    assert f'<b class="figure">{lines[best].log_loss:.5f}</b>' in page
+    assert "last evaluation" not in page

@@ -14,7 +14,7 @@ from coordinated_world import LANES, STAGES, World
 from simulated_checkpoints import Broken
 from small_call import small_call
 
-from foreload.trainer.checkpoints.lineage import Best
+from foreload.trainer.checkpoints.best import Best
 from foreload.trainer.cluster.coordinator import terms
 from foreload.trainer.cluster.coordinator.checkpointing import Checkpointing, CheckpointUnderWay
 from foreload.trainer.cluster.coordinator.membership import Membership

@@ -29,8 +29,8 @@ from foreload.base.files import write_json, write_sealed
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.format import HEADER, segment_name
 from foreload.pipelines.schedule.format import MANIFEST as SCHEDULE
+from foreload.trainer.checkpoints.best import BEST
 from foreload.trainer.checkpoints.contents import MANIFEST as CHECKPOINT
-from foreload.trainer.checkpoints.lineage import BEST
 from foreload.trainer.cli import main
 from foreload.trainer.commands.predict import Records
 from foreload.trainer.commands.train import call_values

@@ -7,17 +7,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-from foreload.base.codec import Count, FormError, finite, of_json, parse_json, to_stored
-from foreload.base.files import canonical
 from foreload.trainer.checkpoints.contents import MANIFEST, Checkpoint, bases_in, checkpoints_in, run_of
-from foreload.trainer.checkpoints.draft import folder_of, holding, removed
+from foreload.trainer.checkpoints.draft import holding, removed
 from foreload.trainer.checkpoints.files import LEAST_BITS, baseline_is_due, bits_for_job, deletable, dependents
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
 from foreload.trainer.job.job_values import Policy
 from foreload.trainer.run.manifest import Manifest
-from foreload.trainer.storage import AnyFolder, place, write_whole
+from foreload.trainer.storage import AnyFolder, place
 
 if TYPE_CHECKING:
     from foreload.trainer.checkpoints.changed_rows import Plan
@@ -301,67 +299,3 @@ def check_there(path: AnyFolder) -> None:
     if not (path / MANIFEST).is_file():
         # This raises the error that the folder is no checkpoint.
         Checkpoint.open(path)
-
-
-BEST = "best.json"  # in the folder of checkpoints
-
-
-@dataclass(frozen=True, slots=True)
-class Best:
-    """The best evaluation of a run so far, after a training step.
-
-    Attributes:
-        run: The run's id.
-        step: The last step trained before the evaluation.
-    """
-
-    run: str
-    metric: str
-    value: Annotated[float, finite]
-    step: Count
-
-    def write(self, folder: AnyFolder) -> None:
-        """Record it, durably, in a folder of checkpoints that has a checkpoint of its step.
-
-        Raises OSError and CheckpointUnreachable.
-        """
-        write_whole(folder / BEST, canonical(to_stored(self)))
-
-
-def best_in(folder: AnyFolder, run_id: str | None = None) -> Best | None:
-    """Return the best evaluation that a folder of checkpoints records, of a run if one is named.
-
-    Returns None if none is recorded, if the checkpoint that the record names does not exist, or if
-    the file is damaged. The next best evaluation then replaces the record.
-    """
-    try:
-        best = _read(folder)
-    except (OSError, FormError):
-        return None
-    return best if run_id in (None, best.run) and (folder / folder_of(best.step) / MANIFEST).is_file() else None
-
-
-def _read(folder: AnyFolder) -> Best:
-    """Read the record of the best evaluation. Raises OSError and FormError."""
-    return of_json(parse_json((folder / BEST).read_bytes()), Best)
-
-
-def best_checkpoint(folder: AnyFolder) -> AnyFolder:
-    """Return the folder of the best checkpoint in a folder of checkpoints.
-
-    Raises CheckpointError if none is recorded, or the record is damaged.
-    """
-    try:
-        _read(folder)
-    except OSError:
-        pass
-    except FormError as error:
-        raise CheckpointError(
-            f"--best: {folder / BEST} is damaged: {error}; name a checkpoint, or delete the file: training with --keep-best writes it again"
-        ) from error
-    best = best_in(folder)
-    if best is None:
-        raise CheckpointError(
-            f"--best: no best checkpoint is recorded in {folder}; train with --keep-best METRIC, on a schedule with evaluation"
-        )
-    return folder / folder_of(best.step)

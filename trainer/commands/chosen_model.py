@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from foreload.base.errors import SettingError
-from foreload.trainer.checkpoints.lineage import best_checkpoint, best_in
+from foreload.trainer.checkpoints.best import best_model, kept_best, run_at
 from foreload.trainer.errors import after_step
-from foreload.trainer.run.directory import MANIFEST, Run
-from foreload.trainer.storage import AnyFolder, place
+from foreload.trainer.storage import place
 
 
 def chosen_model(path: str, best: bool = False, last: bool = False) -> str:
@@ -30,42 +28,13 @@ def chosen_model(path: str, best: bool = False, last: bool = False) -> str:
     if best and last:
         raise SettingError("--best and --last: only one of them can be given")
     if best:
-        return best_model(path)
-    run = None if last else _run_at(place(path))
-    if run is None or not _stands_for_its_best(run) or not (folders := _recording(run)):
+        return str(best_model(path))
+    run = None if last else run_at(place(path))
+    kept = None if run is None else kept_best(run)
+    if kept is None:
         return path
-    checkpoint, kept = str(best_checkpoint(folders[0])), best_in(folders[0])
-    assert kept is not None
     sys.stderr.write(
-        f"foreload: note: run {path}: has --stop-early and --keep-best, so its best evaluation is used, {kept.metric} {kept.value:.6g} "
-        f"{after_step(kept.step)} (checkpoint {checkpoint}); --last uses the model of its end\n"
+        f"foreload: note: run {path}: has --stop-early and --keep-best, so its best evaluation is used, {kept.best.metric} "
+        f"{kept.best.value:.6g} {after_step(kept.best.step)} (checkpoint {kept.checkpoint}); --last uses the model of its end\n"
     )
-    return checkpoint
-
-
-def best_model(path: str) -> str:
-    """Return the checkpoint with the best evaluation, of a run or in a folder of checkpoints.
-
-    Raises:
-        CheckpointError: no best checkpoint is recorded.
-    """
-    folder = place(path)
-    run = _run_at(folder)
-    return str(best_checkpoint(folder if run is None else (_recording(run) or run.checkpoint_folders())[0]))
-
-
-def _run_at(folder: AnyFolder) -> Run | None:
-    return Run.open(folder) if isinstance(folder, Path) and (folder / MANIFEST).exists() else None
-
-
-def _recording(run: Run) -> list[AnyFolder]:
-    """Return the folders of a run's checkpoints that record its best evaluation."""
-    return [folder for folder in run.checkpoint_folders() if best_in(folder, run.manifest.run_id) is not None]
-
-
-def _stands_for_its_best(run: Run) -> bool:
-    """Whether a run was trained with --stop-early, and is over. Only --keep-best records a best."""
-    rule, status, watched = run.manifest.training_job.stop_early, run.status, run.manifest.watched
-    if rule is None or status is None:
-        return False
-    return status.state == "ended" or (status.state == "stopped" and watched is not None and watched.ends(rule))
+    return str(kept.checkpoint)

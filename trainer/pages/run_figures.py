@@ -18,6 +18,7 @@ from foreload.base.memory import available_bytes
 from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, count_moves, lane_uses, lru_arrivals, lru_depths
 from foreload.pipelines.errors import PipelineError
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.checkpoints.best import kept_best
 from foreload.trainer.errors import RunError
 from foreload.trainer.pages.run_story import Story, story_of
 from foreload.trainer.pages.step_figures import StepFigures, read_steps
@@ -64,6 +65,7 @@ class RunFigures:
         summary: the summary of its last call. If None, the call has not ended.
         schedule: its last schedule, or what the run keeps of it. If None, neither exists.
         cache: the arrivals of its last schedule. If None, they cannot be counted.
+        best_step: the step of its best evaluation, if the run stands for that; else None.
     """
 
     name: str
@@ -74,11 +76,23 @@ class RunFigures:
     summary: Mapping[str, Any] | None
     schedule: Schedule | None
     cache: CacheCounts | None
+    best_step: int | None
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """The evaluations, as metrics.jsonl has them."""
         return self.steps.evaluations
+
+    @property
+    def is_of_best(self) -> bool:
+        """Whether `evaluation` is the best one; otherwise it is the last one."""
+        return any(one["step"] == self.best_step for one in self.evaluations)
+
+    @property
+    def evaluation(self) -> dict[str, Any] | None:
+        """The evaluation of the model that the run stands for, of the first set. None if there is none."""
+        step = self.best_step if self.is_of_best else self.evaluations[-1]["step"] if self.evaluations else None
+        return next((one for one in self.evaluations if one["step"] == step), None)
 
 
 def read_run(path: Path | str, state: str | None = None, most_uses: int | None = None) -> RunFigures:
@@ -98,6 +112,7 @@ def read_run(path: Path | str, state: str | None = None, most_uses: int | None =
     steps = read_steps(run.path / METRICS)
     metrics = run.path / METRICS
     latest = metrics.stat().st_mtime if metrics.exists() else None
+    kept = kept_best(run)
     began_with = manifest.local_stores or len(manifest.store_urls)
     return RunFigures(
         name=run.path.absolute().name,
@@ -108,6 +123,7 @@ def read_run(path: Path | str, state: str | None = None, most_uses: int | None =
         summary=_summary(run.path / SUMMARY),
         schedule=_schedule(run),
         cache=cache_counts(manifest, most_uses),
+        best_step=None if kept is None else kept.best.step,
     )
 
 

@@ -14,7 +14,6 @@ from foreload.trainer.pages.run_metrics import (
     in_set,
     label_names,
     labels_of,
-    last_of_first_set,
     line_colour,
     lines,
     loss_points,
@@ -108,18 +107,18 @@ def _part(run: RunFigures, name: str) -> np.ndarray:
 def calibration(runs: Sequence[RunFigures]) -> list[Html]:
     """Return predicted against observed clicks, for each label of clicks.
 
-    The figures are of the last evaluation of the first evaluation set.
+    The figures are of the evaluation of the model that the run stands for, of the first set.
     """
     parts: list[Html] = []
     for name in label_names(runs):
-        of_runs = [None if last is None else labels_of(last).get(name) for last in map(last_of_first_set, runs)]
+        of_runs = [None if run.evaluation is None else labels_of(run.evaluation).get(name) for run in runs]
         if not any(one is not None and "rmse" in one for one in of_runs):
             parts += _calibration_of(runs, name, of_runs)
     return parts or [missing("Labels that are numbers have no calibration plot; predicted over observed is above.")]
 
 
 def _calibration_of(runs: Sequence[RunFigures], name: str, of_runs: Sequence[Mapping[str, Any] | None]) -> list[Html]:
-    """Return the calibration of a label, from the metrics of each run's last evaluation.
+    """Return the calibration of a label, from the metrics of each run's evaluation.
 
     Args:
         name: the label; "" if it is the only one.
@@ -149,7 +148,7 @@ def _calibration_of(runs: Sequence[RunFigures], name: str, of_runs: Sequence[Map
             tag(
                 "p",
                 f"{run.name}: {shares[0]} predicted on average, {shares[1]} observed; predicted over observed {fixed(ratio(metrics), 4)}, after step "
-                f"{count(run.evaluations[-1]['step'])}.",
+                f"{count(run.evaluation['step'] if run.evaluation else None)}.",
             )
         )
     if not drawn:

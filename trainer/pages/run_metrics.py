@@ -22,11 +22,11 @@ _AUC, _RMSE, _GROUPED = ("AUC", "auc", 4), ("RMSE", "rmse", 5), ("grouped AUC", 
 _CLICKS = (("log loss", "log_loss", 5), _AUC, ("normalised entropy", "normalized_entropy", 4))
 _NUMBERS = (_RMSE, ("MAE", "mae", 5))
 _NOTES = {
-    "log_loss": "nats a sample, last evaluation",
-    "auc": "last evaluation",
+    "log_loss": "nats a sample, ",
+    "auc": "",
     "normalized_entropy": "1 = the mean label",
-    "rmse": "root mean square error, last evaluation",
-    "mae": "mean absolute error, last evaluation",
+    "rmse": "root mean square error, ",
+    "mae": "mean absolute error, ",
 }
 
 
@@ -74,11 +74,6 @@ def set_names(runs: Sequence[RunFigures]) -> list[str]:
 def of_set(run: RunFigures, name: str) -> list[dict[str, Any]]:
     """Return a run's evaluations of a set."""
     return [one for one in run.evaluations if _set(one) == name]
-
-
-def last_of_first_set(run: RunFigures) -> dict[str, Any] | None:
-    """Return the last evaluation of the first set, or None if there is no evaluation."""
-    return next((one for one in run.evaluations if one["step"] == run.evaluations[-1]["step"]), None)
 
 
 def _set(evaluation: Mapping[str, Any]) -> str:
@@ -193,18 +188,28 @@ def metric_tiles(runs: Sequence[RunFigures]) -> list[tuple[str, list[str], str]]
     If there is one label, these are all of its metrics. If there are several, they are the most
     important one of each. All are of the first evaluation set.
     """
-    last = [last_of_first_set(run) for run in runs]
+    shown = [run.evaluation for run in runs]
     names, tiles = label_names(runs), []
-    of_sets = "".join(f" of {name}" for name in dict.fromkeys(_set(one) for one in last if one is not None) if name)
-    if any(one is not None and "loss" in one for one in last):
-        values = [fixed(None if one is None else one.get("loss"), 5) for one in last]
-        tiles.append(("loss", values, f"the training loss, mean of the last evaluation{of_sets}"))
+    of_sets = "".join(f" of {name}" for name in dict.fromkeys(_set(one) for one in shown if one is not None) if name)
+    which = _which(runs)
+    if any(one is not None and "loss" in one for one in shown):
+        values = [fixed(None if one is None else one.get("loss"), 5) for one in shown]
+        tiles.append(("loss", values, f"the training loss, mean, {which}{of_sets}"))
     for name in names:
-        of_runs = [{} if one is None else labels_of(one).get(name, {}) for one in last]
+        of_runs = [{} if one is None else labels_of(one).get(name, {}) for one in shown]
         metrics, foremost = (_NUMBERS, _RMSE) if any(map(_is_number, of_runs)) else (_CLICKS, _AUC)
         for title, metric, digits in metrics if names == [""] else [foremost]:
-            tiles.append((of_label(title, name), [fixed(one.get(metric), digits) for one in of_runs], _NOTES[metric] + of_sets))
+            note = _NOTES[metric] if metric == "normalized_entropy" else f"{_NOTES[metric]}{which}"
+            tiles.append((of_label(title, name), [fixed(one.get(metric), digits) for one in of_runs], note + of_sets))
     return tiles
+
+
+def _which(runs: Sequence[RunFigures]) -> str:
+    """Return which evaluation the headline metrics are of: the last one, or the best one and its step."""
+    of_runs = [f"best evaluation, after step {count(run.best_step)}" if run.is_of_best else "last evaluation" for run in runs]
+    if len(set(of_runs)) == 1:
+        return of_runs[0]
+    return "; ".join(f"{run.name}: {which}" for run, which in zip(runs, of_runs, strict=True))
 
 
 def _is_number(metrics: Mapping[str, Any]) -> bool:

@@ -181,6 +181,7 @@ class RunReport:
         tracking: gets the figures of TensorBoard, too.
         is_within_epoch: returns whether an evaluation after a step is within an epoch rather than at its
             end.
+        on_evaluation: gets the line of each evaluation set that no earlier call has reported.
     """
 
     def __init__(
@@ -195,6 +196,7 @@ class RunReport:
         clock: Callable[[], float] = time.monotonic,
         tracking: Tracking | None = None,
         is_within_epoch: Callable[[int], bool] = lambda step: False,
+        on_evaluation: Callable[[Mapping[str, Any]], None] = lambda line: None,
     ) -> None:
         # TensorBoard is slow to import, and only the coordinator needs it.
         from torch.utils.tensorboard import SummaryWriter
@@ -211,6 +213,7 @@ class RunReport:
         # This is TensorBoard's writer.
         self._board = SummaryWriter(str(run / TENSORBOARD))
         self._tracking = tracking
+        self._on_evaluation = on_evaluation
         if settings:
             rows = [f"| {name} | `{value}` |" for name, value in settings.items()]
             self._board.add_text("settings", "\n".join(["| setting | value |", "| --- | --- |", *rows]), first_step)
@@ -328,6 +331,8 @@ class RunReport:
                 self._metrics.write(written)
                 place = "/".join(filter(None, ("evaluation", report.set)))
                 self._show({f"{place}/{name}": value for name, value in metric_scalars(line)}, report.step)
+        if written not in self._reported:
+            self._on_evaluation(_finite(line))
         place = (f", step {report.step}" if self._is_within_epoch(report.step) else "") + (
             f", {report.set}" if report.set else ""
         )

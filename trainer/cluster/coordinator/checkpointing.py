@@ -15,11 +15,12 @@ import numpy as np
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.format import Header
+from foreload.trainer.checkpoints.best import Best, best_in
 from foreload.trainer.checkpoints.changed_rows import Plan
 from foreload.trainer.checkpoints.contents import Checkpoint, Contents
 from foreload.trainer.checkpoints.draft import AnyDraft, check_absent, draft, folder_of
 from foreload.trainer.checkpoints.files import EXACT_BITS, LEAST_BITS, PartFiles
-from foreload.trainer.checkpoints.lineage import Best, Increment, best_in, next_bits, next_increment, of_run, prune
+from foreload.trainer.checkpoints.lineage import Increment, next_bits, next_increment, of_run, prune
 from foreload.trainer.checkpoints.part import GRACE_SECONDS
 from foreload.trainer.cluster.coordinator.background_work import FolderWork
 from foreload.trainer.cluster.coordinator.training_call import PublishedPlan, TrainingCall

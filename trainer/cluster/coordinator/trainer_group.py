@@ -165,6 +165,7 @@ class TrainerGroup:
             call.manifest.job,
             tracking=call.tracking,
             is_within_epoch=header.is_within_epoch,
+            on_evaluation=call.observer.on_evaluation,
         )
 
     def _finish(self, coordinator: Coordinator, report: RunReport, left: Sequence[Departed]) -> Ending:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foreload.pipelines.schedule.format import Header
-from foreload.trainer.checkpoints.lineage import Best, best_in
+from foreload.trainer.checkpoints.best import Best, best_in
 from foreload.trainer.checkpoints.part import GRACE_SECONDS
 from foreload.trainer.cluster.coordinator.background_work import FolderWork
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall

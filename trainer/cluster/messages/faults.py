@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from foreload.cache.client.local import LocalStores
 from foreload.trainer.errors import TrainerError
@@ -180,6 +180,9 @@ class RunObserver:
 
     def on_event(self, trainer: int, event: TrainerEvent) -> None:
         """Receive an event of a trainer."""
+
+    def on_evaluation(self, metrics: Mapping[str, Any]) -> None:
+        """Receive the metrics of an evaluation set, once, as a line of metrics.jsonl has them."""
 
     def at_checkpoint(self, point: str) -> None:
         """Receive a point of a checkpoint that the launcher reaches.

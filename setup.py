@@ -20,6 +20,7 @@ TEST = [
     "nbclient>=0.10",
     "nbformat>=5.10",
     "ipykernel>=6.29",
+    "optuna>=4.4",  # for the example of a search
     "pytest>=8",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",

@@ -12,6 +12,10 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from small_job import synthetic_schedule
+
+import foreload
+from foreload.api.results import EvaluationMetrics
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 STEPS = ("ratings to train on", "learning rate 0.3", "report.html", "differ by")
@@ -34,6 +38,28 @@ def test_movielens(process: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         told = out.getvalue()
     assert [step for step in STEPS if step not in told] == []
     assert (tmp_path / "out" / "report.html").read_text().lower().startswith("<!doctype html>")
+
+
+def test_a_search_goes_on_where_it_stopped_and_keeps_the_best_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = synthetic_schedule(tmp_path / "clicks", 600, further="--eval-fraction 0.2 --eval-every 2")
+
+    def search(trials: int) -> str:
+        words = ["search.py", str(schedule), "--trials", str(trials), "--out", str(tmp_path / "out")]
+        monkeypatch.setattr(sys, "argv", words)
+        with redirect_stdout(io.StringIO()) as out:
+            runpy.run_path(str(EXAMPLES / "search.py"), run_name="__main__")
+        return out.getvalue()
+
+    search(1)
+    told = search(2)
+    assert told.startswith("trial 1 (2 of 2): ")
+    assert "\n2 trials, 0 pruned, in " in told
+    best = Path(told.splitlines()[-1].removeprefix("its run: "))
+    assert [path for path in (tmp_path / "out").iterdir() if path.is_dir()] == [best]
+    run = foreload.open_run(best)
+    losses = [line.log_loss for line in run.metrics() if isinstance(line, EvaluationMetrics)]
+    assert run.log_loss == min(loss for loss in losses if loss is not None)
+    assert f"best: log_loss {run.log_loss:.5f}, AUC {run.auc:.4f}: " in told
 
 
 def test_the_cells_of_talkingdata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

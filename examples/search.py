@@ -100,7 +100,7 @@ def main() -> None:
         print(f"trial {trial.number} ({count + 1} of {given.trials}): {value}  {trial.params}", flush=True)
     pruned = sum(trial.state is TrialState.PRUNED for trial in study.trials)
     best = study.best_trial
-    print(f"{given.trials} trials, {pruned} pruned, in {time.monotonic() - began:.0f} s")
+    print(f"{given.trials} trials, {pruned} pruned; this call took {time.monotonic() - began:.0f} s")
     print(f"best: {METRIC} {best.value:.5f}, AUC {foreload.open_run(run_of(best)).auc:.4f}: {best.params}")
     print(f"its run: {run_of(best)}")
 

@@ -53,7 +53,7 @@ def test_a_search_goes_on_where_it_stopped_and_keeps_the_best_run(tmp_path: Path
     search(1)
     told = search(2)
     assert told.startswith("trial 1 (2 of 2): ")
-    assert "\n2 trials, 0 pruned, in " in told
+    assert "\n2 trials, 0 pruned; this call took " in told
     best = Path(told.splitlines()[-1].removeprefix("its run: "))
     assert [path for path in (tmp_path / "out").iterdir() if path.is_dir()] == [best]
     run = foreload.open_run(best)

@@ -278,25 +278,25 @@ def measure(data: str, seeds: int, trials: int, lines: Lines) -> None:
             "foreload": lambda settings, seed: of_foreload(folder, settings, seed),
         }
 
-        def trained(who: str, what: str, seed: int, settings: Mapping[str, Any]) -> Trained:
+        def training(who: str, what: str, seed: int, settings: Mapping[str, Any]) -> Trained:
             return lines.get(data, who, what, seed, settings, lambda: trainers[who](settings, seed))
 
         for seed in range(seeds):
             for who in trainers:
-                trained(who, "equal", seed, EQUAL)
-                trained(who, "default", seed, DEFAULTS[who])
+                training(who, "equal", seed, EQUAL)
+                training(who, "default", seed, DEFAULTS[who])
             for rate in RATES:
-                trained("foreload", "rate", seed, {**EQUAL, "row_lr": rate})
+                training("foreload", "rate", seed, {**EQUAL, "row_lr": rate})
         for who in trainers:
             study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
             of_trials: list[Trained] = []
             for _ in range(trials):
                 trial = study.ask()
-                of_trials.append(trained(who, "search", SEARCHED, suggested(trial, who)))
+                of_trials.append(training(who, "search", SEARCHED, suggested(trial, who)))
                 study.tell(trial, of_trials[-1].val["log_loss"])
             best = min(of_trials, key=lambda one: one.val["log_loss"])
             for seed in range(seeds):
-                trained(who, "best", seed, best.settings)
+                training(who, "best", seed, best.settings)
     finally:
         shutil.rmtree(folder)
 

@@ -9,7 +9,7 @@ import ipaddress
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -191,47 +191,6 @@ class Interval:
         return self.written
 
 
-@dataclass(frozen=True, slots=True)
-class TableSettings:
-    """A table's own settings. If a value is None, the setting for all tables applies."""
-
-    row_optimizer: str | None = None
-    lr: float | None = None
-    row_options: dict[str, float] | None = None
-    row_initial: str | None = None
-    row_l1: float | None = None
-    row_l2: float | None = None
-
-    @classmethod
-    def parse(cls, table: str, value: Any) -> TableSettings:
-        """Parse [train.tables.NAME] of the job file, or a mapping with its names.
-
-        Raises SettingError.
-        """
-        if isinstance(value, TableSettings):
-            return value
-        place = f"[train.tables.{table}]"
-        if not isinstance(value, Mapping):
-            raise SettingError(f"{place}: must be a table; got {value!r}")
-        given = {key.replace("-", "_"): own for key, own in value.items()}
-        parsers: dict[str, Parse] = {
-            "row_optimizer": choice(*ROW_OPTIMIZERS),
-            "lr": number(0),
-            "row_options": row_options,
-            "row_initial": initial_values,
-            "row_l1": number(0),
-            "row_l2": number(0),
-        }
-        unknown = sorted(set(given) - set(parsers))
-        if unknown:
-            raise SettingError(f"{place}: may have only {', '.join(map(spelled, parsers))}; got {unknown[0]}")
-        return cls(**{name: parsers[name](f"{place} {spelled(name)}", own) for name, own in given.items()})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings under their names in the job file."""
-        return {spelled(name): value for name, value in asdict(self).items() if value is not None}
-
-
 def weight_bits(flag: str, value: Any) -> int | Literal["auto"]:
     """Parse the number of bits that a weight has in a checkpoint.
 
@@ -277,6 +236,45 @@ def initial_values(flag: str, value: Any) -> str:
         return str(InitialValues.parse(value))
     except ValueError as error:
         raise SettingError(f"{flag}: {error}") from None
+
+
+def _own(parse: Parse) -> Any:
+    """Return a field of TableSettings: None, or what the parser makes of a table's own value."""
+    return field(default=None, metadata={"parse": parse})
+
+
+@dataclass(frozen=True, slots=True)
+class TableSettings:
+    """A table's own settings. If a value is None, the setting for all tables applies."""
+
+    row_optimizer: str | None = _own(choice(*ROW_OPTIMIZERS))
+    lr: float | None = _own(number(0))
+    row_options: dict[str, float] | None = _own(row_options)
+    row_initial: str | None = _own(initial_values)
+    row_l1: float | None = _own(number(0))
+    row_l2: float | None = _own(number(0))
+
+    @classmethod
+    def parse(cls, table: str, value: Any) -> TableSettings:
+        """Parse [train.tables.NAME] of the job file, or a mapping with its names.
+
+        Raises SettingError.
+        """
+        if isinstance(value, TableSettings):
+            return value
+        place = f"[train.tables.{table}]"
+        if not isinstance(value, Mapping):
+            raise SettingError(f"{place}: must be a table; got {value!r}")
+        given = {key.replace("-", "_"): own for key, own in value.items()}
+        parsers: dict[str, Parse] = {one.name: one.metadata["parse"] for one in fields(cls)}
+        unknown = sorted(set(given) - set(parsers))
+        if unknown:
+            raise SettingError(f"{place}: may have only {', '.join(map(spelled, parsers))}; got {unknown[0]}")
+        return cls(**{name: parsers[name](f"{place} {spelled(name)}", own) for name, own in given.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings under their names in the job file."""
+        return {spelled(name): value for name, value in asdict(self).items() if value is not None}
 
 
 def tables(flag: str, value: Any) -> dict[str, TableSettings]:

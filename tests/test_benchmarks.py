@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from comparison import MINUTES, Claim, Ratio, Results, Series, Table, lower_bound, machine_name, save, spread
+from peers_accuracy import interval
 from render import keep, render
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,6 +146,11 @@ def test_the_bound_is_above_the_median_as_seldom_as_it_says(count: int) -> None:
     assert statistics.fmean(over) <= 0.065
     assert sum(over) > 0
     assert lower_bound(range(count), 0.999) <= lower_bound(range(count)) < count / 2
+
+
+def test_an_interval_is_student_s() -> None:
+    # 2.776 is the two-sided 95 % quantile for 4 degrees of freedom; the deviation is sqrt(2.5).
+    assert interval([1.0, 2.0, 3.0, 4.0, 5.0], 3) == f"3.000 +- {2.776 * math.sqrt(2.5 / 5):.3f}"
 
 
 def test_what_is_in_the_docs_is_what_the_results_give(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ import psutil
 from forking import COMMAND_LINE, FORKER, ForkedCommand
 
 from foreload.trainer import cli
-from foreload.trainer.cluster.messages.control import training_status
+from foreload.trainer.cluster.messages.control import RunStatus, training_status
+from foreload.trainer.errors import RunError
 
 if TYPE_CHECKING:
     from injection import AnyFault
@@ -176,6 +177,18 @@ class Command:
 
         wait_until(over, lambda: self.said)
 
+    def answer(self, run: Path) -> RunStatus:
+        """What the run that it trains tells, as soon as it answers."""
+        told: list[RunStatus | None] = []
+
+        def answered() -> bool:
+            told.append(status_of(run))
+            return told[-1] is not None
+
+        self.until(answered)
+        assert told[-1] is not None
+        return told[-1]
+
     def stand(self) -> None:
         """Wait until it stands still, as a CallFault or a LauncherFault with SIGSTOP has it."""
         process = psutil.Process(self.process.pid)
@@ -310,11 +323,18 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
+def status_of(run: Path) -> RunStatus | None:
+    """What a run that trains tells; None where nothing trains, and where the launcher is too busy to answer in time."""
+    with contextlib.suppress(RunError):
+        return training_status(run)
+    return None
+
+
 def reached(run: Path, step: int) -> Callable[[], bool]:
     """Whether the run tells through its control socket that it has trained a step."""
 
     def asked() -> bool:
-        told = training_status(run)
+        told = status_of(run)
         return told is not None and told.step >= step
 
     return asked

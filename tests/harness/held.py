@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from command_line import Command
+from command_line import Command, status_of
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.at_work import at_work
 from foreload.pipelines.schedule.format import LOCK, MANIFEST, WORK
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.messages.control import AskStop, RunStatus, Stopping, ask, training_status
+from foreload.trainer.cluster.messages.control import AskStop, RunStatus, Stopping, ask
 from foreload.trainer.run.directory import Run
 
 Hold = Callable[..., "HeldRun"]
@@ -103,13 +103,11 @@ class HeldRun(Command):
     @property
     def status(self) -> RunStatus:
         """What it reports while it trains."""
-        status = training_status(self.path)
-        assert status is not None, self.communicate()
-        return status
+        return self.answer(self.path)
 
     def waits(self) -> bool:
         """Whether all that is published is trained."""
-        reported = training_status(self.path)
+        reported = status_of(self.path)
         return reported is not None and reported.step >= self.schedule.step
 
     def advance(self, steps: int = 1) -> int:
@@ -182,7 +180,7 @@ def standing(job: Command, run: Path, trainer: int) -> psutil.Process:
     stopped: list[psutil.Process] = []
 
     def stands() -> bool:
-        status = training_status(run) if run.exists() else None
+        status = status_of(run) if run.exists() else None
         if status is not None and trainer in status.trainers:
             process = psutil.Process(status.trainers[trainer])
             if process.status() == psutil.STATUS_STOPPED:

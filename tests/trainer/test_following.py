@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import Command, done, error_of, main, reached
+from command_line import Command, done, error_of, main, reached, status_of
 from held import held, standing
 from small_job import arguments, summary, train_undisturbed
 
@@ -17,7 +17,6 @@ from foreload.pipelines import prepare
 from foreload.pipelines.schedule.format import (
     FAILED,
 )
-from foreload.trainer.cluster.messages.control import training_status
 from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.run.directory import Run
 
@@ -95,7 +94,7 @@ def test_a_trainer_joins_while_a_segment_is_waited_for(
     run = tmp_path / "run"
 
     def joined() -> bool:
-        told = training_status(run)
+        told = status_of(run)
         return told is not None and told.members == (0, 1)
 
     with held(schedule, tmp_path / "held", 9) as copy:

@@ -19,7 +19,7 @@ from small_job import arguments, failing_model, summary, synthetic_schedule, tra
 
 import foreload
 from foreload.cache.client.local import LocalStores
-from foreload.trainer.cluster.messages.control import AskStop, Stopping, ask, training_status
+from foreload.trainer.cluster.messages.control import AskStop, Stopping, ask
 from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import read_events
@@ -161,9 +161,7 @@ def test_under_torchrun_whoever_is_killed_all_start_again(
             return reached(run, copy.step)() and calls(run) == call
 
         def first() -> psutil.Process:
-            status = training_status(run)
-            assert status is not None
-            return psutil.Process(status.trainers[0])
+            return psutil.Process(job.answer(run).trainers[0])
 
         # The first trainer, the launcher, and the second trainer, which is its own.
         for call, killed in enumerate((first, lambda: first().parent(), lambda: of_rank("1")[0]), 1):

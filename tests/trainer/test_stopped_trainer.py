@@ -19,7 +19,6 @@ from foreload.cache.client.resp import MARKER
 from foreload.cache.client.store import Store
 from foreload.cache.protocol.shards.fence import read_epochs
 from foreload.cache.protocol.shards.namespace import lane_key
-from foreload.trainer.cluster.messages.control import training_status
 from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.run.directory import Run
 
@@ -103,9 +102,7 @@ def test_what_it_still_writes_is_refused_it_stops_and_a_further_death_is_survive
     # Others have its lanes, and train.
     job.until(reached(run, 20))
     assert "trainer 1: lost (it sends no messages)" in job.said
-    job.until(lambda: training_status(run) is not None)
-    told = training_status(run)
-    assert told is not None
+    told = job.answer(run)
     os.kill(told.trainers[1], signal.SIGCONT)
     job.until(lambda: "trainer 1: was lost, and has stopped now" in job.said)
     os.kill(told.trainers[2], signal.SIGKILL)

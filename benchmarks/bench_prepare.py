@@ -17,7 +17,8 @@ from click_logs import write_criteo, write_features, write_parquet
 from comparison import Cell, Claim, Results, Table, alternate, arguments, ratio, save, spread, tell
 from foreload.pipelines.compiler.compile import Compilation, CompileSettings
 from foreload.pipelines.samples.encode import Encoder
-from foreload.pipelines.samples.features import FeatureSpec, load_features
+from foreload.pipelines.samples.feature_file import load_features
+from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.pieces import PieceOrder, PieceSource, write_piece
 from foreload.pipelines.schedule.format import PROVENANCE
 from foreload.pipelines.sources import (

@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 
 from foreload.pipelines.compiler.compile import Compilation, CompileSettings
 from foreload.pipelines.samples.dense import rows_of
-from foreload.pipelines.samples.features import FeatureSpec, load_features
+from foreload.pipelines.samples.feature_file import load_features
+from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.pieces import Samples
 
 SEGMENT_BYTES = 64 << 20

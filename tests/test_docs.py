@@ -16,7 +16,7 @@ from command_line import done, run_here
 from docs_pages import ROOT, Block, agree, anchors, blocks, is_module, links, modules, pages, table_fields
 
 from foreload.cache.client.url import parse_url
-from foreload.pipelines.samples.features import load_features
+from foreload.pipelines.samples.feature_file import load_features
 
 # Data of others, in the folder that FORELOAD_DATA names; blocks with them are left out without it.
 SAMPLES = ("criteo", "talkingdata")

@@ -33,7 +33,8 @@ from foreload.base.settings import (
     to_fields,
 )
 from foreload.pipelines.planning.sizing import MOST_SLOTS
-from foreload.pipelines.samples.features import FeatureSpec, load_features
+from foreload.pipelines.samples.feature_file import load_features
+from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.schedule.format import MOST_LANES, SampleAssignment
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.sources.files import quiet_import

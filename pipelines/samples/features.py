@@ -1,19 +1,15 @@
 """What a sample consists of: labels, dense values, categorical features and their tables.
 
-It is read from a feature file (docs/features.md). A `FeatureSpec` checks its own rules. Reading a
-file also checks what a spec cannot hold: unknown entries, entries of another kind, and tables that
-no feature names.
+A `FeatureSpec` checks its own rules. `feature_file` reads one from a feature file.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from foreload.base.codec import Count, JsonForm, LeftOut, Natural, of_json, to_stored
@@ -36,15 +32,6 @@ KAGGLE_ROWS = (
 )  # fmt: skip
 """The rows of the 26 tables of Criteo's Kaggle data set."""
 
-_OF_TABLE = ("rows", "dimension", "initial")  # entries of a table, or of a feature with one of its own
-_OURS = {
-    "combiner": "pooling", "embedding_dim": "dimension", "embedding_initializer": "initial", "embedding_name": "table",
-    "emb_dim": "dimension", "feature_name": "name", "hash_bucket_size": "rows", "init_fn": "initial", "initializer": "initial",
-    "input_name": "column", "input_names": "column", "min_categr_count": "min_count", "min_freq": "min_count", "mode": "pooling",
-    "normalizer": "transform", "num_buckets": "rows", "num_embeddings": "rows", "share_embedding": "table", "shared_name": "table",
-    "splitter": "separator", "value_separator": "separator", "vocab_size": "rows", "vocabulary_size": "rows",
-}  # fmt: skip
-"""What other libraries (DeepCTR, FuxiCTR, TorchEasyRec, torch) call entries of a feature file."""
 _WHOLE = re.compile(r"(-?)(0|[1-9][0-9]*)[.]0+")
 _MAX_TABLES = 1 << 15  # a store's field holds the table in 15 bits
 _MAX_ROWS = (1 << 63) - 1
@@ -468,187 +455,3 @@ def _one_of(where: str, key: str, value: Any, allowed: tuple[str, ...]) -> None:
 def _positive(where: str, key: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise FeatureError(f"{where}: {key} must be a whole number of at least 1, not {value!r}")
-
-
-RULE: Literal[1, 2] = 2
-"""The rule of encoding for data that is prepared with a feature file."""
-
-
-def load_features(path: str | Path) -> FeatureSpec:
-    """Read a feature file (TOML, docs/features.md).
-
-    Raises:
-        FeatureError: the file is unreadable or invalid. The message names the file, the entry, the
-            rule and the value.
-    """
-    try:
-        with open(path, "rb") as file:
-            document = tomllib.load(file)
-    except OSError as error:
-        raise FeatureError(f"{path}: cannot read the feature file ({error.strerror}); check --features") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise FeatureError(f"{path}: not valid TOML ({error})") from error
-    try:
-        return parse(document)
-    except FeatureError as error:
-        raise FeatureError(f"{path}: {error}") from error
-
-
-def parse(document: Mapping[str, Any]) -> FeatureSpec:
-    """Parse the contents of a feature file, as returned by tomllib.
-
-    Raises:
-        FeatureError: the contents are invalid.
-    """
-    known = {
-        "label",
-        "label_at_least",
-        "label_kind",
-        "weight",
-        "group",
-        "order_by",
-        "order_type",
-        "text",
-        "table",
-        "feature",
-        "dense",
-    }
-    _refuse_unknown(document, known, "the feature file")
-    tables = [_table(name, entry) for name, entry in _mapping(document, "table").items()]
-    places = {table.name: k for k, table in enumerate(tables)}
-    features = []
-    for entry in _entries(document, "feature"):
-        features.append(_feature(entry, tables, places))
-    dense = [_dense(entry) for entry in _entries(document, "dense")]
-    return FeatureSpec(
-        labels=_labels(document),
-        dense=tuple(dense),
-        features=tuple(features),
-        tables=tuple(tables),
-        order_by=_optional(document, "order_by", "the feature file"),
-        order_type=document.get("order_type"),
-        text=_text_format(_mapping(document, "text")),
-        weight=_optional(document, "weight", "the feature file"),
-        group=_optional(document, "group", "the feature file"),
-        rule=RULE,
-    )
-
-
-def _labels(document: Mapping[str, Any]) -> tuple[Label, ...]:
-    """Read the labels, from one line `label = "column"` or from each [[label]]."""
-    of_line = {"kind": "label_kind", "at_least": "label_at_least"}
-    if not isinstance(document.get("label"), list | Mapping):
-        column = _text(document, "label", "the feature file")
-        return (Label(column, column, **{key: document[name] for key, name in of_line.items() if name in document}),)
-    for key, name in of_line.items():
-        if name in document:
-            raise FeatureError(f'the feature file: {name} goes with label = "..."; in a [[label]], set {key} instead')
-    entries = _entries(document, "label")
-    if not entries:
-        raise FeatureError('label: at least one is needed; add label = "..." or a [[label]]')
-    return tuple(_label(entry) for entry in entries)
-
-
-def _label(entry: Mapping[str, Any]) -> Label:
-    name = _text(entry, "name", "[[label]]")
-    where = f"label {name}"
-    _refuse_unknown(entry, {"name", "column", "kind", "at_least"}, where)
-    return Label(name, _optional(entry, "column", where) or name, entry.get("kind", "click"), entry.get("at_least"))
-
-
-def _table(name: str, entry: Any) -> Table:
-    where = f"[table.{name}]"
-    if not isinstance(entry, Mapping):
-        raise FeatureError(f"{where}: must be a table of rows, dimension and initial, not {entry!r}")
-    _refuse_unknown(entry, set(_OF_TABLE), where)
-    return Table(name, **{"rows": None, **entry})
-
-
-def _feature(entry: Mapping[str, Any], tables: list[Table], places: dict[str, int]) -> Feature:
-    """Read one [[feature]].
-
-    A feature that names no table gets one of its own, which is appended to tables and places.
-    """
-    name = _text(entry, "name", "[[feature]]")
-    where = f"feature {name}"
-    known = {"name", "column", "table", "encoding", "pooling", "min_count", "separator", *_OF_TABLE}
-    _refuse_unknown(entry, known, where)
-    table = _optional(entry, "table", where) or name
-    of_table = {key: entry[key] for key in _OF_TABLE if key in entry}
-    if of_table and (table in places or table != name):
-        raise FeatureError(
-            f"{where}: rows, dimension and initial of a shared table belong to the table; set them under [table.{table}]"
-        )
-    if table not in places:
-        if table != name:
-            raise FeatureError(f"{where}: table must be one of the [table.NAME] of the file, not {table!r}; add [table.{table}]")
-        places[table] = len(tables)
-        tables.append(Table(table, **{"rows": None, **of_table}))
-    return Feature(
-        name=name,
-        table=places[table],
-        column=_optional(entry, "column", where) or name,
-        encoding=entry.get("encoding", "hash"),
-        pooling=entry.get("pooling", "single"),
-        min_count=entry.get("min_count", 1),
-        separator=entry.get("separator", "|"),
-    )
-
-
-def _dense(entry: Mapping[str, Any]) -> Dense:
-    name = _text(entry, "name", "[[dense]]")
-    _refuse_unknown(entry, {"name", "column", "transform"}, f"dense {name}")
-    return Dense(name, _optional(entry, "column", f"dense {name}") or name, entry.get("transform", "log"))
-
-
-def _text_format(entry: Mapping[str, Any]) -> TextFormat:
-    _refuse_unknown(entry, {"delimiter", "columns", "quoting", "missing", "newlines_in_values"}, "[text]")
-    for key in ("columns", "missing"):
-        value = entry.get(key, [])
-        if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
-            raise FeatureError(f"[text]: {key} must be a list of texts, not {value!r}")
-    return TextFormat(
-        delimiter=entry.get("delimiter"),
-        columns=tuple(entry.get("columns", [])),
-        quoting=entry.get("quoting", True),
-        missing=tuple(entry.get("missing", [])),
-        newlines_in_values=entry.get("newlines_in_values", False),
-    )
-
-
-def _entries(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    entries = document.get(key, [])
-    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
-        raise FeatureError(f"{key}: write each as [[{key}]], not {key} = {entries!r}")
-    return entries
-
-
-def _mapping(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    entry = document.get(key, {})
-    if not isinstance(entry, Mapping):
-        raise FeatureError(f"{key}: must be a TOML table, not {entry!r}")
-    return entry
-
-
-def _text(entry: Mapping[str, Any], key: str, where: str) -> str:
-    value = entry.get(key)
-    if not isinstance(value, str) or not value:
-        raise FeatureError(
-            f'{where}: {key} must be a text; add {key} = "..."' + ("" if value is None else f" instead of {value!r}")
-        )
-    return value
-
-
-def _optional(entry: Mapping[str, Any], key: str, where: str) -> str | None:
-    return _text(entry, key, where) if key in entry else None
-
-
-def _refuse_unknown(entry: Mapping[str, Any], known: set[str], where: str) -> None:
-    for key in entry:
-        if key not in known:
-            ours = _OURS.get(key.lower())
-            raise FeatureError(
-                f"{where}: unknown entry {key!r}; "
-                + (f"it is called {ours} here; " if ours in known else "")
-                + f"known are {', '.join(sorted(known))}"
-            )

@@ -9,6 +9,7 @@ import pytest
 
 from foreload.base.codec import FormError
 from foreload.pipelines.errors import FeatureError
+from foreload.pipelines.samples.feature_file import load_features
 from foreload.pipelines.samples.features import (
     KAGGLE_ROWS,
     Dense,
@@ -19,7 +20,6 @@ from foreload.pipelines.samples.features import (
     TextFormat,
     features_of,
     features_stored,
-    load_features,
 )
 
 FILE = """

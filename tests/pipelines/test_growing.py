@@ -21,7 +21,7 @@ from foreload.pipelines.beam.stages import Stage
 from foreload.pipelines.planning import work_folder
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.pipelines.planning.plan import Plan, ReadTask, make_plan, names_of, piece_of
-from foreload.pipelines.samples.features import load_features
+from foreload.pipelines.samples.feature_file import load_features
 from foreload.pipelines.samples.pieces import Abandoned, PieceOrder, Samples, held_out, write_piece
 from foreload.pipelines.schedule.format import WORK
 from foreload.pipelines.sources import Source, plan_splits

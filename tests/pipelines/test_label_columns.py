@@ -19,7 +19,8 @@ import reference_data
 from foreload.pipelines import prepare
 from foreload.pipelines.errors import FeatureError, RecordError, ScheduleError, SourceError
 from foreload.pipelines.planning.data_summary import data_lines
-from foreload.pipelines.samples.features import Label, features_of, features_stored, load_features, parse
+from foreload.pipelines.samples.feature_file import load_features, parse
+from foreload.pipelines.samples.features import Label, features_of, features_stored
 from foreload.pipelines.schedule.reader import Schedule
 
 FEATURES = """

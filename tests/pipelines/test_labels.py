@@ -13,7 +13,8 @@ import reference_data
 
 from foreload.pipelines import prepare
 from foreload.pipelines.errors import FeatureError, RecordError
-from foreload.pipelines.samples.features import features_of, features_stored, parse
+from foreload.pipelines.samples.feature_file import parse
+from foreload.pipelines.samples.features import features_of, features_stored
 from foreload.pipelines.schedule.reader import Schedule
 
 RATINGS = ["0.5", "4", "3.99999999", "4.0", "5", "-1", "1e1", "0", "4.00000001", "+4", "1"]

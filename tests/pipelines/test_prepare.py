@@ -26,7 +26,8 @@ from foreload.pipelines.errors import DiskError, RecordError, ScheduleError, Slo
 from foreload.pipelines.planning import options
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.pipelines.planning.work_folder import estimate_rows
-from foreload.pipelines.samples.features import FeatureSpec, load_features
+from foreload.pipelines.samples.feature_file import load_features
+from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.pieces import OrderedSource, Samples
 from foreload.pipelines.schedule.at_work import Watch, at_work
 from foreload.pipelines.schedule.format import ScheduleManifest

@@ -12,8 +12,8 @@ from reference_data import Data, Log, Placement, Samples, load, read_features, r
 
 from foreload.pipelines import prepare
 from foreload.pipelines.samples import encoding_state
+from foreload.pipelines.samples.feature_file import load_features as read_spec
 from foreload.pipelines.samples.features import ENCODING_FOLDER
-from foreload.pipelines.samples.features import load_features as read_spec
 from foreload.pipelines.schedule.reader import Schedule
 
 LANES, BATCH_SIZE, EPOCHS = 3, 7, 2

@@ -25,7 +25,8 @@ from foreload.pipelines.samples.cells import whole_texts, without_missing
 from foreload.pipelines.samples.column_counts import COUNTS, EXPONENTS, LARGE, TEXTS, notice_values
 from foreload.pipelines.samples.column_counts import NUMBERS as VALUES
 from foreload.pipelines.samples.encode import Encoder
-from foreload.pipelines.samples.features import FeatureSpec, parse, whole_text
+from foreload.pipelines.samples.feature_file import parse
+from foreload.pipelines.samples.features import FeatureSpec, whole_text
 from foreload.pipelines.samples.vocabulary import Vocabulary, count_values, merge_counts
 from foreload.pipelines.schedule.format import Header
 from foreload.pipelines.schedule.reader import Schedule
@@ -282,7 +283,7 @@ def test_what_goes_on_from_a_schedule_of_rule_1_keeps_it(tmp_path: Path, monkeyp
     options = [str(log), "--format=csv", f"--features={features}", "--lanes=1", "--batch-size=4", "--slots=min"]
     with monkeypatch.context() as patched:
         # What a feature file was to the versions before.
-        patched.setattr("foreload.pipelines.samples.features.RULE", 1)
+        patched.setattr("foreload.pipelines.samples.feature_file.RULE", 1)
         prepare.run([*options, f"--out={tmp_path / 'first'}"])
     prepare.run([*options, f"--out={tmp_path / 'second'}", f"--after={tmp_path / 'first'}"])
     second = Schedule(tmp_path / "second")

@@ -19,7 +19,7 @@ from foreload.pipelines.errors import SourceError
 from foreload.pipelines.samples.convert import convert
 from foreload.pipelines.samples.dense import Scale
 from foreload.pipelines.samples.encode import Encoder
-from foreload.pipelines.samples.features import parse
+from foreload.pipelines.samples.feature_file import parse
 from foreload.pipelines.samples.vocabulary import Vocabulary, text_buffers
 from foreload.trainer.serving import raw_values
 from foreload.trainer.serving.torch_folder import encoding_of

@@ -28,7 +28,8 @@ from torch import Tensor
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.samples.convert import convert
 from foreload.pipelines.samples.encode import Encoder
-from foreload.pipelines.samples.features import FeatureSpec, parse
+from foreload.pipelines.samples.feature_file import parse
+from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.commands import export_torch
 from foreload.trainer.commands.predict import _local, _rows
 from foreload.trainer.compute.layouts import BlockLayout, model_spec

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import foreload
-from foreload.pipelines.samples.features import Label, load_features
+from foreload.pipelines.samples.feature_file import load_features
+from foreload.pipelines.samples.features import Label
 from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.building import build_model

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreload.base.codec import LeftOut
-from foreload.pipelines.samples.features import load_features
+from foreload.pipelines.samples.feature_file import load_features
 from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.compute.own_loss import checked_loss
 from foreload.trainer.models.building import build_model, load_model

@@ -14,4 +14,3 @@ def _array(dtype: type) -> JsonForm:
 
 
 Int64s = Annotated[np.ndarray, _array(np.int64)]
-Float64s = Annotated[np.ndarray, _array(np.float64)]

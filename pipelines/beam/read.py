@@ -46,6 +46,7 @@ from foreload.pipelines.samples.convert import (
 from foreload.pipelines.samples.dense import DenseStatistics, Scale
 from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.external_sort import first_rows, order_keys, stable_order
+from foreload.pipelines.samples.features import FeatureSpec
 from foreload.pipelines.samples.pieces import PieceOrder, PieceRuns, Samples, held_out, write_piece
 from foreload.pipelines.samples.records import Cause, RejectedRecord
 from foreload.pipelines.samples.vocabulary import (
@@ -269,8 +270,8 @@ class MergeCounts(CollectStage):
         statistics = DenseStatistics.empty(len(spec.dense))
         for task in self.counted:
             statistics = statistics.merge(read_json(self.plan.pieces / _sums_name(task), DenseStatistics))
-        standard = any(dense.transform == "standard" for dense in spec.dense)
-        encoding_state.save(self.plan.encoding, vocabularies, statistics.finish() if standard else ())
+        scaled = any(dense.scaled for dense in spec.dense)
+        encoding_state.save(self.plan.encoding, vocabularies, statistics.scales(spec.dense) if scaled else ())
         yield from self.tasks
 
 
@@ -328,9 +329,37 @@ class CollectPieces(CollectStage):
         for task in self.tasks:
             which = TRAINING if task.is_training else EVALUATION
             columns[which] += read_json(self.plan.pieces / _columns_name(task.name), ColumnCounts)
+        self._check_labels(columns[TRAINING] + columns[EVALUATION])
         self.plan.save("columns", columns)
         self.plan.save("read", orders)
         yield "read"
+
+    def _check_labels(self, counts: ColumnCounts) -> None:
+        """Check that no column of clicks is -1 in some records and 0 in others.
+
+        Raises:
+            RecordError: One is.
+        """
+        for place, label in enumerate(self.plan.spec.labels):
+            zeros = counts.samples - int(counts.ones[place]) - int(counts.negatives[place])
+            negatives = int(counts.negatives[place])
+            if label.kind == "number" or label.at_least is not None or not (zeros and negatives):
+                continue
+            # By a label of the more frequent kind alone, a record with the other is malformed.
+            strict = replace(label, negative=0 if zeros >= negatives else -1)
+            reject = next(self._rejects(replace(self.plan.spec, labels=(strict,), weight=None)))
+            raise RecordError(
+                f"label {label.name}: must be 0 and 1, or -1 and 1, in all records; it is 0 in {zeros:,} and -1 in {negatives:,}, as at "
+                f"{reject.file}:{reject.line}; correct it, or set {'label_negative' if label.plain else 'negative'} = {strict.negative} and "
+                "--max-rejects to leave the others out"
+            )
+
+    def _rejects(self, spec: FeatureSpec) -> Iterator[RejectedRecord]:
+        """Yield the first malformed records of each piece by their labels, with other labels in the spec."""
+        column = spec.labels[0].column
+        for task in self.tasks:
+            for records in read_records(task.split, spec):
+                yield from (reject for reject in records.rejects if reject.field == column)
 
 
 def add_reading(pipeline: beam.Pipeline, plan: Plan, tasks: Sequence[ReadTask], wrap: Wrap) -> beam.PCollection:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from foreload.base.compiled import nb
 from foreload.pipelines.errors import SourceError
-from foreload.pipelines.samples.features import whole_text
+from foreload.pipelines.samples.features import FeatureSpec, whole_text
 from foreload.pipelines.samples.vocabulary import text_buffers
 
 
@@ -154,6 +154,18 @@ def whole_texts(column: pa.Array) -> pa.Array:
     return pa.Array.from_buffers(column.type, len(column), [valid, pa.py_buffer(ends), pa.py_buffer(kept)])
 
 
+def null_where_missing(column: pa.Array, spec: FeatureSpec) -> pa.Array:
+    """Replace by null the values of a column that rule 2 says are missing.
+
+    Args:
+        column: a column as returned by `plain`. A column of lists, or any column by rule 1, is
+            returned unchanged.
+    """
+    if spec.rule == 1 or not spec.text.missing or is_list(column.type):
+        return column
+    return without_missing(column, spec.text.missing)
+
+
 def without_missing(column: pa.Array, missing: Sequence[str]) -> pa.Array:
     """Replace by null the values whose text by rule 2 is one of the missing ones.
 
@@ -172,7 +184,7 @@ def without_missing(column: pa.Array, missing: Sequence[str]) -> pa.Array:
             return column
         is_missing = pc.is_in(whole_texts(column), pa.array(sorted(numbers), column.type))
     else:
-        wanted, values = _numbers(missing, column.type), column
+        wanted, values = numbers_in(missing, column.type), column
         if not len(wanted):
             return column
         if pa.types.is_floating(column.type):
@@ -182,7 +194,7 @@ def without_missing(column: pa.Array, missing: Sequence[str]) -> pa.Array:
     return pc.if_else(is_missing, pa.scalar(None, column.type), column)
 
 
-def _numbers(texts: Sequence[str], kind: pa.DataType) -> pa.Array:
+def numbers_in(texts: Sequence[str], kind: pa.DataType) -> pa.Array:
     """Return the numbers that texts in decimal notation mean, as values of a type.
 
     Numbers that the type cannot hold are left out. In a float type, a fraction becomes the nearest

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from foreload.base.arrays import Float64s, Int64s
+from foreload.base.arrays import Int64s
 from foreload.base.compiled import nb
 from foreload.pipelines.samples.cells import has_points, is_digit, is_text, present_in, whole_part
 from foreload.pipelines.samples.dense import DenseStatistics
@@ -191,10 +191,9 @@ class ColumnCounts:
     Attributes:
         samples: the number of samples.
         ones: int64 [labels], samples labelled 1. It is 0 for a label that is not a click.
-        numbers: sums over the labels that are numbers, in order, and then over the weights, if
+        negatives: int64 [labels], clicks that are written as -1.
+        numbers: statistics of the labels that are numbers, in order, and then of the weights, if
             there are any.
-        ranges: float64 [2, those], the least and the largest of each of them. Without samples they
-            are infinite.
         dense: int64 [2, dense], for each column the missing values and the values that its
             transform clips.
         features: int64 [3, features]. VALUES: all values, where a missing value counts as one.
@@ -205,8 +204,8 @@ class ColumnCounts:
 
     samples: int
     ones: Int64s
+    negatives: Int64s
     numbers: DenseStatistics
-    ranges: Float64s
     dense: Int64s
     features: Int64s
     noticed: Int64s
@@ -218,8 +217,8 @@ class ColumnCounts:
         return ColumnCounts(
             0,
             np.zeros(len(spec.labels), np.int64),
+            np.zeros(len(spec.labels), np.int64),
             DenseStatistics.empty(width),
-            np.repeat([[np.inf], [-np.inf]], width, axis=1),
             np.zeros((2, len(spec.dense)), np.int64),
             np.zeros((3, len(spec.features)), np.int64),
             np.zeros((len(spec.features) + 1, COUNTS), np.int64),
@@ -242,7 +241,7 @@ class ColumnCounts:
             # Id 0 is an ordinary value under this encoding, so missing values are counted as nulls.
             if feature.encoding == "id":
                 features[MISSING, place] = column.null_count
-                if feature.pooling != "single":
+                if feature.listed:
                     known = np.concatenate(([0], np.cumsum(np.asarray(column.flatten().is_valid()))))
                     bounds = column.offsets.to_numpy() - column.offsets[0].as_py()
                     features[MISSING, place] = np.count_nonzero(known[bounds[1:]] == known[bounds[:-1]])
@@ -251,20 +250,21 @@ class ColumnCounts:
         clipped = [np.count_nonzero(records.dense[:, k] < 0) if d.transform == "log" else 0 for k, d in enumerate(spec.dense)]
         dense = np.array([np.isnan(records.dense).sum(axis=0), clipped], np.int64).reshape(2, -1)
         ones = np.count_nonzero(samples.labels, axis=0)
-        ones[_number_labels(spec)] = 0
+        negatives = np.count_nonzero(records.labels == -1, axis=0)
+        ones[_number_labels(spec)] = negatives[_number_labels(spec)] = 0
         numbers = samples.labels[:, _number_labels(spec)]
         if samples.weights is not None:
             numbers = np.column_stack((numbers, samples.weights))
-        ranges = np.array([numbers.min(axis=0, initial=np.inf), numbers.max(axis=0, initial=-np.inf)], np.float64)
         noticed = np.zeros((len(spec.features) + 1, COUNTS), np.int64) if records.noticed is None else records.noticed
-        return ColumnCounts(len(samples), ones, DenseStatistics.of(numbers.astype(np.float64)), ranges, dense, features, noticed)
+        statistics = DenseStatistics.of(numbers.astype(np.float64))
+        return ColumnCounts(len(samples), ones, negatives, statistics, dense, features, noticed)
 
     def __add__(self, other: ColumnCounts) -> ColumnCounts:
         return ColumnCounts(
             self.samples + other.samples,
             self.ones + other.ones,
+            self.negatives + other.negatives,
             self.numbers.merge(other.numbers),
-            np.array([np.minimum(self.ranges[0], other.ranges[0]), np.maximum(self.ranges[1], other.ranges[1])]),
             self.dense + other.dense,
             self.features + other.features,
             self.noticed + other.noticed,
@@ -314,7 +314,9 @@ class ColumnCounts:
         ]
         numbers = [
             {"sum": total, "mean": mean, "deviation": deviation, "least": least, "largest": largest}
-            for (total, mean, deviation), least, largest in zip(self.numbers.moments(), *self.ranges.tolist(), strict=True)
+            for (total, mean, deviation), least, largest in zip(
+                self.numbers.moments(), self.numbers.least, self.numbers.largest, strict=True
+            )
         ]
         for place, figures in zip(_number_labels(spec), numbers, strict=False):
             labels[place] = {

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -15,28 +16,29 @@ import pyarrow.compute as pc
 from foreload.base.codec import JsonForm
 from foreload.base.hashing import hash_strings
 from foreload.pipelines.errors import SourceError
+from foreload.pipelines.samples.categorical import categorical_values, fields_as_lists, texts_of
 from foreload.pipelines.samples.cells import (
     cast_text,
     is_list,
     is_text,
+    null_where_missing,
     parses,
     plain,
     present_in,
     shown,
-    whole_texts,
-    without_missing,
 )
-from foreload.pipelines.samples.column_counts import COUNTS, notice_fields, notice_values
+from foreload.pipelines.samples.column_counts import COUNTS, notice_values
 from foreload.pipelines.samples.dense import Scale
-from foreload.pipelines.samples.features import CRITEO_COLUMNS, Dense, Feature, FeatureSpec, Label
+from foreload.pipelines.samples.features import CRITEO_COLUMNS, Dense, Element, FeatureSpec, Label
 from foreload.pipelines.samples.records import Cause, Faults, Records, RejectedRecord
+from foreload.pipelines.samples.times import parts_of_times
+from foreload.pipelines.samples.transforms import transformed
 from foreload.pipelines.samples.vocabulary import text_buffers
 
 _KEY_REASONS = {
     kind: f'order_by must be {what}, as order_type or the first rows of the data say (order_type = "text" allows any value)'
     for kind, what in (("integer", "a whole number"), ("number", "a number"))
 }
-_CATEGORICAL_REASON = "a categorical value must be a text or a whole number"
 _LARGEST = float(np.finfo(np.float32).max)
 _TEXTS = (
     pa.types.is_string,
@@ -62,7 +64,9 @@ class Rule(NamedTuple):
     holds: Callable[[np.ndarray], np.ndarray]
 
 
-_CLICK = Rule("a label must be 0 or 1", lambda values: (values == 0) | (values == 1))
+_CLICK = Rule("a label must be 0 or 1, or throughout -1 or 1", lambda values: (values == 0) | (np.abs(values) == 1))
+_CLICK_FROM_0 = Rule("a label must be 0 or 1", lambda values: (values == 0) | (values == 1))
+_CLICK_FROM_MINUS_1 = Rule("a label must be -1 or 1", lambda values: np.abs(values) == 1)
 _COMPARED = Rule("a label must be a finite number", np.isfinite)
 _NUMBER = Rule("a label must be a finite number within float32", lambda values: np.abs(values) <= _LARGEST)
 _WEIGHT = Rule(
@@ -81,6 +85,8 @@ def required_numbers(spec: FeatureSpec) -> list[tuple[str, Rule]]:
 def _rule_of(label: Label) -> Rule:
     if label.kind == "number":
         return _NUMBER
+    if label.negative is not None:
+        return _CLICK_FROM_0 if label.negative == 0 else _CLICK_FROM_MINUS_1
     return _CLICK if label.at_least is None else _COMPARED
 
 
@@ -98,7 +104,7 @@ def convert(
         path: the file, for messages.
         line_of: maps rows (int64) to lines from 1. It is called for malformed rows only.
         scales: for each dense column its scale, if the scales are known. A value is then malformed
-            too if standardizing it gives a number beyond float32.
+            too if scaling it gives a number beyond float32.
 
     Returns:
         The well-formed records, with the rejects among the rows.
@@ -109,17 +115,15 @@ def convert(
     rows = len(next(iter(columns.values())))
     faults = Faults()
     written = {name: plain(column, spec.text.missing, path, name) for name, column in columns.items()}
-    cells = {name: _single(column, spec) for name, column in written.items()}
+    cells = {name: null_where_missing(column, spec) for name, column in written.items()}
     labels, weights = _labels(cells, rows, spec, path, faults)
-    # Column-major, since it is filled and transformed column by column.
-    dense = np.empty((len(spec.dense), rows), np.float64).T
+    dense = _dense_columns(written, cells, rows, spec, path, faults)
     for place, entry in enumerate(spec.dense):
-        dense[:, place] = _dense(cells[entry.column], entry, path, faults)
-        if entry.transform == "standard" and scales:
-            _check_standard(dense[:, place], cells[entry.column], entry, scales[place], faults)
+        if entry.scaled and scales:
+            _check_scaled(dense[:, place], cells[entry.column], entry, scales[place], faults)
     noticed: np.ndarray = np.zeros((len(spec.features) + 1, COUNTS), np.int64)
     categorical = tuple(
-        _categorical((cells if f.pooling == "single" else written)[f.column], f, spec, path, faults, noticed[place])
+        categorical_values((cells if f.pooling == "single" else written)[f.column], f, spec, path, faults, noticed[place])
         for place, f in enumerate(spec.features)
     )
     keys = None if spec.order_by is None else _keys(cells[spec.order_by], spec.order_by, spec.order_type, path, faults)
@@ -135,18 +139,6 @@ def convert(
     return replace(records.filter(mask), rejects=tuple(faults.rejected(path, line_of)), causes=faults.causes)
 
 
-def _single(column: pa.Array, spec: FeatureSpec) -> pa.Array:
-    """Replace by null the values of a column that rule 2 says are missing.
-
-    Args:
-        column: a column as returned by `plain`. A column of lists, or any column by rule 1, is
-            returned unchanged.
-    """
-    if spec.rule == 1 or not spec.text.missing or is_list(column.type):
-        return column
-    return without_missing(column, spec.text.missing)
-
-
 def _labels(
     cells: Mapping[str, pa.Array], rows: int, spec: FeatureSpec, path: str, faults: Faults
 ) -> tuple[np.ndarray, np.ndarray | None]:
@@ -157,7 +149,7 @@ def _labels(
     required = required_numbers(spec)
     numbers = np.zeros((rows, len(required)), np.float32)
     for place, (name, rule) in enumerate(required):
-        values = _numbers(cells[name], name, rule.reason, path, faults)
+        values = _numbers(cells[name], name, path, partial(_add_fault, faults, name, rule.reason))
         good = rule.holds(values)
         for row in np.flatnonzero(~good):
             faults.add(int(row), name, shown(cells[name], row), rule.reason)
@@ -168,39 +160,110 @@ def _labels(
     return np.ascontiguousarray(numbers[:, :-1]), np.ascontiguousarray(numbers[:, -1])
 
 
-def _dense(column: pa.Array, entry: Dense, path: str, faults: Faults) -> np.ndarray:
-    """Return the values of a dense column, float64 [n], NaN where missing.
+def _dense_columns(
+    written: Mapping[str, pa.Array], cells: Mapping[str, pa.Array], rows: int, spec: FeatureSpec, path: str, faults: Faults
+) -> np.ndarray:
+    """Return the dense values, float64 [rows, dense width], NaN where missing, with `fill` filled in.
 
     All values lie within float32, except in malformed rows.
+
+    Args:
+        written: the columns, as returned by `plain`.
+        cells: the same, with null where rule 2 says that a value is missing.
     """
-    reason = "a dense value must be a finite number within float32"
-    values = _numbers(column, entry.column, reason, path, faults)
-    for row in np.flatnonzero(np.abs(values) > _LARGEST):
-        faults.add(int(row), entry.column, shown(column, row), reason)
-    # The text "nan" parses as a number, but only the empty text and the texts that the feature file
-    # lists under missing mean a missing value.
-    if is_text(column.type):
-        for row in np.flatnonzero(np.isnan(values) & present_in(column)):
-            faults.add(int(row), entry.column, shown(column, row), reason)
+    # Column-major, since it is filled and transformed column by column.
+    dense = np.empty((len(spec.dense), rows), np.float64).T
+    of_vectors: dict[tuple[str, int, str], np.ndarray] = {}
+    for place, entry in enumerate(spec.dense):
+        element = entry.element
+        if element is None:
+            values = _dense(cells[entry.column], entry, path, faults)
+        else:
+            key = entry.column, element.size, element.separator
+            if key not in of_vectors:
+                of_vectors[key] = _elements(written[entry.column], entry.column, element, spec, path, faults)
+            values = of_vectors[key][:, element.place]
+        dense[:, place] = values if entry.fill is None else np.where(np.isnan(values), entry.fill, values)
+    return dense
+
+
+def _dense(column: pa.Array, entry: Dense, path: str, faults: Faults) -> np.ndarray:
+    """Return the values of a dense column, float64 [n], NaN where missing."""
+    name = entry.column
+    if is_list(column.type):
+        raise SourceError(f"{path}: column {name} holds lists; give dense {entry.name} size, how many numbers each list has")
+
+    def report(row: int, value: object, reason: str) -> None:
+        faults.add(row, name, value, reason)
+
+    if entry.part is not None:
+        column = parts_of_times(column, entry.part, entry.time_unit, f"{path}: column {name}", report)
+    return _finite_numbers(column, name, path, report)
+
+
+def _elements(column: pa.Array, name: str, element: Element, spec: FeatureSpec, path: str, faults: Faults) -> np.ndarray:
+    """Return the numbers of a column of vectors, float64 [n, element.size].
+
+    They are NaN where missing, and in rows whose vectors are malformed.
+    """
+    lists = column if is_list(column.type) else fields_as_lists(column, element.separator)
+    offsets = lists.offsets.to_numpy() - lists.offsets[0].as_py()
+    lengths = np.diff(offsets)
+    for row in np.flatnonzero((lengths != element.size) & (lengths > 0)):
+        reason = f"a vector must have {element.size} numbers, as size says, and has {lengths[row]}"
+        faults.add(int(row), name, shown(column, row), reason)
+
+    def report(place: int, value: object, reason: str) -> None:
+        faults.add(int(np.searchsorted(offsets, place, side="right")) - 1, name, value, reason)
+
+    flat = null_where_missing(plain(lists.flatten(), spec.text.missing, path, name), spec)
+    numbers = _finite_numbers(flat, name, path, report)
+    whole = lengths == element.size
+    values = np.full((len(column), element.size), np.nan)
+    values[whole] = numbers[np.repeat(whole, lengths)].reshape(-1, element.size)
     return values
 
 
-def _check_standard(values: np.ndarray, column: pa.Array, entry: Dense, scale: Scale, faults: Faults) -> None:
-    """Report the rows whose standardized value lies beyond float32.
+def _finite_numbers(column: pa.Array, name: str, path: str, report: Callable[[int, object, str], None]) -> np.ndarray:
+    """Return the numbers of a column, float64 [n], NaN where missing. Malformed ones are reported."""
+    reason = "a dense value must be a finite number within float32"
+    values = _numbers(column, name, path, lambda place, value: report(place, value, reason))
+    for place in np.flatnonzero(np.abs(values) > _LARGEST):
+        report(int(place), shown(column, place), reason)
+    # The text "nan" parses as a number, but only the empty text and the texts that the feature file
+    # lists under missing mean a missing value.
+    if is_text(column.type):
+        for place in np.flatnonzero(np.isnan(values) & present_in(column)):
+            report(int(place), shown(column, place), reason)
+    return values
+
+
+def _check_scaled(values: np.ndarray, column: pa.Array, entry: Dense, scale: Scale, faults: Faults) -> None:
+    """Report the rows whose scaled value lies beyond float32.
 
     Args:
         values: float64 [n], before the transform.
         column: the same values as the source has them, for messages.
     """
-    for row in np.flatnonzero(np.abs(scale.standard(values)) > _LARGEST):
-        reason = f"a dense value must be finite after its transform, (x - {scale.mean:.6g}) / {scale.deviation:.6g}"
+    with np.errstate(over="ignore"):
+        scaled = np.abs(transformed(values, entry.transform, scale.origin, scale.unit))
+    for row in np.flatnonzero(scaled > _LARGEST):
+        reason = f"a dense value must be finite after its transform, (x - {scale.origin:.6g}) / {scale.unit:.6g}"
         faults.add(int(row), entry.column, shown(column, row), reason)
 
 
-def _numbers(column: pa.Array, name: str, reason: str, path: str, faults: Faults) -> np.ndarray:
-    """Return the numbers of a column, float64 [n]. Missing and malformed values are NaN."""
+def _add_fault(faults: Faults, name: str, reason: str, row: int, value: object) -> None:
+    faults.add(row, name, value, reason)
+
+
+def _numbers(column: pa.Array, name: str, path: str, report: Callable[[int, object], None]) -> np.ndarray:
+    """Return the numbers of a column, float64 [n]. Missing and malformed values are NaN.
+
+    Args:
+        report: called with place and value of each malformed text.
+    """
     if is_text(column.type):
-        column = cast_text(column, pa.float64(), lambda row, value: faults.add(row, name, value, reason))
+        column = cast_text(column, pa.float64(), report)
     elif pa.types.is_boolean(column.type):
         column = column.cast(pa.int8())
     elif pa.types.is_decimal(column.type):
@@ -215,166 +278,14 @@ def _numbers(column: pa.Array, name: str, reason: str, path: str, faults: Faults
     return pc.fill_null(column, np.nan).to_numpy()
 
 
-def _categorical(
-    column: pa.Array, feature: Feature, spec: FeatureSpec, path: str, faults: Faults, noticed: np.ndarray
-) -> pa.Array:
-    """Return the values of a feature, or lists of them, as `Records` describes.
-
-    Args:
-        noticed: int64 [COUNTS], the feature's counts of unusual forms. Added to.
-    """
-    if feature.pooling == "single":
-        if is_list(column.type):
-            raise SourceError(f'{path}: column {feature.column} holds lists; give feature {feature.name} pooling "sum" or "mean"')
-        if spec.rule == 2:
-            notice_values(column, noticed)
-        return _values(column, feature, spec, path, lambda place, value, reason: faults.add(place, feature.column, value, reason))
-    if not is_list(column.type):
-        if is_text(column.type):
-            notice_fields(column, feature.separator, noticed)
-        column = _lists(column, feature.separator)
-    offsets = column.offsets.to_numpy()
-
-    def report(place: int, value: object, reason: str) -> None:
-        # `place` is a value's place among the values of all lists. Find the row whose list holds
-        # it.
-        faults.add(int(np.searchsorted(offsets, place, side="right")) - 1, feature.column, value, reason)
-
-    values = _single(plain(column.flatten(), spec.text.missing, path, feature.column), spec)
-    if spec.rule == 2:
-        notice_values(values, noticed)
-    return pa.LargeListArray.from_arrays(column.offsets, _values(values, feature, spec, path, report))
-
-
-def _lists(column: pa.Array, separator: str) -> pa.Array:
-    """Turn a column of single fields into lists.
-
-    Texts are cut at the separator. Any other value becomes a list of one. A missing field becomes
-    an empty list.
-    """
-    present = present_in(column)
-    if not is_text(column.type):
-        offsets = np.concatenate(([0], np.cumsum(present, dtype=np.int64)))
-        return pa.LargeListArray.from_arrays(pa.array(offsets), column.filter(pa.array(present)))
-    cut = pc.split_pattern(column, separator)
-    lengths = np.where(present, pc.fill_null(pc.list_value_length(cut), 0).to_numpy(zero_copy_only=False), 0)
-    offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-    return pa.LargeListArray.from_arrays(pa.array(offsets), cut.filter(pa.array(present)).flatten())
-
-
-def _values(
-    column: pa.Array, feature: Feature, spec: FeatureSpec, path: str, report: Callable[[int, object, str], None]
-) -> pa.Array:
-    """Return single values as text, or as checked integers for the encoding `id`.
-
-    Args:
-        report: called with place, value and reason of each malformed value.
-    """
-    if feature.encoding != "id":
-        return _texts(column, feature.column, spec, path, report)
-    if pa.types.is_null(column.type):
-        return column.cast(pa.int64())
-    rows = spec.tables[feature.table].rows
-    if rows is None:
-        raise SourceError(f"{path}: feature {feature.name}: ids need a table whose rows are known")
-    whole = _whole_or_text(column, feature.column, spec, path, report)
-    written = column if is_text(column.type) else whole
-    return _checked_ids(whole, rows, lambda place, reason: report(place, shown(written, place), reason))
-
-
-def _texts(column: pa.Array, name: str, spec: FeatureSpec, path: str, report: Callable[[int, object, str], None]) -> pa.Array:
-    """Return single values as text (docs/definitions.md, Encoding), null or "" where missing.
-
-    Args:
-        report: as in `_values`.
-    """
-    if not pa.types.is_null(column.type):
-        column = _whole_or_text(column, name, spec, path, report)
-    return column if is_text(column.type) else column.cast(pa.string())
-
-
-def _whole_or_text(
-    column: pa.Array, name: str, spec: FeatureSpec, path: str, report: Callable[[int, object, str], None]
-) -> pa.Array:
-    """Return single values as text or integers, whatever type the column has.
-
-    Floats and decimals that are whole numbers become integers, or texts of integers. Fractions are
-    malformed.
-
-    Args:
-        report: as in `_values`.
-    """
-    kind = column.type
-    if is_text(kind):
-        return column if spec.rule == 1 else whole_texts(column)
-    # Integers with missing values often reach Parquet as floats.
-    if pa.types.is_floating(kind):
-        numbers = pc.fill_null(column.cast(pa.float64()), np.nan).to_numpy()
-        whole = (np.floor(numbers) == numbers) & (np.abs(numbers) < 2.0**63)
-        for place in np.flatnonzero(~whole & ~np.isnan(numbers)):
-            report(int(place), numbers[place], _CATEGORICAL_REASON)
-        return pa.array(np.where(whole, numbers, 0).astype(np.int64), mask=~whole)
-    if pa.types.is_decimal(kind):
-        return _whole_texts(column, report)
-    if not pa.types.is_integer(kind):
-        raise SourceError(f"{path}: column {name} must hold text or whole numbers, not {kind}; convert it to one of them")
-    return column
-
-
 def _groups(column: pa.Array, spec: FeatureSpec, path: str, faults: Faults) -> np.ndarray:
     """Return hash64 of the text of each value, int64 [n], 0 where missing."""
     name = spec.group or ""
     if is_list(column.type):
         raise SourceError(f"{path}: column {name} holds lists; group needs a column of single values")
-    texts = _texts(column, name, spec, path, lambda row, value, reason: faults.add(row, name, value, reason))
+    texts = texts_of(column, name, spec, path, lambda row, value, reason: faults.add(row, name, value, reason))
     hashes = hash_strings(*text_buffers(texts)).view(np.int64)
     return np.where(present_in(texts), hashes, 0)
-
-
-def _whole_texts(column: pa.Array, report: Callable[[int, object, str], None]) -> pa.Array:
-    """Return decimals as texts of whole numbers of any size, null where missing.
-
-    A decimal with a fraction is malformed: it is reported and becomes null.
-    """
-    wide = column.cast(pa.decimal256(76, column.type.scale))
-    truncated = wide.cast(pa.decimal256(76, 0), safe=False)
-    whole = pc.equal(truncated.cast(wide.type, safe=False), wide)
-    for place in np.flatnonzero(pc.invert(whole).fill_null(False).to_numpy(zero_copy_only=False)):
-        report(int(place), shown(column, place), _CATEGORICAL_REASON)
-    return pc.if_else(whole, truncated.cast(pa.string()), None)
-
-
-def _checked_ids(column: pa.Array, rows: int, report: Callable[[int, str], None]) -> pa.Array:
-    """Return ids as integers in 0 .. rows - 1, null where missing or malformed.
-
-    Args:
-        column: whole numbers, or their texts.
-        rows: the rows of the table.
-        report: called with place and reason of each malformed value.
-    """
-    if pa.types.is_integer(column.type):
-        bounds = pc.min_max(column).as_py()
-        if bounds["max"] is None or (bounds["min"] >= 0 and bounds["max"] < rows):
-            return column
-    reason = f"an id must be a whole number in 0 .. {rows - 1}"
-    if is_text(column.type):
-        column = cast_text(column, pa.int64(), lambda place, _: report(place, reason))
-    elif pa.types.is_uint64(column.type):
-        # Report ids that are too large before the cast, which wraps those above 2^63 - 1 around.
-        for place in np.flatnonzero(
-            pc.fill_null(pc.greater(column, pa.scalar(rows - 1, pa.uint64())), False).to_numpy(zero_copy_only=False)
-        ):
-            report(int(place), reason)
-        column = column.cast(pa.int64(), safe=False)
-    else:
-        column = column.cast(pa.int64())
-    ids = pc.fill_null(column, 0).to_numpy()
-    wrong = (ids < 0) | (ids >= rows)
-    if not wrong.any():
-        return column
-    for place in np.flatnonzero(wrong):
-        report(int(place), reason)
-    return pa.array(ids, mask=wrong | np.asarray(column.is_null()))
 
 
 def order_kind(kind: pa.DataType, order_type: str | None) -> str:
@@ -406,7 +317,7 @@ def has_order_values(column: pa.Array, spec: FeatureSpec, path: str) -> bool:
     column = plain(column, spec.text.missing, path, spec.order_by or "")
     if pa.types.is_floating(column.type):
         column = _without_nan(column.cast(pa.float64()))
-    return _has_values(_single(column, spec))
+    return _has_values(null_where_missing(column, spec))
 
 
 def _has_values(column: pa.Array) -> bool:

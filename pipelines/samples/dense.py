@@ -1,10 +1,11 @@
-"""Dense transforms and exact statistics for standardization (docs/definitions.md, Encoding)."""
+"""Dense transforms, and exact statistics for those that need them (docs/definitions.md, Encoding)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Annotated
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from foreload.base.codec import JsonForm
 from foreload.base.compiled import nb
 from foreload.pipelines.samples.features import Dense
+from foreload.pipelines.samples.transforms import transformed
 
 # Finite float64 values are integers times 2^-1074, and their squares times 2^-2148.
 _SCALE_BITS = 1074
@@ -19,6 +21,7 @@ _DIGIT_BITS = 26
 _BLOCK_ROWS = 1024
 
 _Hexadecimal = Annotated[int, JsonForm(str, hex, lambda text: int(text, 16))]
+_HexadecimalFloat = Annotated[float, JsonForm(str, float.hex, float.fromhex)]
 
 
 def exact_sums(values: np.ndarray) -> tuple[int, int]:
@@ -66,21 +69,18 @@ def _shifted(value: int, bits: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The mean and the population standard deviation of one dense column.
+    """What a scaled column is taken relative to: x becomes (x - origin) / unit.
+
+    Values of the data that the scale was computed from stay within float32.
 
     Attributes:
-        deviation: 1 if the standard deviation is 0.
+        origin: the mean or, with min_max, the least value.
+        unit: the population standard deviation or, with min_max, the largest value less the least.
+            1 if that is 0.
     """
 
-    mean: float
-    deviation: float
-
-    def standard(self, values: np.ndarray) -> np.ndarray:
-        """Standardize values, float64 [n].
-
-        Values of the data that the scale was computed from stay within float32.
-        """
-        return (values - self.mean) / self.deviation
+    origin: float
+    unit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +93,20 @@ class DenseStatistics:
         counts: the number of values.
         sums: the sums of x, in units of 2^-1074.
         squares: the sums of x*x, in units of 2^-2148.
+        least: the least values. Infinite without values.
+        largest: the largest values. Negative and infinite without values.
     """
 
     counts: tuple[int, ...]
     sums: tuple[_Hexadecimal, ...]
     squares: tuple[_Hexadecimal, ...]
+    least: tuple[_HexadecimalFloat, ...]
+    largest: tuple[_HexadecimalFloat, ...]
 
     @staticmethod
     def of(dense: np.ndarray) -> DenseStatistics:
         """Compute the statistics of dense values, float64 [n, width], NaN where missing."""
-        counts, sums, squares = [], [], []
+        counts, sums, squares, least, largest = [], [], [], [], []
         for place in range(dense.shape[1]):
             values = dense[:, place]
             values = values[~np.isnan(values)]
@@ -110,20 +114,24 @@ class DenseStatistics:
             counts.append(len(values))
             sums.append(total)
             squares.append(of_squares)
-        return DenseStatistics(tuple(counts), tuple(sums), tuple(squares))
+            # Adding 0.0 turns -0.0 into 0.0, so that the result does not depend on the order.
+            least.append(float(values.min(initial=np.inf)) + 0.0)
+            largest.append(float(values.max(initial=-np.inf)) + 0.0)
+        return DenseStatistics(tuple(counts), tuple(sums), tuple(squares), tuple(least), tuple(largest))
 
     @staticmethod
     def empty(width: int) -> DenseStatistics:
         """Return the statistics of no samples."""
-        return DenseStatistics((0,) * width, (0,) * width, (0,) * width)
+        return DenseStatistics((0,) * width, (0,) * width, (0,) * width, (math.inf,) * width, (-math.inf,) * width)
 
     def merge(self, other: DenseStatistics) -> DenseStatistics:
         """Return the statistics of both sets of samples together."""
         return DenseStatistics(
-            *(
-                tuple(a + b for a, b in zip(own, others, strict=True))
-                for own, others in ((self.counts, other.counts), (self.sums, other.sums), (self.squares, other.squares))
-            )
+            tuple(map(add, self.counts, other.counts)),
+            tuple(map(add, self.sums, other.sums)),
+            tuple(map(add, self.squares, other.squares)),
+            tuple(map(min, self.least, other.least)),
+            tuple(map(max, self.largest, other.largest)),
         )
 
     def moments(self) -> list[tuple[float, float, float]]:
@@ -140,12 +148,20 @@ class DenseStatistics:
             result.append((rounded, rounded / known, math.sqrt(variance)))
         return result
 
-    def finish(self) -> tuple[Scale, ...]:
-        """Return the scale of each column.
+    def scales(self, columns: Sequence[Dense]) -> tuple[Scale, ...]:
+        """Return the scale of each column, by its transform.
 
-        A column without values has mean 0 and deviation 1.
+        A column without values has origin 0 and unit 1.
         """
-        return tuple(Scale(mean, deviation or 1.0) for _, mean, deviation in self.moments())
+        ranges = [
+            (least, largest - least) if count else (0.0, 0.0)
+            for count, least, largest in zip(self.counts, self.least, self.largest, strict=True)
+        ]
+        moments = [(mean, deviation) for _, mean, deviation in self.moments()]
+        return tuple(
+            Scale(of_range[0], of_range[1] or 1.0) if column.transform == "min_max" else Scale(of_mean[0], of_mean[1] or 1.0)
+            for column, of_range, of_mean in zip(columns, ranges, moments, strict=True)
+        )
 
 
 def transform(dense: np.ndarray, columns: Sequence[Dense], scales: Sequence[Scale] | None) -> np.ndarray:
@@ -154,25 +170,23 @@ def transform(dense: np.ndarray, columns: Sequence[Dense], scales: Sequence[Scal
     Args:
         dense: float64 [n, width], NaN where missing.
         columns: the dense columns, in order.
-        scales: for each column its scale. Needed if a column is standardized.
+        scales: for each column its scale. Needed if a column is scaled.
 
     Returns:
         float32 [n, width]. Missing values are 0.
 
     Raises:
-        ValueError: a column is standardized, and there are no scales.
+        ValueError: a column is scaled, and there are no scales.
     """
-    transformed = []
+    inputs = []
     for place, column in enumerate(columns):
-        values = dense[:, place]
-        if column.transform == "log":
-            values = np.log1p(np.maximum(values, 0.0))
-        elif column.transform == "standard":
+        scale = Scale(0.0, 1.0)
+        if column.scaled:
             if scales is None:
-                raise ValueError(f"dense {column.name}: standardisation needs the statistics of the training data")
-            values = scales[place].standard(values)
-        transformed.append(np.where(np.isnan(values), 0.0, values))
-    return rows_of(transformed, len(dense), np.float32)
+                raise ValueError(f"dense {column.name}: {column.transform} needs the statistics of the training data")
+            scale = scales[place]
+        inputs.append(transformed(dense[:, place], column.transform, scale.origin, scale.unit))
+    return rows_of(inputs, len(dense), np.float32)
 
 
 def rows_of(columns: Sequence[np.ndarray], rows: int, dtype: type) -> np.ndarray:

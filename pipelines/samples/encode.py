@@ -30,7 +30,7 @@ class Encoder:
 
     Args:
         vocabularies: place of the table -> vocabulary, for every table that has one.
-        scales: for each dense column its scale, if one is standardized.
+        scales: for each dense column its scale, if one is scaled.
 
     Raises:
         FeatureError: a vocabulary or the scales are missing.
@@ -48,8 +48,13 @@ class Encoder:
         for table in spec.vocabulary_tables:
             if table not in self._vocabularies:
                 raise FeatureError(f"table {spec.tables[table].name}: its vocabulary is missing; count its values first")
-        if scales is None and any(d.transform == "standard" for d in spec.dense):
-            raise FeatureError('dense: transform = "standard" needs the statistics of the training data; count them first')
+        for d in spec.dense:
+            if scales is None and d.scaled:
+                raise FeatureError(
+                    f'dense {d.name}: transform = "{d.transform}" needs the statistics of the training data; count them first'
+                )
+        # Of a click that is written as -1 and 1, -1 becomes 0.
+        self._clicks = [place for place, label in enumerate(spec.labels) if label.kind == "click"]
 
     @property
     def vocabularies(self) -> Mapping[int, Vocabulary]:
@@ -58,29 +63,34 @@ class Encoder:
 
     @property
     def scales(self) -> Sequence[Scale]:
-        """The scale of each dense column if one is standardized, else an empty sequence."""
+        """The scale of each dense column if one is scaled, else an empty sequence."""
         return self._scales or ()
 
     def encode(self, records: Records) -> Samples:
         """Encode records as samples, in the same order."""
         dense = transform(records.dense, self._spec.dense, self._scales)
+        labels = records.labels
+        # Records that are read for their features alone have no labels.
+        if labels.shape[1] and (labels[:, self._clicks] < 0).any():
+            labels = labels.copy()
+            labels[:, self._clicks] = np.maximum(labels[:, self._clicks], 0)
         if not self._spec.multi_valued:
             columns = [self.ids(f, column) for f, column in zip(self._spec.features, records.categorical, strict=True)]
             ids = rows_of(columns, len(records), self._id_type).reshape(-1)
-            return Samples(records.labels, dense, ids, None, records.weights, records.groups)
+            return Samples(labels, dense, ids, None, records.weights, records.groups)
         bounds, values = [], []
         for feature, column in zip(self._spec.features, records.categorical, strict=True):
-            if feature.pooling == "single":
+            if not feature.listed:
                 bounds.append(np.arange(len(records) + 1))
                 values.append(self.ids(feature, column))
             else:
                 bounds.append(column.offsets.to_numpy() - column.offsets[0].as_py())
                 values.append(self.ids(feature, column.flatten()))
-        offsets = _offsets(bounds, len(records))
+        offsets = _offsets(bounds, [0 if feature.padding else 1 for feature in self._spec.features], len(records))
         ids = np.zeros(offsets[-1], self._id_type)
         for place, (starts, column_ids) in enumerate(zip(bounds, values, strict=True)):
             _scatter(column_ids, starts, place, len(bounds), offsets, ids)
-        return Samples(records.labels, dense, ids, offsets, records.weights, records.groups)
+        return Samples(labels, dense, ids, offsets, records.weights, records.groups)
 
     def ids(self, feature: Feature, values: pa.Array) -> np.ndarray:
         """Return the ids of single values of a feature.
@@ -147,20 +157,22 @@ def _hash_ids(data: np.ndarray, offsets: np.ndarray, known: np.ndarray, first: i
         out[i] = 1 + np.int64(rest)
 
 
-def _offsets(bounds: Sequence[np.ndarray], samples: int) -> np.ndarray:
+def _offsets(bounds: Sequence[np.ndarray], fewest: Sequence[int], samples: int) -> np.ndarray:
     """Combine one CSR over samples for each feature into one CSR over (sample, feature).
 
-    A feature without values in a sample gets one lookup, for the missing value.
+    A feature without values in a sample gets one lookup, for the missing value, unless it has
+    padding.
 
     Args:
         bounds: for each of the F features its offsets, int64 [samples + 1].
+        fewest: for each feature, how many lookups a sample has at least.
 
     Returns:
         int64 [samples * F + 1].
     """
     counts = np.empty((samples, len(bounds)), np.int64)
     for place, starts in enumerate(bounds):
-        counts[:, place] = np.maximum(np.diff(starts), 1)
+        counts[:, place] = np.maximum(np.diff(starts), fewest[place])
     offsets = np.zeros(counts.size + 1, np.int64)
     np.cumsum(counts.reshape(-1), out=offsets[1:])
     return offsets

@@ -1,7 +1,7 @@
 """What encoding has learned from the training data: vocabularies and scales, kept in the schedule.
 
 `prepare --after` starts from it. The folder `encoding/` holds `vocabulary-NNNNN.arrow` for each
-table that has a vocabulary, and `scales.json` if a dense column is standardized. `encoding.json`,
+table that has a vocabulary, and `scales.json` if a dense column is scaled. `encoding.json`,
 with the SHA-256 of each of these files, is written last.
 """
 
@@ -24,8 +24,8 @@ INDEX, SCALES = "encoding.json", "scales.json"
 
 
 def needs_state(spec: FeatureSpec) -> bool:
-    """Return whether the spec has vocabularies or standardized columns."""
-    return bool(spec.vocabulary_tables) or any(dense.transform == "standard" for dense in spec.dense)
+    """Return whether the spec has vocabularies or scaled columns."""
+    return bool(spec.vocabulary_tables) or any(dense.scaled for dense in spec.dense)
 
 
 def save(folder: Path, vocabularies: Mapping[int, Vocabulary], scales: Sequence[Scale]) -> None:
@@ -34,7 +34,7 @@ def save(folder: Path, vocabularies: Mapping[int, Vocabulary], scales: Sequence[
     Args:
         folder: created if it does not exist.
         vocabularies: place of the table -> vocabulary.
-        scales: for each dense column its scale. Empty if none is standardized.
+        scales: for each dense column its scale. Empty if none is scaled.
     """
     folder.mkdir(exist_ok=True)
     names = []
@@ -43,7 +43,7 @@ def save(folder: Path, vocabularies: Mapping[int, Vocabulary], scales: Sequence[
         vocabulary.save(folder / names[-1])
     if scales:
         names.append(SCALES)
-        write_json(folder / SCALES, [[scale.mean.hex(), scale.deviation.hex()] for scale in scales])
+        write_json(folder / SCALES, [[scale.origin.hex(), scale.unit.hex()] for scale in scales])
     write_json(folder / INDEX, {name: _checksum(folder / name) for name in names})
 
 
@@ -67,7 +67,7 @@ def load(folder: Path, spec: FeatureSpec) -> tuple[FeatureSpec, Encoder]:
         scales = None
         if SCALES in index:
             pairs = of_json(parse_json((folder / SCALES).read_bytes()), list[tuple[str, str]])
-            scales = [Scale(float.fromhex(mean), float.fromhex(deviation)) for mean, deviation in pairs]
+            scales = [Scale(float.fromhex(origin), float.fromhex(unit)) for origin, unit in pairs]
     except OSError as error:
         raise ScheduleError(f"{error.filename or folder}: {unreadable(error, 'prepare the schedule again')}") from error
     except (ValueError, OverflowError) as error:

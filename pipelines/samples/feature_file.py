@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from foreload.pipelines.errors import FeatureError
-from foreload.pipelines.samples.features import Dense, Feature, FeatureSpec, Label, Table, TextFormat
+from foreload.pipelines.samples.features import Dense, Element, Feature, FeatureSpec, Label, Table, TextFormat, whole_text
 
 RULE: Literal[1, 2] = 2
 """The rule of encoding for data that is prepared with a feature file."""
 
 _OF_TABLE = ("rows", "dimension", "initial")  # entries of a table, or of a feature with one of its own
+_OF_VALUES = ("padding", "max_values", "keep", "fill", "part", "time_unit")  # entries about a feature's values
+_MOST_SIZE = 1 << 16  # the most numbers of a vector
 _OURS = {
-    "combiner": "pooling", "embedding_dim": "dimension", "embedding_initializer": "initial", "embedding_name": "table",
-    "emb_dim": "dimension", "feature_name": "name", "hash_bucket_size": "rows", "init_fn": "initial", "initializer": "initial",
-    "input_name": "column", "input_names": "column", "min_categr_count": "min_count", "min_freq": "min_count", "mode": "pooling",
-    "normalizer": "transform", "num_buckets": "rows", "num_embeddings": "rows", "share_embedding": "table", "shared_name": "table",
-    "splitter": "separator", "value_separator": "separator", "vocab_size": "rows", "vocabulary_size": "rows",
+    "combiner": "pooling", "default_value": "fill", "emb_dim": "dimension", "embedding_dim": "dimension", "embedding_initializer": "initial",
+    "embedding_name": "table", "feature_name": "name", "fill_na": "fill", "fillna": "fill", "hash_bucket_size": "rows", "init_fn": "initial",
+    "initializer": "initial", "input_name": "column", "input_names": "column", "max_len": "max_values", "maxlen": "max_values",
+    "min_categr_count": "min_count", "min_freq": "min_count", "mode": "pooling", "na_value": "fill", "normalizer": "transform",
+    "num_buckets": "rows", "num_embeddings": "rows", "padding_idx": "padding", "sequence_length": "max_values", "share_embedding": "table",
+    "shared_name": "table", "splitter": "separator", "value_dim": "size", "value_separator": "separator", "vocab_size": "rows",
+    "vocabulary_size": "rows",
 }  # fmt: skip
 """What other libraries (DeepCTR, FuxiCTR, TorchEasyRec, torch) call entries of a feature file."""
 
@@ -58,6 +63,7 @@ def parse(document: Mapping[str, Any]) -> FeatureSpec:
         "label",
         "label_at_least",
         "label_kind",
+        "label_negative",
         "weight",
         "group",
         "order_by",
@@ -73,7 +79,7 @@ def parse(document: Mapping[str, Any]) -> FeatureSpec:
     features = []
     for entry in _entries(document, "feature"):
         features.append(_feature(entry, tables, places))
-    dense = [_dense(entry) for entry in _entries(document, "dense")]
+    dense = [dense for entry in _entries(document, "dense") for dense in _dense(entry)]
     return FeatureSpec(
         labels=_labels(document),
         dense=tuple(dense),
@@ -90,7 +96,7 @@ def parse(document: Mapping[str, Any]) -> FeatureSpec:
 
 def _labels(document: Mapping[str, Any]) -> tuple[Label, ...]:
     """Read the labels, from one line `label = "column"` or from each [[label]]."""
-    of_line = {"kind": "label_kind", "at_least": "label_at_least"}
+    of_line = {"kind": "label_kind", "at_least": "label_at_least", "negative": "label_negative"}
     if not isinstance(document.get("label"), list | Mapping):
         column = _text(document, "label", "the feature file")
         return (Label(column, column, **{key: document[name] for key, name in of_line.items() if name in document}),)
@@ -106,8 +112,9 @@ def _labels(document: Mapping[str, Any]) -> tuple[Label, ...]:
 def _label(entry: Mapping[str, Any]) -> Label:
     name = _text(entry, "name", "[[label]]")
     where = f"label {name}"
-    _refuse_unknown(entry, {"name", "column", "kind", "at_least"}, where)
-    return Label(name, _optional(entry, "column", where) or name, entry.get("kind", "click"), entry.get("at_least"))
+    _refuse_unknown(entry, {"name", "column", "kind", "at_least", "negative"}, where)
+    column = _optional(entry, "column", where) or name
+    return Label(name, column, entry.get("kind", "click"), entry.get("at_least"), entry.get("negative"))
 
 
 def _table(name: str, entry: Any) -> Table:
@@ -125,7 +132,7 @@ def _feature(entry: Mapping[str, Any], tables: list[Table], places: dict[str, in
     """
     name = _text(entry, "name", "[[feature]]")
     where = f"feature {name}"
-    known = {"name", "column", "table", "encoding", "pooling", "min_count", "separator", *_OF_TABLE}
+    known = {"name", "column", "table", "encoding", "pooling", "min_count", "separator", *_OF_VALUES, *_OF_TABLE}
     _refuse_unknown(entry, known, where)
     table = _optional(entry, "table", where) or name
     of_table = {key: entry[key] for key in _OF_TABLE if key in entry}
@@ -146,13 +153,47 @@ def _feature(entry: Mapping[str, Any], tables: list[Table], places: dict[str, in
         pooling=entry.get("pooling", "single"),
         min_count=entry.get("min_count", 1),
         separator=entry.get("separator", "|"),
+        padding=_padding(entry.get("padding", []), where),
+        max_values=entry.get("max_values"),
+        keep=entry.get("keep", "first"),
+        fill=_categorical_value(entry["fill"], "fill", where) if "fill" in entry else None,
+        part=entry.get("part"),
+        time_unit=entry.get("time_unit"),
     )
 
 
-def _dense(entry: Mapping[str, Any]) -> Dense:
+def _padding(given: Any, where: str) -> tuple[str, ...]:
+    values = given if isinstance(given, list) else [given]
+    return tuple(dict.fromkeys(_categorical_value(value, "padding", where) for value in values))
+
+
+def _categorical_value(value: Any, key: str, where: str) -> str:
+    """Return the text by which a value of the feature file is encoded."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise FeatureError(f"{where}: {key} must be a text or a whole number, not {value!r}")
+    return whole_text(str(value))
+
+
+def _dense(entry: Mapping[str, Any]) -> list[Dense]:
+    """Read one [[dense]]: a single value, or one for each number of a vector."""
     name = _text(entry, "name", "[[dense]]")
-    _refuse_unknown(entry, {"name", "column", "transform"}, f"dense {name}")
-    return Dense(name, _optional(entry, "column", f"dense {name}") or name, entry.get("transform", "log"))
+    where = f"dense {name}"
+    _refuse_unknown(entry, {"name", "column", "transform", "fill", "part", "time_unit", "size", "separator"}, where)
+    column, fill = _optional(entry, "column", where) or name, entry.get("fill")
+    # Negative numbers are usual in vectors, and log would read them as 0.
+    transform = entry.get("transform", "none" if "size" in entry else "log")
+    if isinstance(fill, int) and not isinstance(fill, bool) and abs(fill) < 1 << 128:
+        fill = float(fill)
+    single = Dense(name, column, transform, fill, entry.get("part"), entry.get("time_unit"))
+    if "size" not in entry:
+        if "separator" in entry:
+            raise FeatureError(f"{where}: separator is for vectors; add size, how many numbers each has, or leave it out")
+        return [single]
+    size = entry["size"]
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MOST_SIZE:
+        raise FeatureError(f"{where}: size must be how many numbers a vector has, 1 .. {_MOST_SIZE}, not {size!r}")
+    elements = (Element(place, size, entry.get("separator", "|")) for place in range(size))
+    return [replace(single, name=f"{name}.{element.place}", element=element) for element in elements]
 
 
 def _text_format(entry: Mapping[str, Any]) -> TextFormat:

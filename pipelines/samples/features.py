@@ -15,12 +15,14 @@ from typing import Annotated, Any, Literal
 from foreload.base.codec import Count, JsonForm, LeftOut, Natural, of_json, to_stored
 from foreload.pipelines.errors import FeatureError
 from foreload.pipelines.samples.initial_values import InitialValues
+from foreload.pipelines.samples.transforms import PARTS, TIME_UNITS
 
 ENCODINGS = ("hash", "vocabulary", "id")
 POOLINGS = ("single", "sum", "mean")
-TRANSFORMS = ("log", "standard", "none")
+TRANSFORMS = ("log", "standard", "min_max", "none")
 LABEL_KINDS = ("click", "number")
 ORDER_TYPES = ("text", "integer", "number")
+KEPT_VALUES = ("first", "last")
 ENCODING_FOLDER = "encoding"  # in a schedule: vocabularies and scales
 
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
@@ -33,6 +35,7 @@ KAGGLE_ROWS = (
 """The rows of the 26 tables of Criteo's Kaggle data set."""
 
 _WHOLE = re.compile(r"(-?)(0|[1-9][0-9]*)[.]0+")
+_LARGEST = 3.4028234663852886e38  # of float32
 _MAX_TABLES = 1 << 15  # a store's field holds the table in 15 bits
 _MAX_ROWS = (1 << 63) - 1
 # Lines that a value may span by default. The limit keeps an unclosed quote from swallowing the rest
@@ -64,6 +67,13 @@ class Feature:
         table: the place of the table in the spec's tables.
         min_count: a vocabulary drops values with fewer occurrences.
         separator: separates several values in text.
+        padding: texts of values that are left out, by rule 2. If there are any, missing values are
+            left out too, and a sample may have no value.
+        max_values: how many values of a sample are used. If None, all.
+        keep: which of them, the first or the last.
+        fill: the text that a missing value is encoded as. If None, it has an id of its own.
+        part: the part of a time that is encoded. If None, the column does not hold times.
+        time_unit: the unit of times that are numbers. If None, times are not numbers.
     """
 
     name: str
@@ -73,15 +83,74 @@ class Feature:
     pooling: Literal["single", "sum", "mean"] = "single"
     min_count: Natural = 1
     separator: str = "|"
+    padding: LeftOut[tuple[str, ...]] = ()
+    max_values: LeftOut[Natural | None] = None
+    keep: LeftOut[Literal["first", "last"]] = "first"
+    fill: LeftOut[str | None] = None
+    part: LeftOut[Literal["hour", "weekday"] | None] = None
+    time_unit: LeftOut[Literal["s", "ms", "us", "ns"] | None] = None
+
+    @property
+    def listed(self) -> bool:
+        """Whether a sample may have several values of the feature, or none."""
+        return self.pooling != "single" or bool(self.padding)
+
+    def encoding_entries(self) -> dict[str, Any]:
+        """Return how values become ids, as exports describe it.
+
+        Entries for several values are left out if a sample has one, and others if they have their
+        defaults.
+        """
+        entries: dict[str, Any] = to_stored(self)
+        for name in ("min_count", *(("separator",) if self.pooling == "single" else ())):
+            del entries[name]
+        return entries
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """One number of a column of vectors.
+
+    Attributes:
+        place: its place in the vector, from 0.
+        size: how many numbers every vector has.
+        separator: separates them in text.
+    """
+
+    place: Count
+    size: Natural
+    separator: str = "|"
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """One dense value: a column and the transform applied to it."""
+    """One dense value: a column, or an element of one, and the transform applied to it.
+
+    Attributes:
+        fill: the number that a missing value is, before the transform. If None, a missing value is
+            0 after it.
+        part: the part of a time that is the value. If None, the column does not hold times.
+        time_unit: the unit of times that are numbers. If None, times are not numbers.
+        element: which number of a vector is the value. If None, the column holds numbers.
+    """
 
     name: str
     column: str
-    transform: Literal["log", "standard", "none"]
+    transform: Literal["log", "standard", "min_max", "none"]
+    fill: LeftOut[float | None] = None
+    part: LeftOut[Literal["hour", "weekday"] | None] = None
+    time_unit: LeftOut[Literal["s", "ms", "us", "ns"] | None] = None
+    element: LeftOut[Element | None] = None
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the transform depends on the training data."""
+        return self.transform in ("standard", "min_max")
+
+    @property
+    def numeric(self) -> bool:
+        """Whether the column itself holds the numbers."""
+        return self.part is None and self.element is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +160,20 @@ class Label:
     Attributes:
         kind: "click" is 0 or 1. "number" is any finite float32.
         at_least: a click is 1 if the column's number is at least this, else 0. If None, the column
-            holds 0 and 1.
+            holds 0 and 1, or -1 and 1.
+        negative: which number means no click, 0 or -1. If None, it is whichever the data has.
     """
 
     name: str
     column: str
     kind: Literal["click", "number"] = "click"
     at_least: int | float | None = None
+    negative: LeftOut[Literal[0, -1] | None] = None
 
     @property
     def plain(self) -> bool:
         """Whether the line `label = "column"`, perhaps with label_at_least, declares it."""
-        return self.name == self.column and self.kind == "click"
+        return self.name == self.column and self.kind == "click" and self.negative is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +236,8 @@ class FeatureSpec:
 
     @property
     def multi_valued(self) -> bool:
-        """Whether a feature may have several values a sample. Samples then carry offsets."""
-        return any(feature.pooling != "single" for feature in self.features)
+        """Whether a feature may have several values a sample, or none. Samples then carry offsets."""
+        return any(feature.listed for feature in self.features)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -311,7 +382,7 @@ def _check(spec: FeatureSpec) -> None:
     _check_names("dense", (d.name for d in spec.dense))
     _check_names("table", (t.name for t in spec.tables))
     for d in spec.dense:
-        _one_of(f"dense {d.name}", "transform", d.transform, TRANSFORMS)
+        _check_dense(d)
     for f in spec.features:
         _check_feature(f, spec)
     for place, table in enumerate(spec.tables):
@@ -353,6 +424,11 @@ StoredFeatures = Annotated[FeatureSpec, JsonForm(dict[str, Any], features_stored
 def _check_label(label: Label) -> None:
     where, least = f"label {label.name}", label.at_least
     _one_of(where, "kind", label.kind, LABEL_KINDS)
+    if label.negative is not None:
+        if label.negative not in (0, -1) or isinstance(label.negative, bool):
+            raise FeatureError(f"{where}: negative must be 0 or -1, the number that means no click, not {label.negative!r}")
+        if label.kind == "number" or least is not None:
+            raise FeatureError(f"{where}: negative is for clicks that are written as two numbers, without at_least; leave it out")
     if least is None:
         return
     if label.kind == "number":
@@ -402,6 +478,52 @@ def _check_feature(f: Feature, spec: FeatureSpec) -> None:
         raise FeatureError(f"{where}: separator must be a text of at least one character, not {f.separator!r}")
     if not 0 <= f.table < len(spec.tables):
         raise FeatureError(f"{where}: table must be a place among {len(spec.tables)} tables, not {f.table}")
+    _check_part(where, f.part, f.time_unit)
+    _one_of(where, "keep", f.keep, KEPT_VALUES)
+    if f.max_values is not None:
+        _positive(where, "max_values", f.max_values)
+    for key, given in (("max_values", f.max_values is not None), ("keep", f.keep != "first")):
+        if given and f.pooling == "single":
+            raise FeatureError(f'{where}: {key} is for several values a sample; give it pooling "sum" or "mean", or leave it out')
+    if f.keep != "first" and f.max_values is None:
+        raise FeatureError(
+            f'{where}: keep = "{f.keep}" says which of max_values values are used; add max_values, or leave it out'
+        )
+    if f.fill is not None:
+        _check_fill(where, f, spec)
+
+
+def _check_fill(where: str, f: Feature, spec: FeatureSpec) -> None:
+    if spec.text_of(f.fill or "") is None:
+        raise FeatureError(f"{where}: fill must be a value that is not missing itself, not {f.fill!r}; leave it out")
+    rows = spec.tables[f.table].rows
+    is_id = re.fullmatch("[0-9]{1,19}", f.fill or "", re.ASCII) is not None and (rows is None or int(f.fill or "") < rows)
+    if f.encoding == "id" and not is_id:
+        raise FeatureError(f"{where}: fill must be an id, a whole number in 0 .. {(rows or 1) - 1}, not {f.fill!r}")
+
+
+def _check_dense(d: Dense) -> None:
+    where = f"dense {d.name}"
+    _one_of(where, "transform", d.transform, TRANSFORMS)
+    _check_part(where, d.part, d.time_unit)
+    if d.fill is not None:
+        number = isinstance(d.fill, int | float) and not isinstance(d.fill, bool)
+        if not number or not abs(d.fill) <= _LARGEST:
+            raise FeatureError(f"{where}: fill must be a finite number within float32, not {d.fill!r}")
+    if d.element is not None:
+        if not isinstance(d.element.separator, str) or not d.element.separator:
+            raise FeatureError(f"{where}: separator must be a text of at least one character, not {d.element.separator!r}")
+        if d.part is not None:
+            raise FeatureError(f"{where}: part takes one time, and size makes the column one of vectors; leave out one of them")
+
+
+def _check_part(where: str, part: Any, unit: Any) -> None:
+    if part is not None:
+        _one_of(where, "part", part, PARTS)
+    if unit is not None:
+        _one_of(where, "time_unit", unit, tuple(TIME_UNITS))
+        if part is None:
+            raise FeatureError(f'{where}: time_unit is for times; add part = "hour" or "weekday", or leave it out')
 
 
 def _check_table(table: Table, features: list[Feature]) -> None:

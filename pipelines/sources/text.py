@@ -183,7 +183,12 @@ class _Layout:
         if any(parses(text.strip(), pa.float64()) for text in self.text.missing):
             return set()
         names = {*(column for column, _ in required_numbers(self.spec)), *(entry.column for entry in self.spec.dense)}
-        texts = {*(feature.column for feature in self.spec.features), self.spec.group, self.spec.order_by}
+        texts = {
+            *(entry.column for entry in self.spec.dense if not entry.numeric),
+            *(feature.column for feature in self.spec.features),
+            self.spec.group,
+            self.spec.order_by,
+        }
         return {self.columns.index(name) for name in names - texts}
 
     @property

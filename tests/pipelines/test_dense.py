@@ -38,11 +38,13 @@ def test_statistics_do_not_depend_on_the_pieces(rows: list[list[float]], cut: in
     parts = DenseStatistics.of(dense[cut:]).merge(DenseStatistics.of(dense[:cut])).merge(DenseStatistics.empty(2))
     assert parts == whole
     assert of_json(json.loads(json.dumps(to_stored(whole))), DenseStatistics) == whole
-    for place, scale in enumerate(whole.finish()):
+    of_ranges = whole.scales([Dense("x", "x", "min_max"), Dense("y", "y", "min_max")])
+    for place, scale in enumerate(whole.scales([Dense("x", "x", "standard"), Dense("y", "y", "standard")])):
         known = [x for x in dense[:, place] if not math.isnan(x)]
         if not known:
-            assert scale == Scale(0.0, 1.0)
+            assert scale == of_ranges[place] == Scale(0.0, 1.0)
             continue
+        assert of_ranges[place] == Scale(min(known), (max(known) - min(known)) or 1.0)
         mean = math.fsum(known) / len(known)
         exact = list(map(Fraction, known))
         variance = float((len(exact) * sum(x * x for x in exact) - sum(exact) ** 2) / len(exact) ** 2)
@@ -59,21 +61,22 @@ def test_statistics_do_not_depend_on_the_pieces(rows: list[list[float]], cut: in
     ],
 )
 def test_a_deviation_does_not_cancel(values: np.ndarray, deviation: float) -> None:
-    (scale,) = DenseStatistics.of(values[:, None]).finish()
-    assert scale.deviation == pytest.approx(deviation, rel=1e-15)
+    (scale,) = DenseStatistics.of(values[:, None]).scales([Dense("x", "x", "standard")])
+    assert scale.unit == pytest.approx(deviation, rel=1e-15)
     exact = list(map(Fraction, values.tolist()))
     mean = sum(exact) / len(exact)
     two_pass = math.sqrt(sum((x - mean) ** 2 for x in exact) / len(exact))
-    assert scale.deviation == pytest.approx(two_pass or 1.0, rel=1e-15)
+    assert scale.unit == pytest.approx(two_pass or 1.0, rel=1e-15)
 
 
 def test_each_transform_is_as_documented_and_missing_is_zero_behind_it() -> None:
-    values = np.array([[x] * 3 for x in (-2.0, 0.0, 3.0, 1e6, math.nan)])
-    columns = (Dense("a", "a", "log"), Dense("b", "b", "standard"), Dense("c", "c", "none"))
-    out = transform(values, columns, (Scale(0, 1), Scale(1.5, 4.0), Scale(0, 1)))
+    values = np.array([[x] * 4 for x in (-2.0, 0.0, 3.0, 1e6, math.nan)])
+    columns = (Dense("a", "a", "log"), Dense("b", "b", "standard"), Dense("c", "c", "none"), Dense("d", "d", "min_max"))
+    out = transform(values, columns, (Scale(0, 1), Scale(1.5, 4.0), Scale(0, 1), Scale(-2.0, 5.0)))
     assert out.dtype == np.float32
     assert out[:, 0].tolist() == [0, 0, np.float32(math.log1p(3)), np.float32(math.log1p(1e6)), 0]
     assert out[:, 1].tolist() == [np.float32((x - 1.5) / 4) for x in (-2, 0, 3, 1e6)] + [0]
     assert out[:, 2].tolist() == [-2, 0, 3, 1e6, 0]
+    assert out[:, 3].tolist() == [np.float32((x + 2) / 5) for x in (-2, 0, 3, 1e6)] + [0]
     with pytest.raises(ValueError, match="needs the statistics"):
         transform(values, columns, None)

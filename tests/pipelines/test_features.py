@@ -150,7 +150,8 @@ BAD = {
         f'[[feature]]\nname = "{n}"\ntable = "t"\nencoding = "vocabulary"\nmin_count = {c}\n' for n, c in (("a", 1), ("b", 2))
     ),
     "separator must be a text": GOOD + 'separator = ""',
-    "dense d: transform must be one of log, standard, none, not 'sqrt'": GOOD + '[[dense]]\nname = "d"\ntransform = "sqrt"',
+    "dense d: transform must be one of log, standard, min_max, none, not 'sqrt'": GOOD
+    + '[[dense]]\nname = "d"\ntransform = "sqrt"',
     "dense d: two have this name": GOOD + '[[dense]]\nname = "d"\n[[dense]]\nname = "d"',
     "order_type must be one of": 'order_by = "t"\norder_type = "date"\n' + GOOD,
     "without order_by leave out 'number'": 'order_type = "number"\n' + GOOD,

@@ -138,8 +138,8 @@ def test_after_needs_the_same_labels_and_weights(tmp_path: Path) -> None:
 
 
 PLAIN_FAULTS = [
-    ("clicked", "2", "a label must be 0 or 1"),
-    ("clicked", "", "a label must be 0 or 1"),
+    ("clicked", "2", "a label must be 0 or 1, or throughout -1 or 1"),
+    ("clicked", "", "a label must be 0 or 1, or throughout -1 or 1"),
     ("rating", "", "a label must be a finite number"),
     ("importance", "", "a weight must be a finite number of at least 0 within float32"),
     ("importance", "-0.50", "a weight must be a finite number of at least 0 within float32"),

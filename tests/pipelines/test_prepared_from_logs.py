@@ -193,4 +193,4 @@ def test_a_held_out_record_that_the_transform_makes_malformed_keeps_its_place_in
     encoder = encoding_state.load(out / ENCODING_FOLDER, read_spec(tmp_path / "f.toml"))[1]
     assert sorted(encoder.vocabularies[0].values.to_pylist()) == sorted(f"only{k}".encode() for k in range(160))
     values = np.array([float(text) for text in x[:160]])
-    assert (encoder.scales[0].mean, encoder.scales[0].deviation) == pytest.approx((values.mean(), values.std()), rel=1e-6)
+    assert (encoder.scales[0].origin, encoder.scales[0].unit) == pytest.approx((values.mean(), values.std()), rel=1e-6)

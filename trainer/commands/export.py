@@ -254,17 +254,7 @@ def _write(model: SavedModel, folder: Path, contents: Contents, before: Predeces
 
 def _encoding(features: FeatureSpec) -> dict[str, Any]:
     """Describe how raw values become ids, for encoding.json."""
-    entries = [
-        {
-            "name": one.name,
-            "column": one.column,
-            "table": features.tables[one.table].name,
-            "encoding": one.encoding,
-            "pooling": one.pooling,
-            **({} if one.pooling == "single" else {"separator": one.separator}),
-        }
-        for one in features.features
-    ]
+    entries = [one.encoding_entries() | {"table": features.tables[one.table].name} for one in features.features]
     tables = [{"name": table.name, "rows": table.rows} for table in features.tables]
     return {
         "features": entries,

@@ -1,8 +1,8 @@
 """Convert raw records to ids and dense values, with NumPy alone.
 
 This is for a model that is served without foreload. The rules are those of docs/definitions.md
-(Mixing, Encoding, Rows). `foreload export --format torch` joins this file with plain_files.py,
-generators.py, inference.py, own_module.py and standalone.py into model.py.
+(Mixing, Encoding, Rows). `foreload export --format torch` joins this file with transforms.py,
+plain_files.py, generators.py, inference.py, own_module.py and standalone.py into model.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from foreload.pipelines.samples.transforms import part_of, seconds_of_value, time_rule, transformed
+
 _U64 = np.uint64
 _LARGEST = float(np.finfo(np.float32).max)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -23,6 +25,7 @@ _WHOLE = re.compile(r"-?\d+", re.ASCII)
 _WHOLE_FLOAT = re.compile(r"(-?)(0|[1-9][0-9]*)[.]0+")
 _DECIMAL = re.compile(r"-?(0|[1-9][0-9]*)([.][0-9]+)?")
 _SPACES = " \t\n\v\f\r"
+_SPACES_OF_BYTES = _SPACES.encode()
 _MOST_DIGITS = 4000  # the most digits of an id; Python refuses to parse longer integers
 _DENSE_RULE = "a dense value must be a finite number within float32"
 _CATEGORICAL_RULE = "a categorical value must be a text or a whole number"
@@ -122,6 +125,8 @@ class Rule:
         None, NaN, the missing values of data frames, and numbers that a missing text denotes are
         missing.
         """
+        if isinstance(value, np.datetime64):
+            return bool(np.isnat(value))
         if not isinstance(value, Real | Decimal):
             return value is None or type(value).__name__ in ("NAType", "NaTType")
         if value != value:
@@ -178,6 +183,22 @@ def number_of(value: Any, rule: Rule) -> float:
     if abs(number) > _LARGEST:
         raise Malformed(_DENSE_RULE)
     return number
+
+
+def part_of_time(value: Any, entry: Mapping[str, Any], rule: Rule) -> int | None:
+    """Return the part of a raw time that a column's entry asks for, or None if it is missing.
+
+    Raises:
+        Malformed: the value is no time.
+    """
+    text = _decoded(value)
+    if not rule.text(text) if isinstance(text, str) else rule.is_missing(value):
+        return None
+    seconds = seconds_of_value(text, entry.get("time_unit"))
+    if seconds is None:
+        raise Malformed(time_rule(entry.get("time_unit")))
+    part: int = part_of(seconds, entry["part"])
+    return part
 
 
 def text_of(value: Any, rule: Rule) -> bytes:
@@ -263,8 +284,9 @@ class Encoder:
         """
         count = len(next(iter(columns.values())))
         dense: np.ndarray = np.empty((count, len(self._about["dense"])), np.float32)
+        of_vectors: dict[tuple[str, int, str], np.ndarray] = {}
         for place, entry in enumerate(self._about["dense"]):
-            values = _transformed(self._numbers(columns[entry["column"]], entry["column"], first), entry)
+            values = self._dense(columns[entry["column"]], entry, first, of_vectors)
             for record in np.flatnonzero(np.abs(values) > _LARGEST)[:1].tolist():
                 raise ValueError(
                     f"records[{first + record}]: {entry['column']}: a dense value must be finite after its transform; got "
@@ -275,6 +297,44 @@ class Encoder:
             feature["name"]: self._lookups(columns[feature["column"]], feature, first) for feature in self._about["features"]
         }
         return dense, lookups
+
+    def _dense(
+        self, values: Sequence[Any], entry: Mapping[str, Any], first: int, of_vectors: dict[tuple[str, int, str], np.ndarray]
+    ) -> np.ndarray:
+        """Return the transformed values of a dense column, float64 [b].
+
+        Args:
+            of_vectors: the columns of vectors that are converted already, by column, size and
+                separator. Added to.
+        """
+        column, element, rule = entry["column"], entry.get("element"), self._rule
+        if element is not None:
+            key = column, element["size"], element["separator"]
+            if key not in of_vectors:
+                of_vectors[key] = self._vectors(values, *key, first)
+            numbers = of_vectors[key][:, element["place"]]
+        elif "part" in entry:
+            parts = _each(values, column, first, lambda value: part_of_time(value, entry, rule))
+            numbers = np.array([math.nan if part is None else part for part in parts], np.float64)
+        else:
+            numbers = self._numbers(values, column, first)
+        if "fill" in entry:
+            numbers = np.where(np.isnan(numbers), entry["fill"], numbers)
+        scale = (float.fromhex(entry[key]) for key in ("origin", "unit") if key in entry)
+        with np.errstate(over="ignore"):
+            return transformed(numbers, entry["transform"], *scale)
+
+    def _vectors(self, values: Sequence[Any], column: str, size: int, separator: str, first: int) -> np.ndarray:
+        """Return the numbers of a column of vectors, float64 [b, size], NaN where missing."""
+        rule = self._rule
+
+        def numbers(value: Any) -> list[float]:
+            several = _several(value, separator, rule)
+            if several and len(several) != size:
+                raise Malformed(f"a vector must have {size} numbers, as size says, and has {len(several)}")
+            return [number_of(part, rule) for part in several] or [math.nan] * size
+
+        return np.array(_each(values, column, first, numbers), np.float64).reshape(len(values), size)
 
     def _numbers(self, values: Sequence[Any], column: str, first: int) -> np.ndarray:
         if set(map(type, values)) <= {float, int, bool, type(None)}:
@@ -289,20 +349,31 @@ class Encoder:
 
     def _lookups(self, values: Sequence[Any], feature: Mapping[str, Any], first: int) -> tuple[np.ndarray, np.ndarray]:
         separator, rule = feature.get("separator"), self._rule
+        padding = frozenset(text.encode() for text in feature.get("padding", ()))
+        table_rows = self._about["tables"][feature["table"]]["table_rows"]
+
+        def text(value: Any) -> bytes:
+            if "part" in feature:
+                part = part_of_time(value, feature, rule)
+                return b"" if part is None else b"%d" % part
+            return text_of(value, rule)
 
         def one(value: Any) -> list[bytes]:
-            if separator is None:
-                return [text_of(value, rule)]
-            value = value.tolist() if isinstance(value, np.ndarray) else _decoded(value)
-            if isinstance(value, str):
-                value = [] if value in rule.missing else value.split(separator)
-            several = value if isinstance(value, list | tuple) else [value]
-            return [text_of(part, rule) for part in several] or [b""]
+            several = [value] if separator is None else _several(value, separator, rule) or [None]
+            texts = [text(part) or feature.get("fill", "").encode() for part in several]
+            if feature["encoding"] == "id":
+                # Padding need not be an id of the table, such as -1.
+                stripped = (part.strip(_SPACES_OF_BYTES) if padding else part for part in texts)
+                ids = [b"%d" % _id(part, table_rows) if part and part not in padding else b"" for part in stripped]
+                texts = ids if padding else [part or b"0" for part in ids]
+            if padding:
+                texts = [part for part in texts if part and part not in padding]
+            most = feature.get("max_values", len(texts))
+            return texts[-most:] if feature.get("keep") == "last" else texts[:most]
 
         bags = _each(values, feature["column"], first, one)
         counts = np.fromiter(map(len, bags), np.int64, len(bags))
         texts, offsets = [text for bag in bags for text in bag], np.cumsum(counts) - counts
-        table_rows = self._about["tables"][feature["table"]]["table_rows"]
         if feature["encoding"] == "hash":
             # Id 0 is the missing value, so hashes give ids 1 to table_rows - 1.
             ids = (hash64(texts) % _U64(table_rows - 1)).astype(np.int64) + 1
@@ -312,28 +383,34 @@ class Encoder:
             # Id 0 is the missing value, and id 1 is all values outside the vocabulary.
             ids = np.fromiter((known.get(text, 1) if text else 0 for text in texts), np.int64, len(texts))
         else:
-            whole = _each(bags, feature["column"], first, lambda bag: [_id(text, table_rows) for text in bag], values)
-            ids = np.array([row for bag in whole for row in bag], np.int64)
+            ids = np.array(list(map(int, texts)), np.int64)
         return ids, offsets
+
+
+def _several(value: Any, separator: str, rule: Rule) -> Sequence[Any]:
+    """Return the values of a field that may hold several. A missing field has none."""
+    value = value.tolist() if isinstance(value, np.ndarray) else _decoded(value)
+    if isinstance(value, str):
+        return [] if value in rule.missing else value.split(separator)
+    if isinstance(value, list | tuple):
+        return value
+    return [] if rule.is_missing(value) else [value]
 
 
 def _id(text: bytes, table_rows: int) -> int:
     stripped = text.decode().strip(_SPACES)
-    if text and not (_WHOLE.fullmatch(stripped) and len(stripped) <= _MOST_DIGITS and 0 <= int(stripped) < table_rows):
+    if not (_WHOLE.fullmatch(stripped) and len(stripped) <= _MOST_DIGITS and 0 <= int(stripped) < table_rows):
         raise Malformed(f"an id must be a whole number in 0 .. {table_rows - 1}")
-    return int(stripped) if text else 0
+    return int(stripped)
 
 
-def _each(
-    values: Sequence[Any], column: str, first: int, convert: Callable[[Any], Any], shown: Sequence[Any] | None = None
-) -> list[Any]:
+def _each(values: Sequence[Any], column: str, first: int, convert: Callable[[Any], Any]) -> list[Any]:
     """Convert each value.
 
     Args:
         column: their column, for errors.
         first: the number of the first record, for errors.
         convert: converts one value.
-        shown: the values to show in errors. If None, `values`.
 
     Raises:
         ValueError: a value is malformed. The error names record, column, rule and value.
@@ -344,21 +421,8 @@ def _each(
             converted.append(convert(value))
     except Malformed as error:
         place = len(converted)
-        value = (values if shown is None else shown)[place]
-        raise ValueError(f"records[{first + place}]: {column}: {error}; got {value!r:.80}") from None
+        raise ValueError(f"records[{first + place}]: {column}: {error}; got {values[place]!r:.80}") from None
     return converted
-
-
-def _transformed(values: np.ndarray, entry: Mapping[str, Any]) -> np.ndarray:
-    """Apply the transform of a dense column, and replace NaN with 0.
-
-    float64 [n] -> float64 [n]. The caller rounds the result to float32.
-    """
-    if entry["transform"] == "log":
-        values = np.log1p(np.maximum(values, 0.0))
-    elif entry["transform"] == "standard":
-        values = (values - float.fromhex(entry["mean"])) / float.fromhex(entry["deviation"])
-    return np.where(np.isnan(values), 0.0, values)
 
 
 def columns_of(records: Any, names: Sequence[str]) -> dict[str, Sequence[Any]]:
@@ -377,9 +441,7 @@ def columns_of(records: Any, names: Sequence[str]) -> dict[str, Sequence[Any]]:
             if name not in there:
                 raise ValueError(f"records: must have the column {name}; got {', '.join(map(str, there))}")
         listed = {name: records[name] for name in names}
-        columns = {
-            name: next((getattr(c, to)() for to in ("to_pylist", "tolist") if hasattr(c, to)), c) for name, c in listed.items()
-        }
+        columns = {name: _listed(column) for name, column in listed.items()}
         for name in names:
             if len(columns[name]) != len(columns[names[0]]):
                 raise ValueError(
@@ -394,3 +456,11 @@ def columns_of(records: Any, names: Sequence[str]) -> dict[str, Sequence[Any]]:
                     f"records[{place}]: must be a dict with {name}, None where a value is missing; got {record!r:.80}"
                 )
     return {name: [record[name] for record in records] for name in names}
+
+
+def _listed(column: Any) -> Sequence[Any]:
+    """Return the values of a column as a sequence of Python's own types."""
+    # As numbers, which tolist would return, times of NumPy would lose their unit.
+    if isinstance(column, np.ndarray) and column.dtype.kind == "M":
+        return list(column)
+    return next((getattr(column, to)() for to in ("to_pylist", "tolist") if hasattr(column, to)), column)

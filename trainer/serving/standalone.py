@@ -167,7 +167,7 @@ class Table(nn.Module):
 
         Args:
             ids: int64 [lookups].
-            offsets: int64 [bags], the place where each bag begins. No bag may be empty.
+            offsets: int64 [bags], the place where each bag begins. An empty bag is zeros.
 
         Raises:
             ValueError: an id is out of range.
@@ -235,10 +235,10 @@ class Model(nn.Module):
         Args:
             dense: float32 [b, n], transformed.
             lookups: per feature ids int64 [b], or ids int64 [lookups] and offsets int64 [b], as
-                nn.EmbeddingBag takes them. No bag may be empty.
+                nn.EmbeddingBag takes them. Only bags of features with padding may be empty.
 
         Raises:
-            ValueError: a feature does not have a bag with a value for each sample.
+            ValueError: a feature does not have a bag, or a value in it, for each sample.
         """
         features = self.about["features"]
         block = torch.zeros((len(dense), len(features), self._width))
@@ -246,13 +246,13 @@ class Model(nn.Module):
             given, table = lookups[feature["name"]], self.tables[feature["table"]]
             ids, offsets = (given, torch.arange(len(dense))) if isinstance(given, Tensor) else given
             counts = torch.diff(offsets, append=torch.tensor([len(ids)]))
-            if len(counts) != len(dense) or not bool((counts > 0).all()):
+            if len(counts) != len(dense) or not ("padding" in feature or bool((counts > 0).all())):
                 raise ValueError(
                     f"lookups: feature {feature['name']} must have a bag for each of {len(dense)} samples, with a value in each"
                 )
             sums = table(ids, offsets)
             self._count(feature, ids.numpy(), table)
-            block[:, place, : table.width] = sums / counts[:, None] if feature["pooling"] == "mean" else sums
+            block[:, place, : table.width] = sums / counts.clamp(min=1)[:, None] if feature["pooling"] == "mean" else sums
         logits: Tensor = self.program(dense, block) if self.about["mixes_samples"] else in_tiles(self.program, dense, block)
         return logits
 

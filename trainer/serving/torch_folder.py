@@ -19,8 +19,10 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save
 
+from foreload.base.codec import to_stored
 from foreload.base.files import write_json
 from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.samples import transforms
 from foreload.pipelines.samples.encode import Encoder
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.layouts import BlockLayout, model_spec
@@ -39,7 +41,7 @@ from foreload.trainer.serving.plain_files import weights_of
 
 PROGRAM, ONNX, WEIGHTS, CODE, README = "dense.pt2", "dense.onnx", "dense.safetensors", "model.py", "README.md"
 TRIED = "tried.safetensors"
-_PARTS = (raw_values, plain_files, generators, inference, own_module, standalone)
+_PARTS = (raw_values, transforms, plain_files, generators, inference, own_module, standalone)
 _TRIED = 3  # synthetic samples whose logits are stored with the weights
 
 
@@ -133,17 +135,22 @@ def standalone_source() -> str:
     It is the source of its parts, one after the other, without their imports from foreload.
     """
     first, *others = (Path(module.__file__ or "").read_text(encoding="utf-8") for module in _PARTS)
-    return f"\n\n# -- {'-' * 130}\n".join([first, *map(_without_head, others)])
+    parts = [_without_imports(first, {"foreload"}), *(_without_imports(part, {"foreload", "__future__"}, 1) for part in others)]
+    return f"\n\n# -- {'-' * 130}\n".join(parts)
 
 
-def _without_head(source: str) -> str:
-    """Return a module's source without its docstring and its imports from foreload."""
+def _without_imports(source: str, packages: set[str], first: int = 0) -> str:
+    """Return a module's source without its imports from packages, and its first statements.
+
+    Args:
+        first: how many statements to leave out. The first one is the docstring.
+    """
     lines = source.splitlines(keepends=True)
-    docstring, *statements = ast.parse(source).body
-    gone = [docstring] + [
+    statements = ast.parse(source).body
+    gone = statements[:first] + [
         statement
         for statement in statements
-        if isinstance(statement, ast.ImportFrom) and (statement.module or "").partition(".")[0] in ("__future__", "foreload")
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "").partition(".")[0] in packages
     ]
     for statement in gone:
         lines[statement.lineno - 1 : statement.end_lineno] = [""] * ((statement.end_lineno or 0) - statement.lineno + 1)
@@ -193,15 +200,18 @@ def _write_weights(model: SavedModel, folder: Path, block: BlockModel, width: in
 
 def encoding_of(features: FeatureSpec, encoder: Encoder) -> dict[str, Any]:
     """Return the part of features.json that describes the encoding, without the rows of tables."""
-    columns = {"dense": _dense_columns(features, encoder), "features": _features(features)}
+    columns = {
+        "dense": _dense_columns(features, encoder),
+        "features": [feature.encoding_entries() for feature in features.features],
+    }
     return {"rule": features.rule, **columns, "text": asdict(features.text)}
 
 
 def _dense_columns(features: FeatureSpec, encoder: Encoder) -> list[dict[str, Any]]:
     entries = []
     for place, dense in enumerate(features.dense):
-        scale = encoder.scales[place] if dense.transform == "standard" else None
-        entries.append(asdict(dense) | ({} if scale is None else {"mean": scale.mean.hex(), "deviation": scale.deviation.hex()}))
+        scale = encoder.scales[place] if dense.scaled else None
+        entries.append(to_stored(dense) | ({} if scale is None else {"origin": scale.origin.hex(), "unit": scale.unit.hex()}))
     return entries
 
 
@@ -217,14 +227,6 @@ def _headers(features: FeatureSpec) -> list[list[str]]:
         for left_out in (set(), labels, labels | {features.weight})
     ]
     return choices if features.text.columns else []
-
-
-def _features(features: FeatureSpec) -> list[dict[str, Any]]:
-    return [
-        {name: getattr(feature, name) for name in ("name", "column", "table", "encoding", "pooling")}
-        | ({} if feature.pooling == "single" else {"separator": feature.separator})
-        for feature in features.features
-    ]
 
 
 # -- Tables ----------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ def test_ids_are_picked_and_reshaped_as_tensors_are() -> None:
         assert (len(x), x.dim(), x[0].dim(), x.dtype) == (2, 2, 1, torch.int64)
         first, second = x.unbind(1)
         mask = torch.ones(x.size(0), 1, device=x.device)
-        assert [column.path for column in x] == [first.path, second.path] == [x[..., 0].path, x[-1].path]
+        assert [column.text() for column in x] == [first.text(), second.text()] == [x[..., 0].text(), x[-1].text()]
         rows: Tensor = net.table(first.long().view(-1).to("cpu", non_blocking=True)) + net.other(
             second.reshape((-1,)).squeeze(-1).flatten().int()
         )
@@ -353,25 +353,41 @@ def test_tables_may_be_on_no_device_and_their_options_without_a_meaning_here_are
 
 
 USES: dict[str, tuple[Callable[[Net, Any], Any], str]] = {
-    "arithmetic": (lambda net, ids: net.table(ids + 1), "forward takes add of the ids ids; ids may only be picked"),
-    "arithmetic with tensors": (lambda net, ids: net.table(torch.ones(1) * ids), "forward takes rmul of the ids ids"),
+    "multiplication": (lambda net, ids: net.table(ids * 2), "forward takes mul of the ids ids (test_wrap.py, line "),
+    "multiplication with tensors": (lambda net, ids: net.table(torch.ones(1) * ids), "forward takes mul of the ids ids"),
+    "a difference": (lambda net, ids: net.table(5 - ids), "forward takes rsub of the ids ids"),
+    "a fraction added": (lambda net, ids: net.table(ids + 0.5), "forward takes add of the ids ids (test_wrap.py, line "),
+    "ids added": (lambda net, ids: net.table(ids + ids), "forward takes add of the ids ids"),
+    "another number for each sample": (
+        lambda net, ids: net.table(ids + torch.arange(len(ids))),
+        "; add the same numbers to the ids of all samples",
+    ),
     "comparison": (lambda net, ids: net.table(ids) * (ids != 0)[:, None], "forward takes ne of the ids ids"),
+    "equality": (lambda net, ids: net.table(ids) * (ids == 0)[:, None], "forward takes eq of the ids ids"),
     "truth": (lambda net, ids: net.table(ids) if ids else None, "forward takes bool of the ids ids"),
-    "a method": (lambda net, ids: net.table(ids.clamp(0, 3)), "forward takes .clamp of the ids ids"),
-    "a function of torch": (
-        lambda net, ids: net.table(torch.where(ids, 1, 2)),
-        "forward gives the ids ids to torch.where; ids may only be picked",
+    "a number": (lambda net, ids: net.table(ids) * ids.max().item(), "forward takes max of the ids ids"),
+    "a method": (lambda net, ids: net.table(ids.clamp(0, 3)), "forward takes clamp of the ids ids"),
+    "a function of torch": (lambda net, ids: net.table(torch.where(ids, 1, 2)), "forward takes where of the ids ids"),
+    "the function of the layer": (
+        lambda net, ids: nn.functional.embedding(ids, torch.ones(3, 3)),
+        "forward takes embedding of the ids ids",
     ),
     "dense values": (lambda net, ids: net.out(ids), 'if they are dense values, say dense={"ids": [...]}'),
-    "a shape": (lambda net, ids: net.table(ids.view(-1, 1)), "forward gives a shape (-1, 1) to the ids ids"),
+    "other bits": (lambda net, ids: net.table(ids.view(torch.int32)), "forward takes view of the ids ids"),
     "rows of samples": (lambda net, ids: net.table(ids[1:]), "forward takes [slice(1, None, None)] of the ids ids"),
+    "samples in another order": (lambda net, ids: net.table(ids.flip(0)), "with samples left out, repeated or in another order"),
+    "samples repeated": (lambda net, ids: net.table(ids.repeat(2)), "with samples left out, repeated or in another order"),
+    "some samples": (lambda net, ids: net.table(ids.narrow(0, 0, 9)), "forward takes narrow of the ids ids"),
+    "chosen samples": (lambda net, ids: net.table(ids[torch.arange(9)]), "forward takes getitem of the ids ids"),
+    "NumPy": (lambda net, ids: net.table(torch.tensor(ids.numpy())), "forward takes numpy of the ids ids"),
+    "a set": (lambda net, ids: net.table(next(iter({ids}))), "unhashable type: 'Ids'"),
     "the last": (
         lambda net, ids: net.table(ids[-1]),
-        'forward takes [-1] of the ids ids; say how many they are: columns={"ids": [...]}',
+        '; say how many they are: columns={"ids": [...]}',
     ),
     "all of them": (
         lambda net, ids: sum(net.table(x) for x in ids),
-        'forward goes through the ids ids; say what they are: columns={"ids": [...]}',
+        '; say how many they are: columns={"ids": [...]}',
     ),
     "weights": (lambda net, ids: net.table(ids, None, torch.ones(3)), "forward gives per_sample_weights to the embedding table"),
     "a tensor": (lambda net, ids: net.table(torch.zeros(3, dtype=torch.int64)), "forward gives Tensor to the embedding table"),
@@ -543,12 +559,20 @@ def test_what_wrap_is_told_must_fit_the_module() -> None:
             "ids has 2 columns, as given to wrap",
         ),
         (
-            lambda: foreload.wrap(Net(lambda net, x: net.table(x.flatten())), columns={"ids": ["a", "b"]}),
-            r"forward gives a shape \(-1,\) to the ids ids",
+            lambda: foreload.wrap(Net(lambda net, x: net.table(x.flatten()), nn.EmbeddingBag(9, 3)), columns={"ids": ["a", "b"]}),
+            r"forward gives 2 columns end to end to the embedding table .*; give them side by side, \[b, n\]",
         ),
         (
-            lambda: foreload.wrap(Net(), columns={"ids": ["a", "b"]}),
-            "forward gives all of ids to the embedding table; give it one column",
+            lambda: foreload.wrap(Net(), columns={"ids": ["a", "b"]}, dense={"ids": ["b"]}),
+            r"forward gives dense values, ids\[1\], to an embedding .*; take them out of dense",
+        ),
+        (
+            lambda: foreload.wrap(Net(), columns={"ids": ["a", "b"]}, dense={"ids": ["c"]}),
+            "argument ids: dense value c must be one of its columns; got a, b",
+        ),
+        (
+            lambda: foreload.wrap(Net(), columns={"ids": ["a", "a"]}, dense={"ids": ["a"]}),
+            "argument ids: columns must differ; got a, a",
         ),
     ]
     for call, message in cases:
@@ -580,13 +604,13 @@ def test_ids_and_dense_values_may_be_in_one_dict(as_keywords: bool) -> None:
 def test_an_embedding_of_indices_of_its_own_may_be_kept() -> None:
     use = lambda net, ids: net.table(ids) + net.other(torch.arange(ids.size(0)) % 5)  # noqa: E731
     with pytest.raises(
-        ModelError, match=r'forward gives Tensor to the embedding other; .*; for indices of its own, say keep=\["other"\]'
+        ModelError, match=r'forward gives Tensor to the embedding other \(.*\); .*; for indices of its own, say keep=\["other"\]'
     ):
         foreload.wrap(Net(use))
     wrapped = foreload.wrap(Net(use), keep=["other"])
     assert names_of(wrapped) == {"table": ("table", "ids")}
     assert "module.other.weight" in dict(wrapped.named_parameters())
-    with pytest.raises(ModelError, match=r"forward gives the ids ids to torch.embedding"):
+    with pytest.raises(ModelError, match="forward takes embedding of the ids ids"):
         foreload.wrap(Net(), keep=["table"])
 
 

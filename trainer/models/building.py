@@ -22,7 +22,7 @@ from foreload.trainer.models.generators import seeded
 from foreload.trainer.models.importing import load_named
 from foreload.trainer.models.layers import check_step, connect
 from foreload.trainer.models.spec import ModelBuilder, ModelSpec, further_columns
-from foreload.trainer.models.wrapping import check_weights, has_weights
+from foreload.trainer.models.wrapping import Wrapped, check_weights, has_weights
 
 
 def load_model(name: str, folder: str = "") -> ModelBuilder:
@@ -189,4 +189,8 @@ def _of_features(model: ModelBuilder, module: nn.Module, spec: ModelSpec) -> nn.
         )
     check_fits(module, spec)
     check_step(module)
+    for part in module.modules():
+        if isinstance(part, Wrapped):
+            # Outputs of a part of a model are not those for the labels, so they stay as they are.
+            part.label_kinds = spec.label_kinds if part is module else ("number",)
     return connect(module)

@@ -1,25 +1,74 @@
 """Placeholders for the ids that a model's forward is called with.
 
-A trainer has no ids. Forward may only pick from a placeholder and pass it to an embedding.
+A trainer has no ids. A placeholder is a tensor that records, for each of its elements, from which
+column of the data the id comes and which constant was added to it. Forward may select, reshape,
+join and shift ids, and pass them to an embedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
+from torch.utils import _python_dispatch
 
 Path = tuple[str | int, ...]
 """An argument of forward and the indices and keys picked from it: ("ids", 3), ("batch", "user")."""
 
-_SAME = ("long", "int", "to", "contiguous", "clone", "detach", "cpu", "cuda", "squeeze")
-_RESHAPED = ("view", "reshape")
-_OPERATORS = (
-    "eq ne lt le gt ge bool int float index array contains setitem invert neg abs add radd iadd sub rsub isub mul rmul imul mod rmod floordiv "
-    "rfloordiv truediv rtruediv and rand or ror xor rxor matmul rmatmul"
+REMEDY = (
+    "ids may only be selected, reshaped, joined, shifted by constants and given to an embedding; for more, write the model by the contract in "
+    "docs/models.md"
 )
-REMEDY = "ids may only be picked from an argument and given to an embedding (docs/models.md)"
+
+
+class UnsupportedUse(Exception):
+    """Forward uses ids or an embedding in a way that `wrap` cannot follow.
+
+    It is no TypeError, which torch's operators would turn into another error or another result.
+
+    Attributes:
+        what: what forward does.
+        remedy: what to do instead.
+    """
+
+    def __init__(self, what: str, remedy: str = REMEDY) -> None:
+        super().__init__(f"{what}; {remedy}")
+        self.what, self.remedy = what, remedy
+
+
+# Codes describe this number of samples, whatever the number of samples in the batch is: with fewer,
+# a dimension of samples would look like one that a sample has itself.
+_SAMPLES = 3
+# The bits of a code, from the lowest: the sample, the place of the column, whether its values are
+# dense, and the constant added to the ids.
+_SAMPLE_BITS, _PLACE_BITS, _LOW_BITS = 2, 16, 20
+_DENSE = 1 << (_SAMPLE_BITS + _PLACE_BITS)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_SELECTING = _words(
+    "select narrow index_select unsqueeze squeeze transpose t T mT permute movedim moveaxis swapaxes swapdims unbind split split_with_sizes chunk "
+    "tensor_split hsplit flip repeat repeat_interleave tile getitem"
+)
+"""Operations that a placeholder applies to its codes as they are given."""
+_JOINING = _words("cat concat concatenate stack hstack vstack column_stack")
+_SIZED = _words("view reshape flatten ravel unflatten view_as reshape_as")
+"""Operations whose arguments may contain the number of samples."""
+_EXPANDING = _words("expand expand_as broadcast_to")
+_CONVERTING = _words("long int short float double to type type_as cpu cuda contiguous clone detach data")
+_DESCRIBING = _words(
+    "shape dtype device ndim layout is_cuda is_sparse is_meta is_quantized is_nested requires_grad is_leaf size dim ndimension numel nelement "
+    "is_floating_point is_complex is_contiguous element_size get_device len"
+)
+_CREATING = _words("new_tensor new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like")
+"""Operations that take the shape, type and device of ids, and no values."""
+_SHIFTING = {"add": 1, "radd": 1, "iadd": 1, "add_": 1, "sub": -1, "isub": -1, "sub_": -1, "subtract": -1}
 
 
 def text_of(path: Path) -> str:
@@ -28,100 +77,286 @@ def text_of(path: Path) -> str:
     return f"{path[0]}{''.join(picked)}"
 
 
-class Ids:
-    """A placeholder for the ids of b samples, in one column or several.
-
-    x[k], x[:, k] and x["name"] pick one column. Shapes, conversions and reshapes to [b] work as for
-    a tensor. Operations that need the values of the ids raise TypeError or AttributeError.
+class Origins:
+    """The columns that the placeholders of one call of forward come from.
 
     Attributes:
-        path: the argument of forward, and the indices and keys that lead to these ids.
-        columns: the names of the columns, for ids [b, columns]. If None, the ids are one column,
-            [b].
+        samples: b, the number of samples of the call.
+        reads_offsets: whether constants that are added to ids are recorded. They are not while
+            torch.export traces forward, where tensors have no values.
     """
 
-    def __init__(self, path: Path, samples: int, device: torch.device, columns: Sequence[str] | None = None) -> None:
-        self.path, self.columns, self.device, self.dtype = path, columns, device, torch.int64
-        sizes = (samples,) if columns is None else (samples, len(columns))
-        # While torch.export traces forward, the number of samples is a symbol, which torch.Size
-        # would turn into a number.
-        self.shape = torch.Size(sizes) if type(samples) is int else sizes
+    def __init__(self, samples: int, device: torch.device, reads_offsets: bool) -> None:
+        self.samples, self.device, self.reads_offsets = samples, device, reads_offsets
+        self._paths: list[Path] = []
 
-    def __getitem__(self, key: Any) -> Ids:
-        if isinstance(key, tuple) and len(key) == 2 and key[0] in (slice(None), Ellipsis):
-            key = key[1]
-        if isinstance(key, str):
-            return Ids((*self.path, key), self.shape[0], self.device)
-        if not isinstance(key, int) or isinstance(key, bool):
-            self._refuse(f"takes [{key!r}] of")
-        if self.columns is not None and not -len(self.columns) <= key < len(self.columns):
-            raise IndexError(f"{text_of(self.path)} has {len(self.columns)} columns, as given to wrap; forward takes [{key}]")
-        if self.columns is None and key < 0:
-            self._refuse(f"takes [{key}] of", f'; say how many they are: columns={{"{self.path[0]}": [...]}}')
-        return Ids((*self.path, key % len(self.columns) if self.columns is not None else key), self.shape[0], self.device)
+    def one(self, path: Path) -> Ids:
+        """Return a placeholder [b] for a column, from which keys and indices may be picked."""
+        values = torch.zeros(self.samples, dtype=torch.int64, device=self.device)
+        codes = self._codes([path], ())
+        return Ids(values, codes[:, 0], self, is_argument=True)
 
-    def __iter__(self) -> Iterator[Ids]:
-        if self.columns is None:
-            self._refuse("goes through", f'; say what they are: columns={{"{self.path[0]}": [...]}}')
-        return (self[place] for place in range(len(self.columns)))
+    def several(self, path: Path, count: int, dense: Mapping[int, Tensor]) -> Ids:
+        """Return a placeholder [b, count] for several columns.
 
-    def __len__(self) -> int:
-        return self.shape[0] if self.columns is None else len(self.columns)
+        Args:
+            path: the argument that holds the columns.
+            count: the number of columns.
+            dense: the values float32 [b, 1] of the columns that are dense, by their place. If there
+                are any, the placeholder is float32.
+        """
+        kind = torch.float32 if dense else torch.int64
+        ids = torch.zeros(self.samples, 1, dtype=kind, device=self.device)
+        values = torch.cat([dense.get(place, ids) for place in range(count)], 1) if dense else ids.expand(-1, count)
+        codes = self._codes([(*path, place) for place in range(count)], dense)
+        return Ids(values, codes, self, is_argument=True)
 
-    def unbind(self, dim: int = 0) -> tuple[Ids, ...]:
-        """Return the columns. `dim` must be 1 or -1."""
-        if dim not in (1, -1):
-            self._refuse(f"takes unbind({dim}) of")
-        return tuple(self)
+    def _codes(self, paths: Sequence[Path], dense: Mapping[int, Tensor] | tuple[()]) -> Tensor:
+        first = len(self._paths)
+        self._paths += paths
+        with _apart():
+            places = torch.arange(first, first + len(paths)) << _SAMPLE_BITS
+            is_dense = torch.tensor([place in dense for place in range(len(paths))])
+            return places + is_dense * _DENSE + torch.arange(_SAMPLES)[:, None]
 
-    def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or its size in one dimension."""
-        return self.shape if dim is None else self.shape[dim]
+    def path(self, code: int) -> Path:
+        """Return the column that a code refers to."""
+        return self._paths[(code >> _SAMPLE_BITS) & ((1 << _PLACE_BITS) - 1)]
 
-    def dim(self) -> int:
-        """Return the number of dimensions: 1 for one column, 2 for several."""
-        return len(self.shape)
 
-    def stride(self) -> int:
-        """Return the number of samples, as a KeyedJaggedTensor of TorchRec does."""
-        return self.shape[0]
+class Ids(Tensor):
+    """A placeholder for ids, of any shape that has the samples as one of its dimensions.
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _SAME:
-            return lambda *rest, **options: self
-        if name in _RESHAPED:
-            return self._reshaped
-        if name == "flatten":
-            return lambda: self._reshaped(-1)
-        if name.startswith("__"):  # a name that Python itself looks up
-            raise AttributeError(name)
-        raise AttributeError(f"forward takes .{name} of the ids {text_of(self.path)}; {REMEDY}")
+    Of an argument of forward, x[k], x[:, k] and x["name"] pick one column. Operations that need the
+    values of the ids raise UnsupportedUse.
 
-    def _reshaped(self, *shape: Any) -> Ids:
-        if self.columns is not None or shape not in ((-1,), ((-1,),), (self.shape[0],)):
-            self._refuse(f"gives a shape {shape} to")
-        return self
+    Attributes:
+        numbers: the values of the columns that are dense, and any numbers for ids. It has the shape
+            of the placeholder.
+        codes: int64, the origin of each element, for `_SAMPLES` samples instead of b.
+        origins: the columns that codes refer to.
+        is_argument: whether it is an argument of forward as it was given.
+    """
 
-    def _refuse(self, what: str, more: str = "") -> NoReturn:
-        raise TypeError(f"forward {what} the ids {text_of(self.path)}{more or '; ' + REMEDY}")
+    numbers: Tensor
+    codes: Tensor
+    origins: Origins
+    is_argument: bool
+
+    @staticmethod
+    def __new__(cls: type[Ids], values: Tensor, codes: Tensor, origins: Origins, is_argument: bool = False) -> Ids:
+        ids: Ids = Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=values.device)
+        ids.numbers, ids.codes, ids.origins, ids.is_argument = values, codes, origins, is_argument
+        return ids
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> NoReturn:
-        given = next((value for value in _within((arguments, options)) if isinstance(value, Ids)), None)
-        named = text_of(given.path) if given is not None else "?"
-        argument = given.path[0] if given is not None else "?"
-        raise TypeError(
-            f"forward gives the ids {named} to torch.{getattr(function, '__name__', function)}; {REMEDY}; if they are dense values, say "
-            f'dense={{"{argument}": [...]}}'
-        )
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, _name(function)
+        own = next(value for value in _within((args, kwargs)) if isinstance(value, Ids))
+        if name in ("repr", "str", "format"):
+            return f"Ids({own.text()})"
+        if name in _DESCRIBING or name in _CREATING:
+            if own.is_argument and name == "len" and own.dim() == 2:
+                return own.shape[1]
+            return function(*_mapped(args, _values), **_mapped(kwargs, _values))
+        if name == "stride" and own.is_argument and len(args) == 1:
+            # A KeyedJaggedTensor of TorchRec returns the number of samples.
+            return own.shape[0]
+        if name in ("getitem", "iter", "unbind") and own.is_argument:
+            return own._picked(name, args, kwargs)
+        if name in _SHIFTING:
+            return own._shifted(function, name, args, kwargs)
+        if name in _CONVERTING:
+            return own._converted(function, name, args, kwargs)
+        if name in _SELECTING or name in _JOINING or name in _SIZED or name in _EXPANDING or name == "setitem":
+            return own._selected(function, name, args, kwargs)
+        own._refuse(name)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
+        own = next(value for value in _within((args, kwargs)) if isinstance(value, Ids))
+        own._refuse(str(function))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._picked("iter", (), {}) if self.is_argument else self._refuse("iter"))
+
+    def lookups(self) -> list[tuple[Path, int]]:
+        """Return the column, and the constant added to its ids, of each element of a sample.
+
+        Raises:
+            UnsupportedUse: elements are dense values, or samples are left out or in another order.
+        """
+        with _apart():
+            codes = self.codes.reshape(_SAMPLES, -1) if self.codes.numel() % _SAMPLES == 0 else self.codes[:0, None]
+            wanted = codes[:1] - (codes[:1] & ((1 << _SAMPLE_BITS) - 1)) + torch.arange(_SAMPLES)[:, None]
+            if len(codes) == 0 or not torch.equal(codes, wanted.expand_as(codes)):
+                raise UnsupportedUse(
+                    f"forward gives the ids {self.text()} to an embedding with samples left out, repeated or in another order"
+                )
+            dense = [code for code in codes[0].tolist() if code & _DENSE]
+            if dense:
+                raise UnsupportedUse(
+                    f"forward gives dense values, {text_of(self.origins.path(dense[0]))}, to an embedding",
+                    "take them out of dense if they are ids",
+                )
+            return [(self.origins.path(code), code >> _LOW_BITS) for code in codes[0].tolist()]
+
+    def text(self) -> str:
+        """Return a name for messages: that of the column, or of the argument for several columns."""
+        with _apart():
+            paths = list(dict.fromkeys(self.origins.path(code) for code in self.codes.reshape(-1).tolist()))
+        return text_of(paths[0] if len(paths) == 1 else paths[0][:1]) if paths else "none"
+
+    def _picked(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return columns of an argument: x["name"], x[k], x[:, k], x.unbind(1), and all of them in a loop."""
+        if name != "getitem":
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            if self.dim() == 1 or (name == "unbind" and dim not in (1, -1)):
+                self._refuse(name, self._how_many() if self.dim() == 1 else "")
+            return tuple(self[:, place] for place in range(self.shape[1]))
+        key = args[1]
+        if self.dim() == 1:
+            if isinstance(key, tuple) and len(key) == 2 and key[0] in (slice(None), Ellipsis):
+                key = key[1]
+            if isinstance(key, str) or (isinstance(key, int) and not isinstance(key, bool) and key >= 0):
+                return self.origins.one((*self._path(), key))
+            if isinstance(key, int | slice) and not isinstance(key, bool):
+                self._refuse(f"[{key!r}]", self._how_many())
+        elif isinstance(key, int) and not isinstance(key, bool):
+            key = (slice(None), key)
+        try:
+            return self._selected(Tensor.__getitem__, "getitem", (self, key), {})
+        except IndexError as error:
+            raise IndexError(
+                f"{self._path()[0]} has {self.shape[-1]} columns, as given to wrap; forward takes [{args[1]!r}]"
+            ) from error
+
+    def _how_many(self) -> str:
+        return f'say how many they are: columns={{"{self._path()[0]}": [...]}}'
+
+    def _selected(self, function: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Apply an operation that moves elements, to the values and to the codes."""
+        if name in _SIZED and any(isinstance(value, torch.dtype) for value in _within((args, kwargs))):
+            self._refuse(name)
+        if name == "squeeze" and len(args) == 1 and not kwargs:
+            # The number of samples may be 1, too, and must stay a dimension.
+            args = (*args, tuple(dim for dim, size in enumerate(self.codes.shape) if size == 1))
+        values = function(*_mapped(args, _values), **_mapped(kwargs, _values))
+        code_of = self._code_or_dense if name in _JOINING else _code_or_index
+        try:
+            with _apart():
+                if name in _SIZED:
+                    codes: Any = self.codes.reshape(-1, *values.shape[1:])
+                elif name in _EXPANDING:
+                    codes = self.codes.expand(self.codes.shape[0], *values.shape[1:])
+                else:
+                    codes = function(*_mapped(args, code_of), **_mapped(kwargs, code_of))
+        except (RuntimeError, IndexError, TypeError) as error:
+            raise self._refusal(name) from error
+        if name == "setitem":
+            return None
+        if isinstance(values, Tensor):
+            return self._made(values, codes, name)
+        if len(values) != len(codes):
+            self._refuse(name)
+        return tuple(self._made(*part, name) for part in zip(values, codes, strict=True))
+
+    def _made(self, values: Tensor, codes: Tensor, name: str) -> Any:
+        """Return the placeholder for the result of an operation, or the values if all are dense."""
+        if values.numel() * _SAMPLES != codes.numel() * self.origins.samples:
+            self._refuse(name)
+        if values.is_floating_point() or not self.is_argument:
+            with _apart():
+                if bool((codes & _DENSE).all()) and codes.numel():
+                    return values
+        return Ids(values, codes, self.origins)
+
+    def _code_or_dense(self, value: Any) -> Any:
+        """Return the codes of a tensor that is joined with ids. Those of a plain tensor are dense."""
+        if isinstance(value, Ids) or not isinstance(value, Tensor):
+            return _code_or_index(value)
+        samples = torch.arange(_SAMPLES).reshape(-1, *[1] * (value.dim() - 1))
+        return (samples + _DENSE).expand(_SAMPLES, *value.shape[1:])
+
+    def _converted(self, function: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the placeholder with another type. It stays on the device of the step's rows."""
+        if name in ("to", "type", "type_as"):
+            given = list(_within((args[1:], kwargs)))
+            if name == "type" and not given:
+                return function(self.numbers)
+            kinds = [getattr(value, "dtype", value) for value in given if isinstance(value, torch.dtype | Tensor)]
+            values = self.numbers.to(kinds[0]) if kinds else self.numbers.long() if name == "type" else self.numbers
+        else:
+            values = self.numbers if name in ("cpu", "cuda") else function(self.numbers)
+        codes = self.codes
+        if name == "clone":
+            with _apart():
+                codes = codes.clone()
+        return Ids(values, codes, self.origins, self.is_argument)
+
+    def _shifted(self, function: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the ids plus or minus constants, which are the same for all samples."""
+        others = [value for value in args if value is not self]
+        other = others[0] if others else kwargs.get("other")
+        kept = [value for value in kwargs if value != "other"]
+        if len(others) > 1 or other is None or isinstance(other, Ids) or kept or (_SHIFTING[name] < 0 and args[0] is not self):
+            self._refuse(name)
+        other = torch.as_tensor(other, device=self.device) if hasattr(other, "__array__") or isinstance(other, list) else other
+        shape: tuple[int, ...] = tuple(other.shape) if isinstance(other, Tensor) else ()
+        if len(shape) > self.dim() or (len(shape) == self.dim() and shape[0] != 1):
+            self._refuse(name, "add the same numbers to the ids of all samples")
+        numbers = self.numbers + _SHIFTING[name] * other
+        in_place = name in ("iadd", "isub", "add_", "sub_")
+        with _apart():
+            offsets = torch.zeros(shape, dtype=torch.int64)
+            if self.origins.reads_offsets:
+                constants = torch.as_tensor(other).detach().cpu()
+                if bool((constants != constants.round()).any()):
+                    self._refuse(name, "add whole numbers")
+                offsets = _SHIFTING[name] * constants.long()
+            codes = self.codes.add_(offsets << _LOW_BITS) if in_place else self.codes + (offsets << _LOW_BITS)
+        if in_place:
+            self.numbers = numbers.to(self.numbers.dtype)
+            return self
+        return self._made(numbers, codes, name)
+
+    def _refuse(self, name: str, remedy: str = "") -> NoReturn:
+        raise self._refusal(name, remedy)
+
+    def _refusal(self, name: str, remedy: str = "") -> UnsupportedUse:
+        hint = f'{REMEDY}; if they are dense values, say dense={{"{self._path()[0]}": [...]}}'
+        return UnsupportedUse(f"forward takes {name} of the ids {self.text()}", remedy or hint)
+
+    def _path(self) -> Path:
+        """Return the column of the first element."""
+        with _apart():
+            return self.origins.path(int(self.codes.reshape(-1)[0])) if self.codes.numel() else ("...",)
 
     # Without this, code that hashes ids would silently use their identity.
     __hash__ = None  # type: ignore[assignment]
 
 
+def _name(function: Any) -> str:
+    """Return the name of an operation: "getitem", "add_", or "shape" for the property."""
+    name = getattr(function, "__name__", str(function))
+    if name in ("__get__", "__set__", "__delete__"):
+        name = getattr(function.__self__, "__name__", name)
+    return name.removeprefix("__").removesuffix("__")
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Run operations on codes apart from the operations of forward.
+
+    Codes have values even while torch.export traces forward, and are not part of its program.
+    """
+    with torch._C.DisableTorchFunction(), _python_dispatch._disable_current_modes():
+        yield
+
+
 def _within(value: Any) -> Iterator[Any]:
     """Yield the values in nested lists, tuples and mappings, one after the other."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
         for item in value:
@@ -130,12 +365,22 @@ def _within(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _refused(name: str) -> Any:
-    def operator(self: Ids, *others: Any) -> NoReturn:
-        self._refuse(f"takes {name} of")
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested lists, tuples and dicts with each value changed."""
+    if isinstance(value, Mapping):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        changed = [_mapped(item, change) for item in value]
+        return changed if isinstance(value, list) else tuple(changed)
+    return change(value)
 
-    return operator
+
+def _values(value: Any) -> Any:
+    return value.numbers if isinstance(value, Ids) else value
 
 
-for _name in _OPERATORS.split():
-    setattr(Ids, f"__{_name}__", _refused(_name))
+def _code_or_index(value: Any) -> Any:
+    """Return the codes of ids. A tensor of indices is brought to the codes' device."""
+    if isinstance(value, Ids):
+        return value.codes
+    return value.cpu() if isinstance(value, Tensor) else value

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from foreload.trainer.errors import ModelError
-from foreload.trainer.models.ids import REMEDY, Ids, Path, text_of
+from foreload.trainer.models.ids import REMEDY, Ids, Origins, Path, UnsupportedUse, text_of
 from foreload.trainer.models.layers import FeatureLayer, Needed, StepRows
 from foreload.trainer.models.tables import TorchTable
 
@@ -20,13 +20,25 @@ class WrappedRows(StepRows):
     """The rows of the step for a wrapped module.
 
     Attributes:
-        calls: the layers that forward has called so far, each with its ids, while `wrap` traces
-            forward. Otherwise None.
+        calls: the lookups of forward so far, while `wrap` traces forward. Otherwise None.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Lookup | Collection, Path]] | None = None
+        self.calls: list[ColumnUse] | None = None
+
+
+class ColumnUse(NamedTuple):
+    """One column that forward looks up in a layer.
+
+    Attributes:
+        path: the argument of forward, and what is picked from it.
+        offset: the constant that forward adds to the ids.
+    """
+
+    layer: Lookup | Collection
+    path: Path
+    offset: int = 0
 
 
 class _Replaced(FeatureLayer):
@@ -46,11 +58,12 @@ class _Replaced(FeatureLayer):
         """Return the ids that the layer was given.
 
         Raises:
-            TypeError: the layer was given something else.
+            UnsupportedUse: the layer was given something else.
         """
         if not isinstance(ids, Ids):
-            raise TypeError(
-                f'forward gives {type(ids).__name__} to the embedding {self.path}; {REMEDY}; for indices of its own, say keep=["{self.path}"]'
+            raise UnsupportedUse(
+                f"forward gives {type(ids).__name__} to the embedding {self.path}",
+                f'{REMEDY}; for indices of its own, say keep=["{self.path}"]',
             )
         return ids
 
@@ -59,18 +72,20 @@ class Lookup(_Replaced):
     """Replaces an nn.Embedding or nn.EmbeddingBag.
 
     Attributes:
-        features: the name of the feature for the path of each placeholder that the layer is given.
+        features: the name of the feature for each column that the layer is given.
+        is_bag: whether it replaces an nn.EmbeddingBag.
     """
 
-    def __init__(self, path: str, rows: WrappedRows, table: TorchTable) -> None:
+    def __init__(self, path: str, rows: WrappedRows, table: TorchTable, is_bag: bool) -> None:
         super().__init__(path, rows)
+        self.is_bag = is_bag
         self.table, self.num_embeddings, self.embedding_dim = table, table.rows, table.dimension
         self.features: dict[Path, str] = {}
 
     def forward(self, input: Any, offsets: Any = None, per_sample_weights: Any = None) -> Tensor:
-        """Return the rows of the ids, float32 [b, dimension].
+        """Return the rows of the ids: float32 [b, dimension] for ids [b], [b, n, dimension] for [b, n].
 
-        The rows of a bag are summed or averaged.
+        The rows of a bag are summed or averaged, so its result is [b, dimension].
 
         Args:
             input: the placeholder of the ids.
@@ -78,25 +93,36 @@ class Lookup(_Replaced):
             per_sample_weights: must be None.
 
         Raises:
-            TypeError: an argument is not supported.
+            UnsupportedUse: an argument is not supported.
             ModelError: the layer was not given these ids when `wrap` traced forward.
         """
         ids = self.given(input)
         if per_sample_weights is not None:
-            raise TypeError(f"forward gives per_sample_weights to the embedding {self.path}; values of a feature have no weights")
-        if ids.columns is not None:
-            columns = text_of(ids.path)
-            raise TypeError(
-                f"forward gives all of {columns} to the embedding {self.path}; give it one column, as {columns}[:, 0]"
+            raise UnsupportedUse(
+                f"forward gives per_sample_weights to the embedding {self.path}", "values of a feature have no weights"
             )
+        lookups = ids.lookups()
         if self.wrapped_rows.calls is not None:
-            self.wrapped_rows.calls.append((self, ids.path))
-            return torch.randn(ids.shape[0], self.embedding_dim, device=ids.device)
-        if ids.path not in self.features:
-            raise ModelError(
-                f"{self.path}: is given {text_of(ids.path)}, which it was not when `wrap` examined forward; forward must always do the same"
+            self.wrapped_rows.calls += [ColumnUse(self, path, offset) for path, offset in lookups]
+            rows = [torch.randn(ids.origins.samples, self.embedding_dim, device=ids.device) for _ in lookups]
+        else:
+            rows = [self.wrapped_rows.of(self._feature(path)) for path, _ in lookups]
+        if self.is_bag and ids.dim() == 1 and len(lookups) > 1:
+            raise UnsupportedUse(
+                f"forward gives {len(lookups)} columns end to end to the embedding {self.path}", "give them side by side, [b, n]"
             )
-        return self.wrapped_rows.of(self.features[ids.path])
+        if self.is_bag and ids.dim() > 1:
+            block = torch.stack(rows, 1)
+            return block.sum(1) if self.table.pooling == "sum" else block.mean(1)
+        block = rows[0] if len(rows) == 1 else torch.stack(rows, 1)
+        return block if ids.dim() == 1 and len(rows) == 1 else block.reshape(*ids.shape, self.embedding_dim)
+
+    def _feature(self, path: Path) -> str:
+        if path not in self.features:
+            raise ModelError(
+                f"{self.path}: is given {text_of(path)}, which it was not when `wrap` examined forward; forward must always do the same"
+            )
+        return self.features[path]
 
     def needed(self) -> Iterator[Needed]:
         for feature in dict.fromkeys(self.features.values()):
@@ -155,8 +181,10 @@ class Collection(_Replaced):
         """
         ids = self.given(features)
         if self.wrapped_rows.calls is not None:
-            self.wrapped_rows.calls.append((self, ids.path))
-            return KeyedRows({key: torch.randn(ids.shape[0], table.dimension, device=ids.device) for key, _, table in self.keys})
+            self.wrapped_rows.calls.append(ColumnUse(self, ids.lookups()[0][0]))
+            return KeyedRows(
+                {key: torch.randn(ids.origins.samples, table.dimension, device=ids.device) for key, _, table in self.keys}
+            )
         return KeyedRows({key: self.wrapped_rows.of(feature) for key, feature, _ in self.keys})
 
     def needed(self) -> Iterator[Needed]:
@@ -200,7 +228,8 @@ One name stands for [b], a sequence of names for [b, n] in order, and a dict for
 Columns = str | Sequence[str] | Mapping[str, str]
 """The columns of the data whose ids an argument of forward holds.
 
-One name, several names in order, or a dict with the name for each key.
+One name, several names in order, or a dict with the name for each key. Those of several names that
+are also given as dense values are dense: the argument then holds both, float32 [b, n].
 """
 
 
@@ -239,10 +268,8 @@ class Arguments:
             if name not in signature.parameters:
                 known = ", ".join(signature.parameters) or "none"
                 raise ModelError(f"wrap: forward of {type(module).__name__} has no argument {name}; it has {known}")
-            values, ids = dense.get(name), columns.get(name)
-            both = values is not None and ids is not None
-            if both and not (isinstance(values, Mapping) and isinstance(ids, Mapping) and not values.keys() & ids.keys()):
-                raise ModelError(f"wrap: argument {name}: must be dense values or ids, not both, except for the keys of a dict")
+            if name in dense and name in columns:
+                _check_both(name, dense[name], columns[name])
         return cls(signature, dict(dense), dict(columns), step)
 
     @property
@@ -261,22 +288,23 @@ class Arguments:
             else:
                 yield name, None, given
 
-    def call(self, module: nn.Module, dense: Tensor, step: int) -> Any:
+    def call(self, module: nn.Module, dense: Tensor, step: int, reads_offsets: bool) -> Any:
         """Call the module for a slice of samples.
 
         Args:
             dense: float32 [b, n].
             step: the number of training steps done before.
+            reads_offsets: whether constants added to ids are recorded.
         """
         values = self._dense(dense)
+        origins = Origins(dense.shape[0], dense.device, reads_offsets)
         bound = self.signature.bind_partial()
         # The loop follows the signature, in whose order positional arguments are passed.
         for name, parameter in self.signature.parameters.items():
             if name == self.step:
                 bound.arguments[name] = step
             elif name in self.columns or (name not in self.dense and _is_needed(parameter)):
-                ids = self._ids(parameter, dense.shape[0], dense.device)
-                bound.arguments[name] = ids | values[name] if name in values else ids
+                bound.arguments[name] = self._ids(parameter, origins, values.get(name))
             elif name in values:
                 bound.arguments[name] = values[name]
         return module(*bound.args, **bound.kwargs)
@@ -294,15 +322,18 @@ class Arguments:
                 values.setdefault(name, {})[key] = part
         return values
 
-    def _ids(self, parameter: inspect.Parameter, samples: int, device: torch.device) -> Any:
+    def _ids(self, parameter: inspect.Parameter, origins: Origins, dense: Any) -> Any:
+        """Return the placeholder for an argument, with the dense values that it holds, too."""
         name, given = parameter.name, self.columns.get(parameter.name)
         if isinstance(given, Mapping):
-            return {key: Ids((name, key), samples, device) for key in given}
+            return {key: origins.one((name, key)) for key in given} | (dense or {})
         if given is None or isinstance(given, str):
-            return Ids((name,), samples, device)
+            return origins.one((name,))
         if parameter.kind is parameter.VAR_POSITIONAL:
-            return tuple(Ids((name, place), samples, device) for place in range(len(given)))
-        return Ids((name,), samples, device, tuple(given))
+            return tuple(origins.one((name, place)) for place in range(len(given)))
+        named = _listed(self.dense[name]) if name in self.dense else ()  # type: ignore[arg-type]
+        places = {given.index(column): dense.reshape(-1, len(named))[:, k : k + 1] for k, column in enumerate(named)}
+        return origins.several((name,), len(given), places)
 
     def column(self, path: Path) -> str | None:
         """Return the column of the data that ids come from, or None if it is not known."""
@@ -316,6 +347,25 @@ class Arguments:
 
 def _listed(given: str | Sequence[str]) -> Sequence[str]:
     return [given] if isinstance(given, str) else given
+
+
+def _check_both(name: str, values: DenseValues, ids: Columns) -> None:
+    """Raise ModelError unless an argument may hold both these dense values and these ids.
+
+    They are different keys of a dict, or columns of one tensor, of which `columns` has all.
+    """
+    if isinstance(values, Mapping) and isinstance(ids, Mapping) and not values.keys() & ids.keys():
+        return
+    if isinstance(values, Mapping) or isinstance(ids, str | Mapping):
+        raise ModelError(
+            f"wrap: argument {name}: must be dense values or ids, not both, except for the keys of a dict and the columns of one tensor; for a "
+            "tensor give all its columns, in order, and those of them that are dense"
+        )
+    if len(set(ids)) < len(ids):
+        raise ModelError(f"wrap: argument {name}: columns must differ; got {', '.join(ids)}")
+    for value in _listed(values):
+        if value not in ids:
+            raise ModelError(f"wrap: argument {name}: dense value {value} must be one of its columns; got {', '.join(ids)}")
 
 
 def _is_needed(parameter: inspect.Parameter) -> bool:

@@ -10,6 +10,7 @@ import os
 import pathlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ from foreload.base.arguments import checked
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.diagnosis import raised_at
 from foreload.trainer.models.feature_text import FeatureFile, WrappedFeature
-from foreload.trainer.models.ids import Path
+from foreload.trainer.models.ids import Path, UnsupportedUse, text_of
 from foreload.trainer.models.inference import modes_kept
 from foreload.trainer.models.layers import FeatureLayer
 from foreload.trainer.models.lookups import (
     Arguments,
     Collection,
     Columns,
+    ColumnUse,
     DenseValues,
     Lookup,
     WrappedRows,
@@ -34,6 +36,7 @@ from foreload.trainer.models.lookups import (
     keys_of,
     replace_layers,
 )
+from foreload.trainer.models.outputs import Chosen, has_probabilities, without_sigmoid
 from foreload.trainer.models.tables import Drawn, TorchTable, collection_tables, is_collection, torch_table
 
 # The most further seeds under which a module is built, to distinguish weights that its constructor
@@ -82,6 +85,7 @@ class Wrapped(nn.Module):
 
     Attributes:
         module: the wrapped module, which `wrap` changed.
+        label_kinds: "click" or "number" for each label. Outputs for numbers keep a final sigmoid.
         dense_names: the names of the dense values, in order.
         features: the features, in the order in which forward looks them up.
         unused: the paths of the tables that forward does not use. They have no feature.
@@ -89,10 +93,17 @@ class Wrapped(nn.Module):
     """
 
     def __init__(
-        self, module: nn.Module, arguments: Arguments, rows: WrappedRows, weights: Mapping[str, Drawn], own_loss: bool
+        self,
+        module: nn.Module,
+        arguments: Arguments,
+        rows: WrappedRows,
+        weights: Mapping[str, Drawn],
+        chosen: Chosen,
+        own_loss: bool,
     ) -> None:
         super().__init__()
-        self._own_loss = own_loss
+        self._own_loss, self._chosen, self._ends_in_sigmoid = own_loss, chosen, False
+        self.label_kinds: tuple[str, ...] = ("click",)
         self.module = module
         self.dense_names = arguments.dense_names
         self.features: tuple[WrappedFeature, ...] = ()
@@ -109,7 +120,7 @@ class Wrapped(nn.Module):
         """Return the outputs of the module, or (outputs, own losses).
 
         An output [b, 1] is returned as [b]. Several outputs, each [b] or [b, 1], are returned as
-        one tensor [b, labels].
+        one tensor [b, labels]. A final sigmoid is left out.
 
         Args:
             dense: float32 [b, n].
@@ -117,14 +128,31 @@ class Wrapped(nn.Module):
             step: the number of training steps done before. The module gets it if `wrap` was given
                 the name of an argument for it.
         """
+        result = self._call(dense, embeddings, step, self._ends_in_sigmoid, reads_offsets=False)
+        if not self._ends_in_sigmoid:
+            return result
+        outputs, *losses = result if isinstance(result, tuple) and self._own_loss else (result,)
+        outputs = without_sigmoid(outputs, self.label_kinds)
+        return (outputs, *losses) if losses else outputs
+
+    def _call(
+        self, dense: Tensor, embeddings: Mapping[str, Tensor], step: int, removes_sigmoid: bool, *, reads_offsets: bool
+    ) -> Any:
         self._rows.embeddings = embeddings
         try:
-            outputs = self._arguments.call(self.module, dense, step)
+            return self._chosen.call(
+                self.module,
+                lambda: self._arguments.call(self.module, dense, step, reads_offsets),
+                self._own_loss,
+                removes_sigmoid,
+            )
         finally:
             self._rows.embeddings = None
-        if self._own_loss and isinstance(outputs, tuple) and len(outputs) == 2:
-            return _as_labels(outputs[0]), _as_column(outputs[1])
-        return _as_labels(outputs)
+
+    def trace(self, samples: int) -> None:
+        """Run forward on synthetic samples, and note whether it ends in a sigmoid."""
+        result = self._call(torch.randn(samples, len(self.dense_names)), {}, 0, True, reads_offsets=True)
+        self._ends_in_sigmoid = has_probabilities(result[0] if isinstance(result, tuple) and self._own_loss else result)
 
     def write_features(self, path: str | os.PathLike[str], *, label: str | Sequence[str], encoding: str = "id") -> None:
         """Write the feature file of the module (docs/features.md), for `foreload prepare`.
@@ -142,19 +170,6 @@ class Wrapped(nn.Module):
         described.write(pathlib.Path(path), (label,) if isinstance(label, str) else tuple(label), encoding)
 
 
-def _as_labels(outputs: Any) -> Any:
-    """Return one output as [b], and several as [b, labels]."""
-    if isinstance(outputs, list | tuple) and len(outputs) > 1 and all(isinstance(one, Tensor) for one in outputs):
-        columns = [_as_column(one) for one in outputs]
-        return torch.stack(columns, 1) if all(one.dim() == 1 for one in columns) else outputs
-    return _as_column(outputs)
-
-
-def _as_column(output: Any) -> Any:
-    """Return an output [b, 1] as [b], and any other output unchanged."""
-    return output.squeeze(1) if isinstance(output, Tensor) and output.dim() == 2 and output.shape[1] == 1 else output
-
-
 @checked()
 def wrap(
     module: nn.Module,
@@ -165,6 +180,8 @@ def wrap(
     keep: Sequence[str] = (),
     step: str | None = None,
     own_loss: bool = False,
+    output: str | Sequence[str] | None = None,
+    logits: str | Sequence[str] | None = None,
 ) -> Wrapped:
     """Turn a PyTorch module into a model with forward(dense, embeddings).
 
@@ -177,7 +194,8 @@ def wrap(
         dense: the arguments of forward that hold dense values, each with the names of these values:
             a list for [b, n], one name for [b], or a dict of such.
         columns: the column names in the data for the arguments that hold ids: one name, a list (for
-            ids[k] and ids[:, k]), or a dict. By default, the names of the arguments and keys.
+            ids[k] and ids[:, k]), or a dict. By default, the names of the arguments and keys. A
+            list may contain names that `dense` has for the same argument.
         names: the name of the table at a path in the module. By default, the path with _ for each
             dot.
         keep: the paths of embeddings that stay dense parameters, for indices that forward computes
@@ -186,6 +204,11 @@ def wrap(
             argument gets it.
         own_loss: whether forward returns (outputs, losses), the losses [b] being terms of its own
             that each sample adds to the loss.
+        output: the key of the dict that forward returns which has the outputs, or the keys of
+            several labels, in order. If None, the dict must have one key.
+        logits: the path of the layer whose result is the logits, or the layers of several labels,
+            in order. If None, forward returns the outputs, and a sigmoid at the end of those for
+            clicks is left out.
 
     Raises:
         ModelError: the module cannot be wrapped, or an argument does not fit it.
@@ -196,10 +219,11 @@ def wrap(
     rows = WrappedRows()
     weights = _weights(module, keep)
     layers = _replace(module, rows, dict(names or {}), keep)
-    wrapped = Wrapped(module, arguments, rows, weights, own_loss)
-    wrapped.features = _features(wrapped, _calls(wrapped, arguments, rows), arguments)
-    used = {feature.table.name for feature in wrapped.features}
-    wrapped.unused = tuple(layer.path for layer in layers if not {table.name for table in _tables(layer)} & used)
+    wrapped = Wrapped(module, arguments, rows, weights, Chosen.of(module, output, logits), own_loss)
+    calls = _calls(wrapped, rows)
+    wrapped.features = _features(calls, arguments)
+    used = {call.layer for call in calls}
+    wrapped.unused = tuple(layer.path for layer in layers if layer not in used)
     if not wrapped.features:
         raise ModelError(f"wrap: forward of {type(module).__name__} uses none of its tables: {', '.join(wrapped.unused)}")
     for layer in module.modules():
@@ -301,7 +325,7 @@ def _replace(module: nn.Module, rows: WrappedRows, names: dict[str, str], keep: 
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             table = torch_table(path, name_of(path, feature_name(path)), layer)
             weights[id(layer.weight)] = path
-            layers.append(Lookup(path, rows, table))
+            layers.append(Lookup(path, rows, table, isinstance(layer, nn.EmbeddingBag)))
             replaced[layer] = layers[-1]
         elif is_collection(layer):
             layers.append(Collection(path, rows, keys_of(collection_tables(path, layer, name_of))))
@@ -341,8 +365,8 @@ def _refuse_twice(kind: str, named: Sequence[tuple[str, str]]) -> None:
             )
 
 
-def _calls(wrapped: Wrapped, arguments: Arguments, rows: WrappedRows) -> list[tuple[Lookup | Collection, Path]]:
-    """Return each layer with the ids that forward passes to it.
+def _calls(wrapped: Wrapped, rows: WrappedRows) -> list[ColumnUse]:
+    """Return the lookups of forward, each once.
 
     Runs forward once in evaluation mode, on synthetic samples. The module and the random number
     generators are unchanged afterwards.
@@ -360,10 +384,12 @@ def _calls(wrapped: Wrapped, arguments: Arguments, rows: WrappedRows) -> list[tu
         with modes_kept(wrapped), torch.random.fork_rng(devices=[]), torch.no_grad():
             wrapped.eval()
             with contextlib.nullcontext() if mixes else _RefusesPairs(samples):
-                wrapped(torch.randn(samples, len(arguments.dense_names)), {})
+                wrapped.trace(samples)
         return list(dict.fromkeys(rows.calls))
     except ModelError:
         raise
+    except UnsupportedUse as error:
+        raise ModelError(f"wrap: {type(wrapped.module).__name__}: {error.what}{raised_at(error)}; {error.remedy}") from error
     except _Paired as error:
         raise ModelError(
             f"wrap: {type(wrapped.module).__name__}: forward pairs every sample with every other, in a tensor {error}{raised_at(error)}: {_POOLED}; "
@@ -373,7 +399,7 @@ def _calls(wrapped: Wrapped, arguments: Arguments, rows: WrappedRows) -> list[tu
         # torch raises these types if forward takes [b, dimension] for the rows of a sequence,
         # [b, length, dimension].
         shapes = isinstance(error, RuntimeError | IndexError | ValueError | AssertionError)
-        took_rows = any(isinstance(layer, Lookup) and layer.table.pooling == "single" for layer, _ in rows.calls)
+        took_rows = any(isinstance(call.layer, Lookup) and not call.layer.is_bag for call in rows.calls)
         raise ModelError(
             f"wrap: {type(wrapped.module).__name__}: forward failed: {type(error).__name__}: {error}{raised_at(error)}"
             + (f"; if it uses a sequence: {_POOLED}" if shapes and took_rows else "")
@@ -382,34 +408,70 @@ def _calls(wrapped: Wrapped, arguments: Arguments, rows: WrappedRows) -> list[tu
         rows.calls = None
 
 
-def _features(
-    wrapped: Wrapped, calls: Sequence[tuple[Lookup | Collection, Path]], arguments: Arguments
-) -> tuple[WrappedFeature, ...]:
+def _features(calls: Sequence[ColumnUse], arguments: Arguments) -> tuple[WrappedFeature, ...]:
     """Return the features that follow from the lookups of forward, in order.
 
-    Records in each layer the feature of each of its arguments.
+    Records in each layer the feature of each of its columns.
 
     Raises:
-        ModelError: two features have the same name, or a collection is given two arguments.
+        ModelError: two features have the same name, a collection is given two arguments, or a layer
+            looks up one column with two constants added.
     """
     features: list[WrappedFeature] = []
     places: list[tuple[str, str]] = []
-    for layer, path in calls:
+    for call in calls:
+        layer, path = call.layer, call.path
+        own = [other for other in calls if other.layer is layer]
         if isinstance(layer, Collection):
-            if any(other is layer and first != path for other, first in calls):
+            if len(own) > 1:
                 raise ModelError(
                     f"wrap: {layer.path}: is given two arguments; a collection has features of its own, so it needs to be given one"
                 )
             features += [WrappedFeature(name, table, key.partition("@")[0]) for key, name, table in layer.keys]
             places += [(name, _place(layer, table)) for _, name, table in layer.keys]
             continue
-        column, name = arguments.column(path), layer.table.name
-        if sum(other is layer for other, _ in calls) > 1:
-            # Several columns share this table, so the name of the column distinguishes the
-            # features.
-            name = feature_name(f"{name}_{column or '_'.join(map(str, path))}")
+        if (offsets := [other.offset for other in own if other.path == path]) != [call.offset]:
+            raise ModelError(
+                f"wrap: {layer.path}: looks up {text_of(path)} with {offsets[0]} and with {offsets[1]} added; one column has one row of a table; use "
+                "two tables"
+            )
+        column, name = arguments.column(path), _name_in(layer, own, path, arguments)
         layer.features[path] = name
-        features.append(WrappedFeature(name, layer.table, column or name))
+        features.append(WrappedFeature(name, _part(layer, own, call, arguments), column or name))
         places.append((name, layer.path))
     _refuse_twice("feature", places)
     return tuple(features)
+
+
+def _name_in(layer: Lookup, own: Sequence[ColumnUse], path: Path, arguments: Arguments) -> str:
+    """Return the name of the feature of a layer's column: with several, the column's name follows.
+
+    Args:
+        own: the lookups of the layer.
+    """
+    if len(own) == 1:
+        return layer.table.name
+    return feature_name(f"{layer.table.name}_{arguments.column(path) or '_'.join(map(str, path))}")
+
+
+def _part(layer: Lookup, own: Sequence[ColumnUse], call: ColumnUse, arguments: Arguments) -> TorchTable:
+    """Return the table of one of a layer's columns.
+
+    Columns to which forward adds different constants use different parts of the layer's table. Each
+    part is a table, named as the first feature that uses it, in which ids begin at 0. It ends where
+    the next begins.
+
+    Args:
+        own: the lookups of the layer.
+    """
+    offsets = sorted({other.offset for other in own})
+    if offsets == [0]:
+        return layer.table
+    end = next((offset for offset in offsets if offset > call.offset), layer.table.rows)
+    if end <= call.offset:
+        raise ModelError(
+            f"wrap: {layer.path}: has {layer.table.rows:,} rows, and forward adds {call.offset:,} to the ids {text_of(call.path)}; the constant must "
+            "be below the number of rows"
+        )
+    first = next(other for other in own if other.offset == call.offset)
+    return replace(layer.table, name=_name_in(layer, own, first.path, arguments), rows=end - call.offset)

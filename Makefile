@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # 3 processes on 2 cores: the tests start servers and trainers of their own, and wait for some of them.
 WORKERS ?= 3
+# Libraries of models for tests/trainer/test_peers.py, without what they depend on. fuxictr 1.2.2, the last with its models, says it is for 3.6.
+PEERS := deepctr-torch fuxictr torchfm
 
 .PHONY: golden venv demo test test-full test-matrix test-stores flink flink-stop test-flink lint bench clean
 
@@ -14,6 +16,7 @@ $(VENV)/.ready: setup.py constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --ignore-requires-python $(PEERS)
 	touch $@
 
 demo: venv

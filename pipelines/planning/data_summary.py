@@ -82,9 +82,9 @@ def _label_lines(report: Mapping[str, Any], flag: str) -> list[str]:
     `flag` is the text to add to the figures of the set.
     """
     labels, lines = report.get("labels", ()), []
-    clicks = [f"{label['name'][:40]} {label['rate']:.2%}" for label in labels if "rate" in label]
+    clicks = [f"{label['name']} {label['rate']:.2%}" for label in labels if "rate" in label]
     numbers = [
-        f"{label['name'][:40]} {label['mean']:.6g} with deviation {label['deviation']:.4g}, {_range(label)}"
+        f"{label['name']} {label['mean']:.6g} with deviation {label['deviation']:.4g}, {_range(label)}"
         for label in labels
         if "mean" in label
     ]
@@ -114,5 +114,5 @@ def _percent(share: float) -> str:
 def _most(values: Mapping[str, float], text: Callable[[float], str]) -> str:
     """List the largest values with their names, and say how many more there are."""
     ordered = sorted(values.items(), key=lambda item: -item[1])
-    parts = [f"{name[:40]} {text(value)}" for name, value in ordered[:_SHOWN_COLUMNS]]
+    parts = [f"{name} {text(value)}" for name, value in ordered[:_SHOWN_COLUMNS]]
     return ", ".join(parts) + (f", and {len(ordered) - _SHOWN_COLUMNS:,} more" if len(ordered) > _SHOWN_COLUMNS else "")

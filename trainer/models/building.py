@@ -192,5 +192,5 @@ def _of_features(model: ModelBuilder, module: nn.Module, spec: ModelSpec) -> nn.
     for part in module.modules():
         if isinstance(part, Wrapped):
             # Outputs of a part of a model are not those for the labels, so they stay as they are.
-            part.label_kinds = spec.label_kinds if part is module else ("number",)
+            part.predict(spec.label_kinds if part is module else ("number",) * len(spec.label_kinds))
     return connect(module)

@@ -206,10 +206,17 @@ def _as_column(output: Any) -> Any:
     return output.squeeze(1) if isinstance(output, Tensor) and output.dim() == 2 and output.shape[1] == 1 else output
 
 
-def has_probabilities(outputs: Any) -> bool:
-    """Return whether outputs, or some of several, are results of a sigmoid."""
-    parts = outputs if isinstance(outputs, list | tuple) else [outputs]
-    return any(isinstance(part, Probabilities) for part in parts)
+def sigmoid_columns(outputs: Any) -> tuple[bool, ...]:
+    """Return for each label whether its outputs are the result of a sigmoid.
+
+    Args:
+        outputs: [b] or [b, labels], of samples that differ.
+    """
+    if not isinstance(outputs, Probabilities):
+        return ()
+    values, logits = (part.reshape(len(part), -1) for part in (outputs.values, outputs.logits))
+    # A part that is joined with probabilities is its own logits.
+    return tuple((values != logits).any(0).tolist())
 
 
 def without_sigmoid(outputs: Any, label_kinds: Sequence[str]) -> Any:

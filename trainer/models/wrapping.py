@@ -36,7 +36,7 @@ from foreload.trainer.models.lookups import (
     keys_of,
     replace_layers,
 )
-from foreload.trainer.models.outputs import Chosen, has_probabilities, without_sigmoid
+from foreload.trainer.models.outputs import Chosen, sigmoid_columns, without_sigmoid
 from foreload.trainer.models.tables import Drawn, TorchTable, collection_tables, is_collection, torch_table
 
 # The most further seeds under which a module is built, to distinguish weights that its constructor
@@ -85,7 +85,6 @@ class Wrapped(nn.Module):
 
     Attributes:
         module: the wrapped module, which `wrap` changed.
-        label_kinds: "click" or "number" for each label. Outputs for numbers keep a final sigmoid.
         dense_names: the names of the dense values, in order.
         features: the features, in the order in which forward looks them up.
         unused: the paths of the tables that forward does not use. They have no feature.
@@ -102,8 +101,10 @@ class Wrapped(nn.Module):
         own_loss: bool,
     ) -> None:
         super().__init__()
-        self._own_loss, self._chosen, self._ends_in_sigmoid = own_loss, chosen, False
-        self.label_kinds: tuple[str, ...] = ("click",)
+        self._own_loss, self._chosen = own_loss, chosen
+        # Whether the outputs for each label are the result of a sigmoid. Empty if none are.
+        self._sigmoids: tuple[bool, ...] = ()
+        self._label_kinds: tuple[str, ...] = ("click",)
         self.module = module
         self.dense_names = arguments.dense_names
         self.features: tuple[WrappedFeature, ...] = ()
@@ -128,11 +129,11 @@ class Wrapped(nn.Module):
             step: the number of training steps done before. The module gets it if `wrap` was given
                 the name of an argument for it.
         """
-        result = self._call(dense, embeddings, step, self._ends_in_sigmoid, reads_offsets=False)
-        if not self._ends_in_sigmoid:
+        result = self._call(dense, embeddings, step, any(self._sigmoids), reads_offsets=False)
+        if not any(self._sigmoids):
             return result
         outputs, *losses = result if isinstance(result, tuple) and self._own_loss else (result,)
-        outputs = without_sigmoid(outputs, self.label_kinds)
+        outputs = without_sigmoid(outputs, self._label_kinds)
         return (outputs, *losses) if losses else outputs
 
     def _call(
@@ -149,10 +150,25 @@ class Wrapped(nn.Module):
         finally:
             self._rows.embeddings = None
 
+    def predict(self, label_kinds: Sequence[str]) -> None:
+        """Use the outputs for labels of these kinds, "click" or "number". Those for numbers keep a sigmoid.
+
+        Raises:
+            ModelError: outputs for some clicks end in a sigmoid, and those for others do not.
+        """
+        self._label_kinds = tuple(label_kinds)
+        if len(self._sigmoids) == len(label_kinds) and any(self._sigmoids):
+            clicks = [ends for ends, kind in zip(self._sigmoids, label_kinds, strict=True) if kind == "click"]
+            if any(clicks) and not all(clicks):
+                raise ModelError(
+                    f"wrap: {type(self.module).__name__}: all outputs for clicks must be logits; some end in a sigmoid and others do not, such as "
+                    'products of probabilities; name the layers whose results are logits: logits=["..."]'
+                )
+
     def trace(self, samples: int) -> None:
         """Run forward on synthetic samples, and note whether it ends in a sigmoid."""
         result = self._call(torch.randn(samples, len(self.dense_names)), {}, 0, True, reads_offsets=True)
-        self._ends_in_sigmoid = has_probabilities(result[0] if isinstance(result, tuple) and self._own_loss else result)
+        self._sigmoids = sigmoid_columns(result[0] if isinstance(result, tuple) and self._own_loss else result)
 
     def write_features(self, path: str | os.PathLike[str], *, label: str | Sequence[str], encoding: str = "id") -> None:
         """Write the feature file of the module (docs/features.md), for `foreload prepare`.
@@ -340,6 +356,7 @@ def _replace(module: nn.Module, rows: WrappedRows, names: dict[str, str], keep: 
             raise ModelError(f"wrap: {setting}: {type(module).__name__} has no table at {min(left)}; it has {places}")
     _refuse_twice("table", [(table.name, _place(layer, table)) for layer in layers for table in dict.fromkeys(_tables(layer))])
     replace_layers(module, replaced)
+    _make_buffers(module)
     # A weight that is still a parameter of the module is shared with a layer that keeps it.
     for path, parameter in module.named_parameters():
         if id(parameter) in weights:
@@ -347,6 +364,15 @@ def _replace(module: nn.Module, rows: WrappedRows, names: dict[str, str], keep: 
                 f"wrap: {weights[id(parameter)]}: its weight is also {path}, which the module would keep; a table cannot share its weight"
             )
     return layers
+
+
+def _make_buffers(module: nn.Module) -> None:
+    """Turn parameters of whole numbers, such as places of columns, into buffers. No optimizer changes them."""
+    for layer in module.modules():
+        for name, parameter in list(layer._parameters.items()):
+            if parameter is not None and not (parameter.is_floating_point() or parameter.requires_grad):
+                del layer._parameters[name]
+                layer.register_buffer(name, parameter.detach())
 
 
 def _refuse_twice(kind: str, named: Sequence[tuple[str, str]]) -> None:

@@ -1,0 +1,142 @@
+"""Trials of other libraries' model classes under `wrap`: the logits of the module itself, and the same bits for several trainers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import peer_models
+import torch
+from peer_models import COLUMNS, DENSE, ROWS
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from training import job_in_memory, train
+
+from foreload.pipelines import prepare
+from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.models.building import build_model, load_model
+from foreload.trainer.models.lookups import Lookup
+from foreload.trainer.models.spec import ModelSpec
+from foreload.trainer.models.wrapping import Wrapped
+
+SAMPLES, BATCH, LANES, SEED = 96, 16, 3, 5
+NEAR = 1e-5
+"""The tolerance between logits, relative to 1 + the absolute value of the logit."""
+
+
+class _Sigmoids(TorchFunctionMode):
+    """Notes what each sigmoid is given and gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = args[0].clone() if function in (torch.sigmoid, Tensor.sigmoid) else None
+        result = function(*args, **(kwargs or {}))
+        if given is not None:
+            self.calls.append((given, result))
+        return result
+
+
+def logits_itself(module: nn.Module, given: Tensor) -> Tensor:
+    """What the last sigmoids of an unwrapped module are given, [b, labels]; its outputs where it has none."""
+    with torch.no_grad(), _Sigmoids() as noted:
+        outputs = module.eval()(given)
+    columns = outputs.reshape(len(given), -1).unbind(1)
+    logits = []
+    for column in columns:
+        before = [x.reshape(-1) for x, result in noted.calls if torch.equal(result.reshape(-1), column)]
+        logits.append(before[-1] if before else column)
+    return torch.stack(logits, 1)
+
+
+def spec_of(wrapped: Wrapped, labels: Sequence[str]) -> ModelSpec:
+    """The data that go with a wrapped module."""
+    features = tuple((feature.name, feature.table.dimension, feature.table.name) for feature in wrapped.features)
+    poolings = tuple(feature.table.pooling for feature in wrapped.features)
+    return ModelSpec(len(wrapped.dense_names), features, wrapped.dense_names, poolings, tuple(labels), ("click",) * len(labels))
+
+
+def worst_difference(library: str, name: str) -> float:
+    """The largest difference of logits from those of the module itself on the same rows, relative to 1 + |logit|.
+
+    Raises:
+        ModelError: foreload refuses the module.
+    """
+    torch.manual_seed(SEED)
+    plain = peer_models.build(library, name)
+    here = load_model(f"peer_models:{peer_models.function_name(library, name)}")
+    labels = peer_models.labels_of(name)
+    ids = torch.stack([torch.randint(0, rows, (64,)) for rows in ROWS.values()], 1)
+    dense = torch.randn(64, len(DENSE))
+    with torch.no_grad():
+        # Rows of the size of trained ones: those that a library begins with are about 0.
+        for layer in plain.modules():
+            if isinstance(layer, nn.Embedding):
+                layer.weight.normal_(0, 0.3)
+    expected = logits_itself(plain, peer_models.ids_and_dense(library, ids, dense))
+    spec = spec_of(peer_models.wrapped(library, name), labels)
+    model: Any = build_model(here, spec, {}, SEED, twice=True, drop_weights=True)
+    with torch.no_grad():
+        own = dict(plain.named_parameters())
+        for path, parameter in model.module.named_parameters():
+            parameter.copy_(own[path])
+        wide = dense if spec.dense_width else dense[:, :0]
+        logits = model.eval()(wide, rows_of(plain, model, ids)).reshape(64, -1)
+    return float(((logits - expected).abs() / (1 + expected.abs())).max())
+
+
+def rows_of(plain: nn.Module, model: Wrapped, ids: Tensor) -> dict[str, Tensor]:
+    """The rows of the module's own tables for each feature, [b, dimension].
+
+    A feature whose table is a part of the module's begins there behind the fields before it.
+    """
+    starts = [0, *itertools.accumulate(ROWS.values())]
+    parts = {feature.name: feature.table.rows for feature in model.features}
+    rows = {}
+    for layer in model.module.modules():
+        if isinstance(layer, Lookup):
+            weight = plain.get_parameter(f"{layer.path}.weight")
+            for path, feature in layer.features.items():
+                place = int(path[-1])
+                place = list(ROWS).index(COLUMNS[place])
+                first = starts[place] if parts[feature] < layer.table.rows else 0
+                rows[feature] = weight[ids[:, place] + first]
+    return rows
+
+
+def write_clicks(path: Path) -> None:
+    """Write random clicks whose values are ids."""
+    draw = random.Random(3)
+    lines = [",".join(["clicked", "liked", *COLUMNS])]
+    for _ in range(SAMPLES):
+        ids = [draw.randrange(rows) for rows in ROWS.values()]
+        labels = [int(draw.random() < 0.3 + 0.4 * (ids[0] % 2)) for _ in range(2)]
+        lines.append(",".join(map(str, [*labels, *ids, f"{draw.gauss(0, 1):.4f}", f"{draw.random():.4f}"])))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def digests(library: str, name: str, clicks: Path, folder: Path, urls: Sequence[str], trainers: Sequence[int]) -> list[str]:
+    """The digests of the model trained by these numbers of trainers."""
+    wrapped, labels = peer_models.wrapped(library, name), peer_models.labels_of(name)
+    folder.mkdir()
+    wrapped.write_features(folder / "features.toml", label=labels)
+    given = [
+        clicks,
+        "--format=csv",
+        f"--features={folder / 'features.toml'}",
+        f"--batch-size={BATCH}",
+        f"--lanes={LANES}",
+        "--slots=all",
+    ]
+    prepare.run([str(word) for word in [*given, f"--out={folder / 'schedule'}"]])
+    settings: dict[str, Any] = {
+        "model": f"peer_models:{peer_models.function_name(library, name)}", "dim": 1, "seed": SEED, "row_optimizer": "adagrad", "lr": 0.05,
+        "dense_optimizer": "Adam", "dense_lr": 0.01, "drop_weights": True,
+    }  # fmt: skip
+    schedule = Schedule(folder / "schedule")
+    return [train(job_in_memory(**settings), schedule, urls, count).digest for count in trainers]

@@ -1,0 +1,80 @@
+"""Model classes of DeepCTR-Torch, FuxiCTR and pytorch-fm, unchanged, through `wrap`: their own logits, and the same bits for any trainers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peer_models
+import peer_trials
+import pytest
+import torch
+
+from foreload.cache.client.local import LocalStores
+from foreload.trainer.errors import ModelError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WORK = {
+    "deepctr_torch": "AFM AutoInt CCPM DCN DIFM DeepFM FiBiNET IFM MLR MMOE NFM ONN PLE PNN SharedBottom WDL xDeepFM",
+    "torchfm": (
+        "afm.AttentionalFactorizationMachineModel ffm.FieldAwareFactorizationMachineModel fm.FactorizationMachineModel lr.LogisticRegressionModel"
+    ),
+    "fuxictr": (
+        "AFM AOANet AutoInt CCPM DCN DCNv2 DNN DSSM DeepCrossing DeepFM DeepIM EDCN FFM FM FiBiNET FmFM HOFM LR MaskNet NFM ONN SAM WideDeep xDeepFM"
+    ),
+}
+"""The classes that work."""
+SHORT = {
+    ("deepctr_torch", "DeepFM"),
+    ("deepctr_torch", "MMOE"),
+    ("torchfm", "fm.FactorizationMachineModel"),
+    ("fuxictr", "DeepFM"),
+}
+"""Those that are trained in every run of the tests."""
+CLASSES = [(library, name) for library, names in WORK.items() for name in names.split()]
+NEEDED = "needs the libraries that `make venv` installs"
+
+
+def installed(library: str) -> None:
+    if not peer_models.is_installed(library):
+        pytest.skip(NEEDED)
+
+
+@pytest.mark.parametrize(("library", "name"), CLASSES)
+def test_logits_are_those_of_the_class_itself(library: str, name: str) -> None:
+    installed(library)
+    assert peer_trials.worst_difference(library, name) <= peer_trials.NEAR
+
+
+@pytest.mark.parametrize(
+    ("library", "name"), [pytest.param(*one, marks=() if one in SHORT else pytest.mark.full) for one in CLASSES]
+)
+def test_one_and_three_trainers_train_the_same_bits(library: str, name: str, servers: LocalStores, tmp_path: Path) -> None:
+    installed(library)
+    peer_trials.write_clicks(tmp_path / "clicks.csv")
+    one, three = peer_trials.digests(library, name, tmp_path / "clicks.csv", tmp_path / "trained", servers.urls[:2], (1, 3))
+    assert one == three
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "message"),
+    [
+        ("torchfm", "dfm.DeepFactorizationMachineModel", "it changes module.mlp.mlp.1.running_mean; leave out BatchNorm"),
+        ("deepctr_torch", "ESMM", "all outputs for clicks must be logits; some end in a sigmoid and others do not"),
+        ("deepctr_torch", "DCNMix", r"forward failed on 1 synthetic sample: .* \(dcnmix.py, line \d+\)"),
+        ("fuxictr", "DESTINE", "an output must depend on its own sample alone"),
+    ],
+)
+def test_classes_that_cannot_be_trained_exactly_are_refused(library: str, name: str, message: str) -> None:
+    installed(library)
+    with pytest.raises(ModelError, match=message):
+        peer_trials.worst_difference(library, name)
+
+
+def test_the_trial_notices_other_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed("torchfm")
+    name = "fm.FactorizationMachineModel"
+    rows_of = peer_trials.rows_of
+    monkeypatch.setattr(peer_trials, "rows_of", lambda *given: {key: rows + 1e-3 for key, rows in rows_of(*given).items()})
+    assert peer_trials.worst_difference("torchfm", name) > peer_trials.NEAR
+    assert torch.get_num_threads() == 1

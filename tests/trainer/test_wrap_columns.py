@@ -14,7 +14,7 @@ from test_wrap import embeddings_of, names_of
 from torch import Tensor, nn
 
 import foreload
-from foreload.pipelines.samples.features import load_features
+from foreload.pipelines.samples.feature_file import load_features
 from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.building import build_model

@@ -79,6 +79,7 @@ class Feature:
     pooling: str = "single"
     min_count: int = 1
     separator: str = "|"
+    padding: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,7 @@ def read_features(path: Path, delimiter: str = ",") -> Log:
         if table not in [known.name for known in tables]:
             tables.append(_table(table, entry))
         place = [known.name for known in tables].index(table)
-        rest = {name: entry[name] for name in ("pooling", "min_count", "separator") if name in entry}
+        rest = {name: entry[name] for name in ("pooling", "min_count", "separator", "padding") if name in entry}
         features.append(Feature(entry["name"], place, entry.get("column", entry["name"]), entry.get("encoding", "hash"), **rest))
     dense = [
         Dense(entry["name"], entry.get("column", entry["name"]), entry.get("transform", "log"))
@@ -302,9 +303,13 @@ def dense_column(values: Sequence[str], transform: str, training: Sequence[str])
 
 
 def values_of(feature: Feature, field: str, log: Log) -> list[str]:
-    """The texts of the values in one field: one, or for a multi-valued feature those between separators. A missing value is ''."""
+    """The texts of the values in one field: one, or for a multi-valued feature those between separators. A missing value is ''.
+
+    With padding, they are without it and without missing values.
+    """
     values = [field] if feature.pooling == "single" else field.split(feature.separator)
-    return [log.text(value) for value in values]
+    texts = [log.text(value) for value in values]
+    return [text for text in texts if text not in ("", *feature.padding)] if feature.padding else texts
 
 
 def vocabularies(log: Log, columns: dict[str, list[str]], training: Sequence[int]) -> dict[int, dict[str, int]]:

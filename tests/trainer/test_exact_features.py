@@ -33,10 +33,12 @@ dimension = {number}
 [[feature]]
 name = "home"
 table = "place"
+{padding}
 [[feature]]
 name = "visited"
 table = "place"
 pooling = "mean"
+{padding}
 [[feature]]
 name = "tags"
 encoding = "vocabulary"
@@ -89,6 +91,7 @@ class Case:
     rows: dict[str, Any] = field(default_factory=dict)  # row-... settings of all tables
     batch: int = BATCH
     of_number: str = ""  # further lines of the feature file about the table `number`
+    padding: str = ""  # further lines about the features `home` and `visited`
 
 
 OWN_OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -126,6 +129,7 @@ CASES = {
         "wide_deep", MIXED, {"deep": "8"}, tables={"tags": {"row-initial": "zeros"}}, of_number='initial = "zeros"'
     ),
     "a loss of its own, on fewer samples than lanes at the end": Case("model_cases:Balanced", MIXED, {"share": 0.2}, batch=29),
+    "padding": Case("wide_deep", MIXED, {"deep": "8"}, padding=f"padding = {[f'place {n}' for n in range(9)]}"),
     "penalties": Case("wide_deep", MIXED, {"deep": "8"}, rows={"row_l1": 0.002, "row_l2": 0.01}),
     "penalties by table": Case("wide_deep", MIXED, {"deep": "8"}, tables=PENALISED, rows={"row_l2": 0.01}),
     "penalties with row-wise Adagrad": Case(
@@ -142,7 +146,7 @@ CASES = {
 def test_every_kind_of_feature_trains_as_in_memory(case: Case, clicks: Path, servers: LocalStores, tmp_path: Path) -> None:
     features = tmp_path / "features.toml"
     place, number = case.dimensions
-    features.write_text(FEATURES.format(place=place, number=f"{number}\n{case.of_number}"))
+    features.write_text(FEATURES.format(place=place, number=f"{number}\n{case.of_number}", padding=case.padding))
     given = [clicks, "--format=csv", f"--features={features}", f"--batch-size={case.batch}", f"--lanes={LANES}", "--slots=min"]
     given += [f"--epochs={EPOCHS}", "--eval-fraction=0.1", f"--out={tmp_path / 'schedule'}"]
     given += [] if case.shuffle_seed is None else [f"--shuffle-seed={case.shuffle_seed}"]

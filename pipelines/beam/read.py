@@ -347,10 +347,12 @@ class CollectPieces(CollectStage):
                 continue
             # By a label of the more frequent kind alone, a record with the other is malformed.
             strict = replace(label, negative=0 if zeros >= negatives else -1)
-            reject = next(self._rejects(replace(self.plan.spec, labels=(strict,), weight=None)))
+            # None if only records beyond those kept in full have it.
+            reject = next(self._rejects(replace(self.plan.spec, labels=(strict,), weight=None)), None)
+            example = "" if reject is None else f", as at {reject.file}:{reject.line}"
             raise RecordError(
-                f"label {label.name}: must be 0 and 1, or -1 and 1, in all records; it is 0 in {zeros:,} and -1 in {negatives:,}, as at "
-                f"{reject.file}:{reject.line}; correct it, or set {'label_negative' if label.plain else 'negative'} = {strict.negative} and "
+                f"label {label.name}: must be 0 and 1, or -1 and 1, in all records; it is 0 in {zeros:,} and -1 in {negatives:,}{example}; "
+                f"correct it, or set {'label_negative' if label.plain else 'negative'} = {strict.negative} and "
                 "--max-rejects to leave the others out"
             )
 

@@ -13,6 +13,7 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,11 @@ def is_installed(library: str) -> bool:
 
 class _StandIn(types.ModuleType):
     """A module that has every name, as a function that must not be called."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        # What is imported meanwhile may ask whether the package is there, as torch._dynamo does.
+        self.__spec__ = ModuleSpec(name, None)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -85,6 +85,7 @@ FAILING = (
     "scale {home}/none 2",
     "stores list redis://127.0.0.1:1",
     "check-model {home}/none.py:Model --features {features}",
+    "adapt {home}/none.py:Model --out {home}/adapted.py",
     "join 127.0.0.1",
     "drill lost-shard {schedule} --run {new} --store local:1 --dim 4",
     "report {schedule} --out {home}/none/page.html",

@@ -21,6 +21,16 @@ from test_help import commands
 from foreload.cache.client.local import LocalStores
 from foreload.trainer import cli
 
+THEIRS = """
+from torch import nn
+
+
+class Theirs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.user, self.ad = nn.Embedding(9, 4), nn.Embedding(5, 4)
+"""
+
 STORY = {
     "prepare": f"prepare log.csv {RUN_SCHEDULE} --out clicks",
     "train": "train clicks --run first --store local:3 --store-timeout 60 --model mine.py:Mine --dim 4 --dense-ema 0.9 --digest",
@@ -51,6 +61,7 @@ STORY = {
     "stores-remove": "stores remove first 4",
     "history": "history",
     "check-model": "check-model mine.py:Mine --features features.toml --dim 4 --model-options width=3",
+    "adapt": "adapt theirs.py:Theirs --out adapted.py",
     "checkpoint-delete": "checkpoint delete whole/step-107",
     "delete": "delete again",
     "checkpoint-restore-apart": "checkpoint restore saved/step-107 --run apart --store {servers} --parity off",
@@ -82,6 +93,7 @@ def begun(home: Path) -> Path:
     write_clicks(home / "new.csv", 50, 400)
     write_features(home / "features.toml")
     (home / "mine.py").write_text(MODEL, encoding="utf-8")
+    (home / "theirs.py").write_text(THEIRS, encoding="utf-8")
     (home / "told").mkdir()
     return home
 

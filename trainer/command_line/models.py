@@ -1,4 +1,4 @@
-"""`foreload check-model`, `evaluate`, `predict`, `lookup`, `export`, `apply` and `digest`.
+"""`foreload check-model`, `adapt`, `evaluate`, `predict`, `lookup`, `export`, `apply` and `digest`.
 
 They try, measure, use and publish a model.
 """
@@ -31,6 +31,7 @@ _OF_MODELS = ("model_folder", "dim", "model_options", "seed", "loss", "drop_weig
 def add_to(commands: Any) -> None:
     """Declare the commands."""
     _add_check(commands)
+    _add_adapt(commands)
     evaluate = add_command(
         commands, "evaluate", (_evaluate, "evaluate"), "measure a run's model on held-out data",
         "Computes the model's log loss, AUC and normalised entropy, or RMSE and MAE if the label is a number, on the evaluation steps of a schedule.",
@@ -87,6 +88,25 @@ def _add_check(commands: Any) -> None:
     )
     add_arguments(check, TrainJob, _OF_MODELS)
     add_json(check, "result")
+
+
+def _add_adapt(commands: Any) -> None:
+    adapt = add_plain(
+        commands, "adapt", (_adapt, "adapt"), "write the skeleton of a model for a module that wrap refuses",
+        "Writes a model by the contract of docs/models.md for a PyTorch module: its tables are features, its other layers stay, and forward is to be "
+        "completed. Beside it, its feature file. Both pass `foreload check-model` at once.",
+    )  # fmt: skip
+    adapt.add_argument(
+        "model",
+        metavar="MODEL",
+        help="file.py:Class or package.module:Class of the module, or a function that builds it; without arguments",
+    )
+    adapt.add_argument(
+        "--out", required=True, metavar="FILE.py", type=a_path("--out"), help="file to write, beside the module's; FILE.toml too"
+    )
+    adapt.add_argument("--overwrite", action="store_true", help="replace existing files")
+    add_arguments(adapt, TrainJob, ("model_folder",))
+    add_json(adapt, "result")
 
 
 def _add_export(commands: Any) -> None:
@@ -215,6 +235,14 @@ def _check_model(parsed: argparse.Namespace) -> int:
         known[name].parse(known[name].flag, words[name]) if name in words else known[name].default for name in _OF_MODELS
     )
     about = check_model.run(parsed.model, folder, parsed.features, dim, options, seed, loss, drop_weights)
+    return print_result(parsed, about, about.text())
+
+
+def _adapt(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands import adapt
+
+    folder = given(parsed, TrainJob).get("model_folder", "")
+    about = adapt.run(parsed.model, str(folder), str(parsed.out), parsed.overwrite)
     return print_result(parsed, about, about.text())
 
 

@@ -69,7 +69,7 @@ class FeatureFile:
             ) from error
 
     def _lines(self, labels: Sequence[str], encoding: str) -> Iterator[str]:
-        yield f"# The features of {self.title}, as foreload.wrap found them; docs/features.md says what else can stand here."
+        yield f"# The features of {self.title}, one for each table and column; docs/features.md says what else can stand here."
         for path in self.unused:
             yield f"# {path}: not used in forward, so no feature has it"
         if len(labels) == 1:

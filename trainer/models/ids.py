@@ -19,8 +19,8 @@ Path = tuple[str | int, ...]
 """An argument of forward and the indices and keys picked from it: ("ids", 3), ("batch", "user")."""
 
 REMEDY = (
-    "ids may only be selected, reshaped, joined, shifted by constants and given to an embedding; for more, write the model by the contract in "
-    "docs/models.md"
+    "ids may only be selected, reshaped, joined, shifted by constants and given to an embedding; for more, write the model by the contract "
+    "(docs/models.md), for which `foreload adapt` writes a skeleton"
 )
 
 
@@ -94,7 +94,9 @@ class Origins:
         """Return a placeholder [b] for a column, from which keys and indices may be picked."""
         values = torch.zeros(self.samples, dtype=torch.int64, device=self.device)
         codes = self._codes([path], ())
-        return Ids(values, codes[:, 0], self, is_argument=True)
+        with _apart():
+            codes = codes.squeeze(1)
+        return Ids(values, codes, self, is_argument=True)
 
     def several(self, path: Path, count: int, dense: Mapping[int, Tensor]) -> Ids:
         """Return a placeholder [b, count] for several columns.

@@ -352,7 +352,8 @@ def _apart() -> Iterator[None]:
 
     Codes have values even while torch.export traces forward, and are not part of its program.
     """
-    with torch._C.DisableTorchFunction(), _python_dispatch._disable_current_modes():
+    traced = torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_exporting()
+    with torch._C.DisableTorchFunction(), _python_dispatch._disable_current_modes() if traced else contextlib.nullcontext():
         yield
 
 

@@ -310,7 +310,6 @@ class Scaled(nn.Embedding):
 
 
 TABLES: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "padding": (lambda: nn.Embedding(10, 3, padding_idx=0), "wrap: table: padding_idx must be None; got 0; "),
     "norm": (lambda: nn.EmbeddingBag(10, 3, max_norm=2.0), "wrap: table: max_norm must be None; got 2.0; "),
     "frequency": (
         lambda: nn.Embedding(10, 3, scale_grad_by_freq=True),

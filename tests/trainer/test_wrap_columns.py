@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from test_encodings import bags, encoders
 from test_wrap import embeddings_of, names_of
 from torch import Tensor, nn
 
@@ -369,3 +372,42 @@ def test_outputs_that_cannot_be_chosen_are_refused() -> None:
     for call, message in cases:
         with pytest.raises(ModelError, match=message):
             call()
+
+
+class Padded(nn.Module):
+    """A table for two columns, whose padding lies in the second one's part, and a table with padding of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.Embedding(12, 4, padding_idx=7)
+        self.tags = nn.EmbeddingBag(9, 4, mode="mean", padding_idx=-1)
+
+    def forward(self, x: Tensor, tags: Tensor) -> Tensor:
+        looked_up: Tensor = self.all(x + torch.tensor([0, 5])).sum(1) + self.tags(tags)
+        return looked_up.sum(1)
+
+
+def test_a_padding_id_is_left_out_by_prepare(tmp_path: Path) -> None:
+    wrapped = foreload.wrap(Padded(), columns={"x": ["user", "item"]})
+    wrapped.write_features(tmp_path / "ids.toml", label="clicked")
+    spec = load_features(tmp_path / "ids.toml")
+    # Of row 7 of the whole, the second column's part has number 2; -1 is the last row.
+    assert {feature.column: feature.padding for feature in spec.features} == {"user": (), "item": ("2",), "tags": ("8",)}
+    wrapped.write_features(tmp_path / "raw.toml", label="clicked", encoding="vocabulary")
+    text = (tmp_path / "raw.toml").read_text(encoding="utf-8")
+    assert text.count("# padding = []  # the values that stand for nothing: the module has padding_idx=") == 2
+
+
+def test_a_padding_id_has_zeros_and_no_gradient_as_in_the_module(tmp_path: Path) -> None:
+    wrapped = foreload.wrap(Padded(), columns={"x": ["user", "item"]})
+    wrapped.write_features(tmp_path / "ids.toml", label="clicked")
+    ids = np.array([[1, 2, 3, 8], [4, 0, 8, 8], [3, 2, 8, 8], [0, 6, 5, 2]])
+    data = {"user": pa.array(ids[:, 0]), "item": pa.array(ids[:, 1]), "tags": pa.array(ids[:, 2:].tolist())}
+    spec, _, _, samples = encoders(data, tomllib.loads((tmp_path / "ids.toml").read_text(encoding="utf-8")))
+    plain, embeddings = Padded().eval(), {}
+    for feature in wrapped.features:
+        weight = {"user": plain.all.weight, "item": plain.all.weight[5:], "tags": plain.tags.weight}[feature.column]
+        rows = [weight[bag].mean(0) if bag else torch.zeros(4) for bag in bags(samples, spec, feature.name)]
+        embeddings[feature.name] = torch.stack(rows)
+    expected = plain(torch.from_numpy(ids[:, :2]), torch.from_numpy(ids[:, 2:]))
+    assert torch.allclose(wrapped(torch.zeros(4, 0), embeddings), expected, atol=1e-6)

@@ -157,7 +157,8 @@ def _tables(module: nn.Module) -> dict[TorchTable, list[str]]:
     for layer, own in paths.items():
         # foreload pools by sum or mean.
         mode = ("sum" if layer.mode == "sum" else "mean") if isinstance(layer, nn.EmbeddingBag) else "single"
-        tables[TorchTable(feature_name(own[0]), layer.num_embeddings, layer.embedding_dim, mode)] = own
+        table = TorchTable(feature_name(own[0]), layer.num_embeddings, layer.embedding_dim, mode, padding=layer.padding_idx)
+        tables[table] = own
     if len({table.name for table in tables}) < len(tables):
         raise ModelError(f"MODEL: {type(module).__name__} has two tables whose paths differ only in . and _; rename one of them")
     return tables

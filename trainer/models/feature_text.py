@@ -95,6 +95,8 @@ class FeatureFile:
             else:
                 yield from _size(feature.table, encoding)
             yield f"encoding = {_quoted(encoding)}"
+            if feature.table.padding is not None:
+                yield _padding(feature.table.padding, encoding)
             if feature.table.pooling != "single":
                 yield f"pooling = {_quoted(feature.table.pooling)}"
         for dense in self.dense:
@@ -108,6 +110,13 @@ def _size(table: TorchTable, encoding: str) -> Iterator[str]:
     if encoding != "vocabulary":
         yield f"rows = {table.rows}"
     yield f"dimension = {table.dimension}"
+
+
+def _padding(id: int, encoding: str) -> str:
+    """Return the line for a padding id. The values that have it are known only if they are ids."""
+    if encoding == "id":
+        return f"padding = {id}"
+    return f"# padding = []  # the values that stand for nothing: the module has padding_idx={id}"
 
 
 def _quoted(text: str) -> str:

@@ -26,6 +26,7 @@ class TorchTable:
         dimension: the number of columns.
         pooling: "single", "sum" or "mean".
         feature_names: the names of the table's features, if the module specifies them.
+        padding: the id whose row is zeros without gradient, if there is one.
     """
 
     name: str
@@ -33,6 +34,7 @@ class TorchTable:
     dimension: int
     pooling: str
     feature_names: tuple[str, ...] = ()
+    padding: int | None = None
 
 
 def is_collection(layer: nn.Module) -> bool:
@@ -53,12 +55,6 @@ def torch_table(path: str, name: str, layer: nn.Embedding | nn.EmbeddingBag) -> 
     """
     _check_weight(path, layer)
     options: list[tuple[str, Any, Any, str]] = [
-        (
-            "padding_idx",
-            layer.padding_idx,
-            None,
-            "there is no padding row: a missing value is id 0, whose row is trained",
-        ),
         ("max_norm", layer.max_norm, None, "only their optimizer changes rows; clip the output of the layer"),
         ("scale_grad_by_freq", layer.scale_grad_by_freq, False, "a row's gradient would depend on how a batch is cut into lanes"),
     ]
@@ -73,7 +69,7 @@ def torch_table(path: str, name: str, layer: nn.Embedding | nn.EmbeddingBag) -> 
             )
     else:
         pooling = "single"
-    return TorchTable(name, layer.num_embeddings, layer.embedding_dim, pooling)
+    return TorchTable(name, layer.num_embeddings, layer.embedding_dim, pooling, padding=layer.padding_idx)
 
 
 def _check_weight(path: str, layer: nn.Embedding | nn.EmbeddingBag) -> None:

@@ -500,4 +500,10 @@ def _part(layer: Lookup, own: Sequence[ColumnUse], call: ColumnUse, arguments: A
             "be below the number of rows"
         )
     first = next(other for other in own if other.offset == call.offset)
-    return replace(layer.table, name=_name_in(layer, own, first.path, arguments), rows=end - call.offset)
+    padding = layer.table.padding
+    return replace(
+        layer.table,
+        name=_name_in(layer, own, first.path, arguments),
+        rows=end - call.offset,
+        padding=padding - call.offset if padding is not None and call.offset <= padding < end else None,
+    )

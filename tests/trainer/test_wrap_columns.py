@@ -21,6 +21,7 @@ from foreload.pipelines.samples.feature_file import load_features
 from foreload.trainer.compute.layouts import model_spec
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.building import build_model
+from foreload.trainer.models.ids import UnsupportedUse
 from foreload.trainer.models.spec import ModelSpec
 from foreload.trainer.models.wrapping import Wrapped
 
@@ -127,7 +128,7 @@ def test_rows_are_those_that_the_module_looks_up_itself(look: str, kind: torch.d
     if look == "offsets as the authors of torchfm add them" and kind == torch.float32:
         pytest.skip("their ids are integers")
     wrapped = foreload.wrap(module, columns={"x": COLUMNS})
-    for samples in (1, 3, 6):
+    for samples in (1, 3, 6, 3):
         ids = {column: torch.randint(0, 5, (samples,)) for column in COLUMNS}
         rows = rows_of(plain, wrapped, ids, dict(zip(COLUMNS, (0, 7, 12), strict=True)))
         with torch.no_grad():
@@ -136,6 +137,26 @@ def test_rows_are_those_that_the_module_looks_up_itself(look: str, kind: torch.d
         assert torch.allclose(logits, expected, atol=1e-6, rtol=0) if "bag" in look else torch.equal(logits, expected)
     logits.sum().backward()
     assert all(value.grad is not None for value in rows.values())
+
+
+def test_forward_is_followed_in_every_call() -> None:
+    """What operations made of ids is kept for later calls, and a call that does something else is still noticed."""
+    wrapped = foreload.wrap(Shared(lambda net, x: net.user(x[:, 1 if net.training else 0])), columns={"x": COLUMNS})
+    rows = {"user": torch.randn(4, 4)}
+    for _ in range(2):
+        wrapped.eval()(torch.empty(4, 0), rows)
+        with pytest.raises(ModelError, match=r"user: is given x\[1\], which it was not when `wrap` examined forward"):
+            wrapped.train()(torch.empty(4, 0), rows)
+
+    def assign(net: Shared, x: Tensor) -> Tensor:
+        if net.training:
+            x = x.clone()
+            x[:, 1] = x[:, 0]
+        return net.all(x).sum(1)
+
+    wrapped = foreload.wrap(Shared(assign), columns={"x": COLUMNS})
+    with pytest.raises(UnsupportedUse, match="forward assigns to the ids x in some of its calls only"):
+        wrapped.train()(torch.empty(4, 0), {feature.name: torch.randn(4, 4) for feature in wrapped.features})
 
 
 # torch.export has no values of tensors, so it cannot follow indices that are tensors.

@@ -8,7 +8,8 @@ join and shift ids, and pass them to an embedding.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -46,6 +47,8 @@ _SAMPLES = 3
 # dense, and the constant added to the ids.
 _SAMPLE_BITS, _PLACE_BITS, _LOW_BITS = 2, 16, 20
 _DENSE = 1 << (_SAMPLE_BITS + _PLACE_BITS)
+_PLAIN = frozenset((int, bool, str, type(None), type(Ellipsis), torch.dtype))
+_MOST_KEPT = 4096  # results of operations that the codes of a placeholder keep
 
 
 def _words(text: str) -> frozenset[str]:
@@ -77,6 +80,75 @@ def text_of(path: Path) -> str:
     return f"{path[0]}{''.join(picked)}"
 
 
+class Codes:
+    """The origin of each element of a placeholder, and what operations made of it in earlier calls.
+
+    Attributes:
+        tensor: int64, the code of each element, for `_SAMPLES` samples instead of b.
+        elements: the number of elements.
+        made: the results of operations on the placeholder, by the operation and its arguments.
+        lookups: what `Ids.lookups` returns, once it is known.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.elements = tensor, tensor.numel()
+        self.made: dict[Any, Codes | tuple[Codes, ...]] = {}
+        self.lookups: list[tuple[Path, int]] | None = None
+
+    def keep(self, key: Any, made: Codes | tuple[Codes, ...]) -> None:
+        """Keep the result of an operation. Arguments that change from call to call do not add up."""
+        if len(self.made) >= _MOST_KEPT:
+            self.made.clear()
+        self.made[key] = made
+
+    @functools.cached_property
+    def all_dense(self) -> bool:
+        """Whether there are elements, and all are dense values."""
+        with _apart():
+            return self.elements > 0 and bool((self.tensor & _DENSE).all())
+
+
+class Places:
+    """The columns of a module's arguments, which stay the same from call to call of its forward.
+
+    Attributes:
+        assigns: whether forward assigns to elements of a placeholder. Results are not kept then.
+    """
+
+    def __init__(self) -> None:
+        self.assigns = False
+        self._places: dict[Path, int] = {}
+        self._paths: list[Path] = []
+        self._codes: dict[Any, Codes] = {}
+
+    def codes(self, paths: Sequence[Path], dense: Iterable[int] = (), *, keep: bool = True) -> Codes:
+        """Return the codes of columns side by side.
+
+        Args:
+            paths: the columns.
+            dense: the places of the columns that are dense.
+            keep: whether a later call may get the same object.
+        """
+        key = (*paths, *dense)
+        if keep and key in self._codes:
+            return self._codes[key]
+        for path in paths:
+            if path not in self._places:
+                self._places[path] = len(self._paths)
+                self._paths.append(path)
+        with _apart():
+            places = torch.tensor([self._places[path] for path in paths]) << _SAMPLE_BITS
+            is_dense = torch.tensor([place in dense for place in range(len(paths))])
+            codes = Codes(places + is_dense * _DENSE + torch.arange(_SAMPLES)[:, None])
+        if keep:
+            self._codes[key] = codes
+        return codes
+
+    def path(self, code: int) -> Path:
+        """Return the column that a code refers to."""
+        return self._paths[(code >> _SAMPLE_BITS) & ((1 << _PLACE_BITS) - 1)]
+
+
 class Origins:
     """The columns that the placeholders of one call of forward come from.
 
@@ -84,19 +156,23 @@ class Origins:
         samples: b, the number of samples of the call.
         reads_offsets: whether constants that are added to ids are recorded. They are not while
             torch.export traces forward, where tensors have no values.
+        keeps: whether results of operations on codes are kept for later calls.
     """
 
-    def __init__(self, samples: int, device: torch.device, reads_offsets: bool) -> None:
-        self.samples, self.device, self.reads_offsets = samples, device, reads_offsets
-        self._paths: list[Path] = []
+    def __init__(self, places: Places, samples: int, device: torch.device, reads_offsets: bool) -> None:
+        self.places, self.samples, self.device, self.reads_offsets = places, samples, device, reads_offsets
+        self.keeps = not (reads_offsets or places.assigns or _is_traced())
 
     def one(self, path: Path) -> Ids:
         """Return a placeholder [b] for a column, from which keys and indices may be picked."""
         values = torch.zeros(self.samples, dtype=torch.int64, device=self.device)
-        codes = self._codes([path], ())
-        with _apart():
-            codes = codes.squeeze(1)
-        return Ids(values, codes, self, is_argument=True)
+        codes = self.places.codes([path], keep=self.keeps)
+        column = codes.made.get("column")
+        if column is None:
+            with _apart():
+                column = codes.made["column"] = Codes(codes.tensor.squeeze(1))
+        assert isinstance(column, Codes)
+        return Ids(values, column, self, is_argument=True)
 
     def several(self, path: Path, count: int, dense: Mapping[int, Tensor]) -> Ids:
         """Return a placeholder [b, count] for several columns.
@@ -110,20 +186,8 @@ class Origins:
         kind = torch.float32 if dense else torch.int64
         ids = torch.zeros(self.samples, 1, dtype=kind, device=self.device)
         values = torch.cat([dense.get(place, ids) for place in range(count)], 1) if dense else ids.expand(-1, count)
-        codes = self._codes([(*path, place) for place in range(count)], dense)
+        codes = self.places.codes([(*path, place) for place in range(count)], sorted(dense), keep=self.keeps)
         return Ids(values, codes, self, is_argument=True)
-
-    def _codes(self, paths: Sequence[Path], dense: Mapping[int, Tensor] | tuple[()]) -> Tensor:
-        first = len(self._paths)
-        self._paths += paths
-        with _apart():
-            places = torch.arange(first, first + len(paths)) << _SAMPLE_BITS
-            is_dense = torch.tensor([place in dense for place in range(len(paths))])
-            return places + is_dense * _DENSE + torch.arange(_SAMPLES)[:, None]
-
-    def path(self, code: int) -> Path:
-        """Return the column that a code refers to."""
-        return self._paths[(code >> _SAMPLE_BITS) & ((1 << _PLACE_BITS) - 1)]
 
 
 class Ids(Tensor):
@@ -135,18 +199,18 @@ class Ids(Tensor):
     Attributes:
         numbers: the values of the columns that are dense, and any numbers for ids. It has the shape
             of the placeholder.
-        codes: int64, the origin of each element, for `_SAMPLES` samples instead of b.
+        codes: the origin of each element.
         origins: the columns that codes refer to.
         is_argument: whether it is an argument of forward as it was given.
     """
 
     numbers: Tensor
-    codes: Tensor
+    codes: Codes
     origins: Origins
     is_argument: bool
 
     @staticmethod
-    def __new__(cls: type[Ids], values: Tensor, codes: Tensor, origins: Origins, is_argument: bool = False) -> Ids:
+    def __new__(cls: type[Ids], values: Tensor, codes: Codes, origins: Origins, is_argument: bool = False) -> Ids:
         ids: Ids = Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=values.device)
         ids.numbers, ids.codes, ids.origins, ids.is_argument = values, codes, origins, is_argument
         return ids
@@ -154,7 +218,8 @@ class Ids(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, _name(function)
-        own = next(value for value in _within((args, kwargs)) if isinstance(value, Ids))
+        first = args[0] if args else None
+        own = first if isinstance(first, Ids) else next(value for value in _within((args, kwargs)) if isinstance(value, Ids))
         if name in ("repr", "str", "format"):
             return f"Ids({own.text()})"
         if name in _DESCRIBING or name in _CREATING:
@@ -188,8 +253,16 @@ class Ids(Tensor):
         Raises:
             UnsupportedUse: elements are dense values, or samples are left out or in another order.
         """
+        lookups = self._lookups() if self.codes.lookups is None else self.codes.lookups
+        if self.origins.keeps:
+            # Otherwise the codes may still change.
+            self.codes.lookups = lookups
+        return lookups
+
+    def _lookups(self) -> list[tuple[Path, int]]:
         with _apart():
-            codes = self.codes.reshape(_SAMPLES, -1) if self.codes.numel() % _SAMPLES == 0 else self.codes[:0, None]
+            own = self.codes.tensor
+            codes = own.reshape(_SAMPLES, -1) if self.codes.elements % _SAMPLES == 0 else own[:0, None]
             wanted = codes[:1] - (codes[:1] & ((1 << _SAMPLE_BITS) - 1)) + torch.arange(_SAMPLES)[:, None]
             if len(codes) == 0 or not torch.equal(codes, wanted.expand_as(codes)):
                 raise UnsupportedUse(
@@ -198,15 +271,15 @@ class Ids(Tensor):
             dense = [code for code in codes[0].tolist() if code & _DENSE]
             if dense:
                 raise UnsupportedUse(
-                    f"forward gives dense values, {text_of(self.origins.path(dense[0]))}, to an embedding",
+                    f"forward gives dense values, {text_of(self.origins.places.path(dense[0]))}, to an embedding",
                     "take them out of dense if they are ids",
                 )
-            return [(self.origins.path(code), code >> _LOW_BITS) for code in codes[0].tolist()]
+            return [(self.origins.places.path(code), code >> _LOW_BITS) for code in codes[0].tolist()]
 
     def text(self) -> str:
         """Return a name for messages: that of the column, or of the argument for several columns."""
         with _apart():
-            paths = list(dict.fromkeys(self.origins.path(code) for code in self.codes.reshape(-1).tolist()))
+            paths = list(dict.fromkeys(self.origins.places.path(code) for code in self.codes.tensor.reshape(-1).tolist()))
         return text_of(paths[0] if len(paths) == 1 else paths[0][:1]) if paths else "none"
 
     def _picked(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -242,35 +315,52 @@ class Ids(Tensor):
             self._refuse(name)
         if name == "squeeze" and len(args) == 1 and not kwargs:
             # The number of samples may be 1, too, and must stay a dimension.
-            args = (*args, tuple(dim for dim, size in enumerate(self.codes.shape) if size == 1))
+            args = (*args, tuple(dim for dim, size in enumerate(self.codes.tensor.shape) if size == 1))
         values = function(*_mapped(args, _values), **_mapped(kwargs, _values))
-        code_of = self._code_or_dense if name in _JOINING else _code_or_index
-        try:
-            with _apart():
-                if name in _SIZED:
-                    codes: Any = self.codes.reshape(-1, *values.shape[1:])
-                elif name in _EXPANDING:
-                    codes = self.codes.expand(self.codes.shape[0], *values.shape[1:])
-                else:
-                    codes = function(*_mapped(args, code_of), **_mapped(kwargs, code_of))
-        except (RuntimeError, IndexError, TypeError) as error:
-            raise self._refusal(name) from error
+        key = None
+        if self.origins.keeps:
+            if name == "setitem":
+                raise UnsupportedUse(
+                    f"forward assigns to the ids {self.text()} in some of its calls only", "it must always do the same"
+                )
+            key = (name, *values.shape[1:]) if name in _SIZED or name in _EXPANDING else _key((name, args, tuple(kwargs.items())))
+        codes = self.codes.made.get(key) if key is not None else None
+        if codes is None:
+            try:
+                codes = self._codes_of(function, name, args, kwargs, values)
+            except (RuntimeError, IndexError, TypeError) as error:
+                raise self._refusal(name) from error
+            if key is not None:
+                self.codes.keep(key, codes)
         if name == "setitem":
+            self.origins.places.assigns = True
             return None
-        if isinstance(values, Tensor):
+        if isinstance(codes, Codes):
             return self._made(values, codes, name)
         if len(values) != len(codes):
             self._refuse(name)
         return tuple(self._made(*part, name) for part in zip(values, codes, strict=True))
 
-    def _made(self, values: Tensor, codes: Tensor, name: str) -> Any:
+    def _codes_of(
+        self, function: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Any
+    ) -> Codes | tuple[Codes, ...]:
+        """Return the codes of the result, or results, of an operation that moves elements."""
+        code_of = self._code_or_dense if name in _JOINING else _code_or_index
+        with _apart():
+            own = self.codes.tensor
+            if name in _SIZED:
+                return Codes(own.reshape(-1, *values.shape[1:]))
+            if name in _EXPANDING:
+                return Codes(own.expand(own.shape[0], *values.shape[1:]))
+            made = function(*_mapped(args, code_of), **_mapped(kwargs, code_of))
+            return self.codes if made is None else Codes(made) if isinstance(made, Tensor) else tuple(map(Codes, made))
+
+    def _made(self, values: Tensor, codes: Codes, name: str) -> Any:
         """Return the placeholder for the result of an operation, or the values if all are dense."""
-        if values.numel() * _SAMPLES != codes.numel() * self.origins.samples:
+        if values.numel() * _SAMPLES != codes.elements * self.origins.samples:
             self._refuse(name)
-        if values.is_floating_point() or not self.is_argument:
-            with _apart():
-                if bool((codes & _DENSE).all()) and codes.numel():
-                    return values
+        if (values.is_floating_point() or not self.is_argument) and codes.all_dense:
+            return values
         return Ids(values, codes, self.origins)
 
     def _code_or_dense(self, value: Any) -> Any:
@@ -291,9 +381,9 @@ class Ids(Tensor):
         else:
             values = self.numbers if name in ("cpu", "cuda") else function(self.numbers)
         codes = self.codes
-        if name == "clone":
+        if name == "clone" and not self.origins.keeps:
             with _apart():
-                codes = codes.clone()
+                codes = Codes(codes.tensor.clone())
         return Ids(values, codes, self.origins, self.is_argument)
 
     def _shifted(self, function: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -309,6 +399,18 @@ class Ids(Tensor):
             self._refuse(name, "add the same numbers to the ids of all samples")
         numbers = self.numbers + _SHIFTING[name] * other
         in_place = name in ("iadd", "isub", "add_", "sub_")
+        codes = self._shifted_codes(name, other, shape, in_place)
+        if in_place:
+            self.numbers = numbers.to(self.numbers.dtype)
+            return self
+        return self._made(numbers, codes, name)
+
+    def _shifted_codes(self, name: str, other: Any, shape: tuple[int, ...], in_place: bool) -> Codes:
+        """Return the codes after constants were added. In place they change those of all views, too."""
+        key = ("shifted", shape)
+        kept = self.codes.made.get(key) if self.origins.keeps else None
+        if isinstance(kept, Codes):
+            return kept
         with _apart():
             offsets = torch.zeros(shape, dtype=torch.int64)
             if self.origins.reads_offsets:
@@ -316,11 +418,14 @@ class Ids(Tensor):
                 if bool((constants != constants.round()).any()):
                     self._refuse(name, "add whole numbers")
                 offsets = _SHIFTING[name] * constants.long()
-            codes = self.codes.add_(offsets << _LOW_BITS) if in_place else self.codes + (offsets << _LOW_BITS)
-        if in_place:
-            self.numbers = numbers.to(self.numbers.dtype)
-            return self
-        return self._made(numbers, codes, name)
+            if in_place and not self.origins.keeps:
+                self.codes.tensor.add_(offsets << _LOW_BITS)
+                return self.codes
+            # Without offsets, this broadcasts the codes.
+            codes = Codes(self.codes.tensor + (offsets << _LOW_BITS))
+        if self.origins.keeps:
+            self.codes.keep(key, codes)
+        return codes
 
     def _refuse(self, name: str, remedy: str = "") -> NoReturn:
         raise self._refusal(name, remedy)
@@ -332,12 +437,13 @@ class Ids(Tensor):
     def _path(self) -> Path:
         """Return the column of the first element."""
         with _apart():
-            return self.origins.path(int(self.codes.reshape(-1)[0])) if self.codes.numel() else ("...",)
+            return self.origins.places.path(int(self.codes.tensor.reshape(-1)[0])) if self.codes.elements else ("...",)
 
     # Without this, code that hashes ids would silently use their identity.
     __hash__ = None  # type: ignore[assignment]
 
 
+@functools.cache
 def _name(function: Any) -> str:
     """Return the name of an operation: "getitem", "add_", or "shape" for the property."""
     name = getattr(function, "__name__", str(function))
@@ -352,9 +458,13 @@ def _apart() -> Iterator[None]:
 
     Codes have values even while torch.export traces forward, and are not part of its program.
     """
-    traced = torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_exporting()
-    with torch._C.DisableTorchFunction(), _python_dispatch._disable_current_modes() if traced else contextlib.nullcontext():
+    with torch._C.DisableTorchFunction(), _python_dispatch._disable_current_modes() if _is_traced() else contextlib.nullcontext():
         yield
+
+
+def _is_traced() -> bool:
+    """Whether operations go to a mode, such as that by which torch.export traces forward."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_exporting()
 
 
 def _within(value: Any) -> Iterator[Any]:
@@ -370,11 +480,13 @@ def _within(value: Any) -> Iterator[Any]:
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return nested lists, tuples and dicts with each value changed."""
-    if isinstance(value, Mapping):
+    kind = type(value)
+    if kind is tuple:
+        return tuple([_mapped(item, change) for item in value])
+    if kind is list:
+        return [_mapped(item, change) for item in value]
+    if kind is dict:
         return {key: _mapped(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        changed = [_mapped(item, change) for item in value]
-        return changed if isinstance(value, list) else tuple(changed)
     return change(value)
 
 
@@ -385,5 +497,22 @@ def _values(value: Any) -> Any:
 def _code_or_index(value: Any) -> Any:
     """Return the codes of ids. A tensor of indices is brought to the codes' device."""
     if isinstance(value, Ids):
-        return value.codes
+        return value.codes.tensor
     return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _key(value: Any) -> Any:
+    """Return what identifies the arguments of an operation, or None if nothing does: some are tensors of indices."""
+    kind = type(value)
+    if kind in _PLAIN:
+        # True and 1 are different indices.
+        return (kind, value)
+    if kind is Ids:
+        return value.codes
+    if kind is slice:
+        bounds = (value.start, value.stop, value.step)
+        return (slice, *bounds) if all(bound is None or type(bound) is int for bound in bounds) else None
+    if kind not in (tuple, list):
+        return None
+    parts = [_key(part) for part in value]
+    return None if None in parts else tuple(parts)

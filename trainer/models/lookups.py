@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from foreload.trainer.errors import ModelError
-from foreload.trainer.models.ids import REMEDY, Ids, Origins, Path, UnsupportedUse, text_of
+from foreload.trainer.models.ids import REMEDY, Ids, Origins, Path, Places, UnsupportedUse, text_of
 from foreload.trainer.models.layers import FeatureLayer, Needed, StepRows
 from foreload.trainer.models.tables import TorchTable
 
@@ -244,12 +244,14 @@ class Arguments:
         dense: the dense values of arguments, by the argument's name.
         columns: the columns of arguments that hold ids, by the argument's name.
         step: the argument that gets the training step. If None, no argument gets it.
+        places: the columns of the arguments.
     """
 
     signature: inspect.Signature
     dense: Mapping[str, DenseValues]
     columns: Mapping[str, Columns]
-    step: str | None = None
+    step: str | None
+    places: Places
 
     @classmethod
     def of(
@@ -270,7 +272,7 @@ class Arguments:
                 raise ModelError(f"wrap: forward of {type(module).__name__} has no argument {name}; it has {known}")
             if name in dense and name in columns:
                 _check_both(name, dense[name], columns[name])
-        return cls(signature, dict(dense), dict(columns), step)
+        return cls(signature, dict(dense), dict(columns), step, Places())
 
     @property
     def dense_names(self) -> tuple[str, ...]:
@@ -297,7 +299,7 @@ class Arguments:
             reads_offsets: whether constants added to ids are recorded.
         """
         values = self._dense(dense)
-        origins = Origins(dense.shape[0], dense.device, reads_offsets)
+        origins = Origins(self.places, dense.shape[0], dense.device, reads_offsets)
         bound = self.signature.bind_partial()
         # The loop follows the signature, in whose order positional arguments are passed.
         for name, parameter in self.signature.parameters.items():

@@ -324,7 +324,7 @@ def train(
         settings: the options of `foreload train`, with underscores for dashes.
     """
     if on_evaluation is not None and not callable(on_evaluation):
-        raise SettingError(f"on_evaluation: must be a function of one argument, the metrics; got {on_evaluation!r}")
+        raise SettingError(f"on_evaluation: must be a function of one argument, the metrics; got {type(on_evaluation).__name__}")
     values = {name: plain(value) for name, value in settings.items()}
     if schedule is not None:
         values["schedule"] = os.fspath(schedule)

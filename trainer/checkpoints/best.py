@@ -87,11 +87,12 @@ def best_model(path: str) -> AnyFolder:
     """
     folder = place(path)
     run = run_at(folder)
-    return best_checkpoint(folder if run is None else (_recording(run) or run.checkpoint_folders())[0])
+    recorded = [] if run is None else _recorded(run)
+    return recorded[0].checkpoint if recorded else best_checkpoint(folder if run is None else run.checkpoint_folders()[0])
 
 
 class KeptBest(NamedTuple):
-    """The best evaluation of a run that stands for it, and its checkpoint."""
+    """The best evaluation of a run, and its checkpoint."""
 
     best: Best
     checkpoint: AnyFolder
@@ -107,9 +108,7 @@ def kept_best(run: Run) -> KeptBest | None:
     if rule is None or status is None:
         return None
     over = status.state == "ended" or (status.state == "stopped" and watched is not None and watched.ends(rule))
-    if not over or not (folders := _recording(run)) or (best := best_in(folders[0])) is None:
-        return None
-    return KeptBest(best, folders[0] / folder_of(best.step))
+    return next(iter(_recorded(run)), None) if over else None
 
 
 def run_at(folder: AnyFolder) -> Run | None:
@@ -117,6 +116,7 @@ def run_at(folder: AnyFolder) -> Run | None:
     return Run.open(folder) if isinstance(folder, Path) and (folder / RUN_MANIFEST).exists() else None
 
 
-def _recording(run: Run) -> list[AnyFolder]:
-    """Return the folders of a run's checkpoints that record its best evaluation."""
-    return [folder for folder in run.checkpoint_folders() if best_in(folder, run.manifest.run_id) is not None]
+def _recorded(run: Run) -> list[KeptBest]:
+    """Return the best evaluation of a run as each folder of its checkpoints records it, if it does."""
+    bests = ((folder, best_in(folder, run.manifest.run_id)) for folder in run.checkpoint_folders())
+    return [KeptBest(best, folder / folder_of(best.step)) for folder, best in bests if best is not None]

@@ -217,7 +217,7 @@ class Ids(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, _name(function)
+        kwargs, name = kwargs or {}, operation_name(function)
         first = args[0] if args else None
         own = first if isinstance(first, Ids) else next(value for value in _within((args, kwargs)) if isinstance(value, Ids))
         if name in ("repr", "str", "format"):
@@ -225,7 +225,7 @@ class Ids(Tensor):
         if name in _DESCRIBING or name in _CREATING:
             if own.is_argument and name == "len" and own.dim() == 2:
                 return own.shape[1]
-            return function(*_mapped(args, _values), **_mapped(kwargs, _values))
+            return function(*mapped(args, _values), **mapped(kwargs, _values))
         if name == "stride" and own.is_argument and len(args) == 1:
             # A KeyedJaggedTensor of TorchRec returns the number of samples.
             return own.shape[0]
@@ -316,7 +316,7 @@ class Ids(Tensor):
         if name == "squeeze" and len(args) == 1 and not kwargs:
             # The number of samples may be 1, too, and must stay a dimension.
             args = (*args, tuple(dim for dim, size in enumerate(self.codes.tensor.shape) if size == 1))
-        values = function(*_mapped(args, _values), **_mapped(kwargs, _values))
+        values = function(*mapped(args, _values), **mapped(kwargs, _values))
         key = None
         if self.origins.keeps:
             if name == "setitem":
@@ -352,7 +352,7 @@ class Ids(Tensor):
                 return Codes(own.reshape(-1, *values.shape[1:]))
             if name in _EXPANDING:
                 return Codes(own.expand(own.shape[0], *values.shape[1:]))
-            made = function(*_mapped(args, code_of), **_mapped(kwargs, code_of))
+            made = function(*mapped(args, code_of), **mapped(kwargs, code_of))
             return self.codes if made is None else Codes(made) if isinstance(made, Tensor) else tuple(map(Codes, made))
 
     def _made(self, values: Tensor, codes: Codes, name: str) -> Any:
@@ -444,7 +444,7 @@ class Ids(Tensor):
 
 
 @functools.cache
-def _name(function: Any) -> str:
+def operation_name(function: Any) -> str:
     """Return the name of an operation: "getitem", "add_", or "shape" for the property."""
     name = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__", "__delete__"):
@@ -478,15 +478,15 @@ def _within(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return nested lists, tuples and dicts with each value changed."""
     kind = type(value)
     if kind is tuple:
-        return tuple([_mapped(item, change) for item in value])
+        return tuple([mapped(item, change) for item in value])
     if kind is list:
-        return [_mapped(item, change) for item in value]
+        return [mapped(item, change) for item in value]
     if kind is dict:
-        return {key: _mapped(item, change) for key, item in value.items()}
+        return {key: mapped(item, change) for key, item in value.items()}
     return change(value)
 
 

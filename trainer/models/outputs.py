@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from foreload.trainer.errors import ModelError
+from foreload.trainer.models.ids import mapped, operation_name
 
 _SIGMOIDS = frozenset((torch.sigmoid, Tensor.sigmoid, torch.special.expit))
 _NAMES = (
@@ -48,10 +49,10 @@ class Probabilities(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(function, "__name__", "").removeprefix("__").removesuffix("__")
-        values = function(*_mapped(args, "values"), **_mapped(kwargs, "values"))
+        name = operation_name(function)
+        values = function(*mapped(args, _values), **mapped(kwargs, _values))
         if name in _MOVING:
-            logits = function(*_mapped(args, "logits"), **_mapped(kwargs, "logits"))
+            logits = function(*mapped(args, _logits), **mapped(kwargs, _logits))
             if isinstance(values, Tensor):
                 return Probabilities(values, logits)
             return tuple(Probabilities(*part) for part in zip(values, logits, strict=True))
@@ -61,18 +62,15 @@ class Probabilities(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return function(*_mapped(args, "values"), **_mapped(kwargs or {}, "values"))
+        return function(*mapped(args, _values), **mapped(kwargs or {}, _values))
 
 
-def _mapped(value: Any, attribute: str) -> Any:
-    """Return nested lists, tuples and dicts with this attribute in place of each Probabilities."""
-    if isinstance(value, Probabilities):
-        return getattr(value, attribute)
-    if isinstance(value, Mapping):
-        return {key: _mapped(item, attribute) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(item, attribute) for item in value)
-    return value
+def _values(value: Any) -> Any:
+    return value.values if isinstance(value, Probabilities) else value
+
+
+def _logits(value: Any) -> Any:
+    return value.logits if isinstance(value, Probabilities) else value
 
 
 class _Sigmoids(TorchFunctionMode):
@@ -82,7 +80,7 @@ class _Sigmoids(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         if function not in _SIGMOIDS or not args or not isinstance(result, Tensor):
             return result
-        return Probabilities(_mapped(result, "values"), _mapped(args[0], "values"))
+        return Probabilities(mapped(result, _values), mapped(args[0], _values))
 
 
 @dataclass(frozen=True, slots=True)

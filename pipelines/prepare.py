@@ -276,12 +276,18 @@ def _text(summary: dict[str, Any]) -> str:
             f"schedule      {summary['schedule']}  {summary['bytes'] / 1e6:,.1f} MB, in {summary['seconds']:.1f} s",
             f"samples       {summary['training_samples']:,}{evaluation}{rejected}",
             f"steps         {summary['training_steps']:,} in {summary['epochs']} epoch(s)",
-            f"slots         {max(summary['slots']):,} a lane, {summary['lanes']} lane(s); at least {max(summary['minimum_slots']):,} are needed",
-            f"rows used     {summary['rows_used']:,}, of which {summary['arrivals']:,} arrive: {summary['initial']:,} new, "
-            f"{summary['fetched']:,} fetched; {summary['cache_hit_rate']:.1%} cache hits",
-            *_lookahead_lines(summary),
+            *(_row_lines(summary) if summary["rows_used"] else ()),
         )
     )
+
+
+def _row_lines(summary: dict[str, Any]) -> list[str]:
+    return [
+        f"slots         {max(summary['slots']):,} a lane, {summary['lanes']} lane(s); at least {max(summary['minimum_slots']):,} are needed",
+        f"rows used     {summary['rows_used']:,}, of which {summary['arrivals']:,} arrive: {summary['initial']:,} new, "
+        f"{summary['fetched']:,} fetched; {summary['cache_hit_rate']:.1%} cache hits",
+        *_lookahead_lines(summary),
+    ]
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ class Written:
             self.flags[start : start + count] = 1
 
     def _lay_out(self) -> None:
-        self.starts = np.concatenate([[0], np.cumsum(self.room)[:-1]]).astype(np.int64)
+        self.starts = np.cumsum(self.room) - self.room
         self.flags = np.zeros(int(self.room.sum()), np.uint8)
 
     def reserve(self, table: np.ndarray, ordinal: np.ndarray) -> None:

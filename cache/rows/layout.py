@@ -118,4 +118,4 @@ def slot_columns(layouts: Iterable[RowLayout]) -> int:
     That is the widest weights and the widest state together.
     """
     rows = list(layouts)
-    return max(row.width for row in rows) + max(row.state_width for row in rows)
+    return max((row.width for row in rows), default=0) + max((row.state_width for row in rows), default=0)

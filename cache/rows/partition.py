@@ -141,10 +141,10 @@ class Partition:
         device: torch.device | str = "cpu",
         with_base: bool = False,
     ) -> None:
-        if slots < 1 or evaluation_slots < 0 or width < 1 or state_width < 0:
+        if slots < 1 or min(evaluation_slots, width, state_width) < 0:
             raise CacheError(
-                "partition: slots and width must be at least 1, evaluation slots and state width at least 0; "
-                f"got {slots}, {width}, {evaluation_slots}, {state_width}"
+                "partition: slots must be at least 1, and evaluation slots, width and state width at least 0; "
+                f"got {slots}, {evaluation_slots}, {width}, {state_width}"
             )
         self.slots = slots
         self.evaluation_slots = evaluation_slots

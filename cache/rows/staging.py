@@ -100,12 +100,12 @@ class RowShapes:
 
         Raises CacheError unless layout k is that of table k.
         """
-        if not layouts or any(layout.table != k for k, layout in enumerate(layouts)):
+        if any(layout.table != k for k, layout in enumerate(layouts)):
             raise CacheError(f"row layouts: must be one per table, in order; got tables {[layout.table for layout in layouts]}")
         shape_of = [(layout.width, layout.state_width) for layout in layouts]
         shapes = tuple(dict.fromkeys(shape_of))
         places = np.array([shapes.index(shape) for shape in shape_of], np.int64)
-        return cls(shapes, places, max(w for w, _ in shapes), max(s for _, s in shapes))
+        return cls(shapes, places, max((w for w, _ in shapes), default=0), max((s for _, s in shapes), default=0))
 
     def row_bytes(self, shape: int) -> int:
         """Return the bytes of a stored row of a shape."""

@@ -67,7 +67,8 @@ def data_lines(summary: Mapping[str, Any], spec: FeatureSpec) -> list[str]:
             if shares:
                 lines.append(f"{kind:13} {_most(shares, _percent)}{_FLAGS[which]}")
     rows = {table["name"]: table["rows"] for table in summary["tables"]}
-    lines.append(f"distinct ids  {_most(rows, '{:,}'.format)}")
+    if rows:
+        lines.append(f"distinct ids  {_most(rows, '{:,}'.format)}")
     if summary["malformed"]:
         causes = [(Cause(c["column"], c["value"], c["rule"]), c["records"]) for c in summary["malformed"]]
         missing_line = remedy(causes, spec)

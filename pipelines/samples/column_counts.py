@@ -352,7 +352,8 @@ def _count_single(ids: np.ndarray, zeros: np.ndarray, ones: np.ndarray) -> None:
         ones: int64 [features], added to.
     """
     features = len(zeros)
-    for first in range(0, len(ids), _BLOCK_SAMPLES * features):
+    # Without features there are no ids, and a range must not have a step of 0.
+    for first in range(0, len(ids), _BLOCK_SAMPLES * max(features, 1)):
         end = min(first + _BLOCK_SAMPLES * features, len(ids))
         for k in range(features):
             zeros_here = ones_here = 0

@@ -366,8 +366,8 @@ def _check(spec: FeatureSpec) -> None:
     Raises:
         FeatureError: on the first rule that the spec breaks.
     """
-    if not spec.features:
-        raise FeatureError("feature: at least one is needed; add a [[feature]]")
+    if not spec.features and not spec.dense:
+        raise FeatureError("feature: at least one column to learn from is needed; add a [[feature]] or a [[dense]]")
     if len(spec.tables) > _MAX_TABLES:
         raise FeatureError(f"table: at most {_MAX_TABLES} are possible, not {len(spec.tables)}; let features share tables")
     _check_text(spec.text)

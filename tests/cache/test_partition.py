@@ -77,5 +77,5 @@ def test_a_slot_holds_one_row_at_a_time() -> None:
 
 
 def test_a_partition_without_slots_is_refused() -> None:
-    with pytest.raises(CacheError, match="slots and width must be at least 1"):
+    with pytest.raises(CacheError, match="slots must be at least 1"):
         Partition(0, 0, WIDTH, STATE_WIDTH)

@@ -204,7 +204,7 @@ def read_features(path: Path, delimiter: str = ",") -> Log:
     document = tomllib.loads(path.read_text(encoding="utf-8"))
     tables = [_table(name, entry) for name, entry in document.get("table", {}).items()]
     features = []
-    for entry in document["feature"]:
+    for entry in document.get("feature", []):
         table = entry.get("table", entry["name"])
         if table not in [known.name for known in tables]:
             tables.append(_table(table, entry))

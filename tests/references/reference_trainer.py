@@ -38,7 +38,9 @@ class Lookups:
         bag = np.repeat(np.arange(len(bags)), counts)
         place = np.arange(len(bag)) - (np.cumsum(counts) - counts)[bag]
         features = len(samples.bags[0])
-        return cls(bag // features, bag % features, place, counts[bag], np.concatenate(bags))
+        ids = np.concatenate([np.empty(0, np.int64), *bags])
+        # Without features there are no bags.
+        return cls(bag // max(features, 1), bag % max(features, 1), place, counts[bag], ids)
 
 
 class Trainer:
@@ -63,7 +65,7 @@ class Trainer:
 
         self.table_of = np.array([feature.table for feature in log.features])
         self.pooling = np.array([feature.pooling for feature in log.features])
-        self.width = max(table.width for table in self.tables)
+        self.width = max((table.width for table in self.tables), default=0)
         # What the model sees by name: a feature's columns of the block, and the further ones that the model declares.
         self.views: list[tuple[str, int, slice]] = []
         for f, feature in enumerate(log.features):
@@ -185,8 +187,8 @@ class Trainer:
                 gradients.update(
                     {name: value.grad.clone() for name, value in self.with_gradients.items() if value.grad is not None}
                 )
-                assert block.grad is not None
-                lanes.append(self.row_gradients(lookups, block.grad.numpy()))
+                of_block = torch.zeros_like(block) if block.grad is None else block.grad
+                lanes.append(self.row_gradients(lookups, of_block.numpy()))
             for name, value in gradients.items():
                 dense_sum[name] = value if lane == 0 else dense_sum[name] + value
         config = self.config

@@ -67,7 +67,11 @@ def test_what_cannot_be_adapted_is_refused_and_nothing_is_written(folder: Path) 
             "if it needs arguments, give a function that builds it",
         ),
         (("adaptable.py:none",), "MODEL: adaptable.py:none() must return a torch.nn.Module; got int", ""),
-        (("adaptable.py:bare",), "MODEL: Linear has no nn.Embedding or nn.EmbeddingBag; a model needs features", ""),
+        (
+            ("adaptable.py:bare",),
+            "MODEL: Linear has no nn.Embedding or nn.EmbeddingBag, so there is nothing to adapt; use wrap",
+            "",
+        ),
         (("adaptable.py:nothing",), "MODEL: cannot import adaptable.py:nothing: AttributeError", ""),
         (
             ("adaptable.py",),

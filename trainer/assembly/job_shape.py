@@ -52,7 +52,7 @@ def settings_of_job(job: TrainJob, schedule: Schedule, model: DenseModel) -> dic
         "dim": job.dim,
         "dense_parameters": sum(parameter.numel() for parameter in model.module.parameters()),
         "columns": slot_columns(model.layouts),
-        "weights": max(row.width for row in model.layouts),
+        "weights": max((row.width for row in model.layouts), default=0),
         "row_optimizer": job.row_optimizer,
         "dense_optimizer": job.dense_optimizer,
         "device": job.device,

@@ -152,7 +152,9 @@ def _tables(module: nn.Module) -> dict[TorchTable, list[str]]:
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and path:
             paths.setdefault(layer, []).append(path)
     if not paths:
-        raise ModelError(f"MODEL: {type(module).__name__} has no nn.Embedding or nn.EmbeddingBag; a model needs features")
+        raise ModelError(
+            f"MODEL: {type(module).__name__} has no nn.Embedding or nn.EmbeddingBag, so there is nothing to adapt; use wrap"
+        )
     tables = {}
     for layer, own in paths.items():
         # foreload pools by sum or mean.

@@ -141,7 +141,7 @@ def _weights(model: SavedModel, wanted: np.ndarray) -> tuple[Tensor, np.ndarray]
 
     The weights of a row that was never trained are its initial ones.
     """
-    weights = np.zeros((len(wanted), max(layout.width for layout in model.layouts)), np.float32)
+    weights = np.zeros((len(wanted), max((layout.width for layout in model.layouts), default=0)), np.float32)
     reader, trained = model.row_source(), np.zeros(len(wanted), bool)
     for table, layout in enumerate(model.layouts):
         of_table = np.flatnonzero(wanted["table"] == table)

@@ -98,6 +98,8 @@ def run(
     """
     with open_model(path, store, schedule) as model:
         names = [one.name for one in model.features.tables]
+        if not names:
+            raise SettingError(f"TABLE: the model has no tables, since it has no features; leave out {table!r}")
         if table not in names:
             raise SettingError(f"TABLE: must be one of {', '.join(names)}; got {table!r}")
         place = names.index(table)

@@ -408,8 +408,8 @@ def slot_counts(accesses: Sequence[LaneUses], own: int) -> list[int]:
         accesses: the row uses of each lane.
         own: the schedule's own number of slots.
     """
-    least, most = max(one.least_slots for one in accesses), max(len(one.new) for one in accesses)
-    between = np.geomspace(max(least, 1), max(most, 1), _SLOT_COUNTS + 2).round().astype(int).tolist()
+    least, most = (max(1, *of_lanes) for of_lanes in zip(*((one.least_slots, len(one.new)) for one in accesses), strict=True))
+    between = np.geomspace(least, most, _SLOT_COUNTS + 2).round().astype(int).tolist()
     # The numbers are rounded up to two digits, which is exact enough and easier to read.
     rounded = [int(-(-slots // (step := 10 ** max(len(str(slots)) - 2, 0))) * step) for slots in between[1:-1]]
     return sorted({own, least, most, *(slots for slots in rounded if least < slots < most)})

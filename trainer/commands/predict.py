@@ -289,8 +289,8 @@ def _local(samples: Samples, tables: np.ndarray, known: _Known) -> tuple[np.ndar
     """
     of_lookup = _lookup_tables(samples, tables)
     index = np.empty(len(samples.ids), np.int32)
-    rows, first = [], 0
-    width = max(weights.shape[1] for _, weights, _ in known.values())
+    width = max((weights.shape[1] for _, weights, _ in known.values()), default=0)
+    rows, first = [np.empty((0, width), np.float32)], 0
     for table, (ids, weights, _) in known.items():
         here = np.flatnonzero(of_lookup == table)
         own, inverse = np.unique(samples.ids[here], return_inverse=True)

@@ -474,12 +474,12 @@ class CompiledKernels(Kernels):
         # The block is usually a leaf that already requires its gradient, hence `detach`.
         values = block.detach().numpy()
         if offsets is None and layout.equal and places is not None:
-            _gather_through(rows.numpy(), places, index, values.reshape(-1, layout.width))
+            _gather_through(rows.numpy(), places, index, values.reshape(len(index), layout.width))
             return
         if places is not None:
             index = places[index]
         if offsets is None and layout.equal:
-            _gather_equal(rows.numpy(), index, values.reshape(-1, layout.width))
+            _gather_equal(rows.numpy(), index, values.reshape(len(index), layout.width))
         elif offsets is None:
             _gather_single(rows.numpy(), index, layout.widths, values)
         else:

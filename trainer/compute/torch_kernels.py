@@ -71,7 +71,7 @@ class TorchKernels(Kernels):
         if places is not None:
             index = self._places(places).index_select(0, index)
         if lookups.offsets is None and layout.equal:
-            torch.index_select(rows, 0, index, out=out.view(-1, width))
+            torch.index_select(rows, 0, index, out=out.view(len(index), width))
             return
         looked_up = rows.index_select(0, index)
         if lookups.offsets is not None:

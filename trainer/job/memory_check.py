@@ -29,7 +29,7 @@ def columns_of(job: TrainJob, schedule: Schedule) -> tuple[int, int]:
     The slots of a partition are as wide as the widest row.
     """
     rows = layouts_of(job, schedule.header.features)
-    return slot_columns(rows), min(row.width + row.state_width for row in rows)
+    return slot_columns(rows), min((row.width + row.state_width for row in rows), default=0)
 
 
 def check_fit(job: TrainJob, schedule: Schedule) -> str:

@@ -135,7 +135,7 @@ class StoreMemory:
 
         Each trainer may have a command of as many rows as fit, in both directions.
         """
-        row = max(sizes_of(self.timeline.layouts))
+        row = max(sizes_of(self.timeline.layouts), default=0)
         placement = self.timeline.placement
         slots = max(self.timeline.schedule.slots)
         a_command = min(

@@ -80,7 +80,7 @@ def _parts(module: nn.Module, spec: ModelSpec) -> _Parts:
 
 
 def _width(parts: _Parts) -> int:
-    return max(sum(columns for _, columns in own) for own in parts)
+    return max((sum(columns for _, columns in own) for own in parts), default=0)
 
 
 def _result(module: nn.Module, spec: ModelSpec, dense: Tensor, block: Tensor, step: int) -> Any:
@@ -327,8 +327,6 @@ def check_model(module: nn.Module, spec: ModelSpec) -> None:
         ModelError: the module is not supported.
     """
     name = model_name(module)
-    if not spec.features:
-        raise ModelError(f"{name}: there are no features to look up; the feature file must name at least one")
     parameters = dict(module.named_parameters())
     if not parameters:
         raise ModelError(f"{name}: has no parameters; a model needs at least one, such as a bias")

@@ -412,7 +412,8 @@ def _check_bits(name: str, training: bool, forward: Forward, dense: Tensor, bloc
     # The values are of the same kind as the given ones. A module may rely on properties of the
     # dense values, so these only change places. Rows are learned and may have any values.
     generator = torch.Generator().manual_seed(samples)
-    noise = torch.randn(block.shape, generator=generator).to(block.device) * (block.std() + 0.1)
+    spread = block.std() + 0.1 if block.numel() > 1 else 0.1
+    noise = torch.randn(block.shape, generator=generator).to(block.device) * spread
     other_dense, other_block = dense.roll(1, 0), block.roll(1, 0) + noise
     for place in sorted({0, samples // 2, samples - 1}):
         dense_there, block_there = other_dense.clone(), other_block.clone()

@@ -68,9 +68,11 @@ class ModelSpec:
             model: the name of the model, for the error.
 
         Raises:
-            ModelError: the features have different dimensions.
+            ModelError: the features have different dimensions, or there are none.
         """
         dimensions = {dimension for _, dimension, _ in self.features}
+        if not dimensions:
+            raise ModelError(f"{model}: multiplies embeddings, and there are only dense values; use wide_deep or dcn")
         if len(dimensions) != 1:
             by_feature = ", ".join(f"{name} {dimension}" for name, dimension, _ in self.features)
             raise ModelError(
@@ -105,7 +107,9 @@ class Embeddings(dict[str, Tensor]):
             parts: per feature the (name, columns) of the parts of its rows, the embedding first.
         """
         views = {}
-        for name, own, entry in zip(names, parts, block.unbind(1), strict=True):
+        # torch.export cannot read back a program that unbinds nothing.
+        entries = block.unbind(1) if names else ()
+        for name, own, entry in zip(names, parts, entries, strict=True):
             columns = [size for _, size in own]
             rest = block.shape[2] - sum(columns)
             if len(own) == 1 and not rest:
@@ -145,7 +149,8 @@ def further_columns(model: ModelBuilder) -> tuple[tuple[str, int], ...]:
 def stacked(embeddings: Mapping[str, Tensor], spec: ModelSpec) -> Tensor:
     """Return embeddings of equal dimension side by side: contiguous, [b, F, D]."""
     if isinstance(embeddings, Embeddings):
-        block, dimension = embeddings.block, spec.features[0][1]
+        block = embeddings.block
+        dimension = spec.features[0][1] if spec.features else block.shape[2]
         # Use the whole block where possible. The gradient of a part would be copied into a block of
         # zeros.
         return block if block.shape[2] == dimension else block.narrow(2, 0, dimension).contiguous()
@@ -154,13 +159,13 @@ def stacked(embeddings: Mapping[str, Tensor], spec: ModelSpec) -> Tensor:
 
 def flattened(embeddings: Mapping[str, Tensor], spec: ModelSpec) -> Tensor:
     """Return embeddings of any dimensions end to end: contiguous, [b, spec.width]."""
-    if isinstance(embeddings, Embeddings) and len({dimension for _, dimension, _ in spec.features}) == 1:
+    if isinstance(embeddings, Embeddings) and len({dimension for _, dimension, _ in spec.features}) <= 1:
         return stacked(embeddings, spec).flatten(1)
     return torch.cat([embeddings[name] for name in spec.names], dim=1)
 
 
 def single_columns(embeddings: Mapping[str, Tensor], column: str, spec: ModelSpec) -> Tensor:
-    """Return a further column of width 1 of every feature: contiguous, [b, F]."""
+    """Return a further column of width 1 of every feature, of which there is at least one: contiguous, [b, F]."""
     return torch.cat([embeddings[f"{name}.{column}"] for name in spec.names], dim=1)
 
 

@@ -49,5 +49,6 @@ class WideDeep(nn.Module):
             embeddings: per feature [b, D], and "<feature>.linear" [b, 1].
         """
         logits = self.deep(torch.cat([dense, flattened(embeddings, self.spec)], 1)).squeeze(1)
-        logits = logits + single_columns(embeddings, "linear", self.spec).sum(1)
+        if self.spec.features:
+            logits = logits + single_columns(embeddings, "linear", self.spec).sum(1)
         return logits if self.wide is None else logits + self.wide(dense).squeeze(1)

@@ -235,12 +235,17 @@ def wrap(
     rows = WrappedRows()
     weights = _weights(module, keep)
     layers = _replace(module, rows, dict(names or {}), keep)
+    if not layers and not arguments.dense_names:
+        raise ModelError(
+            f"wrap: {type(module).__name__} has no nn.Embedding, nn.EmbeddingBag or EmbeddingBagCollection; give it its tables, or, for a model of "
+            'dense values alone, their names: dense={"x": ["price", "age"]}'
+        )
     wrapped = Wrapped(module, arguments, rows, weights, Chosen.of(module, output, logits), own_loss)
     calls = _calls(wrapped, rows)
     wrapped.features = _features(calls, arguments)
     used = {call.layer for call in calls}
     wrapped.unused = tuple(layer.path for layer in layers if layer not in used)
-    if not wrapped.features:
+    if layers and not wrapped.features:
         raise ModelError(f"wrap: forward of {type(module).__name__} uses none of its tables: {', '.join(wrapped.unused)}")
     for layer in module.modules():
         if isinstance(layer, FeatureLayer) and layer.rows is None:
@@ -346,13 +351,9 @@ def _replace(module: nn.Module, rows: WrappedRows, names: dict[str, str], keep: 
         elif is_collection(layer):
             layers.append(Collection(path, rows, keys_of(collection_tables(path, layer, name_of))))
             replaced[layer] = layers[-1]
-    if not layers:
-        raise ModelError(
-            f"wrap: {type(module).__name__} has no nn.Embedding, nn.EmbeddingBag or EmbeddingBagCollection; give it its tables, or leave out wrap"
-        )
     for setting, left in (("names", given), ("keep", kept)):
         if left:
-            places = ", ".join(layer.path for layer in layers)
+            places = ", ".join(layer.path for layer in layers) or "none"
             raise ModelError(f"wrap: {setting}: {type(module).__name__} has no table at {min(left)}; it has {places}")
     _refuse_twice("table", [(table.name, _place(layer, table)) for layer in layers for table in dict.fromkeys(_tables(layer))])
     replace_layers(module, replaced)

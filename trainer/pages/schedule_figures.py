@@ -97,7 +97,7 @@ class ScheduleFigures:
 
     Attributes:
         bytes: the size of the schedule's files.
-        why: the reason if the rows are not counted; `tables`, `over_steps`, `by_frequency` and
+        why: the reason if no rows are counted; `tables`, `over_steps`, `by_frequency` and
             `by_slots` are then None.
     """
 
@@ -127,8 +127,8 @@ def read_schedule(path: Path | str) -> ScheduleFigures:
     if 2 * BYTES_OF_USE * counts["rows_used"] / header.lanes > available_bytes():
         figures.why = f"{counts['rows_used']:,} rows used are too many to be counted in this machine's memory"
         return figures
-    if not counts["training_steps"]:
-        figures.why = "it has no training steps"
+    if not counts["training_steps"] or not counts["rows_used"]:
+        figures.why = "its steps use no rows" if counts["training_steps"] else "it has no training steps"
         return figures
     lanes = _Lanes(schedule)
     for lane in range(header.lanes):

@@ -43,6 +43,8 @@ class UnknownValues:
             trained: bool [n], whether the rows of the ids were trained.
         """
         count = len(self._features)
+        if not count:
+            return
         # The feature of each lookup. Without offsets, every sample has one lookup for each feature.
         place = np.tile(np.arange(count), len(ids) // count)
         if offsets is not None:

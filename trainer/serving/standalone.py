@@ -218,7 +218,7 @@ class Model(nn.Module):
     ) -> None:
         super().__init__()
         self.about, self.encoder, self.tables, self.program = about, encoder, nn.ModuleList(tables), program
-        self._width = max(table.width for table in tables)
+        self._width = max((table.width for table in tables), default=0)
         self.labels: list[str] = [label["name"] for label in about["labels"]]
         self.unknown: dict[str, tuple[int, int]] = {}
         """The numbers of unknown and of all values in the last `predict`, by feature.

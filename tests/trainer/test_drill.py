@@ -13,12 +13,15 @@ import pytest
 from command_line import SMALL, main
 from small_job import BATCH, summary, synthetic_schedule, train_undisturbed
 from test_timeline import STEP, steady
+from training import job_in_memory
 
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.messages.faults import Fault
+from foreload.trainer.cluster.messages.faults import Fault, TrainerFault
+from foreload.trainer.cluster.messages.trainers import CopiesReport, FaultInjected, Ready, SeededCopy, TermLeft
 from foreload.trainer.commands import drill
 from foreload.trainer.commands.drill import Picture
 from foreload.trainer.commands.lost_shard import LostShard
+from foreload.trainer.commands.lost_trainer import LostTrainer
 from foreload.trainer.commands.scale_drill import Change, account_changes
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import DRILL, SUMMARY, Run
@@ -182,6 +185,24 @@ def test_copies_are_whole_again_after_a_trainer_of_three_was_killed(tmp_path: Pa
     figures = summary(run)["drill"]
     assert 0 < figures["seconds_until_taken_over"] < figures["seconds_until_whole"]
     assert figures["bytes_seeded"] > 0
+
+
+def test_copies_of_the_term_of_the_loss_are_not_whole_again(schedule: Path) -> None:
+    """With two trainers there is nobody left to hold copies, whenever the one that stays reports on those of before."""
+    observed = LostTrainer(job_in_memory(trainers=2), at=3, trainer=1)
+    observed.begin(Schedule(schedule))
+    copies = {0: SeededCopy(4, 4, True)}
+    for trainer in range(2):
+        observed.on_event(trainer, Ready(1, {}))
+    observed.on_event(1, FaultInjected(TrainerFault(1, "forward done", 3, 9), 0.0))
+    observed.on_event(0, TermLeft(1, 2, (0,), False, None))
+    observed.on_event(0, CopiesReport(1, copies))
+    assert observed.followed["whole"] is None
+    observed.on_event(0, Ready(2, {}))
+    observed.on_event(0, CopiesReport(2, {}))
+    assert observed.followed["whole"] is None
+    observed.on_event(0, CopiesReport(2, copies))
+    assert observed.followed["whole"] is not None
 
 
 @pytest.mark.parametrize(

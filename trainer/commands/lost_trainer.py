@@ -85,7 +85,9 @@ class LostTrainer(FaultDrill):
 
     def _see_whole(self) -> None:
         reports = [report for trainer, report in self._copies.items() if trainer != self.number]
-        in_time = self._lost_in in self._left and all(report.term == max(self._ready) for report in reports)
+        # A report of the term of the loss itself tells of replicas that are about to move.
+        latest = max(self._ready, default=-1)
+        in_time = self._lost_in in self._left and latest > self._lost_in and all(report.term == latest for report in reports)
         copies = [copy for report in reports for copy in report.copies.values()]
         if in_time and self._whole is None and copies and all(copy.complete for copy in copies):
             self._whole = time.monotonic()

@@ -473,6 +473,23 @@ def test_a_sequence_that_forward_pools_itself_is_refused_with_what_to_do(name: s
     assert "sequence" not in str(refused.value), "bags are pooled"
 
 
+@pytest.mark.parametrize(
+    ("use", "columns", "called_with"),
+    [
+        (lambda net, ids: net.table(ids[next(iter(ids.keys()))]), {}, "ids, one tensor of ids"),
+        (lambda net, ids: net.table(ids.get("user")), {"ids": ["user", "item"]}, "ids, one tensor of user, item"),
+        (lambda net, ids: net.table(ids[:, 0]), {"ids": {"user": "uid", "item": "iid"}}, "ids, a dict of user, item"),
+        (lambda net, ids: net.table(ids.long()), {"ids": {"user": "uid"}}, "ids, a dict of user"),
+        (lambda net, ids: net.table(ids["no such"]), {"ids": {"user": "uid"}}, "ids, a dict of user"),
+    ],
+)
+def test_ids_of_another_form_than_forward_takes_are_named(
+    use: Callable[[Net, Any], Tensor], columns: Any, called_with: str
+) -> None:
+    with pytest.raises(ModelError, match=f"it was called with {called_with}; give columns and dense as forward takes them"):
+        foreload.wrap(Net(use), columns=columns)
+
+
 class Pair(nn.Module):
     """Two tables."""
 

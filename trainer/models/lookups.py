@@ -337,6 +337,19 @@ class Arguments:
         places = {given.index(column): dense.reshape(-1, len(named))[:, k : k + 1] for k, column in enumerate(named)}
         return origins.several((name,), len(given), places)
 
+    def text(self) -> str:
+        """Return what forward is called with, for an error: each argument that holds ids or dense values."""
+        parts = []
+        for name, parameter in self.signature.parameters.items():
+            given = [of[name] for of in (self.columns, self.dense) if name in of]
+            if keys := [key for one in given if isinstance(one, Mapping) for key in one]:
+                parts.append(f"{name}, a dict of {', '.join(keys)}")
+            elif given:
+                parts.append(f"{name}, one tensor of {', '.join(_listed(given[0]))}")  # type: ignore[arg-type]
+            elif name != self.step and _is_needed(parameter):
+                parts.append(f"{name}, one tensor of ids")
+        return "; ".join(parts)
+
     def column(self, path: Path) -> str | None:
         """Return the column of the data that ids come from, or None if it is not known."""
         given, last = self.columns.get(str(path[0])), path[-1]

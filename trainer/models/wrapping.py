@@ -426,10 +426,13 @@ def _calls(wrapped: Wrapped, rows: WrappedRows) -> list[ColumnUse]:
         # torch raises these types if forward takes [b, dimension] for the rows of a sequence,
         # [b, length, dimension].
         shapes = isinstance(error, RuntimeError | IndexError | ValueError | AssertionError)
+        # Python raises these if an argument is a dict and not a tensor, or the other way round.
+        kinds = isinstance(error, AttributeError | TypeError | KeyError)
         took_rows = any(isinstance(call.layer, Lookup) and not call.layer.is_bag for call in rows.calls)
         raise ModelError(
             f"wrap: {type(wrapped.module).__name__}: forward failed: {type(error).__name__}: {error}{raised_at(error)}"
             + (f"; if it uses a sequence: {_POOLED}" if shapes and took_rows else "")
+            + (f"; it was called with {wrapped._arguments.text()}; give columns and dense as forward takes them" if kinds else "")
         ) from error
     finally:
         rows.calls = None

@@ -271,6 +271,8 @@ def test_ids_and_dense_values_may_be_columns_of_one_tensor() -> None:
 SIGMOIDS: dict[str, Callable[[Tensor], Any]] = {
     "the function": torch.sigmoid,
     "the method": lambda x: x.sigmoid(),
+    "in place": lambda x: x.sigmoid_(),
+    "the function in place": lambda x: torch.sigmoid_(x),
     "of nn.functional": nn.functional.sigmoid,
     "the layer": nn.Sigmoid(),
     "then a column": lambda x: torch.sigmoid(x.view(-1, 1)),

@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.ids import mapped, operation_name
 
-_SIGMOIDS = frozenset((torch.sigmoid, Tensor.sigmoid, torch.special.expit))
+_IN_PLACE = frozenset((torch.sigmoid_, Tensor.sigmoid_))
+_SIGMOIDS = frozenset((torch.sigmoid, Tensor.sigmoid, torch.special.expit)) | _IN_PLACE
 _NAMES = (
     "squeeze unsqueeze view reshape flatten ravel view_as reshape_as transpose t T permute select narrow getitem unbind split chunk contiguous clone "
     "float to cpu cat concat concatenate stack hstack column_stack expand"
@@ -77,10 +78,13 @@ class _Sigmoids(TorchFunctionMode):
     """Makes every sigmoid return Probabilities."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function not in _SIGMOIDS or not args:
+            return function(*args, **(kwargs or {}))
+        given = mapped(args[0], _values)
+        if function in _IN_PLACE:
+            given = given.clone()
         result = function(*args, **(kwargs or {}))
-        if function not in _SIGMOIDS or not args or not isinstance(result, Tensor):
-            return result
-        return Probabilities(mapped(result, _values), mapped(args[0], _values))
+        return Probabilities(mapped(result, _values), given) if isinstance(result, Tensor) else result
 
 
 @dataclass(frozen=True, slots=True)

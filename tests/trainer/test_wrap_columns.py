@@ -272,7 +272,7 @@ SIGMOIDS: dict[str, Callable[[Tensor], Any]] = {
     "the function": torch.sigmoid,
     "the method": lambda x: x.sigmoid(),
     "in place": lambda x: x.sigmoid_(),
-    "the function in place": lambda x: torch.sigmoid_(x),
+    "the function in place": torch.sigmoid_,
     "of nn.functional": nn.functional.sigmoid,
     "the layer": nn.Sigmoid(),
     "then a column": lambda x: torch.sigmoid(x.view(-1, 1)),

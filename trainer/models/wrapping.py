@@ -21,7 +21,7 @@ from foreload.base.arguments import checked
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.diagnosis import raised_at
 from foreload.trainer.models.feature_text import FeatureFile, WrappedFeature
-from foreload.trainer.models.ids import Path, UnsupportedUse, text_of
+from foreload.trainer.models.ids import Ids, Path, UnsupportedUse, text_of
 from foreload.trainer.models.inference import modes_kept
 from foreload.trainer.models.layers import FeatureLayer
 from foreload.trainer.models.lookups import (
@@ -427,7 +427,7 @@ def _calls(wrapped: Wrapped, rows: WrappedRows) -> list[ColumnUse]:
         # [b, length, dimension].
         shapes = isinstance(error, RuntimeError | IndexError | ValueError | AssertionError)
         # Python raises these if an argument is a dict and not a tensor, or the other way round.
-        kinds = isinstance(error, AttributeError | TypeError | KeyError)
+        kinds = isinstance(error, TypeError | KeyError) or isinstance(getattr(error, "obj", None), Ids | dict)
         took_rows = any(isinstance(call.layer, Lookup) and not call.layer.is_bag for call in rows.calls)
         raise ModelError(
             f"wrap: {type(wrapped.module).__name__}: forward failed: {type(error).__name__}: {error}{raised_at(error)}"

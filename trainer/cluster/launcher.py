@@ -398,8 +398,10 @@ class Launcher:
         metrics = {"--keep-best": job.keep_best, "--stop-early": None if job.stop_early is None else job.stop_early.metric}
         for flag, metric in metrics.items():
             if metric is not None and not schedule.header.evaluation_samples:
+                # A run that continues a checkpoint has the --stop-early of that training unless it is given.
+                without = "give --stop-early off" if flag == "--stop-early" else "leave it out"
                 raise SettingError(
-                    f"{flag}: needs evaluations, and schedule {schedule.path} has none; prepare it with --eval-fraction, or leave it out"
+                    f"{flag}: needs evaluations, and schedule {schedule.path} has none; prepare it with --eval-fraction, or {without}"
                 )
             if metric is not None:
                 check_metric(flag, metric, schedule.header)

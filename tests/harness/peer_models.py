@@ -113,7 +113,7 @@ def _deepctr_torch(name: str) -> nn.Module:
         kind, dnn_hidden_units=(8,), expert_dnn_hidden_units=(8,), tower_dnn_hidden_units=(6,), bottom_dnn_hidden_units=(8,),
         gate_dnn_hidden_units=(6,),
         afn_dnn_hidden_units=(8,), cin_layer_size=(8, 6), conv_kernel_width=(3, 2), conv_filters=(2, 2), num_experts=2, region_num=2,
-        task_types=["binary", "binary"], task_names=_LABELS, device="cpu", dnn_dropout=0,
+        task_types=["binary", "binary"], task_names=_LABELS, device="cpu", dnn_dropout=0, init_std=0.3,
     )  # fmt: skip
     if name in ("DIN", "DIEN"):
         sequence = inputs.VarLenSparseFeat(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from training import job_in_memory, train
 
 from foreload.pipelines import prepare
 from foreload.pipelines.schedule.reader import Schedule
+from foreload.trainer.job.job import TrainJob
 from foreload.trainer.models.building import build_model, load_model
 from foreload.trainer.models.lookups import Lookup
 from foreload.trainer.models.spec import ModelSpec
@@ -90,53 +92,72 @@ def worst_difference(library: str, name: str) -> float:
     return float(((logits - expected).abs() / (1 + expected.abs())).max())
 
 
-def rows_of(plain: nn.Module, model: Wrapped, ids: Tensor) -> dict[str, Tensor]:
-    """The rows of the module's own tables for each feature, [b, dimension].
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a module itself has the rows of a feature.
 
-    A feature whose table is a part of the module's begins there behind the fields before it.
+    Attributes:
+        path: the path of their table there.
+        first: the row there of id 0. A table for several fields has the rows of the fields before it first.
+        column: the place of the feature's column in ROWS.
     """
+
+    path: str
+    first: int
+    column: int
+
+
+def places(model: Wrapped) -> dict[str, Place]:
+    """Where the module has the rows of each feature."""
     starts = [0, *itertools.accumulate(ROWS.values())]
     parts = {feature.name: feature.table.rows for feature in model.features}
-    rows = {}
+    of_features = {}
     for layer in model.module.modules():
         if isinstance(layer, Lookup):
-            weight = plain.get_parameter(f"{layer.path}.weight")
             for path, feature in layer.features.items():
-                place = int(path[-1])
-                place = list(ROWS).index(COLUMNS[place])
-                first = starts[place] if parts[feature] < layer.table.rows else 0
-                rows[feature] = weight[ids[:, place] + first]
-    return rows
+                column = list(ROWS).index(COLUMNS[int(path[-1])])
+                first = starts[column] if parts[feature] < layer.table.rows else 0
+                of_features[feature] = Place(layer.path, first, column)
+    return of_features
 
 
-def write_clicks(path: Path) -> None:
+def rows_of(plain: nn.Module, model: Wrapped, ids: Tensor) -> dict[str, Tensor]:
+    """The rows of the module's own tables for each feature, [b, dimension]."""
+    return {
+        feature: plain.get_parameter(f"{place.path}.weight")[ids[:, place.column] + place.first]
+        for feature, place in places(model).items()
+    }
+
+
+def write_clicks(path: Path, samples: int) -> None:
     """Write random clicks whose values are ids."""
     draw = random.Random(3)
     lines = [",".join(["clicked", "liked", *COLUMNS])]
-    for _ in range(SAMPLES):
+    for _ in range(samples):
         ids = [draw.randrange(rows) for rows in ROWS.values()]
-        labels = [int(draw.random() < 0.3 + 0.4 * (ids[0] % 2)) for _ in range(2)]
+        labels = [int(draw.random() < 0.1 + 0.8 * (ids[0] % 2)) for _ in range(2)]
         lines.append(",".join(map(str, [*labels, *ids, f"{draw.gauss(0, 1):.4f}", f"{draw.random():.4f}"])))
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def prepared(library: str, name: str, clicks: Path, folder: Path, batch: int, *rest: str) -> Schedule:
+    """The schedule of a class for clicks, in a new folder. rest: further settings of `prepare`."""
+    folder.mkdir()
+    features = folder / "features.toml"
+    peer_models.wrapped(library, name).write_features(features, label=peer_models.labels_of(name))
+    given = [clicks, "--format=csv", f"--features={features}", f"--batch-size={batch}", f"--lanes={LANES}", *rest]
+    prepare.run([str(word) for word in [*given, f"--out={folder / 'schedule'}"]])
+    return Schedule(folder / "schedule")
+
+
+def job_of(library: str, name: str, **settings: Any) -> TrainJob:
+    """A job for `training.train` that trains the class with these settings."""
+    model = f"peer_models:{peer_models.function_name(library, name)}"
+    return job_in_memory(model=model, dim=1, seed=SEED, drop_weights=True, **settings)
+
+
 def digests(library: str, name: str, clicks: Path, folder: Path, urls: Sequence[str], trainers: Sequence[int]) -> list[str]:
     """The digests of the model trained by these numbers of trainers."""
-    wrapped, labels = peer_models.wrapped(library, name), peer_models.labels_of(name)
-    folder.mkdir()
-    wrapped.write_features(folder / "features.toml", label=labels)
-    given = [
-        clicks,
-        "--format=csv",
-        f"--features={folder / 'features.toml'}",
-        f"--batch-size={BATCH}",
-        f"--lanes={LANES}",
-        "--slots=all",
-    ]
-    prepare.run([str(word) for word in [*given, f"--out={folder / 'schedule'}"]])
-    settings: dict[str, Any] = {
-        "model": f"peer_models:{peer_models.function_name(library, name)}", "dim": 1, "seed": SEED, "row_optimizer": "adagrad", "lr": 0.05,
-        "dense_optimizer": "Adam", "dense_lr": 0.01, "drop_weights": True,
-    }  # fmt: skip
-    schedule = Schedule(folder / "schedule")
-    return [train(job_in_memory(**settings), schedule, urls, count).digest for count in trainers]
+    schedule = prepared(library, name, clicks, folder, BATCH, "--slots=all")
+    settings = {"row_optimizer": "adagrad", "lr": 0.05, "dense_optimizer": "Adam", "dense_lr": 0.01}
+    return [train(job_of(library, name, **settings), schedule, urls, count).digest for count in trainers]

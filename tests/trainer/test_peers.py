@@ -1,13 +1,18 @@
-"""Model classes of DeepCTR-Torch, FuxiCTR and pytorch-fm, unchanged, through `wrap`: their own logits, and the same bits for any trainers."""
+"""Model classes of DeepCTR-Torch, FuxiCTR and pytorch-fm, unchanged, through `wrap`.
+
+Their logits are those of the class itself, they are trained as by their library, and have the same bits for any trainers.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import peer_loops
 import peer_models
 import peer_trials
 import pytest
 import torch
+from torch import nn
 
 from foreload.cache.client.local import LocalStores
 from foreload.trainer.errors import ModelError
@@ -15,7 +20,7 @@ from foreload.trainer.errors import ModelError
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORK = {
-    "deepctr_torch": "AFM AutoInt CCPM DCN DIFM DeepFM FiBiNET IFM MLR MMOE NFM ONN PLE PNN SharedBottom WDL xDeepFM",
+    "deepctr_torch": "AFM AutoInt CCPM DCN DIFM DeepFM FiBiNET IFM MMOE NFM ONN PLE PNN SharedBottom WDL xDeepFM",
     "torchfm": (
         "afm.AttentionalFactorizationMachineModel ffm.FieldAwareFactorizationMachineModel fm.FactorizationMachineModel lr.LogisticRegressionModel"
     ),
@@ -24,14 +29,16 @@ WORK = {
     ),
 }
 """The classes that work."""
-SHORT = {
+SHORT = [
+    ("deepctr_torch", "DCN"),
     ("deepctr_torch", "DeepFM"),
     ("deepctr_torch", "MMOE"),
     ("torchfm", "fm.FactorizationMachineModel"),
-    ("fuxictr", "DeepFM"),
-}
+    ("fuxictr", "DCNv2"),
+]
 """Those that are trained in every run of the tests."""
 CLASSES = [(library, name) for library, names in WORK.items() for name in names.split()]
+EVERY_CLASS = [pytest.param(*one, marks=() if one in SHORT else pytest.mark.full) for one in CLASSES]
 NEEDED = "needs the libraries that `make venv` installs"
 
 
@@ -46,12 +53,40 @@ def test_logits_are_those_of_the_class_itself(library: str, name: str) -> None:
     assert peer_trials.worst_difference(library, name) <= peer_trials.NEAR
 
 
-@pytest.mark.parametrize(
-    ("library", "name"), [pytest.param(*one, marks=() if one in SHORT else pytest.mark.full) for one in CLASSES]
-)
+@pytest.mark.parametrize(("library", "name"), EVERY_CLASS)
+def test_after_100_steps_logits_are_those_of_the_librarys_own_loop(
+    library: str, name: str, servers: LocalStores, tmp_path: Path
+) -> None:
+    installed(library)
+    both = peer_loops.compare(library, name, tmp_path, servers.urls[:2], 100)
+    assert both.learned > 0.5
+    assert both.difference <= peer_loops.BAR
+    log_loss = float(nn.functional.binary_cross_entropy_with_logits(both.theirs[:, 0], both.labels[:, 0]))
+    assert both.log_loss == pytest.approx(log_loss, abs=peer_loops.BAR)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("steps", [1, 10])
+@pytest.mark.parametrize(("library", "name"), SHORT)
+def test_after_a_few_steps_logits_are_those_of_the_librarys_own_loop(
+    library: str, name: str, steps: int, servers: LocalStores, tmp_path: Path
+) -> None:
+    installed(library)
+    both = peer_loops.compare(library, name, tmp_path, servers.urls[:2], steps)
+    assert both.learned > 10 * peer_loops.BAR
+    assert both.difference <= peer_loops.BAR
+
+
+def test_another_learning_rate_gives_other_logits(servers: LocalStores, tmp_path: Path) -> None:
+    installed("torchfm")
+    both = peer_loops.compare("torchfm", "fm.FactorizationMachineModel", tmp_path, servers.urls[:2], 50, factor=1.01)
+    assert both.difference > 10 * peer_loops.BAR
+
+
+@pytest.mark.parametrize(("library", "name"), EVERY_CLASS)
 def test_one_and_three_trainers_train_the_same_bits(library: str, name: str, servers: LocalStores, tmp_path: Path) -> None:
     installed(library)
-    peer_trials.write_clicks(tmp_path / "clicks.csv")
+    peer_trials.write_clicks(tmp_path / "clicks.csv", peer_trials.SAMPLES)
     one, three = peer_trials.digests(library, name, tmp_path / "clicks.csv", tmp_path / "trained", servers.urls[:2], (1, 3))
     assert one == three
 

@@ -13,7 +13,7 @@ import peer_models
 import peer_trials
 import reference_tables
 import torch
-from peer_models import COLUMNS, DENSE, ROWS
+from peer_models import IDS, NUMBERS
 from torch import Tensor, nn
 from training import Trained, train
 
@@ -48,18 +48,18 @@ class Settings:
 _SETTINGS = {
     # These learn little with 0.4.
     ("deepctr_torch", "MMOE"): Settings(0.7),
-    ("deepctr_torch", "PLE"): Settings(1.2),
+    ("deepctr_torch", "PLE"): Settings(1.0),
     ("fuxictr", "CCPM"): Settings(1.2),
-    ("fuxictr", "EDCN"): Settings(0.8),
+    ("fuxictr", "EDCN"): Settings(1.2),
     # These make logits of hundreds of such rows, or larger ones from step to step.
     ("fuxictr", "AOANet"): Settings(0.1, "normal:0.1"),
-    ("fuxictr", "MaskNet"): Settings(0.01),
+    ("fuxictr", "MaskNet"): Settings(0.005),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Clicks:
-    """ids: int64 [n, 4]; dense: float32 [n, 2]; labels: float32 [n, labels]."""
+    """ids: int64 [n, 7], of IDS; dense: float32 [n, 3], of NUMBERS; labels: float32 [n, labels]."""
 
     ids: Tensor
     dense: Tensor
@@ -69,7 +69,7 @@ class Clicks:
     def read(cls, path: Path, labels: int) -> Clicks:
         """Those that `write_clicks` wrote, with the first labels."""
         values = torch.from_numpy(np.loadtxt(path, delimiter=",", skiprows=1))
-        of_labels, ids, dense = values.split([values.shape[1] - len(COLUMNS), len(ROWS), len(DENSE)], 1)
+        of_labels, ids, dense = values.split([2, len(IDS), len(NUMBERS)], 1)
         return cls(ids.long(), dense.float(), of_labels[:, :labels].float())
 
     def part(self, samples: slice) -> Clicks:
@@ -115,8 +115,7 @@ def _fit(module: Any, given: Tensor, labels: Tensor, lr: float) -> None:
     tasks = labels.shape[1]
     loss = "binary_crossentropy" if tasks == 1 else ["binary_crossentropy"] * tasks
     module.compile(torch.optim.SGD(module.parameters(), lr=lr / BATCH), loss)
-    columns = dict(zip(COLUMNS, given.T.numpy(), strict=True))
-    module.fit(columns, labels.numpy(), batch_size=BATCH, epochs=1, verbose=0, shuffle=False)
+    module.fit(list(given.T.numpy()), labels.numpy(), batch_size=BATCH, epochs=1, verbose=0, shuffle=False)
 
 
 def _train_one_epoch(module: Any, given: Tensor, labels: Tensor, lr: float) -> None:
@@ -231,9 +230,9 @@ def compare(library: str, name: str, folder: Path, urls: Sequence[str], steps: i
 
     module = peer_models.build(library, name)
     Values.initial(job, schedule).write_to(module)
-    given = peer_models.ids_and_dense(library, held_out.ids, held_out.dense)
+    given = peer_models.given(library, name, held_out.ids, held_out.dense)
     initial = peer_trials.logits_itself(module, given)
-    LOOPS[library](module, peer_models.ids_and_dense(library, training.ids, training.dense), training.labels, rate)
+    LOOPS[library](module, peer_models.given(library, name, training.ids, training.dense), training.labels, rate)
     theirs = peer_trials.logits_itself(module, given)
 
     trained = train(job, schedule, urls, trainers=2)

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
 ROWS = {"user": 30, "item": 20, "site": 12, "hour": 24}
 DENSE = ("age", "price")
-COLUMNS = [*ROWS, *DENSE]
+SEEN = ("seen_0", "seen_1", "seen_2")
+"""A sequence of items, of which the first `length` count, for the models that read one."""
+IDS = (*ROWS, *SEEN)
+NUMBERS = (*DENSE, "length")
+"""The columns of ids, and those of dense values, in the data of every model."""
 _UNUSED = ("sklearn", "sklearn.metrics", "sklearn.preprocessing", "pandas", "h5py", "requests")
 _LABELS = ["clicked", "liked"]
 
@@ -113,12 +117,11 @@ def _deepctr_torch(name: str) -> nn.Module:
         kind, dnn_hidden_units=(8,), expert_dnn_hidden_units=(8,), tower_dnn_hidden_units=(6,), bottom_dnn_hidden_units=(8,),
         gate_dnn_hidden_units=(6,),
         afn_dnn_hidden_units=(8,), cin_layer_size=(8, 6), conv_kernel_width=(3, 2), conv_filters=(2, 2), num_experts=2, region_num=2,
-        task_types=["binary", "binary"], task_names=_LABELS, device="cpu", dnn_dropout=0, init_std=0.3,
+        task_types=["binary", "binary"], task_names=_LABELS, device="cpu", dnn_dropout=0, init_std=0.3, att_activation="relu",
     )  # fmt: skip
-    if name in ("DIN", "DIEN"):
-        sequence = inputs.VarLenSparseFeat(
-            inputs.SparseFeat("hist_item", ROWS["item"], 4, embedding_name="item"), 3, length_name="length"
-        )
+    if _reads_sequence(name):
+        items = inputs.SparseFeat("hist_item", ROWS["item"], 4, embedding_name="item")
+        sequence = inputs.VarLenSparseFeat(items, len(SEEN), length_name="length")
         return kind([*columns, sequence], ["item"], **small)
     if "linear_feature_columns" in inspect.signature(kind).parameters:
         # These two take dense values in their linear part alone.
@@ -156,11 +159,14 @@ def _fuxictr(name: str) -> nn.Module:
     kind, described = getattr(models, name), features.FeatureMap("clicks", "data")
     described.feature_specs = OrderedDict(
         {
-            column: {"source": "user" if column == "user" else "item", "type": "categorical", "vocab_size": rows}
+            column: {"source": column if column in ("user", "item") else "context", "type": "categorical", "vocab_size": rows}
             for column, rows in ROWS.items()
         }
     )
-    described.num_fields, described.num_features = len(ROWS), sum(ROWS.values())
+    if _reads_sequence(name):
+        sequence = {"source": "user", "type": "sequence", "vocab_size": ROWS["item"], "max_len": len(SEEN), "padding_idx": 0}
+        described.feature_specs["seen"] = sequence
+    described.num_fields, described.num_features = len(described.feature_specs), sum(ROWS.values())
     described.set_feature_index()
     units = [8, 8]
     return _OfX(
@@ -170,7 +176,8 @@ def _fuxictr(name: str) -> nn.Module:
                 kind, embedding_dim=4, hidden_units=units, dnn_hidden_units=units, parallel_dnn_hidden_units=units, cin_layer_units=units,
                 residual_blocks=units,
                 logarithmic_neurons=3, afn_hidden_units=units, ensemble_dnn=False, dnn_hidden_units_list=units, bottom_mlp_units=units,
-                top_mlp_units=units,
+                top_mlp_units=units, din_target_field=["item"], din_sequence_field=["seen"],
+                attention_hidden_activations="ReLU", batch_norm=False,
             ),
         )
     )  # fmt: skip
@@ -179,18 +186,24 @@ def _fuxictr(name: str) -> nn.Module:
 _BUILDERS: dict[str, Callable[[str], nn.Module]] = {"deepctr_torch": _deepctr_torch, "torchfm": _torchfm, "fuxictr": _fuxictr}
 
 
-def has_dense(library: str) -> bool:
-    """Whether the library's models are given dense values here."""
-    return library == "deepctr_torch"
+def _reads_sequence(name: str) -> bool:
+    return name in ("DIN", "DIEN")
+
+
+def columns_of(library: str, name: str) -> list[str]:
+    """The columns that the module itself is called with, in order."""
+    sequence = SEEN if _reads_sequence(name) else ()
+    if library != "deepctr_torch":
+        return [*ROWS, *sequence]
+    return [*ROWS, *DENSE, *sequence, *(["length"] if sequence else [])]
 
 
 def wrapped(library: str, name: str) -> Wrapped:
     """The module as foreload trains it."""
-    module = build(library, name)
+    module, columns = build(library, name), columns_of(library, name)
     argument = next(iter(inspect.signature(module.forward).parameters))
-    if not has_dense(library):
-        return foreload.wrap(module, columns={argument: list(ROWS)})
-    return foreload.wrap(module, columns={argument: COLUMNS}, dense={argument: list(DENSE)})
+    dense = [column for column in columns if column in NUMBERS]
+    return foreload.wrap(module, columns={argument: columns}, dense={argument: dense} if dense else {})
 
 
 def labels_of(name: str) -> list[str]:
@@ -198,9 +211,11 @@ def labels_of(name: str) -> list[str]:
     return _LABELS if name in ("ESMM", "MMOE", "PLE", "SharedBottom") else _LABELS[:1]
 
 
-def ids_and_dense(library: str, ids: Tensor, dense: Tensor) -> Tensor:
-    """What the module itself is called with: its ids [b, 4], with its dense values [b, 2] if it has any."""
-    return torch.cat([ids.float(), dense], 1) if has_dense(library) else ids if library == "torchfm" else ids.float()
+def given(library: str, name: str, ids: Tensor, dense: Tensor) -> Tensor:
+    """What the module itself is called with, of IDS [b, 7] and NUMBERS [b, 3]."""
+    values = {**dict(zip(IDS, ids.T, strict=True)), **dict(zip(NUMBERS, dense.T, strict=True))}
+    together = torch.stack([values[column] for column in columns_of(library, name)], 1)
+    return together if library == "torchfm" else together.float()
 
 
 def function_name(library: str, name: str) -> str:
@@ -208,14 +223,20 @@ def function_name(library: str, name: str) -> str:
     return f"{library}_{name.replace('.', '_')}"
 
 
-def _here(library: str, name: str) -> Callable[[ModelSpec], Wrapped]:
+def _define(library: str, name: str) -> None:
+    """Define the function that wraps a class, and `own_` and its name, which builds the module itself."""
+
     def here(spec: ModelSpec) -> Wrapped:
         return wrapped(library, name)
 
+    def own() -> nn.Module:
+        return build(library, name)
+
     here.__name__ = function_name(library, name)
-    return here
+    own.__name__ = f"own_{here.__name__}"
+    globals().update({here.__name__: here, own.__name__: own})
 
 
 for _library, _names in classes().items():
     for _name in _names:
-        globals()[function_name(_library, _name)] = _here(_library, _name)
+        _define(_library, _name)

@@ -11,7 +11,7 @@ from typing import Any
 
 import peer_models
 import torch
-from peer_models import COLUMNS, DENSE, ROWS
+from peer_models import IDS, NUMBERS, ROWS
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from training import job_in_memory, train
@@ -63,6 +63,14 @@ def spec_of(wrapped: Wrapped, labels: Sequence[str]) -> ModelSpec:
     return ModelSpec(len(wrapped.dense_names), features, wrapped.dense_names, poolings, tuple(labels), ("click",) * len(labels))
 
 
+def some_inputs() -> tuple[Tensor, Tensor]:
+    """Random IDS, int64 [64, 7], and NUMBERS, float32 [64, 3]."""
+    items = ROWS["item"]
+    ids = torch.stack([torch.randint(0, ROWS.get(column, items), (64,)) for column in IDS], 1)
+    length = torch.randint(0, len(IDS) - len(ROWS) + 1, (64, 1))
+    return ids, torch.cat([torch.randn(64, len(NUMBERS) - 1), length], 1)
+
+
 def worst_difference(library: str, name: str) -> float:
     """The largest difference of logits from those of the module itself on the same rows, relative to 1 + |logit|.
 
@@ -73,22 +81,20 @@ def worst_difference(library: str, name: str) -> float:
     plain = peer_models.build(library, name)
     here = load_model(f"peer_models:{peer_models.function_name(library, name)}")
     labels = peer_models.labels_of(name)
-    ids = torch.stack([torch.randint(0, rows, (64,)) for rows in ROWS.values()], 1)
-    dense = torch.randn(64, len(DENSE))
+    ids, dense = some_inputs()
     with torch.no_grad():
         # Rows of the size of trained ones: those that a library begins with are about 0.
         for layer in plain.modules():
             if isinstance(layer, nn.Embedding):
                 layer.weight.normal_(0, 0.3)
-    expected = logits_itself(plain, peer_models.ids_and_dense(library, ids, dense))
+    expected = logits_itself(plain, peer_models.given(library, name, ids, dense))
     spec = spec_of(peer_models.wrapped(library, name), labels)
     model: Any = build_model(here, spec, {}, SEED, twice=True, drop_weights=True)
     with torch.no_grad():
         own = dict(plain.named_parameters())
         for path, parameter in model.module.named_parameters():
             parameter.copy_(own[path])
-        wide = dense if spec.dense_width else dense[:, :0]
-        logits = model.eval()(wide, rows_of(plain, model, ids)).reshape(64, -1)
+        logits = model.eval()(dense[:, : spec.dense_width], rows_of(plain, model, ids)).reshape(len(ids), -1)
     return float(((logits - expected).abs() / (1 + expected.abs())).max())
 
 
@@ -99,7 +105,7 @@ class Place:
     Attributes:
         path: the path of their table there.
         first: the row there of id 0. A table for several fields has the rows of the fields before it first.
-        column: the place of the feature's column in ROWS.
+        column: the place of the feature's column in IDS.
     """
 
     path: str
@@ -109,15 +115,15 @@ class Place:
 
 def places(model: Wrapped) -> dict[str, Place]:
     """Where the module has the rows of each feature."""
-    starts = [0, *itertools.accumulate(ROWS.values())]
-    parts = {feature.name: feature.table.rows for feature in model.features}
+    starts = dict(zip(IDS, [0, *itertools.accumulate(ROWS.values())], strict=False))
+    features = {feature.name: feature for feature in model.features}
     of_features = {}
     for layer in model.module.modules():
         if isinstance(layer, Lookup):
-            for path, feature in layer.features.items():
-                column = list(ROWS).index(COLUMNS[int(path[-1])])
-                first = starts[column] if parts[feature] < layer.table.rows else 0
-                of_features[feature] = Place(layer.path, first, column)
+            for feature in layer.features.values():
+                is_part = features[feature].table.rows < layer.table.rows
+                column = features[feature].column
+                of_features[feature] = Place(layer.path, starts[column] if is_part else 0, IDS.index(column))
     return of_features
 
 
@@ -132,11 +138,12 @@ def rows_of(plain: nn.Module, model: Wrapped, ids: Tensor) -> dict[str, Tensor]:
 def write_clicks(path: Path, samples: int) -> None:
     """Write random clicks whose values are ids."""
     draw = random.Random(3)
-    lines = [",".join(["clicked", "liked", *COLUMNS])]
+    lines = [",".join(["clicked", "liked", *IDS, *NUMBERS])]
     for _ in range(samples):
-        ids = [draw.randrange(rows) for rows in ROWS.values()]
+        ids = [draw.randrange(ROWS.get(column, ROWS["item"])) for column in IDS]
         labels = [int(draw.random() < 0.1 + 0.8 * (ids[0] % 2)) for _ in range(2)]
-        lines.append(",".join(map(str, [*labels, *ids, f"{draw.gauss(0, 1):.4f}", f"{draw.random():.4f}"])))
+        numbers = [f"{draw.gauss(0, 1):.4f}", f"{draw.random():.4f}", draw.randint(1, 3)]
+        lines.append(",".join(map(str, [*labels, *ids, *numbers])))
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -9,26 +9,18 @@ from pathlib import Path
 
 import peer_loops
 import peer_models
+import peer_table
 import peer_trials
 import pytest
 import torch
 from torch import nn
 
 from foreload.cache.client.local import LocalStores
-from foreload.trainer.errors import ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WORK = {
-    "deepctr_torch": "AFM AutoInt CCPM DCN DIFM DeepFM FiBiNET IFM MMOE NFM ONN PLE PNN SharedBottom WDL xDeepFM",
-    "torchfm": (
-        "afm.AttentionalFactorizationMachineModel ffm.FieldAwareFactorizationMachineModel fm.FactorizationMachineModel lr.LogisticRegressionModel"
-    ),
-    "fuxictr": (
-        "AFM AOANet AutoInt CCPM DCN DCNv2 DNN DSSM DeepCrossing DeepFM DeepIM EDCN FFM FM FiBiNET FmFM HOFM LR MaskNet NFM ONN SAM WideDeep xDeepFM"
-    ),
-}
-"""The classes that work."""
+STATED = peer_table.stated()
+"""How docs/models.md says that each class is taken."""
 SHORT = [
     ("deepctr_torch", "DCN"),
     ("deepctr_torch", "DeepFM"),
@@ -37,8 +29,9 @@ SHORT = [
     ("fuxictr", "DCNv2"),
 ]
 """Those that are trained in every run of the tests."""
-CLASSES = [(library, name) for library, names in WORK.items() for name in names.split()]
+CLASSES = [one for one, stated in STATED.items() if stated.how == peer_table.WRAPPED]
 EVERY_CLASS = [pytest.param(*one, marks=() if one in SHORT else pytest.mark.full) for one in CLASSES]
+OTHERS = [one for one in STATED if one not in CLASSES]
 NEEDED = "needs the libraries that `make venv` installs"
 
 
@@ -91,19 +84,17 @@ def test_one_and_three_trainers_train_the_same_bits(library: str, name: str, ser
     assert one == three
 
 
-@pytest.mark.parametrize(
-    ("library", "name", "message"),
-    [
-        ("torchfm", "dfm.DeepFactorizationMachineModel", "it changes module.mlp.mlp.1.running_mean; leave out BatchNorm"),
-        ("deepctr_torch", "ESMM", "all outputs for clicks must be logits; some end in a sigmoid and others do not"),
-        ("deepctr_torch", "DCNMix", r"forward failed on 1 synthetic sample: .* \(dcnmix.py, line \d+\)"),
-        ("fuxictr", "DESTINE", "an output must depend on its own sample alone"),
-    ],
-)
-def test_classes_that_cannot_be_trained_exactly_are_refused(library: str, name: str, message: str) -> None:
+@pytest.mark.parametrize(("library", "name"), OTHERS)
+def test_other_classes_are_refused_as_the_documentation_says(
+    library: str, name: str, servers: LocalStores, tmp_path: Path
+) -> None:
     installed(library)
-    with pytest.raises(ModelError, match=message):
-        peer_trials.worst_difference(library, name)
+    assert peer_table.verdict(library, name, tmp_path, servers.urls[:2]) == STATED[library, name]
+
+
+def test_the_documentation_has_every_class() -> None:
+    for library, names in peer_models.classes().items():
+        assert sorted(names) == sorted(name for of, name in STATED if of == library)
 
 
 def test_the_trial_notices_other_logits(monkeypatch: pytest.MonkeyPatch) -> None:

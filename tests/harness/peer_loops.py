@@ -47,6 +47,8 @@ class Settings:
 
 _SETTINGS = {
     # These learn little with 0.4.
+    ("deepctr_torch", "ESMM"): Settings(1.0),
+    ("deepctr_torch", "MLR"): Settings(1.0),
     ("deepctr_torch", "MMOE"): Settings(0.7),
     ("deepctr_torch", "PLE"): Settings(1.0),
     ("fuxictr", "CCPM"): Settings(1.2),
@@ -111,11 +113,12 @@ def _fit(module: Any, given: Tensor, labels: Tensor, lr: float) -> None:
 
     Its loss is the sum over a batch, not the mean, so the rate is divided by the batch's size.
     """
-    module.regularization_weight.clear()
+    net: Any = module.net if isinstance(module, peer_models.Logits) else module
+    net.regularization_weight.clear()
     tasks = labels.shape[1]
     loss = "binary_crossentropy" if tasks == 1 else ["binary_crossentropy"] * tasks
-    module.compile(torch.optim.SGD(module.parameters(), lr=lr / BATCH), loss)
-    module.fit(list(given.T.numpy()), labels.numpy(), batch_size=BATCH, epochs=1, verbose=0, shuffle=False)
+    net.compile(torch.optim.SGD(net.parameters(), lr=lr / BATCH), loss)
+    net.fit(list(given.T.numpy()), labels.numpy(), batch_size=BATCH, epochs=1, verbose=0, shuffle=False)
 
 
 def _train_one_epoch(module: Any, given: Tensor, labels: Tensor, lr: float) -> None:

@@ -32,6 +32,8 @@ SEEN = ("seen_0", "seen_1", "seen_2")
 IDS = (*ROWS, *SEEN)
 NUMBERS = (*DENSE, "length")
 """The columns of ids, and those of dense values, in the data of every model."""
+PROBABILITIES = {("deepctr_torch", "ESMM"), ("deepctr_torch", "MLR")}
+"""Classes whose outputs are products or sums of probabilities, not those of a sigmoid: `Logits` is around them here."""
 _UNUSED = ("sklearn", "sklearn.metrics", "sklearn.preprocessing", "pandas", "h5py", "requests")
 _LABELS = ["clicked", "liked"]
 
@@ -100,7 +102,19 @@ def classes() -> dict[str, tuple[str, ...]]:
 def build(library: str, name: str) -> nn.Module:
     """A module of the library's own, small and without dropout, under the seed that torch has now."""
     with _stand_ins():
-        return _BUILDERS[library](name)
+        module = _BUILDERS[library](name)
+    return Logits(module) if (library, name) in PROBABILITIES else module
+
+
+class Logits(nn.Module):
+    """The logits of a model that returns probabilities."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, X: Tensor) -> Tensor:
+        return torch.logit(self.net(X))
 
 
 def _given(kind: type, **wanted: Any) -> dict[str, Any]:
@@ -200,7 +214,12 @@ def columns_of(library: str, name: str) -> list[str]:
 
 def wrapped(library: str, name: str) -> Wrapped:
     """The module as foreload trains it."""
-    module, columns = build(library, name), columns_of(library, name)
+    return wrap_module(build(library, name), library, name)
+
+
+def wrap_module(module: nn.Module, library: str, name: str) -> Wrapped:
+    """A module that is called as the class is, as foreload trains it."""
+    columns = columns_of(library, name)
     argument = next(iter(inspect.signature(module.forward).parameters))
     dense = [column for column in columns if column in NUMBERS]
     return foreload.wrap(module, columns={argument: columns}, dense={argument: dense} if dense else {})

@@ -31,14 +31,14 @@ from foreload.trainer.models.building import build_model, load_model
 from foreload.trainer.models.checking import doubts
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-WRAPPED, SKELETON, NOT = "`wrap`", "a skeleton", "no"
+WRAPPED, LOGITS, SKELETON, NOT = "`wrap`", "`wrap` of its logits", "a skeleton", "no"
 _HEAD = ["| library | taken by | classes | why not by `wrap` |", "| --- | --- | --- | --- |"]
 _TITLES = {"deepctr_torch": "DeepCTR-Torch", "torchfm": "pytorch-fm", "fuxictr": "FuxiCTR"}
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How foreload takes a class, one of WRAPPED, SKELETON and NOT; and why not by `wrap`, "" if it does."""
+    """How foreload takes a class, one of WRAPPED, LOGITS, SKELETON and NOT; and why not by `wrap`, "" if it does."""
 
     how: str
     why: str
@@ -62,7 +62,7 @@ def verdict(library: str, name: str, folder: Path, urls: Sequence[str]) -> Verdi
         return Verdict(NOT, f"fails itself with this torch: {_short(str(error))}")
     try:
         _try_wrap(library, name, folder, urls)
-        return Verdict(WRAPPED, "")
+        return Verdict(LOGITS if (library, name) in peer_models.PROBABILITIES else WRAPPED, "")
     except (ModelError, _Unlike) as error:
         refused = _short(str(error))
     try:
@@ -99,7 +99,7 @@ def _short(message: str) -> str:
 
 def text(verdicts: dict[tuple[str, str], Verdict]) -> str:
     """The table."""
-    lines, order = list(_HEAD), [WRAPPED, SKELETON, NOT]
+    lines, order = list(_HEAD), [WRAPPED, LOGITS, SKELETON, NOT]
     for library, title in _TITLES.items():
         own = sorted((order.index(v.how), v.why, name) for (of, name), v in verdicts.items() if of == library)
         for (how, why), group in itertools.groupby(own, key=lambda one: one[:2]):

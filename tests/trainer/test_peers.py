@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from foreload.cache.client.local import LocalStores
+from foreload.trainer.errors import ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,7 +30,7 @@ SHORT = [
     ("fuxictr", "DCNv2"),
 ]
 """Those that are trained in every run of the tests."""
-CLASSES = [one for one, stated in STATED.items() if stated.how == peer_table.WRAPPED]
+CLASSES = [one for one, stated in STATED.items() if stated.how in (peer_table.WRAPPED, peer_table.LOGITS)]
 EVERY_CLASS = [pytest.param(*one, marks=() if one in SHORT else pytest.mark.full) for one in CLASSES]
 OTHERS = [one for one in STATED if one not in CLASSES]
 NEEDED = "needs the libraries that `make venv` installs"
@@ -90,6 +91,15 @@ def test_other_classes_are_refused_as_the_documentation_says(
 ) -> None:
     installed(library)
     assert peer_table.verdict(library, name, tmp_path, servers.urls[:2]) == STATED[library, name]
+
+
+def test_a_product_of_probabilities_is_refused_as_it_is() -> None:
+    installed("deepctr_torch")
+    around = peer_models.build("deepctr_torch", "ESMM")
+    assert isinstance(around, peer_models.Logits)
+    itself = peer_models.wrap_module(around.net, "deepctr_torch", "ESMM")
+    with pytest.raises(ModelError, match="all outputs for clicks must be logits; some end in a sigmoid and others do not"):
+        itself.predict(("click", "click"))
 
 
 def test_the_documentation_has_every_class() -> None:

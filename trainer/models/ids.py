@@ -284,13 +284,14 @@ class Ids(Tensor):
 
     def _picked(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return columns of an argument: x["name"], x[k], x[:, k], x.unbind(1), and all of them in a loop."""
+        dims = self.numbers.dim()  # its own would come here as an operation
         if name != "getitem":
             dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-            if self.dim() == 1 or (name == "unbind" and dim not in (1, -1)):
-                self._refuse(name, self._how_many() if self.dim() == 1 else "")
+            if dims == 1 or (name == "unbind" and dim not in (1, -1)):
+                self._refuse(name, self._how_many() if dims == 1 else "")
             return tuple(self[:, place] for place in range(self.shape[1]))
         key = args[1]
-        if self.dim() == 1:
+        if dims == 1:
             if isinstance(key, tuple) and len(key) == 2 and key[0] in (slice(None), Ellipsis):
                 key = key[1]
             if isinstance(key, str) or (isinstance(key, int) and not isinstance(key, bool) and key >= 0):
@@ -299,12 +300,19 @@ class Ids(Tensor):
                 self._refuse(f"[{key!r}]", self._how_many())
         elif isinstance(key, int) and not isinstance(key, bool):
             key = (slice(None), key)
+        # The most frequent of all: x[:, k].
+        column = key[1] if self.origins.keeps and type(key) is tuple and len(key) == 2 and key[0] == slice(None) else None
+        if type(column) is int and isinstance(kept := self.codes.made.get(("column", column)), Codes):
+            return self._made(self.numbers[:, column], kept, name)
         try:
-            return self._selected(Tensor.__getitem__, "getitem", (self, key), {})
+            picked = self._selected(Tensor.__getitem__, "getitem", (self, key), {})
         except IndexError as error:
             raise IndexError(
                 f"{self._path()[0]} has {self.shape[-1]} columns, as given to wrap; forward takes [{args[1]!r}]"
             ) from error
+        if type(column) is int and isinstance(picked, Ids):
+            self.codes.keep(("column", column), picked.codes)
+        return picked
 
     def _how_many(self) -> str:
         return f'say how many they are: columns={{"{self._path()[0]}": [...]}}'
@@ -395,7 +403,8 @@ class Ids(Tensor):
             self._refuse(name)
         other = torch.as_tensor(other, device=self.device) if hasattr(other, "__array__") or isinstance(other, list) else other
         shape: tuple[int, ...] = tuple(other.shape) if isinstance(other, Tensor) else ()
-        if len(shape) > self.dim() or (len(shape) == self.dim() and shape[0] != 1):
+        dims = self.numbers.dim()
+        if len(shape) > dims or (len(shape) == dims and shape[0] != 1):
             self._refuse(name, "add the same numbers to the ids of all samples")
         numbers = self.numbers + _SHIFTING[name] * other
         in_place = name in ("iadd", "isub", "add_", "sub_")

@@ -107,15 +107,16 @@ class Lookup(_Replaced):
             rows = [torch.randn(ids.origins.samples, self.embedding_dim, device=ids.device) for _ in lookups]
         else:
             rows = [self.wrapped_rows.of(self._feature(path)) for path, _ in lookups]
-        if self.is_bag and ids.dim() == 1 and len(lookups) > 1:
+        dims = ids.numbers.dim()
+        if self.is_bag and dims == 1 and len(lookups) > 1:
             raise UnsupportedUse(
                 f"forward gives {len(lookups)} columns end to end to the embedding {self.path}", "give them side by side, [b, n]"
             )
-        if self.is_bag and ids.dim() > 1:
+        if self.is_bag and dims > 1:
             block = torch.stack(rows, 1)
             return block.sum(1) if self.table.pooling == "sum" else block.mean(1)
         block = rows[0] if len(rows) == 1 else torch.stack(rows, 1)
-        return block if ids.dim() == 1 and len(rows) == 1 else block.reshape(*ids.shape, self.embedding_dim)
+        return block if dims == 1 and len(rows) == 1 else block.reshape(*ids.shape, self.embedding_dim)
 
     def _feature(self, path: Path) -> str:
         if path not in self.features:

@@ -133,7 +133,7 @@ def _deepctr_torch(name: str) -> nn.Module:
         afn_dnn_hidden_units=(8,), cin_layer_size=(8, 6), conv_kernel_width=(3, 2), conv_filters=(2, 2), num_experts=2, region_num=2,
         task_types=["binary", "binary"], task_names=_LABELS, device="cpu", dnn_dropout=0, init_std=0.3, att_activation="relu",
     )  # fmt: skip
-    if _reads_sequence(name):
+    if reads_sequence(name):
         items = inputs.SparseFeat("hist_item", ROWS["item"], 4, embedding_name="item")
         sequence = inputs.VarLenSparseFeat(items, len(SEEN), length_name="length")
         return kind([*columns, sequence], ["item"], **small)
@@ -177,7 +177,7 @@ def _fuxictr(name: str) -> nn.Module:
             for column, rows in ROWS.items()
         }
     )
-    if _reads_sequence(name):
+    if reads_sequence(name):
         sequence = {"source": "user", "type": "sequence", "vocab_size": ROWS["item"], "max_len": len(SEEN), "padding_idx": 0}
         described.feature_specs["seen"] = sequence
     described.num_fields, described.num_features = len(described.feature_specs), sum(ROWS.values())
@@ -200,13 +200,14 @@ def _fuxictr(name: str) -> nn.Module:
 _BUILDERS: dict[str, Callable[[str], nn.Module]] = {"deepctr_torch": _deepctr_torch, "torchfm": _torchfm, "fuxictr": _fuxictr}
 
 
-def _reads_sequence(name: str) -> bool:
+def reads_sequence(name: str) -> bool:
+    """Whether a class reads a sequence."""
     return name in ("DIN", "DIEN")
 
 
 def columns_of(library: str, name: str) -> list[str]:
     """The columns that the module itself is called with, in order."""
-    sequence = SEEN if _reads_sequence(name) else ()
+    sequence = SEEN if reads_sequence(name) else ()
     if library != "deepctr_torch":
         return [*ROWS, *sequence]
     return [*ROWS, *DENSE, *sequence, *(["length"] if sequence else [])]

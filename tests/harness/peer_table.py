@@ -65,6 +65,9 @@ def verdict(library: str, name: str, folder: Path, urls: Sequence[str]) -> Verdi
         return Verdict(LOGITS if (library, name) in peer_models.PROBABILITIES else WRAPPED, "")
     except (ModelError, _Unlike) as error:
         refused = _short(str(error))
+    # No forward of theirs can be trained exactly, whoever writes it.
+    if "buffers" in refused or peer_models.reads_sequence(name):
+        return Verdict(NOT, f"{'a norm over the batch' if 'buffers' in refused else 'a sequence'}: {refused}")
     try:
         own, out = f"peer_models:own_{peer_models.function_name(library, name)}", folder / "adapted.py"
         written = adapt.run(own, "", str(out))

@@ -124,7 +124,7 @@ GOOD = 'label = "y"\n[[feature]]\nname = "a"\nrows = 5\n'
 BAD = {
     "label must be a text": GOOD.replace('label = "y"', ""),
     "label must be a text; .* instead of 3": GOOD.replace('"y"', "3"),
-    "at least one is needed": 'label = "y"',
+    "feature: at least one column to learn from is needed; add a": 'label = "y"',
     "unknown entry 'embedding_dim'; it is called dimension here; known are": GOOD + "embedding_dim = 3",
     "unknown entry 'colour'": GOOD + 'colour = "red"',
     "the feature file: unknown entry 'bogus'": "bogus = 1\n" + GOOD,

@@ -10,7 +10,6 @@ import pytest
 import reference
 import reference_config
 import reference_data
-import torch
 from command_line import done, refused
 from torch import Tensor, nn
 from training import job_in_memory, train
@@ -18,8 +17,6 @@ from training import job_in_memory, train
 import foreload
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines import prepare
-from foreload.pipelines.errors import FeatureError
-from foreload.pipelines.samples.feature_file import parse
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.building import load_model
@@ -151,11 +148,3 @@ def test_a_module_without_tables_needs_the_names_of_its_dense_values() -> None:
         foreload.wrap(Net())
     with pytest.raises(ModelError, match="names: Net has no table at layers; it has none"):
         foreload.wrap(Net(), dense={"inputs": ["x", "z"]}, names={"layers": "rows"})
-
-
-def test_a_file_of_neither_is_refused() -> None:
-    with pytest.raises(
-        FeatureError, match=r"feature: at least one column to learn from is needed; add a \[\[feature\]\] or a \[\[dense\]\]"
-    ):
-        parse({"label": "clicked"})
-    assert torch.get_num_threads() == 1

@@ -216,8 +216,8 @@ def test_any_number_of_labels_takes_a_few_lines() -> None:
     labels += [{"name": f"{k}" * 60, "mean": 0.5, "deviation": 1.0, "least": 0.0, "largest": 1.0} for k in range(999)]
     told = {"samples": 9, "labels": labels, "columns": []}
     lines = data_lines({"data": {"training": told}, "tables": [], "malformed": []}, parse({"label": "y", "feature": [FEATURE]}))
-    assert len(lines) == 3
-    assert all("and 994 more" in line and len(line) < 600 for line in lines[:2])
+    assert len(lines) == 2
+    assert all("and 994 more" in line and len(line) < 600 for line in lines)
 
 
 def test_one_label_is_the_same_schedule_however_it_is_written(tmp_path: Path) -> None:

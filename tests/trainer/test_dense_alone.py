@@ -126,7 +126,9 @@ def test_the_commands_about_a_run_know_no_rows(folder: Path, tmp_path: Path) -> 
     records = arrow_csv.read_csv(folder / "clicks.csv")
     assert wanted.tobytes() == standalone.load(served).predict(records, batch_size=BATCH // 2, logits=True).tobytes()
     assert wanted.std() > 0.1
-    assert "its steps use no rows" in Path(done("report", schedule.path).strip()).read_text(encoding="utf-8")
+    assert "its steps use no rows" in Path(done("report", schedule.path, "--out", tmp_path / "clicks.html").strip()).read_text(
+        encoding="utf-8"
+    )
     assert Path(done("report", run.path).strip()).exists()
     assert "the model has no tables, since it has no features; leave out 'x'" in refused("lookup", run.path, "x", "1")
     done("checkpoint", "save", run.path, "--to", tmp_path / "saved")

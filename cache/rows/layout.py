@@ -118,4 +118,9 @@ def slot_columns(layouts: Iterable[RowLayout]) -> int:
     That is the widest weights and the widest state together.
     """
     rows = list(layouts)
-    return max((row.width for row in rows), default=0) + max((row.state_width for row in rows), default=0)
+    return widest(rows) + max((row.state_width for row in rows), default=0)
+
+
+def widest(layouts: Iterable[RowLayout]) -> int:
+    """Return the columns of the widest weights of these layouts. Without tables, it is 0."""
+    return max((row.width for row in layouts), default=0)

@@ -100,7 +100,7 @@ class Both:
     @property
     def difference(self) -> float:
         """The largest difference of the trained logits, relative to 1 + |logit|."""
-        return float(((self.ours - self.theirs).abs() / (1 + self.theirs.abs())).max())
+        return peer_trials.largest_difference(self.ours, self.theirs)
 
     @property
     def learned(self) -> float:

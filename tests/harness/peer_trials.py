@@ -95,6 +95,11 @@ def worst_difference(library: str, name: str) -> float:
         for path, parameter in model.module.named_parameters():
             parameter.copy_(own[path])
         logits = model.eval()(dense[:, : spec.dense_width], rows_of(plain, model, ids)).reshape(len(ids), -1)
+    return largest_difference(logits, expected)
+
+
+def largest_difference(logits: Tensor, expected: Tensor) -> float:
+    """The largest difference of logits from those expected, relative to 1 + |logit|."""
     return float(((logits - expected).abs() / (1 + expected.abs())).max())
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from foreload.base.memory import total_bytes
-from foreload.cache.rows.layout import slot_columns
+from foreload.cache.rows.layout import slot_columns, widest
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.assembly import DenseModel
 from foreload.trainer.job.job import TrainJob
@@ -52,7 +52,7 @@ def settings_of_job(job: TrainJob, schedule: Schedule, model: DenseModel) -> dic
         "dim": job.dim,
         "dense_parameters": sum(parameter.numel() for parameter in model.module.parameters()),
         "columns": slot_columns(model.layouts),
-        "weights": max((row.width for row in model.layouts), default=0),
+        "weights": widest(model.layouts),
         "row_optimizer": job.row_optimizer,
         "dense_optimizer": job.dense_optimizer,
         "device": job.device,

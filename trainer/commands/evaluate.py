@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foreload.base.codec import to_stored
+from foreload.cache.rows.layout import widest
 from foreload.pipelines.schedule.format import LaneEvent
 from foreload.pipelines.schedule.kept import last_evaluation, last_occupants
 from foreload.pipelines.schedule.reader import Schedule
@@ -141,7 +142,7 @@ def _weights(model: SavedModel, wanted: np.ndarray) -> tuple[Tensor, np.ndarray]
 
     The weights of a row that was never trained are its initial ones.
     """
-    weights = np.zeros((len(wanted), max((layout.width for layout in model.layouts), default=0)), np.float32)
+    weights = np.zeros((len(wanted), widest(model.layouts)), np.float32)
     reader, trained = model.row_source(), np.zeros(len(wanted), bool)
     for table, layout in enumerate(model.layouts):
         of_table = np.flatnonzero(wanted["table"] == table)

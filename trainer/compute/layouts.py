@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from foreload.cache.rows.layout import ROW_OPTIMIZERS, RowLayout
+from foreload.cache.rows.layout import ROW_OPTIMIZERS, RowLayout, widest
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.row_optimizers import RowOptimizer, dimensions, rule_arrays
 from foreload.trainer.models.spec import Embeddings, ModelSpec
@@ -71,7 +71,7 @@ class BlockLayout:
             tuple(table.parts for table in tables),
             np.array([table.width for table in tables], np.int32),
             np.array([POOLING[feature.pooling] for feature in features.features], np.int8),
-            max((row.width for row in rows), default=0),
+            widest(rows),
         )
 
     @property
@@ -158,7 +158,7 @@ class UpdateRules(NamedTuple):
             np.array([row.width for row in rows], np.int32),
             np.array([columns for row in rows for _, columns in row.parts], np.int32),
             np.cumsum([0, *(len(row.parts) for row in rows)]).astype(np.int32),
-            max((row.width for row in rows), default=0),
+            widest(rows),
             max((row.state_width for row in rows), default=0),
             bool(rows)
             and len(rows[0].parts) == 1

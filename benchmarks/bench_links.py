@@ -45,7 +45,8 @@ class Unavailable(Exception):
     """There can be no such link here; the message says why."""
 
 
-def _libc(name: str, *given: int) -> None:
+def namespace_call(name: str, *given: int) -> None:
+    """Make a system call by its name in the C library. Raises Unavailable."""
     library = ctypes.CDLL(None, use_errno=True)
     if getattr(library, name)(*given) != 0:
         raise Unavailable(
@@ -53,7 +54,8 @@ def _libc(name: str, *given: int) -> None:
         )
 
 
-def _run(*words: str) -> None:
+def run_words(*words: str) -> None:
+    """Run a command. Raises Unavailable if it fails."""
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise Unavailable(f"{' '.join(words)}: {done.stderr.strip()}")
@@ -70,12 +72,12 @@ class Link:
         if missing or os.geteuid() != 0:
             raise Unavailable(f"links need {' and '.join(missing) + ' (iproute2)' if missing else 'root'}")
         self._home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        _libc("unshare", CLONE_NEWNET)
+        namespace_call("unshare", CLONE_NEWNET)
         self._near = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        _libc("unshare", CLONE_NEWNET)
+        namespace_call("unshare", CLONE_NEWNET)
         self._far = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         try:
-            _run(
+            run_words(
                 "ip",
                 "link",
                 "add",
@@ -89,10 +91,10 @@ class Link:
                 f"/proc/{os.getpid()}/fd/{self._near}",
             )
             for place, address in (("far", FAR_ADDRESS), ("near", NEAR_ADDRESS)):
-                _libc("setns", self._far if place == "far" else self._near, CLONE_NEWNET)
-                _run("ip", "address", "add", f"{address}/30", "dev", place)
-                _run("ip", "link", "set", place, "up")
-                _run("ip", "link", "set", "lo", "up")
+                namespace_call("setns", self._far if place == "far" else self._near, CLONE_NEWNET)
+                run_words("ip", "address", "add", f"{address}/30", "dev", place)
+                run_words("ip", "link", "set", place, "up")
+                run_words("ip", "link", "set", "lo", "up")
         except Unavailable:
             self.close()
             raise
@@ -105,27 +107,27 @@ class Link:
     @contextmanager
     def far(self) -> Iterator[None]:
         """What is started in here is at the other end."""
-        _libc("setns", self._far, CLONE_NEWNET)
+        namespace_call("setns", self._far, CLONE_NEWNET)
         try:
             yield
         finally:
-            _libc("setns", self._near, CLONE_NEWNET)
+            namespace_call("setns", self._near, CLONE_NEWNET)
 
     @contextmanager
     def near(self) -> Iterator[None]:
         """In here, where `far` is, what is started is at this end."""
-        _libc("setns", self._near, CLONE_NEWNET)
+        namespace_call("setns", self._near, CLONE_NEWNET)
         try:
             yield
         finally:
-            _libc("setns", self._far, CLONE_NEWNET)
+            namespace_call("setns", self._far, CLONE_NEWNET)
 
     def limit(self, megabits: float) -> None:
         """Hold both directions to so many Mbit/s each."""
         shape = ("root", "tbf", "rate", f"{megabits:g}mbit", "burst", f"{BURST_KB}kb", "latency", "100ms")
-        _run("tc", "qdisc", "replace", "dev", "near", *shape)
+        run_words("tc", "qdisc", "replace", "dev", "near", *shape)
         with self.far():
-            _run("tc", "qdisc", "replace", "dev", "far", *shape)
+            run_words("tc", "qdisc", "replace", "dev", "far", *shape)
 
     def bytes_passed(self) -> tuple[int, int]:
         """Bytes that came from the servers and that went to them so far, all headers included."""
@@ -137,7 +139,7 @@ class Link:
 
     def close(self) -> None:
         """Go back to where this thread came from."""
-        _libc("setns", self._home, CLONE_NEWNET)
+        namespace_call("setns", self._home, CLONE_NEWNET)
         for end in (self._home, self._near, self._far):
             os.close(end)
 

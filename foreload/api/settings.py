@@ -82,6 +82,8 @@ class TrainSettings(TypedDict, total=False):
     copies: int | None
     peer_timeout: float | None
     rebalance: bool
+    auto: bool | Literal["dry-run"]
+    pool: str | None
     coordinator: str | None
     local_trainers: int | None
     token_file: Path | None

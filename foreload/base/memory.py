@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,3 +99,13 @@ class ProcessUse:
     def now(cls) -> ProcessUse:
         """Measure this process."""
         return cls(peak_bytes(), time.process_time())
+
+
+def processor_seconds_of(process: int) -> float:
+    """Return the processor time of another process of this machine, or 0 if that is unknown."""
+    # The name, in parentheses, may contain anything. Behind it, user and system time are the 12th
+    # and the 13th field, in clock ticks.
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0

@@ -109,7 +109,7 @@ def test_events_are_kept_over_resumes_and_refusals_are_among_them(tmp_path: Path
     assert [event["kind"] for event in events] == [*call, "stop-asked", "call-ended", "call-failed", *call, "call-ended"]
     stop, stopped, refused, resumed = events[2:6]
     assert (stop["cause"], stopped["state"], stopped["cause"]) == ("SIGTERM", "stopped", None)
-    assert (refused["code"], refused["step"], refused["term"]) == ("run", stopped["step"], 1)
+    assert (refused["code"], refused["step"], refused["term"]) == ("run-refused", stopped["step"], 1)
     assert "--seed" in refused["cause"]
     assert (resumed["resumed"], resumed["term"], resumed["trainers"], resumed["copies"]) == (True, 2, 1, 1)
     assert json.loads((run / EVENTS).read_text().splitlines()[-1])["state"] == "ended"

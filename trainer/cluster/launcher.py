@@ -35,6 +35,7 @@ from foreload.trainer.assembly.assembly import DenseModel
 from foreload.trainer.assembly.job_shape import machine, settings_of_job
 from foreload.trainer.checkpoints.contents import Checkpoint
 from foreload.trainer.checkpoints.restoring import check_restorable, restored_manifest
+from foreload.trainer.cluster.coordinator.adjustments import most_shards
 from foreload.trainer.cluster.coordinator.failures import GuestsRefused
 from foreload.trainer.cluster.coordinator.spawned_trainers import Hosts
 from foreload.trainer.cluster.coordinator.store_shards import StoreShards, check_spares
@@ -618,7 +619,7 @@ class Launcher:
                 self._tracking,
             )
             shards = StoreShards(call, urls, local, self._engine)
-            shards.memory = stack.enter_context(self._watched_memory(run, schedule, start, shards.urls))
+            shards.memory = stack.enter_context(self._watched_memory(run, schedule, start, shards))
             if hosts is not None:
                 hosts.await_first()
             self._group = group = TrainerGroup(call, shards, self._engine, hosts)
@@ -629,7 +630,7 @@ class Launcher:
             return group, shards, ending
 
     @contextlib.contextmanager
-    def _watched_memory(self, run: Run, schedule: Schedule, start: Status, urls: Sequence[str]) -> Iterator[StoreWatch]:
+    def _watched_memory(self, run: Run, schedule: Schedule, start: Status, shards: StoreShards) -> Iterator[StoreWatch]:
         """Watch the servers' memory while entered.
 
         Raises:
@@ -638,9 +639,10 @@ class Launcher:
         job = replace(self._job, namespace=run.manifest.namespace)
         if run.manifest.local_stores is not None:
             warn_of_machine(job, schedule, run.placement)
-        with Store.connect(asked(urls), job.store_silence, run.placement.r) as store:
-            watch = StoreWatch(job, store, schedule, run.placement, self._layouts, start)
-        watch.begin(urls)
+        most = most_shards(job, shards, len(run.placement.live))
+        with Store.connect(asked(shards.urls), job.store_silence, run.placement.r) as store:
+            watch = StoreWatch(job, store, schedule, run.placement, self._layouts, start, most)
+        watch.begin(shards.urls)
         try:
             yield watch
         finally:

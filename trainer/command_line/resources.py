@@ -12,9 +12,10 @@ from typing import Any
 
 from foreload.base.errors import SettingError
 from foreload.base.memory import total_bytes
-from foreload.base.settings import add_arguments, given, size_bytes
+from foreload.base.settings import add_arguments, given
 from foreload.trainer.command_line.shared import a_path, add_json, add_plain, print_result
 from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.job_values import Pool
 
 _OF_THE_JOB = (
     *(
@@ -160,19 +161,5 @@ def _pool(text: str | None) -> tuple[int, int, int]:
     """
     from foreload.trainer.assembly.job_shape import cores
 
-    pool = {"cores": cores(), "memory": total_bytes(), "stores": 5}
-    given: set[str] = set()
-    for part in () if text is None else text.split(","):
-        name, _, value = part.partition("=")
-        if name in given:
-            raise SettingError(f"--pool: must give {name} once; got {text!r}")
-        given.add(name)
-        if name == "memory":
-            pool[name] = size_bytes("--pool memory", value)
-        elif name in pool and re.fullmatch(r"[1-9]\d{0,3}", value):
-            pool[name] = int(value)
-        else:
-            raise SettingError(
-                f"--pool: must be cores=N, memory=SIZE and stores=N, any of them, separated by commas; got {part!r}"
-            )
-    return pool["cores"], pool["memory"], pool["stores"]
+    pool = Pool() if text is None else Pool.parse("--pool", text)
+    return pool.cores or cores(), pool.memory_bytes or total_bytes(), pool.stores or 5

@@ -37,11 +37,13 @@ from foreload.trainer.compute.rate_schedules import RateSchedule
 from foreload.trainer.compute.row_optimizers import RowOptimizer, layouts
 from foreload.trainer.job.job_values import (
     AUTO,
+    DRY_RUN,
     POLICIES,
     Interval,
     Parity,
     Place,
     Policy,
+    Pool,
     Servers,
     Size,
     TableSettings,
@@ -75,6 +77,7 @@ def check_together(job: TrainJob) -> None:
     if job.loss is not None and job.label_weights:
         raise SettingError("--label-weights: cannot be given with --loss; apply the weights in the loss itself")
     _check_hosts(job)
+    _check_auto(job)
     _check_engine(job)
     _check_checkpoints(job)
     if job.store.local and job.spare:
@@ -93,6 +96,15 @@ def _check_hosts(job: TrainJob) -> None:
         raise SettingError(f"--local-trainers: must be at most --trainers, {job.trainers}; got {job.local_trainers}")
     if job.store.local:
         raise SettingError(f"--store: must be URLs of servers that all hosts reach, with --coordinator; got {job.store}")
+
+
+def _check_auto(job: TrainJob) -> None:
+    if not job.auto:
+        if job.pool is not None:
+            raise SettingError("--pool: is what --auto may use; give --auto, or leave it out")
+        return
+    if job.engine != "local" and (job.pool is None or job.pool.cores is None):
+        raise SettingError("--pool: must say how many cores of the cluster --auto may use, as in cores=16, with --engine ray")
 
 
 def _check_engine(job: TrainJob) -> None:
@@ -142,7 +154,7 @@ def _check_checkpoints(job: TrainJob) -> None:
 
 
 _WHAT, _HOW, _WHERE, _CALL = "what to train", "how it learns", "where it runs", "this call"
-_WRITTEN = Servers | Parity | Size | Place | Interval | RateSchedule | StopEarly
+_WRITTEN = Servers | Parity | Pool | Size | Place | Interval | RateSchedule | StopEarly
 _PARITY_BY_DEFAULT, _NO_PARITY = Parity(2, 1), Parity(1, 0)
 
 
@@ -343,6 +355,15 @@ class TrainJob:
         form="switch",
         stated=False,
     )
+    auto: bool | Literal["dry-run"] = setting(
+        False, switch_or(DRY_RUN), "choose the numbers of trainers and store shards, and change them during training whenever that pays; a shard is "
+        "added before one is full, a slow one is replaced", _WHERE, form="switch", stated=False,
+        words={DRY_RUN: "only say what would be changed"},
+    )  # fmt: skip
+    pool: Pool | None = setting(
+        None, Pool.parse, "with --auto: the resources that it may use; by default this machine's, and 5 store shards or the "
+        "servers of --store and --spare", _WHERE, metavar="cores=N,memory=SIZE,stores=N", stated=False,
+    )  # fmt: skip
     coordinator: Place | None = setting(
         None, Place.parse, "let trainers on other hosts join: the address at which they reach this machine, and a free port",
         _WHERE, metavar="HOST:PORT", stated=False,
@@ -484,6 +505,14 @@ class TrainJob:
     def saves_checkpoints(self) -> bool:
         """Whether checkpoints are saved automatically during training."""
         return self.checkpoint_every is not None or self.keep_best is not None
+
+    @property
+    def stops_before_full(self) -> bool:
+        """Whether training stops cleanly before a store shard is full.
+
+        With --auto a shard is added before, so that it stops only if that is not done in time.
+        """
+        return self.until_full or self.auto is True
 
     @property
     def is_over_hosts(self) -> bool:

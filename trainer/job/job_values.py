@@ -138,6 +138,43 @@ class Parity(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Pool:
+    """The resources that a job may use. None stands for what is not given.
+
+    Attributes:
+        stores: the most store shards.
+    """
+
+    cores: int | None = None
+    memory_bytes: int | None = None
+    stores: int | None = None
+
+    @classmethod
+    def parse(cls, flag: str, value: Any) -> Pool:
+        """Parse cores=N,memory=SIZE,stores=N, any of them. Raises SettingError."""
+        if isinstance(value, Pool):
+            return value
+        pool: dict[str, int] = {}
+        for part in str(value).split(","):
+            name, _, amount = part.partition("=")
+            if name in pool:
+                raise SettingError(f"{flag}: must give {name} once; got {value!r}")
+            if name == "memory":
+                pool[name] = size_bytes(f"{flag} memory", amount)
+            elif name in ("cores", "stores") and re.fullmatch(r"[1-9]\d{0,3}", amount):
+                pool[name] = int(amount)
+            else:
+                raise SettingError(
+                    f"{flag}: must be cores=N, memory=SIZE and stores=N, any of them, separated by commas; got {part!r}"
+                )
+        return cls(pool.get("cores"), pool.get("memory"), pool.get("stores"))
+
+    def __str__(self) -> str:
+        given = {"cores": self.cores, "memory": self.memory_bytes, "stores": self.stores}
+        return ",".join(f"{name}={amount}" for name, amount in given.items() if amount is not None)
+
+
+@dataclass(frozen=True, slots=True)
 class Size:
     """A number of bytes.
 
@@ -305,6 +342,7 @@ def tracker_name(flag: str, value: Any) -> str:
 
 
 AUTO = "auto"
+DRY_RUN = "dry-run"
 """The value of --resume that starts the run if it is new, and else resumes it."""
 
 Policy = Literal["full", "one-shot", "consecutive", "intermittent", "planned"]

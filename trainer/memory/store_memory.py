@@ -302,15 +302,19 @@ def shortage_text(shortage: Shortage) -> str:
     )
 
 
-def remedy(memory: StoreMemory, shortages: Sequence[Shortage]) -> str:
-    """Describe what would help: more memory for the same servers, or more servers."""
-    needed = max(shortage.needed_bytes for shortage in shortages)
-    words = f"give each server {math.ceil(needed / 2**20)} MiB (CONFIG SET maxmemory {math.ceil(needed / 2**20)}mb)"
+def shards_needed(memory: StoreMemory) -> int | None:
+    """Return how many shards like these have enough memory together, or None if no number has."""
     of_rows = sum(float(memory.at_stop(server)[-1]) - server.used_bytes - memory.headroom_bytes for server in memory.servers)
     room = min(
         (server.limit_bytes - server.used_bytes - memory.headroom_bytes for server in memory.servers if server.limit_bytes),
         default=0.0,
     )
-    if room > 0 and (shards := math.ceil(1.02 * of_rows / room)) > len(memory.servers):
-        words += f", or have {shards} shards"
-    return words
+    return math.ceil(1.02 * of_rows / room) if room > 0 else None
+
+
+def remedy(memory: StoreMemory, shortages: Sequence[Shortage]) -> str:
+    """Describe what would help: more memory for the same servers, or more servers."""
+    needed = max(shortage.needed_bytes for shortage in shortages)
+    words = f"give each server {math.ceil(needed / 2**20)} MiB (CONFIG SET maxmemory {math.ceil(needed / 2**20)}mb)"
+    shards = shards_needed(memory)
+    return words if shards is None or shards <= len(memory.servers) else f"{words}, or have {shards} shards"

@@ -148,6 +148,50 @@ class Rebalanced(RunEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adjusted(RunEvent):
+    """--auto changes the numbers of trainers or store shards, or moves a slow shard.
+
+    Attributes:
+        trainers: the number of trainers after this change.
+        shards: the number of store shards after it.
+        shard: the slow shard whose rows move to another server, or None.
+        gain_seconds: the time that it is predicted to save, after its cost, up to the schedule's
+            end. None for a change that is not made to save time.
+        cost_seconds: the time that it is predicted to take from training.
+        undoes: whether it undoes an earlier change, which did not pay.
+        dry_run: whether it is only reported.
+    """
+
+    kind: ClassVar = "adjusted"
+    trainers: int
+    shards: int
+    shard: int | None = None
+    gain_seconds: float | None = None
+    cost_seconds: float = 0.0
+    undoes: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdjustmentJudged(RunEvent):
+    """What a change by --auto has brought, as measured.
+
+    Attributes:
+        trainers: the number of trainers since.
+        shards: the number of store shards since.
+        gain: by which share the steps are faster than before, for the same work; negative if they
+            are slower.
+        kept: whether the change is kept.
+    """
+
+    kind: ClassVar = "adjustment-judged"
+    trainers: int
+    shards: int
+    gain: float
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CopiesIncomplete(RunEvent):
     """Lanes have no complete replica for now. If their trainer is lost, so are their last steps."""
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, assert_never
 
 from foreload.base.errors import ForeloadError
 from foreload.cache.protocol.shards.shard_status import OK, ServerUnreachable
+from foreload.trainer.cluster.coordinator.adjustments import Adjustments
 from foreload.trainer.cluster.coordinator.checkpointing import Checkpointing
 from foreload.trainer.cluster.coordinator.control_socket import RequestQueue, RunRequests
 from foreload.trainer.cluster.coordinator.failures import Failures, GuestsRefused
@@ -113,6 +114,7 @@ class Coordinator:
         self.scaling = Scaling(call, self._start_joining, self._end_process)
         self._copies = LaneReplicas(call, term)
         self._run_requests = RunRequests(call, term.members, self._plan)
+        self._adjustments = Adjustments(call, self.scaling, self.moves, shards, self._run_requests)
         self._failures = Failures(call.guests)
         self.ended: dict[int, TrainerEnd] = {}
         self._training = False  # True once all trainers of the first term are ready
@@ -184,6 +186,7 @@ class Coordinator:
             self._plan.change(stop_by=memory.stop_by)
         self.moves.poll(members.term.members)
         self._run_requests.poll()
+        self._adjustments.poll(members, self._phase == "training" and not members.changing)
         self.checkpointing.poll(members.term.members, self._phase == "training" and not members.changing)
         self.report.tick()
         self._call.events.step = self.report.last_step
@@ -313,6 +316,7 @@ class Coordinator:
                 self._stop_wanted |= not self.scaling.leave(trainer, self.members)
             case StepEnded():
                 self.scaling.has_trained(trainer, event.report)
+                self._adjustments.add(trainer, event.report)
                 self.report.step(trainer, event.report)
             case EvaluationEnded():
                 self.report.evaluation(event.report)

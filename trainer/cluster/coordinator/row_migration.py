@@ -59,6 +59,7 @@ class RowMigration:
         # The program also leaves the servers that an earlier call had yet to leave.
         self._program = ShardProgram.found(call.manifest, call.run.placement)
         self._preparing: _Preparation | None = None
+        self._hurried = False  # whether the last migration that was wanted is in a hurry
         # The migration to begin: its placement, and the URLs of all shards with the new servers.
         self._wanted: tuple[Placement, tuple[str, ...]] | None = None
         self._left: Future[set[str]] | None = None  # the leaving of servers, in a thread
@@ -72,8 +73,16 @@ class RowMigration:
         """Whether rows move or are about to, or a server is still to be left."""
         return self._wanted is not None or self._program.placement.migrating or bool(self._program.leaving)
 
-    def want(self, request: AskMove) -> Refused | Future[Answer]:
+    @property
+    def placement(self) -> Placement:
+        """Where the rows are, or migrate to."""
+        return self._program.placement
+
+    def want(self, request: AskMove, hurried: bool = False) -> Refused | Future[Answer]:
         """Prepare a requested migration. Once the request is answered, the new servers are ready.
+
+        Args:
+            hurried: Whether the rows are to migrate in a hurry.
 
         Raises:
             CacheError, RunError: The migration cannot be begun; the error is the reason.
@@ -85,7 +94,7 @@ class RowMigration:
         placement = change.placement_after(self._program.placement, self._shards.urls)
         urls, further = tuple(self._shards.urls), self._shards.about_to_come
         ready = in_background(lambda: self._new.made_ready(change.urls, placement, urls, further))
-        self._preparing = _Preparation(placement, ready)
+        self._preparing, self._hurried = _Preparation(placement, ready), hurried
         return self._preparing.answer
 
     def _see_prepared(self) -> None:
@@ -159,7 +168,7 @@ class RowMigration:
         self._go_on(members)
         # Trainers get a placement only once it is in RUN.
         if self._program.placement is not before:
-            self._plan.move_rows(self._program.placement, self._shards.plain_urls)
+            self._plan.move_rows(self._program.placement, self._shards.plain_urls, self._hurried)
 
     def _go_on(self, members: Collection[int], wait: Callable[[Future[Any]], None] | None = None) -> None:
         """Do the next steps of the migration, up to one that must be waited for.

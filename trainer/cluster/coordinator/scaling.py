@@ -169,7 +169,7 @@ class Scaling:
     ) -> None:
         trainers, self._lanes, self._restarts = call.job.trainers, call.schedule.header.lanes, not call.job.no_restart
         self._call, self._start, self._end, self._clock = call, start, end, call.clock
-        self._rebalancing = Rebalancing(call) if call.job.rebalance else None
+        self._rebalancing = Rebalancing(call) if call.job.rebalance or call.job.auto is True else None
         self._wanted, self._next = trainers, trainers
         self._starting: dict[int, bool] = {}  # trainer -> whether it can join
         # The starting trainers that other hosts offered, without a request for more trainers.
@@ -217,6 +217,10 @@ class Scaling:
         if seen != request.number:
             return ScaleProgress(progress.trainers, self._wanted, progress.starting, progress.lanes_to_move, False)
         return progress
+
+    def is_changing(self, members: Membership) -> bool:
+        """Whether trainers start, or there are more or fewer than wanted."""
+        return bool(self._starting) or len(members.term.members) != self._wanted
 
     def can_join(self, trainer: int) -> None:
         """Note that a started trainer can join."""

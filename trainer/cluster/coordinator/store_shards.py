@@ -43,7 +43,7 @@ def check_spares(job: TrainJob, manifest: Manifest, urls: Sequence[StoreUrl | st
     """
     if job.spare is None:
         return
-    if not placement.r:
+    if not placement.r and not job.auto:
         raise SettingError(
             "--spare: needs parity, since a lost shard's rows exist nowhere else without it; give --parity, or leave it out"
         )
@@ -155,9 +155,23 @@ class StoreShards:
         )
 
     @property
+    def spares(self) -> int:
+        """The number of spares that are left."""
+        return len(self._spares)
+
+    def take_spares(self, count: int) -> tuple[str, ...]:
+        """Take spares, to use them otherwise than for a lost shard. Returns their URLs."""
+        taken, self._spares = self._spares[:count], self._spares[count:]
+        return tuple(taken)
+
+    def add_spares(self, urls: Sequence[str]) -> None:
+        """Add spares: servers that were not used after all, or that the run is about to leave."""
+        self._spares += urls
+
+    @property
     def servers_return(self) -> bool:
         """Whether a lost shard may get a server by itself: a restarted one or a spare."""
-        return self._engine is not None or bool(self._spares)
+        return self._engine is not None or (self.protected and bool(self._spares))
 
     def restart_dead(self) -> None:
         """Have the engine start dead servers anew, empty, unless --no-restart is given or there is no parity."""
@@ -238,7 +252,7 @@ class StoreShards:
 
         Nothing happens if the shard has another server by now, or if local servers are restarted.
         """
-        if self._spares and self._engine is None and self._in_use(shard, url):
+        if self._spares and self.protected and self._engine is None and self._in_use(shard, url):
             self._wanted.append((shard, self._spares.pop(0)))
 
     def _in_use(self, shard: int, url: str) -> bool:

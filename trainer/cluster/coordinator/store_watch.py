@@ -26,7 +26,15 @@ from foreload.trainer.errors import StoreTooSmall
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.memory_check import readable, store_bytes
 from foreload.trainer.memory.row_timeline import RowTimeline
-from foreload.trainer.memory.store_memory import ShardServer, Shortage, StoreMemory, counted_bytes, remedy, shortage_text
+from foreload.trainer.memory.store_memory import (
+    ShardServer,
+    Shortage,
+    StoreMemory,
+    counted_bytes,
+    remedy,
+    shards_needed,
+    shortage_text,
+)
 from foreload.trainer.run.manifest import Status
 from foreload.trainer.run.servers import asked
 from foreload.trainer.saved.model_rows import given_ordinals
@@ -41,20 +49,26 @@ _LEAST_STEPS = 2
 class StoreWatch:
     """The forecast of the servers' memory for the steps to come of one call.
 
-    A thread measures the servers from `begin` to `close` and updates `stop_by`. If no server has a
-    memory limit, it looks again only after rows have moved to another placement.
+    A thread measures the servers from `begin` to `close` and updates the forecast. If no server has
+    a memory limit, it looks again only after rows have moved to another placement.
 
     Attributes:
-        stop_by: The step after which training must stop, so that all rows can be written back. None
-            while everything known of the schedule fits.
         shortages: The servers that will be full.
+        shards_needed: How many shards like these would have enough memory, if there are shortages; else 0.
         step: The last step known to be trained. The launcher sets it.
         used: shard -> the bytes that its server uses, and their limit, as last measured. Only for
             servers with a limit, and not during a migration.
     """
 
     def __init__(
-        self, job: TrainJob, store: Store, schedule: Schedule, placement: Placement, layouts: Sequence[RowLayout], start: Status
+        self,
+        job: TrainJob,
+        store: Store,
+        schedule: Schedule,
+        placement: Placement,
+        layouts: Sequence[RowLayout],
+        start: Status,
+        most_shards: int = 0,
     ) -> None:
         """Make a forecast before training begins, from the rows of the last clean stop.
 
@@ -62,15 +76,18 @@ class StoreWatch:
             store: Connections to the run's servers.
             placement: The placement of the rows.
             start: How the call begins.
+            most_shards: How many shards --auto can have.
 
         Raises:
             StoreTooSmall: The memory will not suffice and the job does not have `--until-full`, or
                 not even the fewest steps fit.
         """
         self._job, self._schedule, self._layouts, self._start = job, schedule, layouts, start
-        self._placement = self._known = placement
-        self.stop_by: int | None = None
+        self._placement = self._known = self._concluded = placement
+        self._most_shards = most_shards
+        self._stop_by: int | None = None
         self.shortages: Sequence[Shortage] = ()
+        self.shards_needed = 0
         self.step = start.step
         self.used: dict[int, tuple[int, int]] = {}
         self._urls: Sequence[str] = ()
@@ -107,6 +124,10 @@ class StoreWatch:
         help_ = remedy(self._memory, self.shortages)
         if self.stop_by < self._start.step + _LEAST_STEPS:
             raise StoreTooSmall(f"{problem}; the rows of one more step would not fit: {help_}")
+        if self._job.auto is True and 0 < self.shards_needed <= self._most_shards:
+            self._warned.update(one.shard for one in self.shortages)
+            sys.stderr.write(f"{problem}; --auto adds store shards before, up to {self.shards_needed} in all\n")
+            return
         if not self._job.until_full:
             raise StoreTooSmall(
                 f"{problem}; {help_}, or train with --until-full, which stops cleanly after step {self.stop_by:,}"
@@ -117,6 +138,21 @@ class StoreWatch:
     def use(self, placement: Placement) -> None:
         """Set the placement. While a migration is under way, the forecast is not updated."""
         self._placement = placement
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the forecast is for the present placement, and no rows move."""
+        return self._placement is self._concluded and not self._placement.migrating
+
+    @property
+    def stop_by(self) -> int | None:
+        """The step after which training must stop, so that all rows can be written back.
+
+        None while everything known of the schedule fits. While rows move, the forecast of the
+        placement before counts. Once they have moved, and until there is a forecast for the new
+        placement, nothing is known to be full: the move was allowed because all rows will fit.
+        """
+        return self._stop_by if self.is_current or self._placement.migrating else None
 
     def begin(self, urls: Sequence[str]) -> None:
         """Start the thread that measures the servers at regular intervals.
@@ -137,7 +173,7 @@ class StoreWatch:
     def why_stopped(self, step: int) -> str | None:
         """Return why training stopped after this step, or None if it was not for lack of memory."""
         memory = self._memory
-        if memory is None or not self._job.until_full or self.stop_by is None or step < self.stop_by or not self.shortages:
+        if memory is None or not self._job.stops_before_full or self.stop_by is None or step < self.stop_by or not self.shortages:
             return None
         return f"store shard {self.shortages[0].shard} would be full later: {remedy(memory, self.shortages)}"
 
@@ -186,7 +222,7 @@ class StoreWatch:
         for shortage in self.shortages:
             if shortage.shard not in self._warned:
                 self._warned.add(shortage.shard)
-                then = f"; training stops after step {self.stop_by:,}" if self._job.until_full else ""
+                then = f"; training stops after step {self.stop_by:,}" if self._job.stops_before_full else ""
                 sys.stderr.write(f"foreload: warning: {shortage_text(shortage)}{then}\n")
 
     def _correct(self, memory: StoreMemory, server: ShardServer, rows: np.ndarray, used_bytes: int, anew: bool) -> None:
@@ -210,7 +246,9 @@ class StoreWatch:
     def _conclude(self) -> None:
         memory = self._memory
         self.shortages = () if memory is None else memory.shortages()
-        self.stop_by = None if memory is None else memory.last_step()
+        self._stop_by = None if memory is None else memory.last_step()
+        self.shards_needed = 0 if memory is None or not self.shortages else shards_needed(memory) or 0
+        self._concluded = self._known
 
 
 def _ordinals(schedule: Schedule, step: int) -> np.ndarray:

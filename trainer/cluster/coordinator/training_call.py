@@ -102,9 +102,13 @@ class PublishedPlan:
         self.now = replace(changed, version=self.now.version + 1)
         self._rendezvous.publish(self.now, self.now.version)
 
-    def move_rows(self, placement: Placement, servers: Sequence[str]) -> None:
-        """Publish another placement, to which rows move or have moved, and its servers' URLs."""
+    def move_rows(self, placement: Placement, servers: Sequence[str], hurried: bool) -> None:
+        """Publish another placement, to which rows move or have moved, and its servers' URLs.
+
+        Args:
+            hurried: As in `Plan`.
+        """
         number = self.now.placement + 1
         # The plan refers to the placement by its number, so the placement is published first.
         self._rendezvous.publish(PlacementText(placement.text), number)
-        self.change(placement=number, servers=tuple(servers))
+        self.change(placement=number, servers=tuple(servers), hurried=hurried)

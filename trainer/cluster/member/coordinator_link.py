@@ -127,6 +127,8 @@ class CoordinatorLink:
     def serve(self, lanes: HostedLanes, layouts: Sequence[RowLayout]) -> None:
         """Let the traffic of these lanes serve run requests, for the lanes hosted at that time."""
         self._traffic = lanes.traffic
+        if self.plan.hurried:
+            self._traffic.migration.hurry()
         self._requests = TrainerRequests(self._joined, lanes, layouts, self.plan.count)
 
     def serve_replicas(self, term: int, copies: Mapping[int, LaneReplica]) -> None:
@@ -159,6 +161,8 @@ class CoordinatorLink:
                 placement = self._placement_of(plan)
                 if placement.migrating:
                     self._traffic.migration.begin(placement, asked(plan.servers))
+                    if plan.hurried:
+                        self._traffic.migration.hurry()
                 else:
                     self._traffic.migration.complete(placement)
             for shard, (was, url) in enumerate(zip(before.servers, plan.servers, strict=False)):

@@ -487,7 +487,7 @@ class TrainerProcess:
             return True, failure, False
 
     def _stop_by(self) -> int | None:
-        return self._link.plan.stop_by if self._job.until_full else None
+        return self._link.plan.stop_by if self._job.stops_before_full else None
 
     def _on_dense_written(self) -> None:
         self._points.reach_point("dense part written")

@@ -452,6 +452,7 @@ class Plan:
         count: Number of the last requested count of the rows in the store.
         stop_by: The step after which training must stop at the latest, because a store shard would
             be full later. None if there is no such step.
+        hurried: Whether rows migrate in a hurry, because trainers wait for the store.
     """
 
     version: int
@@ -461,6 +462,7 @@ class Plan:
     scrub: ScrubPlan | None = None
     count: int = 0
     stop_by: int | None = None
+    hurried: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,110 @@
+"""`train --auto` on real trainers and servers: what it changes, what it leaves alone, and that the model is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_line import Command, error_of, run_here
+from held import Hold
+from small_job import arguments, summary, synthetic_schedule, train_undisturbed
+
+from foreload.cache.client.local import LocalStores
+from foreload.cache.client.store import Store
+from foreload.trainer.run.event_log import read_events
+
+SLEEPING_MODEL = """
+import os, time
+from foreload.trainer.models.dlrm import DLRM
+
+class Model(DLRM):
+    '''Takes as long as it has samples, whatever the processors do, for as long as the file is there.'''
+
+    def forward(self, dense, embeddings):
+        if os.path.exists({slow!r}):
+            time.sleep({each} * len(dense))
+        return super().forward(dense, embeddings)
+"""
+
+
+def sleeping(folder: Path, each: float) -> tuple[str, str]:
+    """The settings of a model that sleeps so many seconds for each sample, as long as the file "slow" is in the folder."""
+    (folder / "slow").touch()
+    (folder / "sleeping.py").write_text(SLEEPING_MODEL.format(slow=str(folder / "slow"), each=each))
+    return "--model", f"{folder / 'sleeping.py'}:Model"
+
+
+def adjusted(run: Path) -> list[tuple[int, int, bool]]:
+    """The changes of a run: trainers and shards after each, and whether it was only advised."""
+    return [(one["trainers"], one["shards"], one["dry_run"]) for one in read_events(run) if one["kind"] == "adjusted"]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_shard_is_added_before_one_is_full(shards: int, tmp_path: Path) -> None:
+    schedule = synthetic_schedule(tmp_path, 20_000, further="--batch-size 32")
+    undisturbed = summary(train_undisturbed(schedule, tmp_path))["digest"]
+    limit = {1: "5500kb", 3: "4700kb"}[shards]
+    with LocalStores(shards + 2, tmp_path / "stores", settings={"maxmemory": limit}) as stores:
+        urls, run = stores.urls, tmp_path / "run"
+        job = arguments(schedule, run, "--store", ",".join(urls[:shards]), "--digest", *sleeping(tmp_path, 0.003))
+        status, _, err = run_here(*job, "--auto")
+        assert (status, error_of(status, err).split(":")[0][:-1]) == (2, "store shard "), err
+        # Each step takes a tenth of a second until the rows have moved.
+        trains = Command(*job, "--auto", "--spare", ",".join(urls[shards:]))
+        trains.until(lambda: any(event["kind"] == "rows-moved" for event in read_events(run)))
+        (tmp_path / "slow").unlink()
+        status, _, err = trains.end()
+        with Store(urls) as store:
+            assert max(int(store.info(shard)["used_memory_peak"]) for shard in range(store.shards)) <= int(limit[:-2]) << 10
+    assert status == 0, err
+    assert "--auto adds store shards before" in err
+    assert summary(run)["digest"] == undisturbed
+    first, *_ = (event for event in read_events(run) if event["kind"] == "adjusted")
+    assert first["cause"].startswith("a store shard would be full after step ")
+    assert (first["trainers"], first["gain_seconds"]) == (1, None)
+    assert adjusted(run)[0][1] in (shards + 1, shards + 2)
+
+
+def test_trainers_are_added_where_computing_takes_longest(tmp_path: Path, hold: Hold) -> None:
+    schedule = synthetic_schedule(tmp_path, 200_000, lanes=4)
+    undisturbed = summary(train_undisturbed(schedule, tmp_path))["digest"]
+    job = arguments(schedule, tmp_path / "run", "--store", "local:1", "--digest", "--auto", "--pool", "cores=2,stores=1")
+    held = hold([*job, *sleeping(tmp_path, 0.001)])
+    held.train_until(lambda status: len(status.members) == 2)
+    (tmp_path / "slow").unlink()
+    status, _, err = held.end()
+    assert status == 0, err
+    change, *_ = (event for event in read_events(tmp_path / "run") if event["kind"] == "adjusted")
+    assert (change["trainers"], change["shards"], change["dry_run"], change["undoes"]) == (2, 1, False, False)
+    assert change["gain_seconds"] > 0
+    assert summary(tmp_path / "run")["digest"] == undisturbed
+
+
+def test_a_dry_run_says_what_it_would_change_and_changes_nothing(tmp_path: Path, hold: Hold) -> None:
+    schedule = synthetic_schedule(tmp_path, 200_000, lanes=4)
+    run = tmp_path / "run"
+    job = arguments(schedule, run, "--store", "local:1", "--auto=dry-run", "--pool", "cores=2,stores=1")
+    held = hold([*job, *sleeping(tmp_path, 0.001)])
+    held.train_until(lambda status: bool(adjusted(run)))
+    (tmp_path / "slow").unlink()
+    status, _, err = held.end()
+    assert status == 0, err
+    assert "auto: would go from 1 trainer, 1 store shard to 2 trainers, 1 store shard, which would save about " in err
+    assert set(adjusted(run)) == {(2, 1, True)}
+    assert summary(run)["trainers"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--pool", "cores=2"), "--pool: is what --auto may use; give --auto, or leave it out"),
+        (("--auto", "--pool", "cores=none"), "--pool: must be cores=N, memory=SIZE and stores=N, any of them"),
+        (("--auto", "--pool", "cores=2,cores=3"), "--pool: must give cores once"),
+        (("--auto=never",), "--auto: "),
+    ],
+)
+def test_what_auto_is_refused_with(tmp_path: Path, given: tuple[str, ...], said: str) -> None:
+    status, _, err = run_here("train", tmp_path / "schedule", "--run", tmp_path / "run", "--store", "local:1", *given)
+    assert status == 2
+    assert said in error_of(status, err)
+    assert not (tmp_path / "run").exists()

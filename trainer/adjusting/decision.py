@@ -1,0 +1,334 @@
+"""Decide which change of a run's size comes next, if any.
+
+Pure functions of what was measured, what the schedule says of the steps to come, what the pool has,
+and what was tried. A change must pay back what it costs before the schedule ends. One that did not
+make the steps faster is undone, and its size is not tried again, unless conditions change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from foreload.trainer.adjusting.prediction import Ahead, Machine, Measured, Size, predicted
+
+# The least share of the time to come that a change must be predicted to save.
+LEAST_GAIN = 0.05
+# The time that a change saves must be so many times what it costs.
+PAYS_BACK = 2.0
+# What trials that did not pay have cost in all, as a share of the time trained, before there is
+# another one.
+_MOST_SPENT = 0.05
+# Sizes whose times are within this factor of the best count as equally fast; the smallest is best.
+_ALIKE = 1.03
+# The least share by which the steps must have become faster for a change to be kept.
+_KEPT = 0.02
+# If the same size is slower or faster than before by more than this factor, for the same work,
+# conditions have changed: what was measured at other sizes is no longer true.
+_CHANGED = 1.3
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a change costs in time, and how long it takes.
+
+    Attributes:
+        stored_bytes: the bytes of all rows in the store.
+        bytes_per_second: how many bytes of rows a server can read or write in a second.
+        moving_share: the share of that which rows that move may take.
+        trainer_seconds: the time that a trainer's start, or its leaving, takes from training.
+        start_seconds: the time from a trainer's start to its first step.
+    """
+
+    stored_bytes: float
+    bytes_per_second: float
+    moving_share: float
+    trainer_seconds: float
+    start_seconds: float
+
+    def _moving(self, before: Size, after: Size) -> float:
+        """Return the seconds for which the rows that move keep the busiest server busy."""
+        fewer, more = sorted((before.shards, after.shards))
+        return (more - fewer) / more * self.stored_bytes / fewer / self.bytes_per_second
+
+    def of(self, before: Size, after: Size) -> float:
+        """Return the seconds that the change takes from training."""
+        return self._moving(before, after) + self.trainer_seconds * abs(after.trainers - before.trainers)
+
+    def until_done(self, before: Size, after: Size) -> float:
+        """Return the seconds until the change is complete. It brings nothing earlier."""
+        start = self.start_seconds if after.trainers > before.trainers else 0.0
+        return self._moving(before, after) / self.moving_share + start
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A change that is under way, or not judged yet.
+
+    Attributes:
+        origin: the size before it.
+        target: the size that it leads to, by one action or two.
+        measured: what was measured at the origin.
+        reason: why it is made, for a person to read.
+        undoes: whether it undoes a change that did not pay.
+        further: whether it goes on from a target that did not pay by itself, and so goes on no
+            further.
+    """
+
+    origin: Size
+    target: Size
+    measured: Measured
+    reason: str
+    undoes: bool = False
+    further: bool = False
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it follows from an earlier one."""
+        return self.undoes or self.further
+
+
+@dataclass(frozen=True, slots=True)
+class SlowShard:
+    """A store shard that holds up the others, and whose rows can move to another server.
+
+    Attributes:
+        shard: its number.
+        times: how many times longer its answers take than the median of the others'.
+    """
+
+    shard: int
+    times: float
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a decision is made from.
+
+    Attributes:
+        now: the present size.
+        least: the smallest allowed size: what replicas, parity and memory need.
+        most: the largest allowed size: what the pool has, and the schedule's lanes.
+        known: what was last measured with each size. Without the present one no change is made to
+            save time.
+        trial: the change that is not judged yet.
+        rejected: the sizes that were tried and did not pay.
+        spent_seconds: what trials that did not pay have cost.
+        trained_seconds: how long training has gone on.
+        full_after: the step after which a store shard would be full. None if none would.
+        slow_shard: a slow shard that can be moved now.
+        shards_needed: how many shards have enough memory for the whole schedule.
+    """
+
+    now: Size
+    least: Size
+    most: Size
+    machine: Machine
+    ahead: Ahead
+    costs: Costs
+    known: Mapping[Size, Measured] = field(default_factory=dict)
+    trial: Trial | None = None
+    rejected: frozenset[Size] = frozenset()
+    spent_seconds: float = 0.0
+    trained_seconds: float = 0.0
+    full_after: int | None = None
+    shards_needed: int = 0
+    slow_shard: SlowShard | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """Change the number of trainers, or of store shards, but not both.
+
+    Attributes:
+        to: the size after it.
+        trial: what it is part of. None for a change that is not made to save time.
+        gain_seconds: the time that the trial is predicted to save, after what it costs. None if
+            that is not its purpose.
+        cost_seconds: what the trial is predicted to cost.
+        reason: why, for a person to read.
+    """
+
+    to: Size
+    trial: Trial | None
+    gain_seconds: float | None
+    cost_seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MoveShard:
+    """Move a slow shard's rows to another server."""
+
+    shard: int
+    reason: str
+
+
+Action = Resize | MoveShard
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a trial has brought.
+
+    Attributes:
+        paid: whether it is kept.
+        gain: by which share the steps are faster than they would be with the size before it.
+            Negative if they are slower.
+    """
+
+    paid: bool
+    gain: float
+
+
+def judged(trial: Trial, now: Measured, machine: Machine) -> Verdict:
+    """Judge a trial by what was measured at its target.
+
+    The steps since may have more or less to do than those before it, which counts.
+    """
+    work = Ahead(np.array([1]), np.array([now.samples]), np.array([now.rows]))
+    before = float(predicted(trial.measured, trial.origin, trial.origin, machine, work)[0])
+    gain = 1 - now.seconds / max(before, 1e-9)
+    return Verdict(gain >= _KEPT, gain)
+
+
+def remembered(
+    known: Mapping[Size, Measured], rejected: frozenset[Size], now: Size, measured: Measured, machine: Machine
+) -> tuple[dict[Size, Measured], frozenset[Size]]:
+    """Return what is known, and what was rejected, after a measurement.
+
+    If the same work now takes another time with the same size, all that is known of other sizes is
+    forgotten.
+    """
+    before = known.get(now)
+    if before is not None:
+        work = Ahead(np.array([1]), np.array([measured.samples]), np.array([measured.rows]))
+        expected = float(predicted(before, now, now, machine, work)[0])
+        if not 1 / _CHANGED < measured.seconds / max(expected, 1e-9) < _CHANGED:
+            return {now: measured}, frozenset()
+    return {**known, now: measured}, rejected
+
+
+def decide(situation: Situation) -> Action | None:
+    """Return the next action, or None.
+
+    A store that would be full comes first, then a slow shard, then a trial that is half way, then
+    a new one.
+    """
+    now, trial = situation.now, situation.trial
+    if situation.full_after is not None and now.shards < situation.most.shards:
+        to = replace(now, shards=min(max(situation.shards_needed, now.shards + 1), situation.most.shards))
+        cost = situation.costs.of(now, to)
+        return Resize(to, None, None, cost, f"a store shard would be full after step {situation.full_after:,}")
+    if situation.slow_shard is not None:
+        slow = situation.slow_shard
+        return MoveShard(slow.shard, f"its answers take {slow.times:.1f} x the median of the others'")
+    if trial is not None:
+        if now == trial.target or not _is_allowed(situation, trial.target):
+            return None
+        return _step_towards(situation, trial, None)
+    if now not in situation.known or not situation.ahead.count:
+        return None
+    return _best(situation)
+
+
+def undone(situation: Situation, trial: Trial, verdict: Verdict) -> Resize | None:
+    """Return the action that undoes a trial which did not pay.
+
+    None if it cannot be undone, or if that would cost more than it returns.
+    """
+    origin = trial.origin
+    if not _is_allowed(situation, origin) or situation.now == origin:
+        return None
+    cost, left = situation.costs.of(situation.now, origin), _seconds(situation, situation.now)
+    if PAYS_BACK * cost > left:
+        return None
+    much = "not faster" if verdict.gain > -_KEPT else f"slower by {-verdict.gain:.0%}"
+    back = Trial(situation.now, origin, trial.measured, f"{trial.target} is {much}", undoes=True)
+    return _step_towards(situation, back, -verdict.gain * left - cost)
+
+
+def gone_further(situation: Situation, trial: Trial) -> Resize | None:
+    """Return the action that goes on from a trial's target, which did not pay by itself.
+
+    That pays if another resource had become the busiest, and a further change takes that away.
+    """
+    further = (
+        None if trial.further else _best(replace(situation, spent_seconds=0.0, rejected=situation.rejected | {trial.origin}))
+    )
+    if further is None or further.trial is None:
+        return None
+    target = further.trial.target
+    if _seconds(situation, target) > (1 - LEAST_GAIN) * _seconds(situation, trial.origin):
+        return None
+    return _step_towards(situation, replace(trial, target=target, reason=further.reason, further=True), further.gain_seconds)
+
+
+def _best(situation: Situation) -> Resize | None:
+    now, costs = situation.now, situation.costs
+    if situation.spent_seconds > _MOST_SPENT * situation.trained_seconds:
+        return None
+    left = {size: _seconds(situation, size) for size in _sizes(situation)}
+    # The time up to the end, with each size as the next one.
+    total = {}
+    for size in left:
+        done = min(costs.until_done(now, size) / max(left[now], 1e-9), 1.0)
+        total[size] = costs.of(now, size) + done * left[now] + (1 - done) * left[size]
+    fastest = min(total.values())
+    best = min(
+        (size for size in total if total[size] <= _ALIKE * fastest), key=lambda size: (size.trainers + size.shards, total[size])
+    )
+    cost, saved = costs.of(now, best), left[now] - total[best] + costs.of(now, best)
+    if best == now or saved < PAYS_BACK * cost or saved - cost < LEAST_GAIN * left[now]:
+        return None
+    count = situation.ahead.count
+    reason = f"{best} would take {1000 * left[best] / count:.1f} ms a step, {now} {1000 * left[now] / count:.1f} ms"
+    return _step_towards(situation, Trial(now, best, situation.known[now], reason), saved - cost)
+
+
+def _sizes(situation: Situation) -> Iterator[Size]:
+    least, most, now = situation.least, situation.most, situation.now
+    yield now
+    for trainers in range(least.trainers, most.trainers + 1):
+        for shards in range(least.shards, most.shards + 1):
+            size = Size(trainers, shards)
+            if size != now and size not in situation.rejected:
+                yield size
+
+
+def _is_allowed(situation: Situation, size: Size) -> bool:
+    least, most = situation.least, situation.most
+    return least.trainers <= size.trainers <= most.trainers and least.shards <= size.shards <= most.shards
+
+
+def _seconds(situation: Situation, size: Size) -> float:
+    """Return the predicted seconds of all steps to come.
+
+    They are predicted from the nearest known size: the same one, else one with the most similar
+    number of trainers, since how trainers share the machine's cores is the hardest to predict.
+    """
+    known, now = situation.known, situation.now
+    if not known:
+        return 0.0
+
+    def distance(one: Size) -> tuple[bool, int, bool, int]:
+        return one != size, abs(one.trainers - size.trainers), one != now, abs(one.shards - size.shards)
+
+    at = min(known, key=distance)
+    exchanges = [of.exchange / (one.trainers - 1) for one, of in known.items() if one.trainers > 1]
+    exchange = max(exchanges, default=None)
+    steps = predicted(known[at], at, size, situation.machine, situation.ahead, exchange)
+    return float(steps @ situation.ahead.steps)
+
+
+def _step_towards(situation: Situation, trial: Trial, gain: float | None) -> Resize:
+    """Return the action that comes first. Of two, that is the one which saves more by itself.
+
+    Trainers join and leave together. Shards join together, and leave one at a time.
+    """
+    now, target = situation.now, trial.target
+    steps = {replace(now, trainers=target.trainers), replace(now, shards=max(target.shards, now.shards - 1))} - {now}
+    to = min(sorted(steps), key=lambda size: _seconds(situation, size) + situation.costs.of(now, size))
+    return Resize(to, trial, gain, situation.costs.of(now, target), trial.reason)

@@ -1,0 +1,369 @@
+"""The coordinator's side of --auto: it measures steps, and acts on decisions (`trainer.adjusting`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from foreload.base.errors import ForeloadError
+from foreload.base.memory import processor_seconds_of
+from foreload.cache.client.load import ShardLoad, slower, together
+from foreload.cache.protocol.handover.migration import HURRIED_SHARE, MOVING_SHARE
+from foreload.cache.rows.layout import RowLayout
+from foreload.pipelines.errors import ScheduleError
+from foreload.trainer.adjusting.adviser import Adviser, Judged
+from foreload.trainer.adjusting.decision import Action, Costs, MoveShard, Resize, Situation, SlowShard, decide
+from foreload.trainer.adjusting.prediction import Machine, Measured, Size, Work, mean
+from foreload.trainer.assembly.job_shape import cores
+from foreload.trainer.cluster.coordinator.background_work import in_background
+from foreload.trainer.cluster.coordinator.control_socket import RunRequests
+from foreload.trainer.cluster.coordinator.membership import Membership
+from foreload.trainer.cluster.coordinator.row_migration import RowMigration
+from foreload.trainer.cluster.coordinator.scaling import Scaling
+from foreload.trainer.cluster.coordinator.store_shards import StoreShards
+from foreload.trainer.cluster.coordinator.training_call import TrainingCall
+from foreload.trainer.cluster.messages.control import Answer, AskMove, AskScale, Refused, RowCountsAnswer
+from foreload.trainer.compute.reports import StepReport
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.job.job_values import DRY_RUN, Pool
+from foreload.trainer.job.scheduler import under_scheduler
+from foreload.trainer.run.event_log import Adjusted, AdjustmentJudged
+from foreload.trainer.run.shard_change import ENGINE
+
+# A window ends after so many steps, once they took so long.
+WINDOW_STEPS, WINDOW_SECONDS = 10, 2.0
+# After a change, and at the beginning, so many steps are not measured, over at least this time:
+# trainers still compile, and fill their caches.
+_WARM_UP_STEPS, _WARM_UP_SECONDS = 5, 1.0
+_STORES = 5  # the most local servers without a --pool that says otherwise
+# What the store moves in a second, as long as it is never seen busy, and what the start or the end
+# of a trainer takes from training: a pause, and the start's processor time on one of the cores.
+_BYTES_PER_SECOND = 2e7
+_PAUSE_SECONDS, _START_SECONDS = 0.5, 4.0
+_JOINS_AFTER = 10.0  # seconds from a trainer's start to its first step
+# A shard is slow if its answers take so many times the median of the others', by this much longer.
+_SLOW_TIMES, _SLOW_SECONDS = 3.0, 0.002
+_LEAST_EXCHANGES = 20
+
+
+@dataclass(slots=True)
+class _Window:
+    """The steps since a moment from which the size has not changed.
+
+    Attributes:
+        reports: trainer -> its reports of steps.
+        servers: the processor time of the local servers at the window's beginning.
+        warm_up_steps: the number of steps that are not measured, which come first.
+        warm_up_seconds: the least time of these.
+    """
+
+    servers: float = 0.0
+    warm_up_steps: int = 0
+    warm_up_seconds: float = 0.0
+    reports: dict[int, list[StepReport]] = field(default_factory=dict)
+
+    def add(self, trainer: int, report: StepReport) -> None:
+        self.reports.setdefault(trainer, []).append(report)
+
+    def warm_up(self, members: Iterable[int]) -> bool:
+        """Drop the first steps. Returns whether the steps to measure begin now."""
+        if self.warm_up_steps <= 0:
+            return False
+        steps = min((len(self.reports.get(trainer, ())) for trainer in members), default=0)
+        seconds = max((sum(report.seconds for report in reports) for reports in self.reports.values()), default=0.0)
+        if steps < self.warm_up_steps or seconds < self.warm_up_seconds:
+            return False
+        self.warm_up_steps = 0
+        self.reports.clear()
+        return True
+
+    def is_over(self, members: Iterable[int]) -> bool:
+        """Whether every member has reported enough steps."""
+        return self.warm_up_steps <= 0 and all(
+            len(of := self.reports.get(trainer, ())) >= WINDOW_STEPS and sum(report.seconds for report in of) >= WINDOW_SECONDS
+            for trainer in members
+        )
+
+    def measured(self, work: Work, servers: float) -> Measured:
+        """Return the means of a step's figures.
+
+        Args:
+            servers: the processor time of the local servers by now.
+        """
+        by_trainer = list(self.reports.values())
+        steps = [report.step for reports in by_trainer for report in reports]
+        samples, rows = work.over(min(steps), max(steps))
+        count = max(map(len, by_trainer))
+        return Measured(
+            seconds=max(mean([report.seconds for report in reports]) for reports in by_trainer),
+            compute=max(mean([report.seconds_compute for report in reports]) for reports in by_trainer),
+            exchange=min(mean([report.seconds_exchange for report in reports]) for reports in by_trainer),
+            waiting=max(mean([report.seconds_waiting for report in reports]) for reports in by_trainer),
+            processor=sum(sum(report.seconds_processor for report in reports) / len(reports) for reports in by_trainer)
+            + (servers - self.servers) / count,
+            samples=samples,
+            rows=rows,
+        )
+
+
+class Adjustments:
+    """The changes that --auto makes in one call."""
+
+    def __init__(
+        self, call: TrainingCall, scaling: Scaling, moves: RowMigration, shards: StoreShards, requests: RunRequests
+    ) -> None:
+        self._call, self._scaling, self._moves, self._shards, self._requests = call, scaling, moves, shards, requests
+        job = call.job
+        self._pool = job.pool or Pool()
+        self._on = bool(job.auto) and not under_scheduler()
+        # A thread reads the whole schedule at first, which may take seconds.
+        self._reading = in_background(lambda: Work(call.schedule).advance()) if self._on else None
+        self._window = _Window(warm_up_steps=_WARM_UP_STEPS, warm_up_seconds=_WARM_UP_SECONDS)
+        self._row_bytes = _mean_row_bytes(call.layouts)
+        self._adviser = Adviser()
+        self._least_shards = moves.placement.k + moves.placement.r if moves.placement.r else 1
+        self._advised: set[str] = set()  # what --auto=dry-run has said
+        # The action under way, with the answer to its request.
+        self._asked: tuple[Action, Future[Answer]] | None = None
+        self._taken: tuple[str, ...] = ()  # the spares that it takes
+        self._counted: Future[Answer] | None = None
+        self._loads: dict[int, ShardLoad] = {}
+        self._slow_servers: set[str] = set()  # whose shards were moved to others
+        self._waits = False  # whether trainers waited for the store in the last window
+        self._since = call.clock()
+        self._bytes_per_second = 0.0  # the most that was seen while trainers waited for the store
+
+    def add(self, trainer: int, report: StepReport) -> None:
+        """Add a step that a trainer has trained."""
+        if self._on:
+            self._window.add(trainer, report)
+
+    def poll(self, members: Membership, is_training: bool) -> None:
+        """Measure, decide and act.
+
+        Args:
+            is_training: whether training goes on, and no term is about to change.
+        """
+        if not self._on or self._reading is None or not self._reading.done():
+            return
+        try:
+            self._poll(members, is_training, self._reading.result().advance())
+        except ScheduleError as error:
+            self._on = False
+            self._call.say(f"foreload: warning: --auto changes nothing from now on: {error}")
+
+    def _poll(self, members: Membership, is_training: bool, work: Work) -> None:
+        self._see_answer()
+        if not is_training or self._is_busy(members):
+            self._begin_window(warm_up_steps=_WARM_UP_STEPS)
+            self._counted = None
+            return
+        now = Size(len(members.term.members), len(self._moves.placement.live))
+        memory = self._shards.memory
+        if memory is not None and memory.is_current and memory.stop_by is not None:
+            # What memory needs cannot wait, and needs no measurement.
+            urgent = decide(self._situation(work, now, memory.stop_by))
+            if urgent is not None:
+                self._act(urgent, now)
+                return
+        if self._counted is None:
+            if self._window.warm_up(members.term.members):
+                self._window.servers = self._server_seconds()
+            if not self._window.is_over(members.term.members):
+                return
+            self._counted = self._requests.row_counts()
+        if self._counted.done():
+            counted, self._counted = self._counted, None
+            self._look(work, now, counted)
+
+    def _begin_window(self, warm_up_steps: int = 0) -> None:
+        self._window = _Window(self._server_seconds(), warm_up_steps, _WARM_UP_SECONDS)
+
+    def _is_busy(self, members: Membership) -> bool:
+        """Whether a change is under way, or a loss is being repaired."""
+        together = self._shards.together
+        return (
+            self._asked is not None
+            or not members.is_stable
+            or self._scaling.is_changing(members)
+            or self._moves.under_way
+            or bool(together.not_whole)
+            or bool(self._shards.about_to_come)
+        )
+
+    def _server_seconds(self) -> float:
+        local = self._shards.local
+        return 0.0 if local is None else sum(processor_seconds_of(pid) for pid in local.pids if pid)
+
+    def _look(self, work: Work, now: Size, counted: Future[Answer]) -> None:
+        """Judge the last change, decide, and act, at the end of a window."""
+        measured = self._window.measured(work, self._server_seconds())
+        self._begin_window()
+        self._waits = measured.waits_for_store
+        if self._waits:
+            seen = measured.rows * self._row_bytes / measured.seconds / now.shards
+            self._bytes_per_second = max(self._bytes_per_second, seen)
+        advice = self._adviser.look(measured, self._situation(work, now, slow_shard=self._slow_shard(counted)))
+        if advice.missed is not None:
+            self._call.say(f"auto: there are {now} now, not {advice.missed}")
+        if advice.judged is not None:
+            self._report(advice.judged)
+        if advice.action is not None:
+            self._act(advice.action, now)
+
+    def _report(self, over: Judged) -> None:
+        size, gain, paid = over.trial.target, over.verdict.gain, over.verdict.paid
+        self._call.events.note(AdjustmentJudged(trainers=size.trainers, shards=size.shards, gain=gain, kept=paid))
+        self._call.say(
+            f"auto: with {size} a step takes {1000 * over.measured.seconds:.1f} ms, {abs(gain):.0%} {'less' if gain >= 0 else 'more'} "
+            f"than with {over.trial.origin}{'' if paid else '; that does not pay'}"
+        )
+
+    def _situation(self, work: Work, now: Size, full_after: int | None = None, slow_shard: SlowShard | None = None) -> Situation:
+        call, step = self._call, self._call.events.step
+        job, lanes, placement, memory = call.job, call.schedule.header.lanes, self._moves.placement, self._shards.memory
+        here = job.engine == "local"
+        of_pool = self._pool.cores or (cores() if here else 0)
+        most = Size(max(min(lanes, of_pool // job.threads), 1), most_shards(job, self._shards, now.shards))
+        stored = work.rows_until(step) * self._row_bytes * (placement.k + placement.r) / placement.k
+        start = _START_SECONDS / of_pool if here else 0.0
+        return Situation(
+            now=now,
+            least=Size(min(job.replicas_held, now.trainers), min(max(self._least_shards, 1), now.shards)),
+            most=most,
+            machine=Machine(lanes, of_pool if here else None),
+            ahead=work.ahead(step),
+            costs=Costs(
+                stored,
+                self._bytes_per_second or _BYTES_PER_SECOND,
+                HURRIED_SHARE if self._waits else MOVING_SHARE,
+                _PAUSE_SECONDS + start,
+                _JOINS_AFTER,
+            ),
+            trained_seconds=self._call.clock() - self._since,
+            full_after=full_after,
+            shards_needed=0 if memory is None else memory.shards_needed,
+            slow_shard=slow_shard,
+        )
+
+    def _slow_shard(self, counted: Future[Answer]) -> SlowShard | None:
+        """Return a shard that was slow since the last count, if another server can take its place."""
+        answer = counted.result()
+        if not isinstance(answer, RowCountsAnswer) or not answer.trainers:
+            return None
+        before, self._loads = self._loads, together(part.loads for part in answer.trainers)
+        since = {
+            shard: ShardLoad(load.exchanges - before[shard].exchanges, load.seconds - before[shard].seconds)
+            for shard, load in self._loads.items()
+            if shard in before and load.exchanges - before[shard].exchanges >= _LEAST_EXCHANGES
+        }
+        seconds = {shard: load.mean for shard, load in since.items()}
+        own = self._shards.own
+        if not self._shards.spares and (own is None or own.word != ENGINE):
+            return None
+        for shard in sorted(seconds, key=lambda one: -seconds[one]):
+            times = slower(shard, seconds, _SLOW_TIMES, _SLOW_SECONDS)
+            if times is not None and self._shards.plain_urls[shard] not in self._slow_servers:
+                return SlowShard(shard, times)
+        return None
+
+    def _act(self, action: Action, now: Size) -> None:
+        to = action.to if isinstance(action, Resize) else now
+        if isinstance(action, Resize):
+            trial, gain, cost = action.trial, action.gain_seconds, action.cost_seconds
+            said = f"from {now} to {to}"
+        else:
+            trial, gain, cost = None, None, 0.0
+            said = f"the rows of store shard {action.shard} to another server"
+        dry_run = self._call.job.auto == DRY_RUN
+        event = Adjusted(
+            trainers=to.trainers,
+            shards=to.shards,
+            shard=action.shard if isinstance(action, MoveShard) else None,
+            gain_seconds=gain,
+            cost_seconds=cost,
+            undoes=trial is not None and trial.undoes,
+            dry_run=dry_run,
+            cause=action.reason,
+        )
+        if dry_run and said in self._advised:
+            return
+        self._advised.add(said)
+        saves = "" if gain is None or event.undoes else f", which would save about {gain:.0f} s"
+        self._call.events.note(event)
+        self._call.say(f"auto: {'would go ' if dry_run else ''}{said}{saves}: {action.reason}")
+        if dry_run:
+            return
+        self._adviser.acts(action, self._call.clock() - self._since)
+        if isinstance(action, Resize) and trial is None:
+            # What memory needs is never given back.
+            self._least_shards = to.shards
+        self._asked = action, self._request(action, now)
+
+    def _request(self, action: Action, now: Size) -> Future[Answer]:
+        """Make the request that a user would make. Returns its answer, also if it is refused."""
+        answered: Future[Answer] = Future()
+        try:
+            given = self._asked_for(action, now)
+        except ForeloadError as error:
+            given = Refused(str(error))
+        if isinstance(given, Future):
+            return given
+        answered.set_result(given)
+        return answered
+
+    def _asked_for(self, action: Action, now: Size) -> Answer | Future[Answer]:
+        shards, own = self._shards, self._shards.own
+        if isinstance(action, MoveShard):
+            self._slow_servers.add(shards.plain_urls[action.shard])
+            urls = (own.word,) if own is not None else self._take_spares(1)
+            return self._moves.want(AskMove("move", str(action.shard), urls), hurried=self._waits)
+        if action.to.trainers != now.trainers:
+            return self._scaling.ask(AskScale(action.to.trainers))
+        further = action.to.shards - now.shards
+        if further > 0:
+            urls = (own.word,) * further if own is not None else self._take_spares(further)
+            return self._moves.want(AskMove("add", "", urls), hurried=self._waits)
+        # Shards leave one at a time, the last one first; the next decision goes on.
+        last = max(self._moves.placement.live)
+        url = shards.plain_urls[last]
+        answer = self._moves.want(AskMove("remove", str(last), ()))
+        if own is None and isinstance(answer, Future):
+            shards.add_spares((url,))
+        return answer
+
+    def _take_spares(self, count: int) -> tuple[str, ...]:
+        self._taken = self._shards.take_spares(count)
+        return self._taken
+
+    def _see_answer(self) -> None:
+        """Note how the last request was answered. What was refused is not tried again."""
+        if self._asked is None or not self._asked[1].done():
+            return
+        (action, answered), self._asked = self._asked, None
+        taken, self._taken = self._taken, ()
+        error = answered.exception()
+        refused = error if error is not None else answered.result()
+        if error is None and not isinstance(refused, Refused):
+            return
+        why = refused.error if isinstance(refused, Refused) else str(refused)
+        self._call.say(f"auto: not done: {why}")
+        self._shards.add_spares(taken)
+        self._adviser.reject(action)
+
+
+def most_shards(job: TrainJob, shards: StoreShards, now: int) -> int:
+    """Return how many store shards --auto can have, with the servers that are there or can be started.
+
+    Args:
+        now: the number of shards now.
+    """
+    of_pool = None if job.pool is None else job.pool.stores
+    if shards.own is not None:
+        return max(of_pool or _STORES, now)
+    return max(min(now + shards.spares, of_pool or now + shards.spares), now)
+
+
+def _mean_row_bytes(layouts: Sequence[RowLayout]) -> float:
+    return sum(layout.row_bytes for layout in layouts) / max(len(layouts), 1)

@@ -112,6 +112,7 @@ def _train(caller: Caller, /, job: str | None = None, **settings: Any) -> Iterat
     from foreload.trainer.cluster.processes.preforked import Preforked
     from foreload.trainer.cluster.processes.starting import ChildProcess
     from foreload.trainer.commands.train import as_it_stands, call_values, train
+    from foreload.trainer.commands.warm_start import started
     from foreload.trainer.job.job import TrainJob
     from foreload.trainer.job.scheduler import under_scheduler
 
@@ -119,7 +120,7 @@ def _train(caller: Caller, /, job: str | None = None, **settings: Any) -> Iterat
     # writes.
     values, _ = call_values(settings, job)
     log_as(values.get("log_format"))
-    wanted = TrainJob.of(as_it_stands(values))
+    wanted = TrainJob.of(started(as_it_stands(values)))
 
     class Evaluations(RunObserver):
         def on_evaluation(self, metrics: Mapping[str, Any]) -> None:
@@ -128,8 +129,9 @@ def _train(caller: Caller, /, job: str | None = None, **settings: Any) -> Iterat
                 caller.send({"evaluation": metrics})
 
     observer = Evaluations()
-    # A process that has used an object store has threads, and cannot be forked.
-    if under_scheduler() or storage.is_asking():
+    # A process that has used an object store, or built a model to choose a start, has threads, and
+    # cannot be forked.
+    if under_scheduler() or storage.is_asking() or wanted.auto:
         ending = train(wanted, observer, ChildProcess)
     else:
         with contextlib.closing(Preforked(wanted.trainers + 1, caller.leave)) as processes:

@@ -84,6 +84,8 @@ class TrainSettings(TypedDict, total=False):
     rebalance: bool
     auto: bool | Literal["dry-run"]
     pool: str | None
+    deadline: int | str | None
+    budget: float | None
     coordinator: str | None
     local_trainers: int | None
     token_file: Path | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -66,11 +67,17 @@ def test_a_shard_is_added_before_one_is_full(shards: int, tmp_path: Path) -> Non
 
 
 def test_trainers_are_added_where_computing_takes_longest(tmp_path: Path, hold: Hold) -> None:
-    schedule = synthetic_schedule(tmp_path, 200_000, lanes=4)
+    schedule = synthetic_schedule(tmp_path, 100_000, lanes=4)
     undisturbed = summary(train_undisturbed(schedule, tmp_path))["digest"]
     job = arguments(schedule, tmp_path / "run", "--store", "local:1", "--digest", "--auto", "--pool", "cores=2,stores=1")
     held = hold([*job, *sleeping(tmp_path, 0.001)])
     held.train_until(lambda status: len(status.members) == 2)
+    _, out, _ = run_here("status", tmp_path / "run")
+    assert re.search(
+        r"^changed by --auto after step \d+, to 2 trainers, 1 store shard: 2 trainers, 1 store shard would take ",
+        out,
+        re.MULTILINE,
+    )
     (tmp_path / "slow").unlink()
     status, _, err = held.end()
     assert status == 0, err
@@ -80,8 +87,9 @@ def test_trainers_are_added_where_computing_takes_longest(tmp_path: Path, hold: 
     assert summary(tmp_path / "run")["digest"] == undisturbed
 
 
+@pytest.mark.full
 def test_a_dry_run_says_what_it_would_change_and_changes_nothing(tmp_path: Path, hold: Hold) -> None:
-    schedule = synthetic_schedule(tmp_path, 200_000, lanes=4)
+    schedule = synthetic_schedule(tmp_path, 100_000, lanes=4)
     run = tmp_path / "run"
     job = arguments(schedule, run, "--store", "local:1", "--auto=dry-run", "--pool", "cores=2,stores=1")
     held = hold([*job, *sleeping(tmp_path, 0.001)])
@@ -94,10 +102,41 @@ def test_a_dry_run_says_what_it_would_change_and_changes_nothing(tmp_path: Path,
     assert summary(run)["trainers"] == 1
 
 
+def test_a_job_begins_as_its_like_were_fastest(tmp_path: Path) -> None:
+    """Two trainers take half as long as one; nothing but the schedule and the pool is given."""
+    schedule = synthetic_schedule(tmp_path, 12_000, lanes=4)
+    history, model = ("--history", tmp_path / "history"), sleeping(tmp_path, 0.0003)
+    pool = ("--auto", "--pool", "cores=2,stores=2")
+
+    def job(run: str, *further: object) -> list[str]:
+        return [str(word) for word in (*arguments(schedule, tmp_path / run), *model, *history, *further)]
+
+    status, _, err = run_here(*job("first", *pool, "--digest"))
+    assert status == 0, err
+    assert "auto: begins with 1 trainer, local:1: the history has no profile of a job like this one" in err
+    status, _, err = run_here(*job("second", "--store", "local:1", "--trainers", "2"))
+    assert status == 0, err
+    for run, further, begins in (
+        ("third", (), "2 trainers"),
+        ("fourth", ("--budget", "0.0001"), "1 trainer"),
+        ("fifth", ("--trainers", "1"), "1 trainer"),
+    ):
+        status, _, err = run_here(*job(run, *pool, "--digest", *further))
+        assert status == 0, err
+        assert f"auto: begins with {begins}, local:1: " in err
+        assert "as predicted from " in err
+        assert summary(tmp_path / run)["digest"] == summary(tmp_path / "first")["digest"]
+        began, *_ = read_events(tmp_path / run)
+        assert began["trainers"] == int(begins[0])
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--pool", "cores=2"), "--pool: is what --auto may use; give --auto, or leave it out"),
+        (("--pool", "cores=2"), "--pool: is for --auto; give that, too, or leave it out"),
+        (("--deadline", "2h"), "--deadline: is for --auto; give that, too, or leave it out"),
+        (("--auto", "--deadline", "200"), "--deadline: must be a time, such as 90s, 10m or 2h; got 200"),
+        (("--auto", "--deadline", "2h", "--budget", "1"), "--deadline and --budget: only one of them can be given"),
         (("--auto", "--pool", "cores=none"), "--pool: must be cores=N, memory=SIZE and stores=N, any of them"),
         (("--auto", "--pool", "cores=2,cores=3"), "--pool: must give cores once"),
         (("--auto=never",), "--auto: "),

@@ -120,6 +120,7 @@ class Situation:
         full_after: the step after which a store shard would be full. None if none would.
         slow_shard: a slow shard that can be moved now.
         shards_needed: how many shards have enough memory for the whole schedule.
+        seconds_left: the time within which training is to end. None without a deadline.
     """
 
     now: Size
@@ -135,6 +136,7 @@ class Situation:
     trained_seconds: float = 0.0
     full_after: int | None = None
     shards_needed: int = 0
+    seconds_left: float | None = None
     slow_shard: SlowShard | None = None
 
 
@@ -276,10 +278,13 @@ def _best(situation: Situation) -> Resize | None:
     for size in left:
         done = min(costs.until_done(now, size) / max(left[now], 1e-9), 1.0)
         total[size] = costs.of(now, size) + done * left[now] + (1 - done) * left[size]
+    in_time = [size for size in total if situation.seconds_left is not None and total[size] <= situation.seconds_left]
+    # With a deadline, nothing is added that it does not need.
+    if now in in_time:
+        return None
     fastest = min(total.values())
-    best = min(
-        (size for size in total if total[size] <= _ALIKE * fastest), key=lambda size: (size.trainers + size.shards, total[size])
-    )
+    enough = in_time or [size for size in total if total[size] <= _ALIKE * fastest]
+    best = min(enough, key=lambda size: (size.trainers + size.shards, total[size]))
     cost, saved = costs.of(now, best), left[now] - total[best] + costs.of(now, best)
     if best == now or saved < PAYS_BACK * cost or saved - cost < LEAST_GAIN * left[now]:
         return None

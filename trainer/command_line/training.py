@@ -199,13 +199,14 @@ def job_values(parsed: argparse.Namespace) -> dict[str, Any]:
 
 def _train(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands.train import as_it_stands, is_permanent
+    from foreload.trainer.commands.warm_start import started
 
     auto, run = parsed.resume == AUTO, parsed.run
     try:
         values = job_values(parsed)
         log_as(values.get("log_format"))
         auto, run = values.get("resume") == AUTO, values.get("run")
-        return _end_of(parsed, TrainJob.of(as_it_stands(values)))
+        return _end_of(parsed, TrainJob.of(started(as_it_stands(values))))
     except ForeloadError as error:
         if auto and is_permanent(error, run):
             error.exit_status = PERMANENT

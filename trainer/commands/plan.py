@@ -19,6 +19,7 @@ import numpy as np
 from foreload.base.codec import parse_json
 from foreload.base.memory import available_bytes
 from foreload.base.settings import local, read_job_file, settings_of
+from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, LaneUses, lane_uses
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.pipelines.schedule.format import PROVENANCE, SET_NAME
@@ -39,6 +40,8 @@ DECIDED = ("store", "trainers", "parity", "run", "schedule")
 """The settings of `foreload train` that a plan decides or sets itself."""
 # The slot counts between the fewest and the most that are tried besides the schedule's own.
 _SLOT_COUNTS = 3
+
+GB_PRICE = 0.13  # of a GB hour, in core hours
 
 Log = Callable[[str], None]
 
@@ -76,7 +79,7 @@ class PlanRequest:
     deadline: float | None = None
     budget: float | None = None
     history: str | None = None
-    gb_price: float = 0.13
+    gb_price: float = GB_PRICE
 
 
 @dataclass(slots=True)
@@ -131,13 +134,43 @@ def run(request: PlanRequest, log: Log) -> dict[str, Any]:
 
     model = DenseModel.build(replace(job, device="cpu"), schedule)
     settings = settings_of_job(job, schedule, model)
-    setups = _setups(job, settings, request.pool)
+    setups = setups_of(job, settings, request.pool)
     known = _known(request, settings, setups, log)
-    step_model = StepModel.of_profiles(known.profiles)
-    memory = JobMemory.of(schedule, model.layouts, known.profiles, job.saves_checkpoints, job.dense_ema is not None)
+    choices, step_model = predicted_choices(
+        job, schedule, model.layouts, settings, setups, _by_slots(schedule, log), known.profiles
+    )
+    within = [one for one in choices if one.memory_bytes <= request.pool.memory_bytes]
+    if not within:
+        least = min(one.memory_bytes for one in choices)
+        raise PlanError(
+            f"--pool: memory must be at least {least / 2**30:.2f} GiB for any choice; got {request.pool.memory_bytes / 2**30:.2f} GiB; "
+            "give more, or prepare with fewer --slots"
+        )
+    return _result(request, schedule, settings, known, step_model, within, len(choices) - len(within))
+
+
+def predicted_choices(
+    job: TrainJob,
+    schedule: Schedule,
+    layouts: Sequence[RowLayout],
+    settings: Mapping[str, Any],
+    setups: Sequence[Setup],
+    by_slots: Sequence[StepCounts],
+    profiles: Sequence[history.Profile],
+) -> tuple[list[Choice], StepModel]:
+    """Return what every configuration is predicted to take, and the model that predicts it.
+
+    Args:
+        layouts: the row layout of each table.
+        settings: as from `settings_of_job`.
+        by_slots: the counts of the schedule's steps for each number of slots.
+        profiles: at least one, of jobs like this one.
+    """
+    step_model = StepModel.of_profiles(profiles)
+    memory = JobMemory.of(schedule, layouts, profiles, job.saves_checkpoints, job.dense_ema is not None)
     state = settings["columns"] - settings["weights"]
     choices = []
-    for counts in _by_slots(schedule, log):
+    for counts in by_slots:
         for setup in setups:
             load, steps = loads_of(counts, setup, settings["weights"], state, settings["dense_parameters"])
             predicted = step_model.predict(setup, load)
@@ -153,14 +186,7 @@ def run(request: PlanRequest, log: Log) -> dict[str, Any]:
                 total, low, high, 1000 * total / max(counts.steps, 1), min(busy, setup.cores),
                 memory.trainer_bytes(setup, counts), memory.store_bytes(setup),
             ))  # fmt: skip
-    within = [one for one in choices if one.memory_bytes <= request.pool.memory_bytes]
-    if not within:
-        least = min(one.memory_bytes for one in choices)
-        raise PlanError(
-            f"--pool: memory must be at least {least / 2**30:.2f} GiB for any choice; got {request.pool.memory_bytes / 2**30:.2f} GiB; "
-            "give more, or prepare with fewer --slots"
-        )
-    return _result(request, schedule, settings, known, step_model, within, len(choices) - len(within))
+    return choices, step_model
 
 
 def _result(
@@ -270,7 +296,7 @@ def _source_from_here(source: str, folder: str) -> str:
     return named[1] + _from_here(named[2], folder)
 
 
-def _setups(job: TrainJob, settings: Mapping[str, Any], pool: Pool) -> list[Setup]:
+def setups_of(job: TrainJob, settings: Mapping[str, Any], pool: Pool) -> list[Setup]:
     """Return the configurations to choose from.
 
     Every trainer has its own cores. Every number of shards is tried, with the parity of the job or,
@@ -325,7 +351,7 @@ def _known(request: PlanRequest, settings: Mapping[str, Any], setups: Sequence[S
     except HistoryError as error:
         log(f"warning: {error}")
         path, read = None, []
-    known.profiles = [one for one in read if _is_usable(one, settings, here)]
+    known.profiles = [one for one in read if is_usable(one, settings, here)]
     seen = {(int(one.settings["trainers"]), int(one.settings["r"]) > 0) for one in known.profiles}
     for setup in _corners(setups):
         if (setup.trainers, setup.r > 0) in seen:
@@ -348,7 +374,7 @@ def _known(request: PlanRequest, settings: Mapping[str, Any], setups: Sequence[S
     return known
 
 
-def _is_usable(profile: history.Profile, settings: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+def is_usable(profile: history.Profile, settings: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     """Return whether a profile can be used to predict this job on this machine.
 
     The profile must be of a like job on a like machine, and of undisturbed training: one term, the

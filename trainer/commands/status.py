@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
+from foreload.base.codec import LeftOut
 from foreload.trainer.cluster.messages.control import RunStatus, training_status
+from foreload.trainer.errors import after_step
 from foreload.trainer.run.directory import Run
+from foreload.trainer.run.event_log import Adjusted, AdjustmentJudged, read_events
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,32 @@ class LaneHolders:
 
 
 @dataclass(frozen=True, slots=True)
+class LastChange:
+    """The last change that --auto made.
+
+    Attributes:
+        trainers: the number of trainers after it.
+        shards: the number of store shards after it.
+        step: the step after which it began.
+        reason: why it was made.
+        gain: by which share it was found to make steps faster, or None while that is not known.
+    """
+
+    trainers: int
+    shards: int
+    step: int
+    reason: str
+    gain: float | None
+
+    def text(self) -> str:
+        """Return the change as one line."""
+        found = "" if self.gain is None else f"; steps are {abs(self.gain):.0%} {'faster' if self.gain >= 0 else 'slower'} since"
+        trainers, shards = self.trainers, self.shards
+        size = f"{trainers} trainer{'s' * (trainers != 1)}, {shards} store shard{'s' * (shards != 1)}"
+        return f"changed by --auto {after_step(self.step)}, to {size}: {self.reason}{found}"
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """How far a run is.
 
@@ -80,6 +110,7 @@ class Status:
         step: the last step that all trainers have finished. If None, no step has been trained.
         survives: whether the run would survive the loss of any one trainer now.
         shards: the number of store shards in each state.
+        changed: the last change that --auto made, if it made any.
     """
 
     run: str
@@ -90,6 +121,7 @@ class Status:
     trainers: tuple[TrainerLanes, ...] = ()
     lanes: tuple[LaneHolders, ...] = ()
     shards: dict[str, int] = field(default_factory=dict)
+    changed: LeftOut[LastChange | None] = None
 
     def text(self) -> str:
         """Return the report for the terminal."""
@@ -98,6 +130,8 @@ class Status:
         lines += [trainer.text() for trainer in self.trainers] + [lane.text() for lane in self.lanes]
         if self.shards:
             lines.append(f"store shards: {', '.join(f'{count} {state}' for state, count in self.shards.items())}")
+        if self.changed is not None:
+            lines.append(self.changed.text())
         if self.survives is False:
             exposed = tuple(one.lane for one in self.lanes if not any(copy.complete for copy in one.copies))
             lines.append(
@@ -116,13 +150,26 @@ def run(path: str) -> Status:
     asked = Run.open(path)
     training = training_status(asked.path)
     if training is not None:
-        return _of_training(path, training)
+        return replace(_of_training(path, training), changed=_last_change(asked))
     status = asked.status
     state: str = "never trained" if status is None else "broken off" if status.state == "training" else status.state
     if asked.keeps_lanes:
         state = "kept"
     started = status is not None and status.step >= asked.manifest.stages[0].first_step
-    return Status(path, state, status.step if status is not None and started else None, 0 if status is None else status.term)
+    step, term = (None, 0) if status is None else (status.step if started else None, status.term)
+    return Status(path, state, step, term, changed=_last_change(asked))
+
+
+def _last_change(asked: Run) -> LastChange | None:
+    """Return the last change by --auto from the run's events."""
+    last: LastChange | None = None
+    for event in read_events(asked.path):
+        with suppress(KeyError, TypeError, ValueError):
+            if event["kind"] == Adjusted.kind and not event["dry_run"]:
+                last = LastChange(int(event["trainers"]), int(event["shards"]), int(event["step"]), str(event["cause"]), None)
+            elif event["kind"] == AdjustmentJudged.kind and last is not None:
+                last = replace(last, gain=float(event["gain"]))
+    return last
 
 
 def _of_training(path: str, training: RunStatus) -> Status:

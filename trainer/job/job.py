@@ -100,9 +100,14 @@ def _check_hosts(job: TrainJob) -> None:
 
 def _check_auto(job: TrainJob) -> None:
     if not job.auto:
-        if job.pool is not None:
-            raise SettingError("--pool: is what --auto may use; give --auto, or leave it out")
+        for flag, value in (("--pool", job.pool), ("--deadline", job.deadline), ("--budget", job.budget)):
+            if value is not None:
+                raise SettingError(f"{flag}: is for --auto; give that, too, or leave it out")
         return
+    if job.deadline is not None and job.budget is not None:
+        raise SettingError("--deadline and --budget: only one of them can be given; --deadline saves resources, --budget time")
+    if job.deadline is not None and job.deadline.seconds is None:
+        raise SettingError(f"--deadline: must be a time, such as 90s, 10m or 2h; got {job.deadline}")
     if job.engine != "local" and (job.pool is None or job.pool.cores is None):
         raise SettingError("--pool: must say how many cores of the cluster --auto may use, as in cores=16, with --engine ray")
 
@@ -363,6 +368,14 @@ class TrainJob:
     pool: Pool | None = setting(
         None, Pool.parse, "with --auto: the resources that it may use; by default this machine's, and 5 store shards or the "
         "servers of --store and --spare", _WHERE, metavar="cores=N,memory=SIZE,stores=N", stated=False,
+    )  # fmt: skip
+    deadline: Interval | None = setting(
+        None, Interval.parse, "with --auto: use no more than what ends within this time of training, such as 90s, 10m or 2h", _WHERE, metavar="TIME",
+        stated=False,
+    )  # fmt: skip
+    budget: float | None = setting(
+        None, positive, "with --auto: begin with the fastest that costs at most this many core hours, and add nothing", _WHERE, metavar="X",
+        stated=False,
     )  # fmt: skip
     coordinator: Place | None = setting(
         None, Place.parse, "let trainers on other hosts join: the address at which they reach this machine, and a free port",

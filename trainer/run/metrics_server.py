@@ -63,6 +63,8 @@ class RunFigures:
         migrated: the share of rows that have moved; 1 if no migration is under way.
         checkpoint: None if this call has saved none.
         stop_by: the step by which training must stop, since store servers will be full, or None.
+        adjusted: how many changes --auto has made in this call, and how many of them were found to
+            pay ("paid") or not ("unpaid").
     """
 
     run: str
@@ -85,6 +87,7 @@ class RunFigures:
     checkpoints_failed: int = 0
     checkpoint: LastCheckpoint | None = None
     stop_by: int | None = None
+    adjusted: Mapping[str, int] = field(default_factory=dict)
 
 
 # Label values, and the sample. A sample that is None is left out.
@@ -168,6 +171,13 @@ FAMILIES: tuple[Family, ...] = (
         "foreload_store_full_step", "The step by which training must stop, since servers will be full.", _one(lambda f: f.stop_by)
     ),
     Family("foreload_migrated_ratio", "Share of the rows that have moved, of a migration.", _one(lambda f: f.migrated)),
+    Family(
+        "foreload_adjustments",
+        "Changes by --auto in this call: all made, and those found to pay or not.",
+        lambda f: [((result,), count) for result, count in f.adjusted.items()],
+        ("result",),
+        counter=True,
+    ),
     Family("foreload_checkpoints_saved", "Checkpoints saved in this call.", _one(lambda f: f.checkpoints_saved), counter=True),
     Family(
         "foreload_checkpoints_failed",

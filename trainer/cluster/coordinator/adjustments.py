@@ -108,7 +108,12 @@ class _Window:
 
 
 class Adjustments:
-    """The changes that --auto makes in one call."""
+    """The changes that --auto makes in one call.
+
+    Attributes:
+        counts: How many changes were made, and found to pay ("paid") or not ("unpaid"). Empty
+            without --auto.
+    """
 
     def __init__(
         self, call: TrainingCall, scaling: Scaling, moves: RowMigration, shards: StoreShards, requests: RunRequests
@@ -122,6 +127,7 @@ class Adjustments:
         self._window = _Window(warm_up_steps=_WARM_UP_STEPS, warm_up_seconds=_WARM_UP_SECONDS)
         self._row_bytes = _mean_row_bytes(call.layouts)
         self._adviser = Adviser()
+        self.counts = dict.fromkeys(("made", "paid", "unpaid"), 0) if self._on else {}
         self._least_shards = moves.placement.k + moves.placement.r if moves.placement.r else 1
         self._advised: set[str] = set()  # what --auto=dry-run has said
         # The action under way, with the answer to its request.
@@ -214,6 +220,7 @@ class Adjustments:
 
     def _report(self, over: Judged) -> None:
         size, gain, paid = over.trial.target, over.verdict.gain, over.verdict.paid
+        self.counts["paid" if paid else "unpaid"] += 1
         self._call.events.note(AdjustmentJudged(trainers=size.trainers, shards=size.shards, gain=gain, kept=paid))
         self._call.say(
             f"auto: with {size} a step takes {1000 * over.measured.seconds:.1f} ms, {abs(gain):.0%} {'less' if gain >= 0 else 'more'} "
@@ -226,6 +233,9 @@ class Adjustments:
         here = job.engine == "local"
         of_pool = self._pool.cores or (cores() if here else 0)
         most = Size(max(min(lanes, of_pool // job.threads), 1), most_shards(job, self._shards, now.shards))
+        if job.budget is not None and full_after is None:
+            most = now
+        trained, deadline = self._call.clock() - self._since, None if job.deadline is None else job.deadline.seconds
         stored = work.rows_until(step) * self._row_bytes * (placement.k + placement.r) / placement.k
         start = _START_SECONDS / of_pool if here else 0.0
         return Situation(
@@ -241,7 +251,8 @@ class Adjustments:
                 _PAUSE_SECONDS + start,
                 _JOINS_AFTER,
             ),
-            trained_seconds=self._call.clock() - self._since,
+            trained_seconds=trained,
+            seconds_left=None if deadline is None else deadline - trained,
             full_after=full_after,
             shards_needed=0 if memory is None else memory.shards_needed,
             slow_shard=slow_shard,
@@ -295,6 +306,7 @@ class Adjustments:
         self._call.say(f"auto: {'would go ' if dry_run else ''}{said}{saves}: {action.reason}")
         if dry_run:
             return
+        self.counts["made"] += 1
         self._adviser.acts(action, self._call.clock() - self._since)
         if isinstance(action, Resize) and trial is None:
             # What memory needs is never given back.

@@ -472,6 +472,7 @@ class Coordinator:
             checkpoints_failed=self.checkpointing.failed,
             checkpoint=report.last_checkpoint,
             stop_by=None if memory is None else memory.stop_by,
+            adjusted=self._adjustments.counts,
         )
 
     def _status(self) -> RunStatus:

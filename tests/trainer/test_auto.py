@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Command, error_of, run_here
+from delay_proxy import delayed
 from held import Hold
 from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 
@@ -147,3 +148,22 @@ def test_what_auto_is_refused_with(tmp_path: Path, given: tuple[str, ...], said:
     assert status == 2
     assert said in error_of(status, err)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parity", ["2+1", "off"])
+def test_a_slow_shard_is_moved_to_a_spare(parity: str, tmp_path: Path, hold: Hold) -> None:
+    schedule = synthetic_schedule(tmp_path, 100_000, lanes=2)
+    undisturbed = summary(train_undisturbed(schedule, tmp_path))["digest"]
+    run = tmp_path / "run"
+    with LocalStores(4, tmp_path / "stores") as stores, delayed(stores.urls[1], 0.05) as slow:
+        urls = (stores.urls[0], slow, stores.urls[2])
+        job = arguments(schedule, run, "--store", ",".join(urls), "--parity", parity, "--digest")
+        held = hold([*job, "--auto", "--pool", "cores=1,stores=3", "--spare", stores.urls[3]])
+        held.train_until(lambda status: any(event["kind"] == "rows-moved" for event in read_events(run)))
+        status, _, err = held.end()
+        assert status == 0, err
+    change, *_ = (event for event in read_events(run) if event["kind"] == "adjusted")
+    assert (change["trainers"], change["shards"], change["shard"]) == (1, 3, 1)
+    assert re.fullmatch(r"its answers take \d+\.\d x the median of the others'", change["cause"])
+    assert summary(run)["digest"] == undisturbed

@@ -44,7 +44,7 @@ _PAUSE_SECONDS, _START_SECONDS = 0.5, 4.0
 _JOINS_AFTER = 10.0  # seconds from a trainer's start to its first step
 # A shard is slow if its answers take so many times the median of the others', by this much longer.
 _SLOW_TIMES, _SLOW_SECONDS = 3.0, 0.002
-_LEAST_EXCHANGES = 20
+_LEAST_EXCHANGES = 5
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ PAYS_BACK = 2.0
 # What trials that did not pay have cost in all, as a share of the time trained, before there is
 # another one.
 _MOST_SPENT = 0.05
+_MOST_NUMBERS = 12  # of trainers, and of shards, that are considered, besides those next to the present
 # Sizes whose times are within this factor of the best count as equally fast; the smallest is best.
 _ALIKE = 1.03
 # The least share by which the steps must have become faster for a change to be kept.
@@ -296,11 +297,19 @@ def _best(situation: Situation) -> Resize | None:
 def _sizes(situation: Situation) -> Iterator[Size]:
     least, most, now = situation.least, situation.most, situation.now
     yield now
-    for trainers in range(least.trainers, most.trainers + 1):
-        for shards in range(least.shards, most.shards + 1):
+    for trainers in _numbers(least.trainers, most.trainers, now.trainers):
+        for shards in _numbers(least.shards, most.shards, now.shards):
             size = Size(trainers, shards)
             if size != now and size not in situation.rejected:
                 yield size
+
+
+def _numbers(least: int, most: int, now: int) -> list[int]:
+    """Return the numbers to consider: all, or, of many, some that are evenly apart by their ratios."""
+    if most - least < _MOST_NUMBERS:
+        return list(range(least, most + 1))
+    apart = np.geomspace(least, most, _MOST_NUMBERS).round().astype(int).tolist()
+    return sorted({one for one in (*apart, now - 1, now, now + 1) if least <= one <= most})
 
 
 def _is_allowed(situation: Situation, size: Size) -> bool:

@@ -118,7 +118,7 @@ class Work:
 
     def advance(self) -> Work:
         """Count the steps of the segments published since. Raises ScheduleError for a damaged file."""
-        schedule, samples = self._schedule, list[int]()
+        schedule, samples, first = self._schedule, list[int](), self._segment
         moved = [np.zeros((4, 0), np.int64)]
         while schedule.published(self._segment) and (segment := schedule.segment(self._segment)) is not None:
             if segment.kind == "train":
@@ -127,6 +127,8 @@ class Work:
                 of = (LaneMoves(segment.first, segment.last, schedule.moves(segment.index, lane)).counts() for lane in lanes)
                 moved.append(np.sum(list(of), axis=0))
             self._segment += 1
+        if self._segment == first:
+            return self
         _, arrived, fetched, ended = np.concatenate(moved, axis=1).astype(np.float64)
         self._samples = np.concatenate([self._samples, np.array(samples, np.float64)])
         self._rows = np.concatenate([self._rows, fetched + ended])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from foreload.base.errors import ForeloadError
 from foreload.base.memory import processor_seconds_of
-from foreload.cache.client.load import ShardLoad, slower, together
+from foreload.cache.client.load import ShardLoad, slower
 from foreload.cache.protocol.handover.migration import HURRIED_SHARE, MOVING_SHARE
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError
@@ -17,13 +17,12 @@ from foreload.trainer.adjusting.decision import Action, Costs, MoveShard, Resize
 from foreload.trainer.adjusting.prediction import Machine, Measured, Size, Work, mean
 from foreload.trainer.assembly.job_shape import cores
 from foreload.trainer.cluster.coordinator.background_work import in_background
-from foreload.trainer.cluster.coordinator.control_socket import RunRequests
 from foreload.trainer.cluster.coordinator.membership import Membership
 from foreload.trainer.cluster.coordinator.row_migration import RowMigration
 from foreload.trainer.cluster.coordinator.scaling import Scaling
 from foreload.trainer.cluster.coordinator.store_shards import StoreShards
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall
-from foreload.trainer.cluster.messages.control import Answer, AskMove, AskScale, Refused, RowCountsAnswer
+from foreload.trainer.cluster.messages.control import Answer, AskMove, AskScale, Refused
 from foreload.trainer.compute.reports import StepReport
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_values import DRY_RUN, Pool
@@ -113,12 +112,11 @@ class Adjustments:
     Attributes:
         counts: How many changes were made, and found to pay ("paid") or not ("unpaid"). Empty
             without --auto.
+        loads: The load of the store shards, by number, that each trainer has last reported.
     """
 
-    def __init__(
-        self, call: TrainingCall, scaling: Scaling, moves: RowMigration, shards: StoreShards, requests: RunRequests
-    ) -> None:
-        self._call, self._scaling, self._moves, self._shards, self._requests = call, scaling, moves, shards, requests
+    def __init__(self, call: TrainingCall, scaling: Scaling, moves: RowMigration, shards: StoreShards) -> None:
+        self._call, self._scaling, self._moves, self._shards = call, scaling, moves, shards
         job = call.job
         self._pool = job.pool or Pool()
         self._on = bool(job.auto) and not under_scheduler()
@@ -133,8 +131,8 @@ class Adjustments:
         # The action under way, with the answer to its request.
         self._asked: tuple[Action, Future[Answer]] | None = None
         self._taken: tuple[str, ...] = ()  # the spares that it takes
-        self._counted: Future[Answer] | None = None
-        self._loads: dict[int, ShardLoad] = {}
+        self.loads: dict[int, dict[int, ShardLoad]] = {}
+        self._loads_before: dict[int, dict[int, ShardLoad]] = {}  # when the window began
         self._slow_servers: set[str] = set()  # whose shards were moved to others
         self._waits = False  # whether trainers waited for the store in the last window
         self._since = call.clock()
@@ -163,7 +161,6 @@ class Adjustments:
         self._see_answer()
         if not is_training or self._is_busy(members):
             self._begin_window(warm_up_steps=_WARM_UP_STEPS)
-            self._counted = None
             return
         now = Size(len(members.term.members), len(self._moves.placement.live))
         memory = self._shards.memory
@@ -173,18 +170,14 @@ class Adjustments:
             if urgent is not None:
                 self._act(urgent, now)
                 return
-        if self._counted is None:
-            if self._window.warm_up(members.term.members):
-                self._window.servers = self._server_seconds()
-            if not self._window.is_over(members.term.members):
-                return
-            self._counted = self._requests.row_counts()
-        if self._counted.done():
-            counted, self._counted = self._counted, None
-            self._look(work, now, counted)
+        if self._window.warm_up(members.term.members):
+            self._window.servers, self._loads_before = self._server_seconds(), dict(self.loads)
+        if self._window.is_over(members.term.members):
+            self._look(work, now)
 
     def _begin_window(self, warm_up_steps: int = 0) -> None:
         self._window = _Window(self._server_seconds(), warm_up_steps, _WARM_UP_SECONDS)
+        self._loads_before = dict(self.loads)
 
     def _is_busy(self, members: Membership) -> bool:
         """Whether a change is under way, or a loss is being repaired."""
@@ -202,15 +195,16 @@ class Adjustments:
         local = self._shards.local
         return 0.0 if local is None else sum(processor_seconds_of(pid) for pid in local.pids if pid)
 
-    def _look(self, work: Work, now: Size, counted: Future[Answer]) -> None:
+    def _look(self, work: Work, now: Size) -> None:
         """Judge the last change, decide, and act, at the end of a window."""
         measured = self._window.measured(work, self._server_seconds())
+        slow_shard = self._slow_shard()
         self._begin_window()
         self._waits = measured.waits_for_store
         if self._waits:
             seen = measured.rows * self._row_bytes / measured.seconds / now.shards
             self._bytes_per_second = max(self._bytes_per_second, seen)
-        advice = self._adviser.look(measured, self._situation(work, now, slow_shard=self._slow_shard(counted)))
+        advice = self._adviser.look(measured, self._situation(work, now, slow_shard=slow_shard))
         if advice.missed is not None:
             self._call.say(f"auto: there are {now} now, not {advice.missed}")
         if advice.judged is not None:
@@ -258,18 +252,15 @@ class Adjustments:
             slow_shard=slow_shard,
         )
 
-    def _slow_shard(self, counted: Future[Answer]) -> SlowShard | None:
-        """Return a shard that was slow since the last count, if another server can take its place."""
-        answer = counted.result()
-        if not isinstance(answer, RowCountsAnswer) or not answer.trainers:
-            return None
-        before, self._loads = self._loads, together(part.loads for part in answer.trainers)
-        since = {
-            shard: ShardLoad(load.exchanges - before[shard].exchanges, load.seconds - before[shard].seconds)
-            for shard, load in self._loads.items()
-            if shard in before and load.exchanges - before[shard].exchanges >= _LEAST_EXCHANGES
-        }
-        seconds = {shard: load.mean for shard, load in since.items()}
+    def _slow_shard(self) -> SlowShard | None:
+        """Return a shard that was slow in the last window, if another server can take its place."""
+        since: dict[int, ShardLoad] = {}
+        for trainer in self.loads.keys() & self._loads_before.keys():
+            before = self._loads_before[trainer]
+            for shard in self.loads[trainer].keys() & before.keys():
+                now, then = self.loads[trainer][shard], before[shard]
+                since.setdefault(shard, ShardLoad()).add(ShardLoad(now.exchanges - then.exchanges, now.seconds - then.seconds))
+        seconds = {shard: load.mean for shard, load in since.items() if load.exchanges >= _LEAST_EXCHANGES}
         own = self._shards.own
         if not self._shards.spares and (own is None or own.word != ENGINE):
             return None

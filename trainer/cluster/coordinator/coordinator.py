@@ -58,6 +58,7 @@ from foreload.trainer.cluster.messages.trainers import (
     Failed,
     FaultInjected,
     LeaveWanted,
+    LoadsReport,
     Ready,
     RequestReport,
     ShardsReport,
@@ -114,7 +115,7 @@ class Coordinator:
         self.scaling = Scaling(call, self._start_joining, self._end_process)
         self._copies = LaneReplicas(call, term)
         self._run_requests = RunRequests(call, term.members, self._plan)
-        self._adjustments = Adjustments(call, self.scaling, self.moves, shards, self._run_requests)
+        self._adjustments = Adjustments(call, self.scaling, self.moves, shards)
         self._failures = Failures(call.guests)
         self.ended: dict[int, TrainerEnd] = {}
         self._training = False  # True once all trainers of the first term are ready
@@ -334,6 +335,8 @@ class Coordinator:
                 self._copies.on_copies(trainer, event)
             case ServerUnreachable():
                 self._shards.unreachable(event)
+            case LoadsReport():
+                self._adjustments.loads[trainer] = event.loads
             case RequestReport():
                 self._run_requests.receive(trainer, event)
             case CheckpointReport():

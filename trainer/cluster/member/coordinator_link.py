@@ -20,6 +20,7 @@ from foreload.trainer.cluster.messages.trainers import (
     CopiesReport,
     FaultInjected,
     HeldRows,
+    LoadsReport,
     PlacementText,
     Plan,
     RequestReport,
@@ -94,6 +95,7 @@ class TrainerRequests:
 # How long a finished training waits for the replacement of a lost server.
 RETURN_TIMEOUT = timedelta(seconds=30)
 SHARDS_PAUSE = timedelta(milliseconds=100)  # between two polls of the plan and of the rebuild
+LOADS_PAUSE = timedelta(seconds=1)  # between two reports of the shards' load
 BOARD_PAUSE = timedelta(milliseconds=10)  # between two polls for an awaited fact
 
 
@@ -123,10 +125,11 @@ class CoordinatorLink:
         # How many times a shard was lost, or had its server replaced, for this trainer.
         self._lost = 0
         self._asked_at = 0.0  # when the plan was last polled, time.monotonic()
+        self._loads_at = 0.0  # when the shards' load was last reported, likewise
 
     def serve(self, lanes: HostedLanes, layouts: Sequence[RowLayout]) -> None:
         """Let the traffic of these lanes serve run requests, for the lanes hosted at that time."""
-        self._traffic = lanes.traffic
+        self._traffic, self._store = lanes.traffic, lanes.stored.store
         if self.plan.hurried:
             self._traffic.migration.hurry()
         self._requests = TrainerRequests(self._joined, lanes, layouts, self.plan.count)
@@ -209,6 +212,9 @@ class CoordinatorLink:
         if (copies := self._copies()) is not None and copies != self._copies_reported:
             self._copies_reported = copies
             self._events.send(copies)
+        if self._joined.job.auto and self._asked_at - self._loads_at >= LOADS_PAUSE.total_seconds():
+            self._loads_at = self._asked_at
+            self._events.send(LoadsReport(self._store.loads))
         self._requests.report()
         self._checkpoints.report()
         self.catch_up()

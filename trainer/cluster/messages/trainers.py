@@ -270,6 +270,13 @@ class HeldRows:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadsReport:
+    """The load of the store shards so far, by number. With --auto the trainer reports it often."""
+
+    loads: dict[int, ShardLoad]
+
+
+@dataclass(frozen=True, slots=True)
 class RequestReport:
     """The progress of a request, a scrub or a row count, in the trainer's lanes.
 
@@ -368,6 +375,7 @@ TrainerEvent = (
     | ShardsReport
     | CopiesReport
     | ServerUnreachable
+    | LoadsReport
     | RequestReport
     | CheckpointReport
     | Failed

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreload.trainer.adjusting.adviser import AGREED, Adviser
+from foreload.trainer.adjusting.adviser import AGREED, Advice, Adviser
 from foreload.trainer.adjusting.decision import (
     LEAST_GAIN,
     Costs,
@@ -198,6 +198,30 @@ def test_a_slow_shard_is_moved_once_two_windows_in_a_row_say_so() -> None:
     assert seen[:3] == [None] * 3
     assert isinstance(seen[3], MoveShard)
     assert (seen[3].shard, AGREED) == (2, 2)
+
+
+@pytest.mark.parametrize(("seconds", "trainers"), [(10_000.0, 1), (300.0, 2), (150.0, 4), (1.0, 4)])
+def test_with_a_deadline_nothing_is_added_that_it_does_not_need(seconds: float, trainers: int) -> None:
+    job = Job(compute=0.1, link=0.001, work=0.001)
+    action = decide(job.situation(known={Size(1, 1): job.window()}, trained_seconds=10.0, seconds_left=seconds))
+    assert not isinstance(action, MoveShard)
+    assert (1 if action is None else action.to.trainers) == trainers
+
+
+def test_what_a_user_changes_meanwhile_is_not_changed_back() -> None:
+    """A trial of two steps is half way when someone asks for another number of trainers."""
+    job = Job(compute=0.1, link=0.1, work=0.01, steps=8_000)
+    while not job.actions:
+        action = job.adviser.look(job.window(), job.situation()).action
+        if isinstance(action, Resize):
+            job.adviser.acts(action, job.seconds)
+            job.actions.append(action)
+            job.size = action.to
+    assert job.actions[0].trial is not None
+    job.adviser.look(job.window(), job.situation(most=job.size))
+    job.adviser.trial, job.size = job.actions[0].trial, Size(3, 2)
+    assert job.adviser.look(job.window(), job.situation()) == Advice()
+    assert job.adviser.trial is None
 
 
 def test_nothing_is_changed_when_too_few_steps_are_left_to_pay_it_back() -> None:

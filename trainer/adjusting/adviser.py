@@ -71,6 +71,7 @@ class Adviser:
     rejected: frozenset[Size] = frozenset()
     trial: Trial | None = None
     spent_seconds: float = 0.0
+    _size: Size | None = None  # at the last window
     # The action under way, and the time trained when it was advised.
     _action: Resize | None = None
     _acted_at: float = 0.0
@@ -89,7 +90,10 @@ class Adviser:
         if self._action is not None and self._action.to != now:
             missed = self._action.to
             self.reject(self._action)
-        self._action = None
+        elif self._action is None and self._size not in (None, now):
+            # Someone else has changed the size.
+            self.trial = None
+        self._action, self._size = None, now
         self.known, self.rejected = remembered(self.known, self.rejected, now, measured, seen.machine)
         action: Action | None = None
         if self.trial is not None and self.trial.target == now:

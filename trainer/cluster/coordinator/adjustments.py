@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from foreload.base.errors import ForeloadError
-from foreload.base.memory import processor_seconds_of
+from foreload.base.memory import processor_seconds_of, total_bytes
 from foreload.cache.client.load import ShardLoad, slower
 from foreload.cache.protocol.handover.migration import HURRIED_SHARE, MOVING_SHARE
 from foreload.cache.rows.layout import RowLayout
@@ -26,6 +26,7 @@ from foreload.trainer.cluster.messages.control import Answer, AskMove, AskScale,
 from foreload.trainer.compute.reports import StepReport
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_values import DRY_RUN, Pool
+from foreload.trainer.job.memory_check import store_bytes, trainer_bytes
 from foreload.trainer.job.scheduler import under_scheduler
 from foreload.trainer.run.event_log import Adjusted, AdjustmentJudged
 from foreload.trainer.run.shard_change import ENGINE
@@ -124,6 +125,7 @@ class Adjustments:
         self._reading = in_background(lambda: Work(call.schedule).advance()) if self._on else None
         self._window = _Window(warm_up_steps=_WARM_UP_STEPS, warm_up_seconds=_WARM_UP_SECONDS)
         self._row_bytes = _mean_row_bytes(call.layouts)
+        self._most_by_memory = _most_by_memory(call, self._pool) if self._on else 0
         self._adviser = Adviser()
         self.counts = dict.fromkeys(("made", "paid", "unpaid"), 0) if self._on else {}
         self._least_shards = moves.placement.k + moves.placement.r if moves.placement.r else 1
@@ -147,7 +149,8 @@ class Adjustments:
         """Measure, decide and act.
 
         Args:
-            is_training: whether training goes on, and no term is about to change.
+            is_training: whether training goes on, no term is about to change, and every lane has
+                the replicas that it should have.
         """
         if not self._on or self._reading is None or not self._reading.done():
             return
@@ -226,7 +229,10 @@ class Adjustments:
         job, lanes, placement, memory = call.job, call.schedule.header.lanes, self._moves.placement, self._shards.memory
         here = job.engine == "local"
         of_pool = self._pool.cores or (cores() if here else 0)
-        most = Size(max(min(lanes, of_pool // job.threads), 1), most_shards(job, self._shards, now.shards))
+        most = Size(max(min(lanes, of_pool // job.threads, self._most_by_memory), 1), most_shards(job, self._shards, now.shards))
+        if full_after is None and self._shards.own is None and self._shards.protected:
+            # One spare is left for a shard that is lost.
+            most = replace(most, shards=max(most.shards - 1, now.shards))
         if job.budget is not None and full_after is None:
             most = now
         trained, deadline = self._call.clock() - self._since, None if job.deadline is None else job.deadline.seconds
@@ -366,6 +372,15 @@ def most_shards(job: TrainJob, shards: StoreShards, now: int) -> int:
     if shards.own is not None:
         return max(of_pool or _STORES, now)
     return max(min(now + shards.spares, of_pool or now + shards.spares), now)
+
+
+def _most_by_memory(call: TrainingCall, pool: Pool) -> int:
+    """Return how many trainers there is memory for, beside the local servers, if there are any."""
+    job, schedule, placement = call.job, call.schedule, call.run.placement
+    if job.engine != "local" and pool.memory_bytes is None:
+        return schedule.header.lanes
+    servers = store_bytes(job, schedule, placement.k, placement.r) if job.store.local else 0
+    return ((pool.memory_bytes or total_bytes()) - servers) // trainer_bytes(job, schedule)
 
 
 def _mean_row_bytes(layouts: Sequence[RowLayout]) -> float:

@@ -187,7 +187,7 @@ class Coordinator:
             self._plan.change(stop_by=memory.stop_by)
         self.moves.poll(members.term.members)
         self._run_requests.poll()
-        self._adjustments.poll(members, self._phase == "training" and not members.changing)
+        self._adjustments.poll(members, self._phase == "training" and not members.changing and not self._copies.exposed)
         self.checkpointing.poll(members.term.members, self._phase == "training" and not members.changing)
         self.report.tick()
         self._call.events.step = self.report.last_step

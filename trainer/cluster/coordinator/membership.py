@@ -364,6 +364,11 @@ class LaneReplicas:
         self._exposed = bool(lacking)
 
     @property
+    def exposed(self) -> bool:
+        """Whether a lane that should have a replica has no complete one yet, as far as trainers have reported."""
+        return self._exposed
+
+    @property
     def lacking(self) -> list[int]:
         """The lanes without a complete replica, as far as trainers have reported."""
         status = self.status

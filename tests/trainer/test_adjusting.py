@@ -16,6 +16,7 @@ from foreload.trainer.adjusting.decision import (
     LEAST_GAIN,
     Costs,
     MoveShard,
+    ReplaceTrainer,
     Resize,
     Situation,
     SlowShard,
@@ -23,6 +24,7 @@ from foreload.trainer.adjusting.decision import (
     decide,
     judged,
     remembered,
+    slow_trainer,
 )
 from foreload.trainer.adjusting.prediction import Ahead, Machine, Measured, Size, predicted
 
@@ -204,8 +206,31 @@ def test_a_slow_shard_is_moved_once_two_windows_in_a_row_say_so() -> None:
 def test_with_a_deadline_nothing_is_added_that_it_does_not_need(seconds: float, trainers: int) -> None:
     job = Job(compute=0.1, link=0.001, work=0.001)
     action = decide(job.situation(known={Size(1, 1): job.window()}, trained_seconds=10.0, seconds_left=seconds))
-    assert not isinstance(action, MoveShard)
+    assert action is None or isinstance(action, Resize)
     assert (1 if action is None else action.to.trainers) == trainers
+
+
+@pytest.mark.parametrize(
+    ("compute", "lanes", "slow"),
+    [
+        ({0: 0.3, 1: 0.3}, {0: 3, 1: 1}, 1),  # three times as long for its only lane
+        ({0: 0.3, 1: 0.15}, {0: 3, 1: 1}, None),  # one and a half times
+        ({0: 0.2, 1: 0.6}, {0: 2, 1: 2}, None),  # a lane may still leave it
+        ({0: 0.1, 1: 0.1, 2: 0.4}, {0: 1, 1: 1, 2: 1}, 2),  # none can
+        ({0: 0.4}, {0: 4}, None),
+    ],
+)
+def test_a_slow_trainer_has_given_up_lanes_before_it_is_replaced(
+    compute: dict[int, float], lanes: dict[int, int], slow: int | None
+) -> None:
+    late = slow_trainer(compute, lanes)
+    assert (None if late is None else late.trainer) == slow
+    if late is not None:
+        job = Job(0.1, 0.001, 0.01, size=Size(len(lanes), 1))
+        seen = [job.adviser.look(job.window(), job.situation(slow_trainer=late)).action for _ in range(AGREED)]
+        assert seen[:-1] == [None]
+        assert isinstance(seen[-1], ReplaceTrainer)
+        assert decide(job.situation(slow_trainer=late, ahead=ahead(5))) is None
 
 
 def test_what_a_user_changes_meanwhile_is_not_changed_back() -> None:

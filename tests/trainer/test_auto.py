@@ -167,3 +167,23 @@ def test_a_slow_shard_is_moved_to_a_spare(parity: str, tmp_path: Path, hold: Hol
     assert (change["trainers"], change["shards"], change["shard"]) == (1, 3, 1)
     assert re.fullmatch(r"its answers take \d+\.\d x the median of the others'", change["cause"])
     assert summary(run)["digest"] == undisturbed
+
+
+@pytest.mark.full  # a trainer is slow for a quarter of a minute
+def test_a_slow_trainer_gives_up_lanes_and_is_replaced(tmp_path: Path, hold: Hold) -> None:
+    schedule = synthetic_schedule(tmp_path, 3000 * 64, lanes=4, slots=500, further="--batch-size 64")
+    undisturbed = summary(train_undisturbed(schedule, tmp_path))["digest"]
+    path, name = sleeping(tmp_path, 0.002)
+    module = tmp_path / "sleeping.py"
+    module.write_text(module.read_text().replace("if os.path", 'if os.environ.get("FORELOAD_TRAINER") == "1" and os.path'))
+    run = tmp_path / "run"
+    job = arguments(schedule, run, "--store", "local:1", "--trainers", "2", "--digest", path, name)
+    held = hold([*job, "--auto", "--pool", "cores=2,stores=1"])
+    held.train_until(lambda status: status.members == (0, 2))
+    status, _, err = held.end()
+    assert status == 0, err
+    kinds = [event["kind"] for event in read_events(run)]
+    assert kinds.index("rebalanced") < kinds.index("adjusted") < kinds.index("trainer-left")
+    (change,) = (event for event in read_events(run) if event["kind"] == "adjusted")
+    assert (change["trainer"], change["trainers"], change["shard"]) == (1, 2, None)
+    assert summary(run)["digest"] == undisturbed

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from foreload.trainer.adjusting.decision import (
     Action,
     MoveShard,
+    ReplaceTrainer,
     Resize,
     Situation,
     Trial,
@@ -75,9 +76,9 @@ class Adviser:
     # The action under way, and the time trained when it was advised.
     _action: Resize | None = None
     _acted_at: float = 0.0
-    # The shard that the last windows wanted to move, or None for another size, and how many windows
-    # in a row wanted that. The sizes may differ a little.
-    _wanted: tuple[int | None, int] = (None, 0)
+    # What the last windows wanted, None for another size, and how many in a row wanted that. The
+    # sizes, and the figures in the reasons, may differ a little.
+    _wanted: tuple[MoveShard | ReplaceTrainer | None, int] = (None, 0)
 
     def look(self, measured: Measured, seen: Situation) -> Advice:
         """Judge the last change, and decide about the next one.
@@ -131,9 +132,11 @@ class Adviser:
         """Whether enough windows in a row wanted this. What goes on, or cannot wait, is agreed at once."""
         if isinstance(action, Resize) and (action.gain_seconds is None or action.trial is None or action.trial.goes_on):
             return True
-        what = action.shard if isinstance(action, MoveShard) else None
+        what = None if isinstance(action, Resize) else action
         last, times = self._wanted
-        self._wanted = (what, times + 1 if what == last else 1)
+        same = isinstance(what, MoveShard) and isinstance(last, MoveShard) and what.shard == last.shard
+        same |= isinstance(what, ReplaceTrainer) and isinstance(last, ReplaceTrainer) and what.trainer == last.trainer
+        self._wanted = (what, times + 1 if same or what is last is None else 1)
         return self._wanted[1] >= AGREED
 
     def acts(self, action: Action, trained_seconds: float) -> None:

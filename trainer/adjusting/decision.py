@@ -21,6 +21,7 @@ PAYS_BACK = 2.0
 # What trials that did not pay have cost in all, as a share of the time trained, before there is
 # another one.
 _MOST_SPENT = 0.05
+_SLOW = 2.0  # x the median of the others' time for a lane: a slow trainer
 _MOST_NUMBERS = 12  # of trainers, and of shards, that are considered, besides those next to the present
 # Sizes whose times are within this factor of the best count as equally fast; the smallest is best.
 _ALIKE = 1.03
@@ -105,6 +106,42 @@ class SlowShard:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowTrainer:
+    """A trainer that computes its lanes far slower than the others, and has given up lanes already.
+
+    Attributes:
+        trainer: its number.
+        times: how many times longer it takes for a lane than the median of the others.
+        saved_seconds: by how much a step would be shorter with a trainer like the others.
+    """
+
+    trainer: int
+    times: float
+    saved_seconds: float
+
+
+def slow_trainer(compute: Mapping[int, float], lanes: Mapping[int, int]) -> SlowTrainer | None:
+    """Return the trainer that is slow though it hosts no more lanes than any other, if there is one.
+
+    Args:
+        compute: trainer -> the seconds that it computes in a step.
+        lanes: trainer -> the number of lanes that it hosts, at least one.
+    """
+    if len(compute) < 2:
+        return None
+    each = {trainer: seconds / lanes[trainer] for trainer, seconds in compute.items()}
+    slowest = max(each, key=lambda trainer: each[trainer])
+    usual = float(np.median([seconds for trainer, seconds in each.items() if trainer != slowest]))
+    most = max(count for trainer, count in lanes.items() if trainer != slowest)
+    # As long as it has as many lanes as others, some may still leave it, unless each has only one.
+    gave_up = lanes[slowest] < most or most == 1
+    if not gave_up or each[slowest] < _SLOW * usual:
+        return None
+    even = usual * -(-sum(lanes.values()) // len(lanes))
+    return SlowTrainer(slowest, each[slowest] / max(usual, 1e-9), max(max(compute.values()) - even, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
 class Situation:
     """What a decision is made from.
 
@@ -120,6 +157,7 @@ class Situation:
         trained_seconds: how long training has gone on.
         full_after: the step after which a store shard would be full. None if none would.
         slow_shard: a slow shard that can be moved now.
+        slow_trainer: a slow trainer that can be replaced now.
         shards_needed: how many shards have enough memory for the whole schedule.
         seconds_left: the time within which training is to end. None without a deadline.
     """
@@ -139,6 +177,7 @@ class Situation:
     shards_needed: int = 0
     seconds_left: float | None = None
     slow_shard: SlowShard | None = None
+    slow_trainer: SlowTrainer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +208,15 @@ class MoveShard:
     reason: str
 
 
-Action = Resize | MoveShard
+@dataclass(frozen=True, slots=True)
+class ReplaceTrainer:
+    """Have a slow trainer leave, and another one join."""
+
+    trainer: int
+    reason: str
+
+
+Action = Resize | MoveShard | ReplaceTrainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +264,8 @@ def remembered(
 def decide(situation: Situation) -> Action | None:
     """Return the next action, or None.
 
-    A store that would be full comes first, then a slow shard, then a trial that is half way, then
-    a new one.
+    A store that would be full comes first, then a slow shard, then a slow trainer, then a trial that
+    is half way, then a new one.
     """
     now, trial = situation.now, situation.trial
     if situation.full_after is not None and now.shards < situation.most.shards:
@@ -228,6 +275,10 @@ def decide(situation: Situation) -> Action | None:
     if situation.slow_shard is not None:
         slow = situation.slow_shard
         return MoveShard(slow.shard, f"its answers take {slow.times:.1f} x the median of the others'")
+    if situation.slow_trainer is not None:
+        late = situation.slow_trainer
+        if late.saved_seconds * situation.ahead.count >= PAYS_BACK * 2 * situation.costs.trainer_seconds:
+            return ReplaceTrainer(late.trainer, f"it takes {late.times:.1f} x the median of the others for a lane")
     if trial is not None:
         if now == trial.target or not _is_allowed(situation, trial.target):
             return None

@@ -149,12 +149,13 @@ class Rebalanced(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adjusted(RunEvent):
-    """--auto changes the numbers of trainers or store shards, or moves a slow shard.
+    """--auto changes the numbers of trainers or store shards, or replaces what is slow.
 
     Attributes:
         trainers: the number of trainers after this change.
         shards: the number of store shards after it.
         shard: the slow shard whose rows move to another server, or None.
+        trainer: the slow trainer that another one replaces, or None.
         gain_seconds: the time that it is predicted to save, after its cost, up to the schedule's
             end. None for a change that is not made to save time.
         cost_seconds: the time that it is predicted to take from training.
@@ -166,6 +167,7 @@ class Adjusted(RunEvent):
     trainers: int
     shards: int
     shard: int | None = None
+    trainer: int | None = None
     gain_seconds: float | None = None
     cost_seconds: float = 0.0
     undoes: bool = False

@@ -13,7 +13,18 @@ from foreload.cache.protocol.handover.migration import HURRIED_SHARE, MOVING_SHA
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError
 from foreload.trainer.adjusting.adviser import Adviser, Judged
-from foreload.trainer.adjusting.decision import Action, Costs, MoveShard, Resize, Situation, SlowShard, decide
+from foreload.trainer.adjusting.decision import (
+    Action,
+    Costs,
+    MoveShard,
+    ReplaceTrainer,
+    Resize,
+    Situation,
+    SlowShard,
+    SlowTrainer,
+    decide,
+    slow_trainer,
+)
 from foreload.trainer.adjusting.prediction import Machine, Measured, Size, Work, mean
 from foreload.trainer.assembly.job_shape import cores
 from foreload.trainer.cluster.coordinator.background_work import in_background
@@ -22,7 +33,7 @@ from foreload.trainer.cluster.coordinator.row_migration import RowMigration
 from foreload.trainer.cluster.coordinator.scaling import Scaling
 from foreload.trainer.cluster.coordinator.store_shards import StoreShards
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall
-from foreload.trainer.cluster.messages.control import Answer, AskMove, AskScale, Refused
+from foreload.trainer.cluster.messages.control import Answer, AskMove, AskScale, Refused, ScaleBegun
 from foreload.trainer.compute.reports import StepReport
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_values import DRY_RUN, Pool
@@ -85,6 +96,10 @@ class _Window:
             for trainer in members
         )
 
+    def compute(self, trainer: int) -> float:
+        """Return the mean seconds that a trainer computed in a step."""
+        return mean([report.seconds_compute for report in self.reports.get(trainer, ())])
+
     def measured(self, work: Work, servers: float) -> Measured:
         """Return the means of a step's figures.
 
@@ -97,7 +112,7 @@ class _Window:
         count = max(map(len, by_trainer))
         return Measured(
             seconds=max(mean([report.seconds for report in reports]) for reports in by_trainer),
-            compute=max(mean([report.seconds_compute for report in reports]) for reports in by_trainer),
+            compute=max(map(self.compute, self.reports)),
             exchange=min(mean([report.seconds_exchange for report in reports]) for reports in by_trainer),
             waiting=max(mean([report.seconds_waiting for report in reports]) for reports in by_trainer),
             processor=sum(sum(report.seconds_processor for report in reports) / len(reports) for reports in by_trainer)
@@ -136,6 +151,7 @@ class Adjustments:
         self.loads: dict[int, dict[int, ShardLoad]] = {}
         self._loads_before: dict[int, dict[int, ShardLoad]] = {}  # when the window began
         self._slow_servers: set[str] = set()  # whose shards were moved to others
+        self._replaced = 0  # the highest number of a slow trainer that was replaced
         self._waits = False  # whether trainers waited for the store in the last window
         self._since = call.clock()
         self._bytes_per_second = 0.0  # the most that was seen while trainers waited for the store
@@ -176,7 +192,7 @@ class Adjustments:
         if self._window.warm_up(members.term.members):
             self._window.servers, self._loads_before = self._server_seconds(), dict(self.loads)
         if self._window.is_over(members.term.members):
-            self._look(work, now)
+            self._look(work, now, members)
 
     def _begin_window(self, warm_up_steps: int = 0) -> None:
         self._window = _Window(self._server_seconds(), warm_up_steps, _WARM_UP_SECONDS)
@@ -198,16 +214,16 @@ class Adjustments:
         local = self._shards.local
         return 0.0 if local is None else sum(processor_seconds_of(pid) for pid in local.pids if pid)
 
-    def _look(self, work: Work, now: Size) -> None:
+    def _look(self, work: Work, now: Size, members: Membership) -> None:
         """Judge the last change, decide, and act, at the end of a window."""
         measured = self._window.measured(work, self._server_seconds())
-        slow_shard = self._slow_shard()
+        slow_shard, late = self._slow_shard(), self._slow_trainer(members)
         self._begin_window()
         self._waits = measured.waits_for_store
         if self._waits:
             seen = measured.rows * self._row_bytes / measured.seconds / now.shards
             self._bytes_per_second = max(self._bytes_per_second, seen)
-        advice = self._adviser.look(measured, self._situation(work, now, slow_shard=slow_shard))
+        advice = self._adviser.look(measured, replace(self._situation(work, now), slow_shard=slow_shard, slow_trainer=late))
         if advice.missed is not None:
             self._call.say(f"auto: there are {now} now, not {advice.missed}")
         if advice.judged is not None:
@@ -255,7 +271,6 @@ class Adjustments:
             seconds_left=None if deadline is None else deadline - trained,
             full_after=full_after,
             shards_needed=0 if memory is None else memory.shards_needed,
-            slow_shard=slow_shard,
         )
 
     def _slow_shard(self) -> SlowShard | None:
@@ -276,19 +291,34 @@ class Adjustments:
                 return SlowShard(shard, times)
         return None
 
+    def _slow_trainer(self, members: Membership) -> SlowTrainer | None:
+        """Return a trainer that was slow in the last window, if another one can take its place.
+
+        Where the one that took the place of a slow trainer is slow as well, it is not the trainer's fault.
+        """
+        hosts = members.term.hosts
+        lanes = {trainer: hosts.count(trainer) for trainer in members.term.members if trainer in hosts}
+        late = slow_trainer({trainer: self._window.compute(trainer) for trainer in lanes}, lanes)
+        if late is None or late.trainer in self._call.guests or (self._replaced and late.trainer > self._replaced):
+            return None
+        return late
+
     def _act(self, action: Action, now: Size) -> None:
         to = action.to if isinstance(action, Resize) else now
+        trial, gain, cost = None, None, 0.0
         if isinstance(action, Resize):
             trial, gain, cost = action.trial, action.gain_seconds, action.cost_seconds
             said = f"from {now} to {to}"
-        else:
-            trial, gain, cost = None, None, 0.0
+        elif isinstance(action, MoveShard):
             said = f"the rows of store shard {action.shard} to another server"
+        else:
+            said = f"from trainer {action.trainer} to another one"
         dry_run = self._call.job.auto == DRY_RUN
         event = Adjusted(
             trainers=to.trainers,
             shards=to.shards,
             shard=action.shard if isinstance(action, MoveShard) else None,
+            trainer=action.trainer if isinstance(action, ReplaceTrainer) else None,
             gain_seconds=gain,
             cost_seconds=cost,
             undoes=trial is not None and trial.undoes,
@@ -328,6 +358,10 @@ class Adjustments:
             self._slow_servers.add(shards.plain_urls[action.shard])
             urls = (own.word,) if own is not None else self._take_spares(1)
             return self._moves.want(AskMove("move", str(action.shard), urls), hurried=self._waits)
+        if isinstance(action, ReplaceTrainer):
+            self._replaced = max(self._replaced, action.trainer)
+            self._scaling.replace(action.trainer)
+            return ScaleBegun(0, now.trainers, now.trainers)
         if action.to.trainers != now.trainers:
             return self._scaling.ask(AskScale(action.to.trainers))
         further = action.to.shards - now.shards

@@ -13,6 +13,7 @@ from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
+from foreload.trainer.commands.warm_start import started
 from foreload.trainer.run.event_log import read_events
 
 SLEEPING_MODEL = """
@@ -129,6 +130,23 @@ def test_a_job_begins_as_its_like_were_fastest(tmp_path: Path) -> None:
         assert summary(tmp_path / run)["digest"] == summary(tmp_path / "first")["digest"]
         began, *_ = read_events(tmp_path / run)
         assert began["trainers"] == int(begins[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "store"),
+    [
+        ({}, "local:1"),
+        ({"parity": "2+1"}, "local:3"),
+        ({"engine": "ray", "pool": "cores=4"}, "engine:1"),
+        ({"engine": "ray", "pool": "cores=4", "parity": "4+2"}, "engine:6"),
+        ({"store": "local:2"}, "local:2"),
+    ],
+)
+def test_without_a_store_there_are_as_few_servers_as_parity_needs(tmp_path: Path, given: dict[str, str], store: str) -> None:
+    schedule = synthetic_schedule(tmp_path, 1200)
+    values = {"schedule": str(schedule), "run": str(tmp_path / "run"), "auto": True, "history": "off", **given}
+    assert started(values)["store"] == store
+    assert started({**values, "auto": False}) == {**values, "auto": False}
 
 
 @pytest.mark.parametrize(

@@ -41,11 +41,14 @@ def started(values: Mapping[str, Any]) -> dict[str, Any]:
     given = dict(values)
     if given.get("auto") is not True or given.get("resume"):
         return given
-    own_store, own_trainers = not given.get("store"), "trainers" not in given
+    # Trainers on other hosts cannot reach local servers.
+    own_store = not given.get("store") and not given.get("coordinator")
+    own_trainers = "trainers" not in given
     if own_store:
         # The parity of a run is never changed, so it is not switched on by the number of shards.
         given.setdefault("parity", "off")
-        given["store"] = f"local:{max(sum(Parity.parse('--parity', given['parity'])), 1)}"
+        parity = Parity.parse("--parity", given["parity"])
+        given["store"] = f"{'engine' if given.get('engine') == 'ray' else 'local'}:{sum(parity)}"
     job = TrainJob.of(given)
     if not (own_store or own_trainers) or not job.store.local or job.is_over_hosts or under_scheduler() or job.follow:
         return given

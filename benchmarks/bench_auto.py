@@ -26,7 +26,7 @@ from store_links import StoreLinks
 MEGABITS = 50.0
 TRAINERS, SHARDS = 2, 4
 BATCH, LANES, SLOTS = 2048, 4, 20_000
-ROWS, QUICK_ROWS = 6_000_000, 1_000_000
+ROWS, QUICK_ROWS = 2_000_000, 500_000
 TRAIN = (sys.executable, "-m", "foreload")
 BEST = "the best fixed size"
 

@@ -58,7 +58,7 @@ MINUTES = {
     "migration": (40.0, 7.0),
     "profiling": (4.0, 1.0),
     "plan": (15.0, 4.0),
-    "auto": (40.0, 8.0),
+    "auto": (20.0, 6.0),
     "clusters": (15.0, 3.0),
 }
 """What each script may take, in full and with --quick, on two cores; in the order of the report."""
